@@ -129,3 +129,11 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
     if set(indices) - set(here) or len(set(indices)) < len(indices):
         raise ValueError(f"--gpus {gpus}: the GPUs here are {', '.join(here)}; write all, or each index once")
     return [here[index] for index in indices]
+
+
+def places(gpus: list[str], per_trial: int | None) -> list[str]:
+    """The GPUs in sets of so many, each as CUDA_VISIBLE_DEVICES says it; a rest stays idle. Raises ValueError for no set."""
+    size = per_trial or 1
+    if 0 < len(gpus) < size:
+        raise ValueError(f"--gpus-per-trial {size}: {len(gpus)} GPUs are to be had here; give fewer, or --device cpu")
+    return [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]

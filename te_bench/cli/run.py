@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Fresh, Gpus, Only, Suite, Timeout, Timings, find_gpus, results_of, say, with_options
+from te_bench.cli.options import (
+    Fresh,
+    Gpus,
+    Only,
+    Suite,
+    Timeout,
+    Timings,
+    find_gpus,
+    places,
+    results_of,
+    say,
+    with_options,
+)
 
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
@@ -58,9 +70,8 @@ def run(
         raise ValueError(refused)
     auto = any(trial.attention == AUTO for trial in experiment.trials)
     machine = environment.capture(asked.device, chosen, by_table=("gemm", "attention") if auto else ("gemm",))
-    slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
-        experiment, machine["identity"]["cores"]
-    )
+    slots: list[str | None] = [*places([gpu["uuid"] for gpu in chosen], asked.gpus_per_trial)] * (asked.share or 1)
+    slots = slots or [None] * planned.trials_at_once(experiment, machine["identity"]["cores"])
     context = Context(cache=asked.cache, checkpoints=checkpoints)
     ended = carry_out(experiment, directory, machine, slots, timeout=timeout, context=context, retry=retry, fresh=fresh)
     _finish(directory, ended)

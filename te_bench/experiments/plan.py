@@ -9,6 +9,7 @@ from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
     LayerProblem,
+    Settings,
     StepProblem,
     TrainingProblem,
     TrialProblem,
@@ -35,9 +36,11 @@ PLUGINS = {
     "optimizer": "te_bench.kernels.adamw.backends",
     "fault": "te_bench.models.faults",
     **dict.fromkeys(("rival", "linears"), "te_bench.models.rivals"),
+    "parallel": "te_bench.training.parallel",
 }
 WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
+DIVIDED = ("train_step", "training")  # workloads that can span GPUs
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
@@ -45,7 +48,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
-    experiment = adoption.adapt(experiment, options)
+    experiment = _divided(adoption.adapt(experiment, options), options)
     for trial in experiment.trials:
         check(trial)
     _check_options(experiment, options)
@@ -55,6 +58,24 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         shown = "\n  ".join(names[:12])
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}")
     return dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
+
+
+def _divided(experiment: Experiment, options: Options) -> Experiment:
+    """Its training steps over the ranks that --gpus-per-trial asks for. Raises ValueError for a suite without any."""
+    if options.parallel is None:
+        return experiment
+    over: Settings = {"parallel": options.parallel, "world": options.gpus_per_trial}
+    cells, trials = {}, []
+    for trial in experiment.trials:
+        divided = trial
+        if trial.workload in DIVIDED:
+            divided = dataclasses.replace(trial, problem={**trial.problem, **over})
+        cells[trial.cell] = divided.cell
+        trials.append(divided)
+    if all(trial.workload not in DIVIDED for trial in trials):
+        raise ValueError(f"--parallel: the suite {experiment.suite} has no trial that spans GPUs; leave it out")
+    baseline = None if experiment.baseline is None else cells[experiment.baseline]
+    return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
 
 
 def _check_options(experiment: Experiment, options: Options) -> None:
@@ -115,6 +136,19 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
             raise ValueError(f"{trial.name}: the arithmetic of {name} is the recipe {recipe}, not {trial.recipe}")
         if p.blocks is not None or (p.head is not None and p.against.head is not None):
             raise ValueError(f"{trial.name}: {name} has blocks or a head of its own; leave out te-bench's")
+    if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < 2):
+        raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and 2 ranks or more, world")
+    if p.world is not None and isinstance(p.batch, int) and p.batch % p.world:
+        less = p.batch // p.world * p.world or p.world
+        raise ValueError(
+            f"a batch of {p.batch} does not divide into {p.world} ranks: give --batch {less}, or another --gpus-per-trial"
+        )
+    if (
+        p.world is not None
+        and isinstance(p, TrainingProblem)
+        and (p.steps is None or p.eval_every_s or p.batch == "max")
+    ):
+        raise ValueError(f"{trial.name}: ranks have clocks and memories of their own; give it steps and a batch")
     if p.fault is not None and trial.recipe is None:
         raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 

@@ -40,6 +40,8 @@ _SHOWN = {
     "parts": "parts-",
     "blocks": "blocks-",
     **dict.fromkeys(("rival", "linears"), ""),
+    "parallel": "",
+    "world": "x",
     "edge": "n",
     "tokens": "t",
     "in_features": "k",
@@ -142,7 +144,9 @@ class StepProblem(TrialProblem):
     data: str = "random"
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
-    batch: int | Literal["max"] | None = None  # sequences of a step
+    batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
+    parallel: str | None = None  # a mode of training.parallel; None: one process
+    world: int | None = None  # its ranks
     arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
     config: str | None = None
     sha256: str | None = None
@@ -329,6 +333,24 @@ def source_of(trial: "Trial") -> "Source | None":
     """Where the user's model comes from whose step the trial is; None for any other trial."""
     is_step = issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem)
     return StepProblem.of(trial).source if is_step else None
+
+
+def world_of(trial: "Trial") -> int:
+    """How many ranks the trial has; 1 for any that spans none."""
+    world = trial.problem.get("world")
+    return world if isinstance(world, int) else 1
+
+
+def backend_of(trial: "Trial") -> str:
+    """The backend of torch.distributed between its ranks."""
+    return "nccl" if trial.device == "cuda" else "gloo"
+
+
+def ranks_of(trial: "Trial") -> dict[str, Any]:
+    """What a record's work says of ranks; nothing of a trial that spans none."""
+    if world_of(trial) == 1:
+        return {}
+    return {"world": world_of(trial), "parallel": trial.problem["parallel"], "backend": backend_of(trial)}
 
 
 def label(settings: Mapping[str, Any]) -> str:

@@ -61,6 +61,10 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
             raise ValueError(f"{flag}: {name} is named twice; name each once")
 
 
+def _a_mode(flag: str, value: str) -> None:
+    plugins.check("mode of parallelism", value, plugins.names("te_bench.training.parallel"))
+
+
 # From what is said on the command line to an option's value.
 
 
@@ -224,6 +228,12 @@ class Options:
         range=(1, 16),
         unheeded="measures times, which trials beside others would falsify",
     )
+    gpus_per_trial: int | None = _option(
+        "GPUs of each training step, on a CPU processes; its batch is divided over them.", range=(2, 1024)
+    )
+    parallel: str | None = _option(
+        "How --gpus-per-trial divide a step: ddp or fsdp2.", str, metavar="MODE", check=_a_mode
+    )
 
     def data_for(self, model: str, default: str) -> str:
         return self.data.get(model, self.data.get("", default))
@@ -246,6 +256,8 @@ def check(options: Options) -> None:
     for name in sorted(WITH_MODEL):
         if getattr(options, name) is not None and options.model is None:
             raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
+    if (options.gpus_per_trial is None) != (options.parallel is None):
+        raise ValueError("--gpus-per-trial N goes with --parallel ddp or fsdp2: give both")
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
 

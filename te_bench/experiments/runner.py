@@ -74,7 +74,7 @@ def at_once(trials: Sequence[Trial], cores: int) -> int:
 
     Who does not say takes all cores, and has them for itself.
     """
-    threads = [int(trial.problem.get("threads") or cores) for trial in trials]
+    threads = [int(trial.problem.get("threads") or cores) * int(trial.problem.get("world") or 1) for trial in trials]
     return max(1, min(cores // max(threads, default=cores), MOST_AT_ONCE))
 
 
@@ -217,7 +217,7 @@ def _record(job: RunningTrial, environment_id: str, timeout_s: float) -> Record:
         result = (
             {"outcome": "timeout", "reason": f"stopped after {timeout_s:g} s (--timeout)"}
             if timed_out
-            else _post_mortem(job, end)
+            else post_mortem(end, job.oom_kills, job.log)
         )
     if result["outcome"] == "ok":
         job.log.unlink(missing_ok=True)
@@ -237,23 +237,27 @@ def _stopped(trial: Trial, environment_id: str, reason: str) -> Record:
     return Record(trial=trial, environment=environment_id, outcome="stopped", reason=reason, started_at=now, wall_s=0.0)
 
 
-def _post_mortem(job: RunningTrial, end: Ended) -> dict[str, Any]:
-    """The outcome of a child that left no reply: killed by a signal, by the host's out-of-memory killer, or exited."""
+def post_mortem(end: Ended, oom_kills_before: int, log: Path | None) -> dict[str, Any]:
+    """The outcome of a child that left no reply: killed by a signal, by the host's out-of-memory killer, or exited.
+
+    oom_kills_before: when it began. log: a file that it alone wrote.
+    """
     code = end.exit_code
     if end.orphaned:
         return {"outcome": "interrupted", "reason": "the process that starts trials was killed; rerun to repeat it"}
     if code == -signal.SIGKILL:
-        if oom_kills() > job.oom_kills:
+        if oom_kills() > oom_kills_before:
             return {"outcome": "oom", "reason": "host: the kernel's out-of-memory killer ended the trial"}
         return {"outcome": "interrupted", "reason": "killed from outside (SIGKILL); rerun to repeat it"}
     if code < 0:
-        return {"outcome": "crashed", "reason": f"{signal.Signals(-code).name}{_last_line(job.log)}"}
-    return {"outcome": "crashed", "reason": f"exit code {code} without a reply{_last_line(job.log)}"}
+        return {"outcome": "crashed", "reason": f"{signal.Signals(-code).name}{_last_line(log)}"}
+    return {"outcome": "crashed", "reason": f"exit code {code} without a reply{_last_line(log)}"}
 
 
-def _last_line(log: Path) -> str:
+def _last_line(log: Path | None) -> str:
     """ ": " and the last line of a log that says something before faulthandler's dump, or nothing."""
-    lines = log.read_text(errors="replace").partition("Fatal Python error:")[0].splitlines() if log.exists() else []
+    text = log.read_text(errors="replace") if log is not None and log.exists() else ""
+    lines = text.partition("Fatal Python error:")[0].splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith(("USDT:", "  File"))]
     return f": {said[-1][:200]}" if said else ""
 

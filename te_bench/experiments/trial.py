@@ -12,12 +12,22 @@ import torch
 from te_bench import plugins
 from te_bench.experiments import host, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
+from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
-    """{"outcome", "reason", "work_s", ...Measurement}: never raises."""
+    """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial over ranks takes as many processes."""
+    if world_of(trial) == 1:
+        return run_one(trial, context)
+    from te_bench.experiments import ranks  # with torch.distributed
+
+    return ranks.run(trial, context, run_one)
+
+
+def run_one(trial: Trial, context: Context) -> dict[str, Any]:
+    """The same in this process, which is all of the trial or one of its ranks."""
     started, load = time.perf_counter(), host.cpu_time()
     reason = None
     measurement = Measurement()

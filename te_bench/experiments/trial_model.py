@@ -17,8 +17,10 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
 from te_bench.models.rivals import Rival
+from te_bench.training import parallel
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import Batches
+from te_bench.training.parallel import Parallel
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,6 +91,7 @@ def require_supported(trial: Trial) -> None:
     if own:
         _require_fast(trial, config_of(trial))
     _require_optimizer(trial)
+    _require_parallel(trial)
     if trial.recipe:
         require(trial.recipe, recipes.load(trial.recipe).unsupported(trial.device, capability(trial.device)))
 
@@ -137,6 +140,19 @@ def _require_optimizer(trial: Trial) -> None:
         if trial.precision == "fp16":
             reason = reason or "fp16: it has no gradient scaler"
         require(f"optimizer {p.optimizer}", reason)
+
+
+def _require_parallel(trial: Trial) -> None:
+    """Raise Unsupported when the trial's step cannot be divided over ranks as it asks for."""
+    p = StepProblem.of(trial)
+    if p.parallel is None:
+        return
+    reason = parallel_of(trial).unsupported(
+        precision=trial.precision, mode=trial.mode, optimizer=p.optimizer, blocks=p.blocks
+    )
+    if p.against is not None:
+        reason = reason or f"the step of rival {p.rival or p.linears} is measured on one GPU; choose te-bench's own"
+    require(f"parallel {p.parallel}", reason)
 
 
 def _no_blocks(trial: Trial, config: DecoderConfig, machine: dict[str, Any]) -> str | None:
@@ -235,7 +251,20 @@ def step_of(trial: Trial) -> TrainStep:
     """One training step of the trial's model, in its precision and mode, by its optimizer."""
     p = StepProblem.of(trial)
     model = build(trial) if p.source is None else adopted_of(trial)
-    return TrainStep(model, optim_of(trial), precision=trial.precision, mode=trial.mode, optimizer=p.optimizer)
+    return TrainStep(
+        model,
+        optim_of(trial),
+        precision=trial.precision,
+        mode=trial.mode,
+        optimizer=p.optimizer,
+        parallel=parallel_of(trial),
+    )
+
+
+def parallel_of(trial: Trial) -> Parallel:
+    """How the trial's step is divided over the ranks, one of which this process is."""
+    mode = StepProblem.of(trial).parallel
+    return parallel.SINGLE if mode is None else parallel.load(mode)
 
 
 def allow_tf32(precision: str) -> None:

@@ -269,6 +269,7 @@ class Adopted(nn.Module):
     """
 
     as_it_is = False
+    shares_amaxes = False  # as a Decoder's
 
     def __init__(
         self,
@@ -304,7 +305,9 @@ class Adopted(nn.Module):
         pin(self.kernel)
         if self.changed is not None:
             return self.changed.around()
-        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
+        if self.recipe is None:
+            return contextlib.nullcontext()
+        return fp8.autocast(enabled, recipe=self.recipe, amax_reduction_group=fp8.ranks(self.shares_amaxes))
 
     def flop_per_token(self, length: int) -> int:
         """FLOP of forward and backward of one sequence by PyTorch's counter, attention as if it were not causal.

@@ -77,6 +77,8 @@ class Decoder(nn.Module):
     ValueError for dropout in fused blocks, and for a family that describes itself wrongly (models.description).
     """
 
+    shares_amaxes = False  # over all ranks, which training.parallel asks for
+
     def __init__(
         self,
         config: Any,
@@ -196,7 +198,9 @@ class Decoder(nn.Module):
         """
         if self.passes is not None:
             return self.passes.autocast(enabled)
-        return contextlib.nullcontext() if self.recipe is None else fp8.autocast(enabled, recipe=self.recipe)
+        if self.recipe is None:
+            return contextlib.nullcontext()
+        return fp8.autocast(enabled, recipe=self.recipe, amax_reduction_group=fp8.ranks(self.shares_amaxes))
 
     def attentions(self) -> list[Any]:
         """The modules whose `attention` is a layer's attention, in order: whoever replaces it replaces the layer's."""

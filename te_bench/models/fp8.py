@@ -180,6 +180,11 @@ def fp8_autocast(
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
 
+def ranks(shared: bool) -> Any:
+    """The process group over which delayed scaling shares its amaxes: every rank, or None for this one alone."""
+    return torch.distributed.group.WORLD if shared else None
+
+
 def reset() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due, _left

@@ -31,6 +31,7 @@ from te_bench.models.recipe import Recipe
 from te_bench.training import tokenizer as tokenizers
 from te_bench.training import weights
 from te_bench.training.corpus import Corpus
+from te_bench.training.parallel import SINGLE, Parallel
 
 FORMAT = 2  # of the part "te_bench"; 1 was a GPT's alone, its shape in model_args
 NANOGPT = "gpt"  # the family that nanoGPT trains
@@ -81,14 +82,16 @@ def save(
     recipe: str | None = None,
     corpus: Corpus | None = None,
     about: Mapping[str, Any] | None = None,
+    parallel: Parallel = SINGLE,
 ) -> None:
     """Write the model's true vocabulary, its FP8 state and its tokeniser to `path`, which is replaced as a whole.
 
     recipe: the name of the one it trained with. about: anything that JSON can hold, for a reader of the file.
+    parallel: what the model was trained by; every rank calls, and rank 0 writes what one process would.
     """
     # Clones, for torch.save would write the padding of a slice along with it; a tied head's is written once.
     clones = {
-        id(p): p[: model.config.vocab_size if model.has_padding(p) else None].detach().cpu().clone()
+        id(p): parallel.whole(p.detach())[: model.config.vocab_size if model.has_padding(p) else None].cpu().clone()
         for p in model.parameters()
     }
     fields = dataclasses.asdict(model.config)
@@ -109,6 +112,8 @@ def save(
     }
     if model.config.family == NANOGPT:
         content["model_args"] = {name: fields[name] for name in MODEL_ARGS}
+    if parallel.rank:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with weights.replacing(path) as temporary:
         torch.save(content, temporary)

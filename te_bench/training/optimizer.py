@@ -141,15 +141,20 @@ class TableAdamW:
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
         self._table: Table | None = None
         if fixed:
-            holders = self._gradient_holders()
+            holders = self.gradient_holders()
             self._buffers = [(p, torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in holders]
             self.zero_grad()
             self.bind()
 
-    def _gradient_holders(self) -> list[nn.Parameter]:
+    def gradient_holders(self) -> list[nn.Parameter]:
         """Where each master's whole gradient is, after a pass."""
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [copy.leaf if copy is not None and copy.direct else p for p, copy in found]
+
+    def whole_holders(self) -> list[nn.Parameter]:
+        """Those of them that a backward pass alone brings the whole gradient: `gather` adds nothing to it."""
+        found = ((p, self.copies.get(p)) for p in self.masters)
+        return [p if copy is None else copy.leaf for p, copy in found if copy is None or copy.direct]
 
     @torch.no_grad()
     def carry(self, old: "TableAdamW") -> None:
@@ -269,7 +274,7 @@ class TableAdamW:
 
     def _parameters(self) -> list[Parameter]:
         made = []
-        for master, holder in zip(self.masters, self._gradient_holders(), strict=True):
+        for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept

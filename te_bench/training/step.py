@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.training.optimizer import TableAdamW
+from te_bench.training.parallel import SINGLE, Parallel
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -76,23 +77,36 @@ class TrainStep:
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
     fp8, leaves the copies that the next pass computes with (training.optimizer); None is torch's fused AdamW.
+    parallel: how the step is divided over ranks, each of which is given the whole batch; it makes `model` one rank's part.
     Raises ValueError for what is not known or cannot be.
     """
 
-    def __init__(self, model: nn.Module, optim: Optim, *, precision: str, mode: str, optimizer: str | None = None):
-        self.model, self.optim, self.precision, self.mode = model, optim, precision, mode
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Optim,
+        *,
+        precision: str,
+        mode: str,
+        optimizer: str | None = None,
+        parallel: Parallel = SINGLE,
+    ):
+        self.model, self.optim, self.precision, self.mode, self.parallel = model, optim, precision, mode, parallel
         self.device = next(model.parameters()).device
         self.captured = mode == "cudagraph"
         if self.captured and (self.device.type != "cuda" or precision == "fp16"):
             raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
+        parallel.prepare(model, AUTOCAST[precision])
         self.table = None if optimizer is None else self._table_adamw(optimizer)
         self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
+        if not self.captured:
+            parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.forward: Callable[..., Tensor] = model
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):
-            self.forward = torch.compile(model, dynamic=False)
+            self.forward = parallel.compiled(model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None
@@ -117,11 +131,13 @@ class TrainStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A step of a copy of the model that goes on as this one would, with code, tables and buffers of its own."""
+        if self.parallel is not SINGLE:
+            raise ValueError("a step over several ranks has no copy: make another TrainStep in each rank")
         if self.captured:
             raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
-        table, how = self.table, {"precision": self.precision, "mode": self.mode}
-        model = copy.deepcopy(self.model, memo)
-        twin = type(self)(model, self.optim, optimizer=None if table is None else table.name, **how)
+        table, model = self.table, copy.deepcopy(self.model, memo)
+        optimizer = None if table is None else table.name
+        twin = type(self)(model, self.optim, precision=self.precision, mode=self.mode, optimizer=optimizer)
         if table is None:
             twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         else:
@@ -173,7 +189,8 @@ class TrainStep:
             by_parameter = self.table.gradients()
             named = self.model.named_parameters()
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
-        found = {name: p.grad.detach() for name, p in self.model.named_parameters() if p.grad is not None}
+        whole = self.parallel.whole
+        found = {name: whole(p.grad.detach()) for name, p in self.model.named_parameters() if p.grad is not None}
         if self.captured or self.mode == "compile-reduce-overhead":  # others are let go here, and need no copy
             found = {name: gradient.clone() for name, gradient in found.items()}
         if not self.captured:  # the graph owns its gradient buffers
@@ -189,15 +206,25 @@ class TrainStep:
         if len(tokens) % n:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
-        for x, y in zip(tokens.chunk(n), targets.chunk(n), strict=True):
+        for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with autocast(self.device, self.precision), fp8_autocast(self.model), self._computing():
-                loss = self.forward(x, y) / n
-            self.scaler.scale(loss).backward()
+                loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
+            with contextlib.nullcontext() if left else self.parallel.reducing():
+                self.scaler.scale(loss).backward()
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        self.parallel.reduce(self._arrived())
         self._clip()
-        return losses[0] if n == 1 else torch.stack(losses).sum()
+        return self.parallel.mean(losses[0] if n == 1 else torch.stack(losses).sum())
+
+    def _arrived(self) -> Iterator[Tensor]:
+        """The gradients that the last backward pass left."""
+        holders = self._trained() if self.table is None else self.table.gradient_holders()
+        return (holder.grad for holder in holders if holder.grad is not None)
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.table is None else self.table.computing()
@@ -211,7 +238,7 @@ class TrainStep:
             return
         self.scaler.unscale_(self.optimizer)
         if self.optim.grad_clip:
-            self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.optim.grad_clip, foreach=True)
+            self.grad_norm = self.parallel.clip(self.model.parameters(), self.optim.grad_clip)
 
     def _update(self) -> None:
         self.scaler.step(self.optimizer)
@@ -240,7 +267,9 @@ class TrainStep:
             self._graph = torch.cuda.CUDAGraph()
             try:
                 # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
-                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream()):
+                # Of ranks, NCCL's watchdog asks for events meanwhile, from a thread of its own.
+                capture_error_mode = "global" if self.parallel is SINGLE else "thread_local"
+                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(), capture_error_mode=capture_error_mode):
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()

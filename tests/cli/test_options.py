@@ -24,6 +24,20 @@ USAGE = [
         (["run", "curves", "--budget", wrong], f"--budget {wrong}: give a time greater than 0: 90 or 90s, 30m, 2h")
         for wrong in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
     ),
+    (["run", "speed", "--gpus-per-trial", "2"], "--gpus-per-trial N goes with --parallel ddp or fsdp2: give both"),
+    (["run", "speed", "--parallel", "ddp"], "--gpus-per-trial N goes with --parallel ddp or fsdp2: give both"),
+    (
+        ["run", "speed", "--gpus-per-trial", "2", "--parallel", "tp"],
+        "unknown mode of parallelism 'tp'. Known: ddp, fsdp2.",
+    ),
+    (
+        ["run", "speed", "--batch", "6", "--gpus-per-trial", "4", "--parallel", "ddp"],
+        "a batch of 6 does not divide into 4 ranks: give --batch 4, or another --gpus-per-trial",
+    ),
+    (
+        ["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"],
+        "--parallel: the suite attention has no trial that spans GPUs; leave it out",
+    ),
     (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
     (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),
 ]
@@ -98,6 +112,16 @@ def test_gpus_are_chosen_by_the_management_library_s_index_and_named_by_uuid(mon
     assert uuids(None) == uuids("all") == uuids("0, 1") == ["GPU-a", "GPU-b"]
     assert uuids("1") == ["GPU-b"]
     assert options.find_gpus("cpu", None) == []
+
+
+def test_trials_of_several_gpus_have_a_set_of_them_each() -> None:
+    """What is left over stays idle; with fewer than one trial asks for there is no run."""
+    here = ["GPU-a", "GPU-b", "GPU-c", "GPU-d", "GPU-e"]
+    assert options.places(here, None) == here
+    assert options.places(here, 2) == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
+    assert options.places([], 2) == []
+    with pytest.raises(ValueError, match="--gpus-per-trial 8: 5 GPUs are to be had here; give fewer, or --device cpu"):
+        options.places(here, 8)
 
 
 def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

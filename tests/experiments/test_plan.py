@@ -162,3 +162,43 @@ def test_only_without_a_match_shows_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"--only 'flush' matches no trial of nanogpt") as caught:
         plan.resolve("nanogpt", Options(device="cpu"), only="flush")
     assert "train_step/gpt2-b12-t1024-V50257/manual/bf16/eager/s0" in str(caught.value)
+
+
+def test_steps_are_divided_where_it_is_asked_for_and_only_there() -> None:
+    """Trials of another kind stay as they are, the baseline is the same step, and no id of an undivided trial changes."""
+    usual = plan.resolve("speed", Options(device="cpu"))
+    divided = plan.resolve("speed", Options(device="cpu", gpus_per_trial=2, parallel="ddp"))
+    steps = {trial.id for trial in usual.trials if trial.workload == "train_step"}
+    assert steps
+    assert all("world" not in trial.problem for trial in usual.trials)
+    undone = [
+        dataclasses.replace(t, problem={k: v for k, v in t.problem.items() if k not in ("parallel", "world")})
+        for t in divided.trials
+    ]
+    assert [trial.id for trial in undone] == [trial.id for trial in usual.trials]
+    assert all(t.problem["world"] == 2 and "ddp-x2" in t.name for t in divided.trials if t.workload == "train_step")
+    assert [t.id for t in divided.trials if t.workload != "train_step"] == [
+        t.id for t in usual.trials if t.id not in steps
+    ]
+    assert divided.baseline == divided.trials[0].cell
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"parallel": "ddp"}, "a step over ranks has a mode, parallel, and 2 ranks or more, world"),
+        ({"world": 2}, "a step over ranks has a mode"),
+        ({"parallel": "ddp", "world": 1}, "a step over ranks has a mode"),
+        ({"parallel": "dpd", "world": 2}, "unknown parallel 'dpd'. Did you mean ddp"),
+        ({"parallel": "ddp", "world": 4}, "a batch of 2 does not divide into 4 ranks: give --batch 4"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.check(dataclasses.replace(TRIAL, problem={**STEP, **more}))
+
+
+def test_a_training_over_ranks_has_steps_and_a_batch() -> None:
+    """Ranks that read clocks of their own would not stop at the same step."""
+    with pytest.raises(ValueError, match="ranks have clocks and memories of their own; give it steps and a batch"):
+        plan.resolve("curves", Options(device="cpu", gpus_per_trial=2, parallel="ddp"))

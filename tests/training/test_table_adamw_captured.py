@@ -52,7 +52,7 @@ class Graph:
         step, table = self.step, self.step.table
         assert table is not None
         assert step._inputs is not None
-        holders, clip, fresh = table._gradient_holders(), step._clip, table._fresh
+        holders, clip, fresh = table.gradient_holders(), step._clip, table._fresh
         own = [holder.grad for holder in holders]
         table.zero_grad(set_to_none=True)
 

@@ -118,6 +118,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts)
     library = _reference(trial, step, inputs, targets, trial.precision, parts)
+    step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]
@@ -205,7 +206,7 @@ def _reference(
     model = trial_model.adopted_of(plain, kernel="math")
     converted = _model(step).converted
     turned = [f"{name}.weight" for name, before in converted.items() if before == "Conv1D"]
-    _require_same_weights(model, _model(step), turned)
+    _require_same_weights(model, step, turned)
     if exact:
         trial_model.allow_tf32("fp32")
         model.double()
@@ -228,10 +229,10 @@ def _reference(
     return found
 
 
-def _require_same_weights(model: Adopted, own: Adopted, turned: list[str]) -> None:
-    weights = dict(own.named_parameters())
+def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) -> None:
+    weights = {name: step.parallel.whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
     for name, parameter in model.named_parameters():
-        other = weights[name].detach()
+        other = weights[name]
         if not torch.equal(parameter.detach(), other.t() if name in turned else other):
             raise Unsupported(
                 f"{model.made.source.model} makes other weights each time ({name}): let torch.manual_seed decide over them"

@@ -95,6 +95,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     fp8_head = p.head == "fp8"
     as_fused = definition == "manual" and trial.attention not in UNFUSED
     yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
+    step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     model: Any = step.model
     tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]
@@ -118,6 +119,7 @@ def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainS
     `auto` gets the whole, for which it has chosen.
     """
     rows = len(tokens) // step.optim.accumulate
+    tokens, targets = (step.parallel.rows(x[:rows]) for x in (tokens, targets))
     if trial.mode != "eager" and attention.load(trial.attention).chosen is None:
         rows = min(rows, 4)
     name = trial_model.attention_of(trial)
@@ -136,12 +138,12 @@ def reference(
 ) -> Gradients:
     """Of the eager model, a few sequences at a time: the reference fits wherever the trial does.
 
-    Small problems go by micro-batches as the trial's do, so that FP8's scales are of the same tensors as there.
+    Small problems go by micro-batches, and by ranks, as the trial's do, so that FP8's scales are of the same tensors.
     Long sequences and large vocabularies go by parts (checks.large).
     With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
     fixed; as_fused: attention is rounded as fused kernels do.
     """
-    rows = len(tokens) // optim.accumulate
+    rows = len(tokens) // optim.accumulate // (StepProblem.of(trial).world or 1)
     together = max(1, TOGETHER // (trial_model.config_of(trial).shape.heads * tokens.shape[1] ** 2))
     together = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= together)
     optim = dataclasses.replace(optim, accumulate=len(tokens) // together)

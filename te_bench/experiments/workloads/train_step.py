@@ -2,10 +2,13 @@
 
 samples: latency_s (20), loss (30), peak_*_bytes (1).
 work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
-kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles.
+kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles; over
+several ranks world, parallel, backend and, of a step that no graph replays, its collectives (instruments.collectives).
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +16,9 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
-from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
+from te_bench.experiments.instruments import collectives, compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainStepProblem
+from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
 from te_bench.experiments.spec import Trial
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
@@ -41,18 +44,26 @@ def run(trial: Trial, context: Context) -> Measurement:
     each, block = p.batch * p.block, p.block  # of a micro-batch
     tokens = each * step.optim.accumulate
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
-    work = {"tokens": tokens, "flop": flop, **compilation.counts(trial)}
+    work = {"tokens": tokens, "flop": flop, **ranks_of(trial), **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, each, step.model)
+    asked = what_ran.expected_of_step(trial, each // step.parallel.world, step.model)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
-    numerics = fp8_numerics.of_a_pass(trial, step.model, *batches[0])
-    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics})
+    numerics = fp8_numerics.of_a_pass(trial, step.model, *map(step.parallel.rows, batches[0]))
+    sent = _collectives(trial, next_step)
+    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics, **sent})
+
+
+def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
+    """Those of a step over several ranks that no graph replays."""
+    if world_of(trial) == 1 or trial.mode != "eager":
+        return {}
+    return {"collectives": collectives.of_call(next_step)}
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

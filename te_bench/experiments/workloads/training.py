@@ -22,7 +22,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainingProblem
+from te_bench.experiments.problems import TrainingProblem, ranks_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 from te_bench.models.adopted import Adopted
@@ -54,10 +54,12 @@ def run(trial: Trial, context: Context) -> Measurement:
     at = trial_model.batches_of(trial, corpus)
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
     memory.reset(trial.device)
-    torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
+    torch.manual_seed(trial.seed + step.parallel.rank)  # dropout draws the same masks whatever the check drew
 
-    curve = _Curve(trial, step, corpus, probe=_micro(at(0), optim.accumulate))
+    probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
+    curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]))
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
+    work |= ranks_of(trial)
     reason = None
     for number, loss in train(step, at, curve.progress):
         reason = curve.add(number, loss)
@@ -77,22 +79,24 @@ def run(trial: Trial, context: Context) -> Measurement:
     few = _few(at(0), optim.accumulate, trial) if trial.mode == "eager" else at(0)
     memory.reset(trial.device)
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
-    return what_ran.require(
-        trial, seen, measurement, what_ran.expected_of_step(trial, few[0].numel() // optim.accumulate, step.model)
-    )
+    tokens = few[0].numel() // optim.accumulate // step.parallel.world
+    return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`; of a user's model its state dict.
 
-    A planted fault is no recipe to run it in.
+    A planted fault is no recipe to run it in. Of several ranks all make the weights whole, and the first writes them.
     """
     model: Any = step.model
+    path, parallel = folder / f"{trial.id}.pt", step.parallel
     if isinstance(model, Adopted):
-        torch.save(model.module.state_dict(), folder / f"{trial.id}.pt")
+        state = {name: parallel.whole(value) for name, value in model.module.state_dict().items()}
+        if parallel.rank == 0:
+            torch.save(state, path)
         return
     recipe = None if TrainingProblem.of(trial).fault else trial.recipe
-    checkpoints.save(model, folder / f"{trial.id}.pt", recipe=recipe, corpus=corpus, about=trial.to_json())
+    checkpoints.save(model, path, recipe=recipe, corpus=corpus, about=trial.to_json(), parallel=parallel)
 
 
 def _begun(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
@@ -113,7 +117,8 @@ def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[T
     p = TrainingProblem.of(trial)
     if trial.mode != "eager" and (p.source is not None or not trial_model.config_of(trial).dropout):
         return batch
-    rows = max(accumulate, min(len(batch[0]), 4 * accumulate))
+    world = p.world or 1
+    rows = max(accumulate, min(len(batch[0]), -(-4 // world) * world * accumulate))
     return batch[0][:rows], batch[1][:rows]
 
 

@@ -120,10 +120,10 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
 
 
 def _costs(configuration: Configuration) -> tuple[Cost, ...]:
-    """What the trial's step must do; nothing for a model that te-bench does not know or a precision without a formula."""
+    """What the trial's step must do; nothing where no formula is known: of a user's model, a precision, or several ranks."""
     trial = configuration.trial
     config, precision = configs().get(str(trial.problem.get("model"))), trial.precision
-    if config is None or precision not in ("bf16", "fp8"):
+    if config is None or precision not in ("bf16", "fp8") or "world" in trial.problem:
         return ()
     p = TrainStepProblem.of(trial)
     return cost.step(

@@ -60,6 +60,8 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
     reached = flop / latency if flop else None
     of_peak = peak_precision(configuration)
     peak = hardware.peak(gpu, of_peak)
+    if peak is not None:
+        peak *= int(configuration.trial.problem.get("world") or 1)  # of all its GPUs
     return MeasuredStep(
         configuration=configuration,
         is_baseline=is_baseline,

@@ -1,0 +1,143 @@
+"""A trial that spans several processes: one rank each, of one GPU each or of a CPU's cores; one reply of them all.
+
+The trial's own process is their supervisor. It forks them before anything has touched CUDA, in its process group, and each
+dies with it. They meet at a socket that the supervisor has bound, so that no port can be taken, and run the whole trial in
+step; rank 0's reply is the trial's. The first rank to fail ends all others, and the reply names it: of several that fail
+at once the one that did not merely lose its neighbours, and where all wait for one, the one that does not come.
+"""
+
+import datetime
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_bench.experiments import host, runner
+from te_bench.experiments.measurement import Context
+from te_bench.experiments.problems import backend_of, world_of
+from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
+from te_bench.experiments.spec import Trial
+
+Reply = dict[str, Any]
+Run = Callable[[Trial, Context], Reply]
+
+#: Seconds that a rank waits for the others in a collective; while they compile and tune kernels, longer.
+PATIENCE_S, COMPILING_PATIENCE_S = 45.0, 300.0
+#: Seconds that the other ranks have to fail, too, once one has: who is the cause is asked of all that did.
+GRACE_S = 3.0
+ADDRESS = "127.0.0.1"
+#: What torch says in a rank whose neighbour has gone, or does not come.
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL"),
+    *("Connection refused", "wait timeout", "DistNetworkError", "DistStoreError", "DistBackendError", "SIGABRT"),
+)
+
+
+def run(trial: Trial, context: Context, one: Run) -> Reply:
+    """one(trial, context) in every rank, with a process group; the reply of rank 0, or that of the rank that failed."""
+    world = world_of(trial)
+    if trial.device == "cuda" and (here := _gpus()) < world:
+        return {"outcome": "unsupported", "reason": f"{world} ranks need a GPU each, and this trial has {here}"}
+    started, kills = time.perf_counter(), host.oom_kills()
+    with socket.create_server((ADDRESS, 0)) as meeting:
+        fork: Any = multiprocessing.get_context("fork")
+        calls = [ProcessCall(fork, _rank, one, trial, context, rank, meeting, os.getpid()) for rank in range(world)]
+        try:
+            for call in calls:
+                call.start()
+            meeting.close()  # else it would go on accepting when the rank that listens has gone
+            replies = _answers(calls, kills)
+        finally:
+            for call in calls:
+                call.kill()
+    return {**_verdict(replies, world), "work_s": time.perf_counter() - started}
+
+
+def _gpus() -> int:
+    """The GPUs that this process may use, by the management library: CUDA would not survive the fork."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return torch.cuda.device_count() if visible is None else len([gpu for gpu in visible.split(",") if gpu])
+
+
+def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.socket, parent: int) -> Reply:
+    """In a rank's process: join the others and run the trial."""
+    end_with_parent(parent)
+    world = world_of(trial)
+    patience = PATIENCE_S if trial.mode == "eager" else COMPILING_PATIENCE_S
+    timeout = datetime.timedelta(seconds=patience)
+    port = meeting.getsockname()[1]
+    listens: dict[str, Any] = {"is_master": True, "master_listen_fd": meeting.detach()} if rank == 0 else {}
+    meeting.close()
+    how = {"timeout": timeout, "wait_for_workers": False, **listens}
+    store = dist.TCPStore(ADDRESS, port, world, **how)  # type: ignore[attr-defined]
+    if trial.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    device = torch.device("cuda", rank) if trial.device == "cuda" else None
+    dist.init_process_group(
+        backend_of(trial), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
+    )
+    reply = one(trial, context)
+    if reply["outcome"] == "ok":
+        dist.barrier()  # rank 0 holds the store: it must not go before the others have read it
+    return reply
+
+
+def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
+    """{rank: what it said or how it ended}, in the order in which they did, until GRACE_S after one has failed."""
+    replies: dict[int, Reply] = {}
+    until = float("inf")
+    while len(replies) < len(calls) and time.monotonic() < until:
+        running = [call for rank, call in enumerate(calls) if rank not in replies]
+        for call in wait_for_any(running, until - time.monotonic()):
+            reply = replies[calls.index(call)] = _answer(call, oom_kills)
+            if reply["outcome"] != "ok":
+                until = min(until, time.monotonic() + GRACE_S)
+    return replies
+
+
+def _answer(call: ProcessCall, oom_kills: int) -> Reply:
+    try:
+        reply: Reply = call.result()
+    except Ended as end:
+        return runner.post_mortem(end, oom_kills, None)
+    except Exception as error:  # on the way to the others, or back
+        return {"outcome": "crashed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
+    return reply
+
+
+def _verdict(replies: dict[int, Reply], world: int) -> Reply:
+    """Rank 0's reply where all are ok; else that of the rank to blame, by name."""
+    failed = {rank: reply for rank, reply in replies.items() if reply["outcome"] != "ok"}
+    if not failed:
+        return _together([replies[rank] for rank in range(world)])
+    outcomes = {reply["outcome"] for reply in replies.values()}
+    if len(replies) == world and len(outcomes) == 1 and "crashed" not in outcomes:
+        return replies[0]  # of all ranks alike, as of one process: of what all compute together, or cannot begin
+    own = [rank for rank, reply in failed.items() if not _lost_others(reply)]
+    silent = [rank for rank in range(world) if rank not in replies]
+    first = next(iter(failed))
+    if not own and silent:
+        waited = f"rank {first} waited for it in vain: {failed[first]['reason']}"
+        return {"outcome": "crashed", "reason": f"rank {silent[0]}: does not come to a collective; {waited}"}
+    rank = (own or [first])[0]
+    return {**failed[rank], "reason": f"rank {rank}: {failed[rank]['reason']}"}
+
+
+def _together(replies: list[Reply]) -> Reply:
+    """Rank 0's reply, with the most memory that any rank took."""
+    samples = {
+        name: [max(reply["samples"][name][0] for reply in replies)] if name.startswith("peak_") else values
+        for name, values in replies[0]["samples"].items()
+    }
+    return {**replies[0], "samples": samples}
+
+
+def _lost_others(reply: Reply) -> bool:
+    return reply["outcome"] == "crashed" and any(words in str(reply["reason"]) for words in LOST)

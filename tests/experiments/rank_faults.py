@@ -1,0 +1,102 @@
+"""What becomes of a trial when one of its ranks goes wrong, for test_ranks: python rank_faults.py prints replies as JSON."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_bench.experiments import ranks, trial_model
+from te_bench.experiments import trial as child
+from te_bench.experiments.checks import training_step
+from te_bench.experiments.measurement import Context
+from te_bench.experiments.spec import Trial
+from te_bench.training.step import TrainStep
+
+PROBLEM = {"model": "tiny", "block": 16, "vocab": 250, "padded_vocab": 256, "batch": 4, "parallel": "ddp", "world": 2}
+TRIAL = Trial(workload="train_step", device="cpu", problem=PROBLEM, attention="manual")
+
+
+def meet() -> None:
+    for _ in range(2):
+        dist.all_reduce(torch.ones(1))
+
+
+def of_rank_1(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[str, Any]]:
+    """A trial of one collective, before which rank 1 has the fault."""
+
+    def work(trial: Trial, context: Context) -> Any:
+        meet()
+        if dist.get_rank() == 1:
+            fault()
+        meet()
+        raise AssertionError("no rank comes so far")
+
+    def one(trial: Trial, context: Context) -> dict[str, Any]:
+        child.plugins.load = lambda *_: work  # type: ignore[assignment]
+        return child.run_one(trial, context)
+
+    return one
+
+
+def fail() -> None:
+    raise ValueError("no such luck")
+
+
+def not_a_number(trial: Trial, context: Context) -> dict[str, Any]:
+    """The step itself, of a model that rank 1 has a NaN in."""
+    usual = trial_model.step_of
+
+    def step_of(trial: Trial) -> TrainStep:
+        step = usual(trial)
+        if dist.get_rank() == 1:
+            next(step.model.parameters()).data[:] = torch.nan
+        return step
+
+    trial_model.step_of = step_of
+    return child.run_one(trial, context)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs() -> None:
+    time.sleep(600)
+
+
+def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
+    """The step, whose reference takes rank 1 longer than collectives wait."""
+    usual = training_step.reference
+
+    def reference(*args: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(ranks.PATIENCE_S)
+        return usual(*args)
+
+    training_step.reference = reference
+    return child.run_one(trial, context)
+
+
+def compiled() -> dict[str, Any]:
+    """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
+    problem = {**PROBLEM, "parallel": "fsdp2", "layers": 10, "block": 8}
+    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
+    return child.run(asked, Context())
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["compiled"]:
+    print(json.dumps(compiled()))
+elif __name__ == "__main__":
+    ranks.PATIENCE_S = 4.0
+    slow = {"slow reference": ranks.run(TRIAL, Context(), slow_reference)}
+    replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, fail)}
+    for check in (True, False):
+        replies[f"not a number, {check=}"] = ranks.run(TRIAL, Context(check=check), not_a_number)
+    print(json.dumps(replies | slow))
