@@ -1,0 +1,15 @@
+"""In every Python process: a torch that is none, and the tests' own suites and workloads beside te-bench's.
+
+Workers of Ray do not run the main module that plants them elsewhere.
+"""
+
+import runpy
+from pathlib import Path
+
+PLANTED = Path(__file__).resolve().parents[1]
+runpy.run_path(str(PLANTED / "without_torch" / "sitecustomize.py"))
+
+from te_bench.experiments import suites, workloads  # noqa: E402  # by then torch must be the other one
+
+suites.__path__.append(str(PLANTED / "suites"))
+workloads.__path__.append(str(PLANTED / "workloads"))

@@ -1,0 +1,158 @@
+"""Sweeps over a cluster of Ray, by real runs on one of three nodes: each fault is one typed row, and nothing runs twice."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from driving import PLANTED, eventually, rows, running, te_bench
+
+from te_bench.experiments import on_ray
+
+ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
+NAPS = ("run", "naps", "--device", "cpu", "--on", "ray")
+
+
+def scratch() -> set[Path]:
+    return {path for kind in ("te-ray-*", "te-bench-*") for path in Path("/tmp").glob(kind)}
+
+
+def named(start: str) -> list[psutil.Process]:
+    """Living processes whose command begins so."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process] if " ".join(process.cmdline()).startswith(start) else []
+    return found
+
+
+def test_without_ray_it_says_what_to_install(tmp_path: Path, no_package: Callable[[str], dict[str, str]]) -> None:
+    done = te_bench("run", "quick", "--device", "cpu", "--on", "ray", "--out", tmp_path / "out", env=no_package("ray"))
+    assert done.returncode == 2
+    assert done.stderr == "te-bench: --on ray: Ray is not installed: pip install 'te-bench[cluster]'\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--on", "slurm"), "--on slurm: trials run here, or on a Ray cluster"),
+        (("--ray-address", "a:1"), "--ray-address a:1: it goes with --on ray"),
+        (("--on", "ray", "--gpus", "0"), "--gpus 0: with --on ray the cluster says which GPUs there are"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = te_bench("run", "quick", *options, "--out", tmp_path / "out")
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_a_gpu_that_ray_holds_is_named_by_its_uuid() -> None:
+    gpus = [{"index": 0, "uuid": "GPU-a"}, {"index": 1, "uuid": "GPU-b"}]
+    assert on_ray.uuids(["1", "GPU-a"], gpus) == ["GPU-b", "GPU-a"]
+    with pytest.raises(ValueError, match="the GPU 7, which the driver does not report"):
+        on_ray.uuids(["7"], gpus)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "places", "of_each"),
+    [
+        (on_ray.Wanted(device="cuda", by_table=()), 8, {"num_gpus": 1, "num_cpus": 0}),
+        (on_ray.Wanted(device="cuda", by_table=(), gpus=1 / 3), 24, {"num_gpus": 1 / 3, "num_cpus": 0}),
+        (on_ray.Wanted(device="cuda", by_table=(), gpus=3), 2, {"num_gpus": 3, "num_cpus": 0}),
+        (on_ray.Wanted(device="cpu", by_table=()), 1, {"num_cpus": 96}),
+        (on_ray.Wanted(device="cpu", by_table=(), at_once=lambda cores: cores // 12), 8, {"num_cpus": 12}),
+    ],
+)
+def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
+    wanted: on_ray.Wanted, places: int, of_each: dict[str, float]
+) -> None:
+    host = {"GPU": 8.0, "CPU": 96.0}
+    assert (wanted.places(host), wanted.of_each(host)) == (places, of_each)
+    assert wanted.places({"memory": 1.0}) == 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three nodes of one CPU each."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="te-", dir="/tmp")  # its sockets' names must be short
+    notice = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ON_RAY, **on_ray.SETTINGS, "RAY_TMPDIR": folder}.items():
+            patch.setenv(name, value)
+        head = {"num_cpus": 1, "include_dashboard": False, "_system_config": notice}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            nodes.add_node(num_cpus=1)
+        try:
+            yield nodes
+        finally:
+            nodes.shutdown()
+            shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_sweep_ends_and_its_rerun_repeats_nothing(cluster: Any, tmp_path: Path) -> None:
+    command = (*NAPS, "--ray-address", cluster.address, "--out", tmp_path / "out")
+    done = te_bench(*command, env=ON_RAY)
+    assert (done.returncode, Counter(row["outcome"] for row in rows(tmp_path / "out"))) == (0, {"ok": 8}), done
+    assert {row["device_state"]["host"] for row in rows(tmp_path / "out")} == {os.uname().nodename}
+    again = te_bench(*command, env=ON_RAY)
+    assert (again.returncode, len(rows(tmp_path / "out"))) == (0, 8), again
+    assert "8 of 8 trials are already in" in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_lost_workers_nodes_and_drivers_are_rows_to_repeat(cluster: Any, tmp_path: Path) -> None:
+    """Three trials hold all places. A node that joins takes the fourth; then a worker, a node and te-bench are killed."""
+    out = tmp_path / "out"
+    command = ("run", "crowded", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address, "--out", out)
+    with running(*command, main=None, env=ON_RAY) as run:
+        assert eventually(lambda: len(named("sleep 1000")) == 3, 40)
+        cluster.add_node(num_cpus=1)
+        assert eventually(lambda: [row["outcome"] for row in rows(out)] == ["ok"], 40)
+
+        workers = [process for process in named("ray::_carry_out") if process.children()]
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+        on_a_node = next(worker for worker in workers if worker.ppid() in raylets)
+        lost = raylets[on_a_node.ppid()]
+        next(worker for worker in workers if worker != on_a_node).kill()
+        assert eventually(lambda: len(rows(out)) == 2, 20)
+        cluster.remove_node(lost, allow_graceful=False)
+        assert eventually(lambda: len(rows(out)) == 3, 40)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+        assert eventually(lambda: not named("sleep 1000") and run.gone(0), 30)
+
+    reasons = [row["reason"] for row in rows(out)[1:]]
+    assert [row["outcome"] for row in rows(out)] == ["ok", "interrupted", "interrupted"]
+    assert reasons[0] == f"the process that starts trials on {os.uname().nodename} was killed; rerun to repeat it"
+    assert f"on {os.uname().nodename} was killed" in reasons[1] or "was lost" in reasons[1], reasons
+
+    done = te_bench(*command, "--timeout", "1", env=ON_RAY)
+    assert [row["outcome"] for row in rows(out)[3:]] == ["timeout"] * 3, done
+    assert "1 of 4 trials" in done.stdout
+    assert not named("sleep 1000")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_cluster_of_its_own_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    before = scratch()
+    with running(*NAPS, "--out", tmp_path / "out", main=None, env=ON_RAY) as run:
+        assert eventually(lambda: len(rows(tmp_path / "out")) >= 2, 60)
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+        assert run.gone()
+    assert eventually(lambda: scratch() <= before, 10)
