@@ -25,13 +25,12 @@ from te_bench.cli.options import (
     find_gpus,
     results_of,
     say,
-    warn,
     with_options,
 )
 
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.on_ray import Cluster
+    from te_bench.experiments.on_ray import Cluster, Wanted
     from te_bench.experiments.spec import Experiment, Options, Record
 
 INCOMPLETE = 4
@@ -68,34 +67,50 @@ def run(
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
-    experiment, forecast, refused = planned.resolve_with_seeds(
-        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
-    )
-    for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
-        say(sentence, indent="    ")
-    for sentence in experiment.left_out:
-        say(f"left out: {sentence}", indent="    ")
-    if refused and not underpowered:
-        raise ValueError(refused)
-    by_table = ("gemm", "attention") if any(trial.attention == AUTO for trial in experiment.trials) else ("gemm",)
-    context = Context(cache=asked.cache, checkpoints=checkpoints)
-    cluster: Cluster | None = None
     with contextlib.ExitStack() as opened:
+        in_cluster = opened.enter_context(on_ray.connected(ray_address)) if on is not None else None
+        experiment, forecast, refused = planned.resolve_with_seeds(
+            suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh, in_cluster=in_cluster
+        )
+        for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
+            say(sentence, indent="    ")
+        for sentence in experiment.left_out:
+            say(f"left out: {sentence}", indent="    ")
+        if refused and not underpowered:
+            raise ValueError(refused)
+        auto = any(trial.attention == AUTO for trial in experiment.trials)
+        by_table = ("gemm", "attention") if auto else ("gemm",)
+        at_once = functools.partial(planned.trials_at_once, experiment)
+        cluster: Cluster | None = None
         if on is None:
             machine = environment.capture(asked.device, chosen, by_table=by_table)
-            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * planned.trials_at_once(
-                experiment, machine["identity"]["cores"]
+            slots = [gpu["uuid"] for gpu in chosen] * (asked.share or 1) or [None] * at_once(
+                machine["identity"]["cores"]
             )
         else:
-            opened.enter_context(on_ray.connected(ray_address))
-            at_once = functools.partial(planned.trials_at_once, experiment)
-            wanted = on_ray.Wanted(device=asked.device, by_table=by_table, gpus=1 / (asked.share or 1), at_once=at_once)
-            cluster = on_ray.Cluster(wanted, warn)
+            each = 1 / (asked.share or 1)
+            cluster = find_hosts(on_ray.Wanted(device=asked.device, by_table=by_table, gpus=each, at_once=at_once))
             machine, slots = cluster.machine, cluster.places
+        context = Context(cache=asked.cache, checkpoints=checkpoints)
         ended = carry_out(
             experiment, directory, machine, slots, cluster, timeout=timeout, context=context, retry=retry, fresh=fresh
         )
     _finish(directory, ended)
+
+
+def find_hosts(wanted: "Wanted") -> "Cluster":
+    """The hosts of the cluster that take such trials; says how many, and which are left out."""
+    from te_bench.experiments import on_ray
+
+    def warn(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    cluster = on_ray.Cluster(wanted, warn)
+    hosts, places = len(cluster.hosts), len(cluster.places)
+    print(
+        f"on ray: {places} {'trials' if places > 1 else 'trial'} at a time, on {hosts} {'hosts' if hosts > 1 else 'host'}"
+    )
+    return cluster
 
 
 def carry_out(
@@ -144,7 +159,7 @@ def carry_out(
                     trials,
                     store,
                     here,
-                    executor,
+                    executor=executor,
                     progress=progress,
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),

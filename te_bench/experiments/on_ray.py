@@ -42,8 +42,8 @@ RERUN = "rerun to repeat it"
 
 
 @contextlib.contextmanager
-def connected(address: str | None = None) -> Iterator[None]:
-    """Within, this process drives a cluster: that at the address, else one that runs here, else its own on this host alone.
+def connected(address: str | None = None) -> Iterator[int]:
+    """Drive a cluster: that at the address, else one that runs here, else its own on this host alone. Yields its GPUs' number.
 
     Its own ends with this process, however that ends, and leaves no file. Raises ValueError without Ray or that cluster.
     """
@@ -72,7 +72,7 @@ def connected(address: str | None = None) -> Iterator[None]:
             store = {"object_store_memory": OBJECT_STORE}
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **store, **quiet)
         opened.callback(ray.shutdown)
-        yield
+        yield int(ray.cluster_resources().get("GPU", 0))
 
 
 @dataclass(frozen=True, slots=True)

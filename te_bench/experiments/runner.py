@@ -156,10 +156,13 @@ class Supervisor:
         self.free = list(gpus)
         self._running: list[RunningTrial] = []
         self._logs, self._environment_id = directory / LOGS, environment_id
-        self._timeout_s, self._context = timeout_s, context
-        self._server = _fork_server(on_cpu=on_cpu)
+        self._timeout_s, self._context, self._on_cpu = timeout_s, context, on_cpu
+
+    @functools.cached_property
+    def _server(self) -> Any:
         own(self._logs).mkdir(exist_ok=True)
         _remove_scratch()
+        return _fork_server(on_cpu=self._on_cpu)
 
     @property
     def busy(self) -> bool:
