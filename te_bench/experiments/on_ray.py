@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from te_bench.experiments.store import own
 
 LOOK_S = 2.0  # between looks at which hosts there are
 ALONE_S = 60.0  # how long a sweep waits for a host once it has none
+ANSWER_S = 10.0  # for a cluster to take a connection
 PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
 LOG_TAIL = 2**18  # characters of a failed trial's log that come to the head
 OBJECT_STORE = 2**27  # bytes of shared memory: records are small
@@ -43,7 +45,7 @@ RERUN = "rerun to repeat it"
 
 @contextlib.contextmanager
 def connected(address: str | None = None) -> Iterator[int]:
-    """Drive a cluster: that at the address, else one that runs here, else its own on this host alone. Yields its GPUs' number.
+    """Drive a cluster: that at the address, else one that runs here, else its own on this host. Yields how many GPUs it has.
 
     Its own ends with this process, however that ends, and leaves no file. Raises ValueError without Ray or that cluster.
     """
@@ -56,23 +58,28 @@ def connected(address: str | None = None) -> Iterator[int]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as opened:
         if running:
-            try:
-                ray.init(address=running, **quiet)
-            except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
-                raise ValueError(
-                    f"--on ray: no Ray cluster answers at {running}; start one (ray start --head), or give its "
-                    f"--ray-address HOST:PORT"
-                ) from error
+            _require_answer(running)
+            ray.init(address=running, **quiet)
         else:
-            folder = Path(
-                tempfile.mkdtemp(prefix="te-ray-", dir="/tmp")
-            )  # short: its sockets' names have 107 characters
+            folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # short, for the names of its sockets
             opened.enter_context(janitor.remove_at_end(folder))
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home folder
             store = {"object_store_memory": OBJECT_STORE}
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **store, **quiet)
         opened.callback(ray.shutdown)
         yield int(ray.cluster_resources().get("GPU", 0))
+
+
+def _require_answer(address: str) -> None:
+    """Raise ValueError where nobody listens: Ray itself tries for minutes, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "
+            f"--ray-address HOST:PORT; after ray stop te-bench starts its own."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

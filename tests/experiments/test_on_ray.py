@@ -17,6 +17,7 @@ from driving import PLANTED, eventually, rows, running, te_bench
 from te_bench.experiments import on_ray
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
+QUICK = ("run", "quick", "--device", "cpu", "--on", "ray")
 NAPS = ("run", "naps", "--device", "cpu", "--on", "ray")
 
 
@@ -34,9 +35,17 @@ def named(start: str) -> list[psutil.Process]:
 
 
 def test_without_ray_it_says_what_to_install(tmp_path: Path, no_package: Callable[[str], dict[str, str]]) -> None:
-    done = te_bench("run", "quick", "--device", "cpu", "--on", "ray", "--out", tmp_path / "out", env=no_package("ray"))
+    done = te_bench(*QUICK, "--out", tmp_path / "out", env=no_package("ray"))
     assert done.returncode == 2
     assert done.stderr == "te-bench: --on ray: Ray is not installed: pip install 'te-bench[cluster]'\n"
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    for address in ("127.0.0.1:1", "head"):
+        done = te_bench(*QUICK, "--ray-address", address, "--out", tmp_path / "out", timeout=20)
+        said = f"te-bench: --on ray: no cluster of Ray answers at {address}"
+        assert (done.returncode, done.stderr.split(". ")[0]) == (2, said)
 
 
 @pytest.mark.parametrize(
