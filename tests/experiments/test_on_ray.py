@@ -7,6 +7,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,7 @@ def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes of one CPU each."""
+    """Three nodes of one CPU each, one of them with two GPUs that are pretended."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -99,8 +101,8 @@ def cluster() -> Iterator[Any]:
             patch.setenv(name, value)
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": notice}
         nodes = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(2):
-            nodes.add_node(num_cpus=1)
+        for gpus in (0, 2):
+            nodes.add_node(num_cpus=1, num_gpus=gpus)
         try:
             yield nodes
         finally:
@@ -118,6 +120,34 @@ def test_a_sweep_ends_and_its_rerun_repeats_nothing(cluster: Any, tmp_path: Path
     again = te_bench(*command, env=ON_RAY)
     assert (again.returncode, len(rows(tmp_path / "out"))) == (0, 8), again
     assert "8 of 8 trials are already in" in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_each_gpu_has_one_trial_at_a_time(cluster: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address, "--out", out)
+    done = te_bench(*command, env=ON_RAY)
+    assert (done.returncode, "on ray: 2 trials at a time, on 1 host" in done.stdout) == (0, True), done
+    seen = {"GPU-0": [], "GPU-1": []}
+    for row in rows(out):
+        began = datetime.fromisoformat(row["started_at"]).timestamp()
+        seen[row["kernels"][0]].append((began, began + row["wall_s"]))
+    for spans in seen.values():
+        assert len(spans) >= 2
+        assert all(end <= began + 0.002 for (_, end), (began, _) in pairwise(sorted(spans))), spans
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_ctrl_c_ends_all_trials_and_says_how_to_go_on(cluster: Any, tmp_path: Path) -> None:
+    command = ("run", "sleeps", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address)
+    with running(*command, "--out", tmp_path / "out", main=None, env=ON_RAY) as run:
+        assert eventually(lambda: len(named("sleep 1000")) == 2, 40)
+        run.process.send_signal(signal.SIGINT)
+        done = run.finish(30)
+    assert (done.returncode, " to go. To go on: te-bench run sleeps" in done.stdout) == (130, True), done
+    assert eventually(lambda: not named("sleep 1000"), 20)
 
 
 @pytest.mark.slow
