@@ -43,7 +43,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, no_package: Callabl
 
 
 def test_a_cluster_that_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     for address in ("127.0.0.1:1", "head"):
         done = te_bench(*QUICK, "--ray-address", address, "--out", tmp_path / "out", timeout=20)
         said = f"te-bench: --on ray: no cluster of Ray answers at {address}"
@@ -91,7 +91,7 @@ def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Three nodes of one CPU each, one of them with two GPUs that are pretended."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="te-", dir="/tmp")  # its sockets' names must be short
@@ -136,6 +136,26 @@ def test_each_gpu_has_one_trial_at_a_time(cluster: Any, tmp_path: Path) -> None:
     for spans in seen.values():
         assert len(spans) >= 2
         assert all(end <= began + 0.002 for (_, end), (began, _) in pairwise(sorted(spans))), spans
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_hosts_that_differ_are_left_out_with_what_differs(cluster: Any, tmp_path: Path) -> None:
+    others = [
+        cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"})
+        for name in ("PRETENDED_DRIVER", "PRETENDED_CODE")
+    ]
+    command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address)
+    done = te_bench(*command, "--out", tmp_path / "out", env=ON_RAY)
+    for other in others:
+        cluster.remove_node(other)
+    assert (done.returncode, "on ray: 2 trials at a time, on 1 host" in done.stdout) == (0, True), done
+    name = os.uname().nodename
+    left_out = [line for line in done.stderr.splitlines() if line.startswith("warning: the host")]
+    assert len(left_out) == 2
+    assert any(f"{name} is left out: its te_bench is 2, this one " in line for line in left_out)
+    assert any("not compared: it has driver 2, the others driver 1. " in line for line in left_out)
+    assert len({row["environment"] for row in rows(tmp_path / "out")}) == 1
 
 
 @pytest.mark.slow
@@ -187,7 +207,7 @@ def test_lost_workers_nodes_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_cluster_of_its_own_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     before = scratch()
     with running(*NAPS, "--out", tmp_path / "out", main=None, env=ON_RAY) as run:
         assert eventually(lambda: len(rows(tmp_path / "out")) >= 2, 60)

@@ -3,6 +3,7 @@
 Workers of Ray do not run the main module that plants them elsewhere.
 """
 
+import os
 import runpy
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from te_bench.experiments import environment, suites, workloads  # noqa: E402  #
 suites.__path__.append(str(PLANTED / "suites"))
 workloads.__path__.append(str(PLANTED / "workloads"))
 
-GPU = {"name": "Pretended", "driver": "1"}
+GPU = {"name": "Pretended", "driver": os.environ.get("PRETENDED_DRIVER", "1")}
 environment.nvidia_gpus = lambda: [{**GPU, "index": i, "uuid": f"GPU-{i}"} for i in range(2)]
 environment.no_cuda = lambda: None
+if code := os.environ.get("PRETENDED_CODE"):
+    environment.code_hash = lambda: code
