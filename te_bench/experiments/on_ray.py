@@ -12,16 +12,15 @@ import functools
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments import environment, janitor, runner
+from te_bench.experiments import environment, janitor, ray_host, runner
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import own
@@ -30,17 +29,13 @@ LOOK_S = 2.0  # between looks at which hosts there are
 ALONE_S = 60.0  # how long a sweep waits for a host once it has none
 ANSWER_S = 10.0  # for a cluster to take a connection
 PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
-LOG_TAIL = 2**18  # characters of a failed trial's log that come to the head
 OBJECT_STORE = 2**27  # bytes of shared memory: records are small
-THREADS = "OMP_NUM_THREADS"  # which Ray sets to a task's CPUs
 RUNNING = Path("/tmp/ray/ray_current_cluster")  # where `ray start` writes its address
-LONGEST = 70  # characters of a folder in which a socket's name, of 107 in all, still has room
 #: Environment variables of Ray's processes: no usage statistics; what a killed worker had started is the raylet's to kill.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1",
 }
-RERUN = "rerun to repeat it"
 
 
 @contextlib.contextmanager
@@ -128,13 +123,15 @@ class Cluster:
     def __init__(self, wanted: Wanted, say: Callable[[str], None]):
         """say: is told which hosts are left out, and what differs. Raises ValueError where no host takes a trial."""
         self.wanted, self._say = wanted, say
-        hosts = [self._answer(ref, host) for ref, host in [self._ask(node) for node in _alive()]]
+        hosts = [self._answer(ref, host) for ref, host in [self._ask(node) for node in self._that_could()]]
         fit = [host for host in hosts if host.machine is not None]
         for host in hosts:
             self._say_why_not(host)
         if not fit:
-            wants = "a GPU" if wanted.device == "cuda" else "a CPU"
-            raise ValueError(f"--on ray: no host of the cluster has {wants} and this te_bench; {len(hosts)} were asked")
+            what = "a GPU" if wanted.device == "cuda" else "a CPU"
+            raise ValueError(
+                f"--on ray: no host of the cluster has {what} and this te_bench; add one, or change --device"
+            )
         places: dict[str, int] = {}
         for host in fit:
             places[_id(host)] = places.get(_id(host), 0) + wanted.places(host.resources)
@@ -155,7 +152,7 @@ class Cluster:
         """Which hosts have gone, or joined and are alike; those that joined have answered what they are."""
         import ray
 
-        alive = _alive()
+        alive = self._that_could()
         self.hosts = [host for host in self.hosts if host.node in {node["NodeID"] for node in alive}]
         for node in alive:
             if node["NodeID"] not in self._asked:
@@ -175,12 +172,18 @@ class Cluster:
     def of(self, node: str) -> Host | None:
         return next((host for host in self.hosts if host.node == node), None)
 
+    def _that_could(self) -> list[dict[str, Any]]:
+        """The nodes that are alive and have what a trial holds, by ray.nodes."""
+        import ray
+
+        return [node for node in ray.nodes() if node["Alive"] and self.wanted.places(node["Resources"])]
+
     def _ask(self, node: dict[str, Any]) -> tuple[Any, Host]:
         import ray
 
-        task = ray.remote(num_cpus=0, max_retries=0)(_capture)
+        task = ray.remote(num_cpus=0, max_retries=0)(ray_host.capture)
         ref = task.options(scheduling_strategy=_on(node["NodeID"])).remote(
-            self.wanted.device, self.wanted.by_table, os.environ.get(THREADS)
+            self.wanted.device, self.wanted.by_table, os.environ.get(ray_host.THREADS)
         )
         name = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
         return ref, Host(node["NodeID"], name, node["Resources"])
@@ -191,8 +194,6 @@ class Cluster:
         def found(machine: dict[str, Any] | None, why_not: str | None) -> Host:
             return Host(host.node, host.name, host.resources, machine, why_not)
 
-        if self.wanted.places(host.resources) == 0:
-            return found(None, None)  # it has none of what the trials want, and was not meant for them
         try:
             machine = ray.get(ref, timeout=PROBE_S)
         except ray.exceptions.RayError as error:
@@ -232,8 +233,11 @@ class RayExecutor:
         self._cluster, self._logs = cluster, directory / runner.LOGS
         own(self._logs).mkdir(exist_ok=True)
         self._timeout_s, self._context = timeout_s, context
-        self._head = Head(environment.code_hash(), cluster.machine["id"], str(Path.cwd()), os.environ.get(THREADS))
+        self._head = ray_host.Head(
+            environment.code_hash(), cluster.machine["id"], str(Path.cwd()), os.environ.get(ray_host.THREADS)
+        )
         self._running: dict[Any, _Submitted] = {}
+        self._doubted: dict[Any, Place] = {}  # where a trial was lost: by the task that asks whether the host is there
         self._looked = self._had_hosts = time.monotonic()
 
     @property
@@ -261,10 +265,7 @@ class RayExecutor:
             time.sleep(LOOK_S)
         for ref in done:
             job = self._running.pop(ref)
-            record = self._record(ref, job)
-            if self._cluster.of(job.place.node):
-                self.free.append(job.place)
-            yield record
+            yield self._record(ref, job)
         if time.monotonic() - self._looked >= LOOK_S:
             self._look()
 
@@ -275,8 +276,25 @@ class RayExecutor:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.cancel(ref, force=True)
 
+    def _doubt(self, place: Place) -> None:
+        """Give the place no trial before its host has answered: Ray takes a while to notice that one is gone."""
+        import ray
+
+        asked = ray.remote(num_cpus=0, max_retries=0)(ray_host.answer).options(scheduling_strategy=_on(place.node))
+        self._doubted[asked.remote()] = place
+
     def _look(self) -> None:
+        import ray
+
         joined = {host.node for host in self._cluster.look()}
+        for ref in ray.wait(list(self._doubted), num_returns=len(self._doubted), timeout=0)[0] if self._doubted else ():
+            place = self._doubted.pop(ref)
+            try:
+                ray.get(ref)
+                self.free.append(place)
+            except ray.exceptions.RayError:
+                if self._cluster.of(place.node):
+                    self._doubt(place)
         self.free = [place for place in self.free if self._cluster.of(place.node)]
         self.free += [place for place in self._cluster.places if place.node in joined]
         self._looked = time.monotonic()
@@ -294,9 +312,12 @@ class RayExecutor:
         try:
             found, log = ray.get(ref)
         except ray.exceptions.RayError as error:
+            self._doubt(job.place)
             outcome, reason = _lost(error, job.place.host)
             found = {"outcome": outcome, "reason": reason, "wall_s": time.perf_counter() - job.started}
             return Record(trial=job.trial, environment=self._head.environment, started_at=job.started_at, **found)
+        if self._cluster.of(job.place.node):
+            self.free.append(job.place)
         path = self._logs / f"{job.trial.id}.log"
         if log is None:
             path.unlink(missing_ok=True)
@@ -324,8 +345,8 @@ def _lost(error: Exception, host: str) -> tuple[str, str]:
     if isinstance(error, said.RayTaskError):
         return "crashed", f"on {host}: {_line(error)}"
     if isinstance(error, said.WorkerCrashedError):
-        return "interrupted", f"the process that starts trials on {host} was killed; {RERUN}"
-    return "interrupted", f"the host {host} was lost ({type(error).__name__}); {RERUN}"
+        return "interrupted", f"the process that starts trials on {host} was killed; {ray_host.RERUN}"
+    return "interrupted", f"the host {host} was lost ({type(error).__name__}); {ray_host.RERUN}"
 
 
 def _line(error: Exception) -> str:
@@ -339,12 +360,6 @@ def _id(host: Host) -> str:
     return str(host.machine["id"])
 
 
-def _alive() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
 def _on(node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -353,103 +368,7 @@ def _on(node: str) -> Any:
 
 @functools.cache
 def _task(resources: tuple[tuple[str, float], ...]) -> Any:
-    """`_carry_out` as a task that holds these. What is lost is not tried again: that would be a second measurement."""
+    """ray_host.carry_out as a task that holds these. What is lost is not tried again: it would be a second measurement."""
     import ray
 
-    return ray.remote(max_retries=0, max_calls=0, **dict(resources))(_carry_out)
-
-
-# What runs on a host, in a worker of Ray.
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What a host must know of the process that drives the sweep."""
-
-    code: str  # environment.code_hash
-    environment: str
-    folder: str  # the current one, from which a user's model is imported
-    threads: str | None  # OMP_NUM_THREADS
-
-
-def _capture(device: str, by_table: Collection[str], threads: str | None) -> dict[str, Any] | str:
-    """environment.capture of this host, or why it can run nothing."""
-    _as_on_the_head(threads)
-    gpus = (environment.visible_gpus() or environment.nvidia_gpus()) if device == "cuda" else []
-    if device == "cuda" and not gpus:
-        return "its driver reports no NVIDIA GPU"
-    if device == "cuda" and (why := environment.no_cuda()):
-        return why
-    try:
-        return environment.capture(device, gpus, by_table=by_table)
-    except ValueError as error:
-        return str(error)
-
-
-def _carry_out(
-    trial: Mapping[str, Any], head: Head, timeout_s: float, context: Context
-) -> tuple[dict[str, Any], str | None]:
-    """Run the trial in a process of its own: its record in JSON, and its log where it did not end ok."""
-    import ray
-
-    _as_on_the_head(head.threads)
-    name = os.uname().nodename
-    if (code := environment.code_hash()) != head.code:
-        reason = f"the te_bench of {name} is {code}, that of the head {head.code}: install the same there; {RERUN}"
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        return _unrun(Trial.from_json(trial), head, reason, now).to_json(), None
-    with contextlib.suppress(OSError):  # a host without that folder has no model of the user's either, and says so
-        os.chdir(head.folder)
-    # Ray's own script, which multiprocessing would have each trial import.
-    vars(sys.modules["__main__"]).pop("__file__", None)
-    session: str = ray._private.worker.global_worker.node.get_session_dir_path()  # which goes with the cluster
-    if len(session) <= LONGEST:
-        tempfile.tempdir = session
-    with tempfile.TemporaryDirectory(prefix="te-bench-") as folder:
-        wanted = Trial.from_json(trial)
-        supervisor = runner.Supervisor(
-            Path(folder), head.environment, [], timeout_s=timeout_s, context=context, on_cpu=wanted.device == "cpu"
-        )
-        try:
-            supervisor.submit(wanted, _gpus() if wanted.device == "cuda" else None)
-            while not (records := list(supervisor.ended())):
-                pass
-        finally:
-            supervisor.kill()
-        log = Path(folder) / runner.LOGS / f"{wanted.id}.log"
-        found = {**records[0].to_json(), "device_state": {**records[0].device_state, "host": name}}
-        return found, log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else None
-
-
-def _unrun(trial: Trial, head: Head, reason: str, now: str) -> Record:
-    return Record(
-        trial=trial, environment=head.environment, outcome="interrupted", reason=reason, started_at=now, wall_s=0.0
-    )
-
-
-def _as_on_the_head(threads: str | None) -> None:
-    """Have this host's trials compute with as many threads as the head's would: Ray gives them one a CPU that it counts."""
-    os.environ.pop(THREADS, None)
-    if threads is not None:
-        os.environ[THREADS] = threads
-
-
-def _gpus() -> str:
-    """The UUIDs of the GPUs that Ray holds for this trial, as CUDA_VISIBLE_DEVICES takes them."""
-    import ray
-
-    held = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    return ",".join(uuids(held, environment.nvidia_gpus()))
-
-
-def uuids(held: Sequence[str], gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The UUID of each GPU that Ray names by its index or UUID. Raises ValueError for one that the driver does not know."""
-    found = []
-    for name in held:
-        named = [gpu["uuid"] for gpu in gpus if name in (str(gpu["index"]), gpu["uuid"])]
-        if not named:
-            raise ValueError(
-                f"Ray holds the GPU {name}, which the driver does not report: start Ray without MIG devices"
-            )
-        found += named
-    return found
+    return ray.remote(max_retries=0, max_calls=0, **dict(resources))(ray_host.carry_out)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from driving import PLANTED, eventually, rows, running, te_bench
 
-from te_bench.experiments import on_ray
+from te_bench.experiments import on_ray, ray_host
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
 QUICK = ("run", "quick", "--device", "cpu", "--on", "ray")
@@ -65,9 +65,9 @@ def test_options_that_do_not_go_together_are_refused(options: tuple[str, ...], s
 
 def test_a_gpu_that_ray_holds_is_named_by_its_uuid() -> None:
     gpus = [{"index": 0, "uuid": "GPU-a"}, {"index": 1, "uuid": "GPU-b"}]
-    assert on_ray.uuids(["1", "GPU-a"], gpus) == ["GPU-b", "GPU-a"]
+    assert ray_host.uuids(["1", "GPU-a"], gpus) == ["GPU-b", "GPU-a"]
     with pytest.raises(ValueError, match="the GPU 7, which the driver does not report"):
-        on_ray.uuids(["7"], gpus)
+        ray_host.uuids(["7"], gpus)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_lost_workers_nodes_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
         cluster.add_node(num_cpus=1)
         assert eventually(lambda: [row["outcome"] for row in rows(out)] == ["ok"], 40)
 
-        workers = [process for process in named("ray::_carry_out") if process.children()]
+        workers = [process for process in named("ray::carry_out") if process.children()]
         raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
         on_a_node = next(worker for worker in workers if worker.ppid() in raylets)
         lost = raylets[on_a_node.ppid()]
