@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -172,35 +173,39 @@ def test_ctrl_c_ends_all_trials_and_says_how_to_go_on(cluster: Any, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_lost_workers_nodes_and_drivers_are_rows_to_repeat(cluster: Any, tmp_path: Path) -> None:
-    """Three trials hold all places. A node that joins takes the fourth; then a worker, a node and te-bench are killed."""
-    out = tmp_path / "out"
+def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_path: Path) -> None:
+    """Three trials hold all places. A node is lost, another joins, and then a worker and te-bench are killed."""
+    out, host = tmp_path / "out", os.uname().nodename
     command = ("run", "crowded", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address, "--out", out)
+
+    def outcomes() -> list[str]:
+        return [row["outcome"] for row in rows(out)]
+
     with running(*command, main=None, env=ON_RAY) as run:
         assert eventually(lambda: len(named("sleep 1000")) == 3, 40)
-        cluster.add_node(num_cpus=1)
-        assert eventually(lambda: [row["outcome"] for row in rows(out)] == ["ok"], 40)
-
-        workers = [process for process in named("ray::carry_out") if process.children()]
         raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
-        on_a_node = next(worker for worker in workers if worker.ppid() in raylets)
-        lost = raylets[on_a_node.ppid()]
-        next(worker for worker in workers if worker != on_a_node).kill()
-        assert eventually(lambda: len(rows(out)) == 2, 20)
-        cluster.remove_node(lost, allow_graceful=False)
-        assert eventually(lambda: len(rows(out)) == 3, 40)
+        on_a_node = next(worker for worker in named("ray::carry_out") if worker.ppid() in raylets)
+        cluster.remove_node(raylets[on_a_node.ppid()], allow_graceful=False)
+        assert eventually(lambda: outcomes() == ["interrupted"], 40)
+        time.sleep(2 * on_ray.LOOK_S)  # while no waiting trial is sent to where one was lost
+        assert outcomes() == ["interrupted"]
+
+        cluster.add_node(num_cpus=1)
+        assert eventually(lambda: outcomes() == ["interrupted", "ok"] and len(named("sleep 1000")) == 3, 40)
+        next(worker for worker in named("ray::carry_out") if worker.children()).kill()
+        assert eventually(lambda: outcomes() == ["interrupted", "ok", "interrupted", "ok"], 40)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
         assert eventually(lambda: not named("sleep 1000") and run.gone(0), 30)
 
-    reasons = [row["reason"] for row in rows(out)[1:]]
-    assert [row["outcome"] for row in rows(out)] == ["ok", "interrupted", "interrupted"]
-    assert reasons[0] == f"the process that starts trials on {os.uname().nodename} was killed; rerun to repeat it"
-    assert f"on {os.uname().nodename} was killed" in reasons[1] or "was lost" in reasons[1], reasons
+    by_node, by_worker = (row["reason"] for row in rows(out)[::2])
+    killed = f"the process that starts trials on {host} was killed; rerun to repeat it"
+    assert by_node == killed or by_node.startswith(f"the host {host} was lost"), by_node
+    assert by_worker == killed
 
     done = te_bench(*command, "--timeout", "1", env=ON_RAY)
-    assert [row["outcome"] for row in rows(out)[3:]] == ["timeout"] * 3, done
-    assert "1 of 4 trials" in done.stdout
+    assert outcomes()[4:] == ["timeout"] * 4, done
+    assert "2 of 6 trials are already in" in done.stdout
     assert not named("sleep 1000")
 
 
