@@ -5,6 +5,7 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,11 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from driving import PLANTED, eventually, rows, running, te_bench
+from driving import MARK, PLANTED, eventually, rows, running, te_bench
 
 from te_bench.experiments import on_ray, ray_host
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
+CLUSTER = uuid.uuid4().hex
 QUICK = ("run", "quick", "--device", "cpu", "--on", "ray")
 NAPS = ("run", "naps", "--device", "cpu", "--on", "ray")
 
@@ -28,12 +30,21 @@ def scratch() -> set[Path]:
     return {path for kind in ("te-ray-*", "te-bench-*") for path in Path("/tmp").glob(kind)}
 
 
-def named(start: str) -> list[psutil.Process]:
-    """Living processes whose command begins so."""
+def workers() -> list[psutil.Process]:
+    """The cluster's processes that run a trial each."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found += [process] if " ".join(process.cmdline()).startswith(start) else []
+            found += [process] if process.cmdline()[:1] == ["ray::carry_out"] and process.children() else []
+    return found
+
+
+def asleep() -> list[psutil.Process]:
+    """What the cluster's long trials have started; other tests have such processes too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found += [process] if process.name() == "sleep" and process.environ().get(MARK) == CLUSTER else []
     return found
 
 
@@ -98,7 +109,7 @@ def cluster() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="te-", dir="/tmp")  # its sockets' names must be short
     notice = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ON_RAY, **on_ray.SETTINGS, "RAY_TMPDIR": folder}.items():
+        for name, value in {**ON_RAY, **on_ray.SETTINGS, "RAY_TMPDIR": folder, MARK: CLUSTER}.items():
             patch.setenv(name, value)
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": notice}
         nodes = Cluster(initialize_head=True, head_node_args=head)
@@ -164,11 +175,11 @@ def test_hosts_that_differ_are_left_out_with_what_differs(cluster: Any, tmp_path
 def test_ctrl_c_ends_all_trials_and_says_how_to_go_on(cluster: Any, tmp_path: Path) -> None:
     command = ("run", "sleeps", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address)
     with running(*command, "--out", tmp_path / "out", main=None, env=ON_RAY) as run:
-        assert eventually(lambda: len(named("sleep 1000")) == 2, 40)
+        assert eventually(lambda: len(asleep()) == 2, 40)
         run.process.send_signal(signal.SIGINT)
         done = run.finish(30)
     assert (done.returncode, " to go. To go on: te-bench run sleeps" in done.stdout) == (130, True), done
-    assert eventually(lambda: not named("sleep 1000"), 20)
+    assert eventually(lambda: not asleep(), 20)
 
 
 @pytest.mark.slow
@@ -182,21 +193,21 @@ def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
         return [row["outcome"] for row in rows(out)]
 
     with running(*command, main=None, env=ON_RAY) as run:
-        assert eventually(lambda: len(named("sleep 1000")) == 3, 40)
+        assert eventually(lambda: len(asleep()) == 3, 40)
         raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
-        on_a_node = next(worker for worker in named("ray::carry_out") if worker.ppid() in raylets)
+        on_a_node = next(worker for worker in workers() if worker.ppid() in raylets)
         cluster.remove_node(raylets[on_a_node.ppid()], allow_graceful=False)
         assert eventually(lambda: outcomes() == ["interrupted"], 40)
         time.sleep(2 * on_ray.LOOK_S)  # while no waiting trial is sent to where one was lost
         assert outcomes() == ["interrupted"]
 
         cluster.add_node(num_cpus=1)
-        assert eventually(lambda: outcomes() == ["interrupted", "ok"] and len(named("sleep 1000")) == 3, 40)
-        next(worker for worker in named("ray::carry_out") if worker.children()).kill()
+        assert eventually(lambda: outcomes() == ["interrupted", "ok"] and len(asleep()) == 3, 40)
+        workers()[0].kill()
         assert eventually(lambda: outcomes() == ["interrupted", "ok", "interrupted", "ok"], 40)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
-        assert eventually(lambda: not named("sleep 1000") and run.gone(0), 30)
+        assert eventually(lambda: not asleep() and run.gone(0), 30)
 
     by_node, by_worker = (row["reason"] for row in rows(out)[::2])
     killed = f"the process that starts trials on {host} was killed; rerun to repeat it"
@@ -206,7 +217,7 @@ def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
     done = te_bench(*command, "--timeout", "1", env=ON_RAY)
     assert outcomes()[4:] == ["timeout"] * 4, done
     assert "2 of 6 trials are already in" in done.stdout
-    assert not named("sleep 1000")
+    assert not asleep()
 
 
 @pytest.mark.slow
