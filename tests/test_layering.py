@@ -45,7 +45,7 @@ TORCH_FREE = (
                 "problems",
                 "processes",
             ),
-            *("progress", "run_options", "runner", "spec", "store", "suite_trials"),
+            *("on_ray", "progress", "ray_host", "run_options", "runner", "spec", "store", "suite_trials"),
         )
     ),
 )

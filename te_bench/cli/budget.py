@@ -21,12 +21,13 @@ def resolve_with_seeds(
     timings: Path | None,
     gpus: str | None,
     fresh: bool = False,
+    in_cluster: int | None = None,
 ) -> "tuple[Experiment, Forecast | None, str | None]":
     """The experiment, its seeds as many as --budget holds, what it can conclude, and why a run of it is refused.
 
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
-    began with, and is not refused for its little power. Raises ValueError for --timings of another suite, and as
-    `seeds_of_budget` does.
+    began with, and is not refused for its little power. in_cluster: how many GPUs the trials' cluster has. Raises
+    ValueError for --timings of another suite, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -41,7 +42,7 @@ def resolve_with_seeds(
     from te_bench.reports.convergence.earlier_runs import read_earlier_runs, seeds_begun_with
     from te_bench.reports.convergence.forecast import forecast
 
-    earlier = read_earlier_runs(None if fresh else out, timings, _machine(one, asked, gpus))
+    earlier = read_earlier_runs(None if fresh else out, timings, _machine(one, asked, gpus, in_cluster))
     if budget:
         seeds = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
@@ -56,16 +57,20 @@ def trials_at_once(experiment: "Experiment", cores: int) -> int:
     return 1 if "first_look" in experiment.judgement else runner.at_once(experiment.trials, cores)
 
 
-def _machine(experiment: "Experiment", asked: "Options", gpus: str | None) -> "Machine":
-    """The machine that a plan is for: GPUs that are not here may be planned for too, one or those of --gpus 0,1,2,3."""
+def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cluster: int | None) -> "Machine":
+    """The machine that a plan is for: GPUs that are not here may be planned for too, one, those of --gpus 0,1,2,3 or a
+    cluster's.
+    """
     from te_bench.experiments import environment
     from te_bench.reports.convergence.earlier_runs import Machine, chip_of
 
     device, share = asked.device, asked.share or 1
     if device == "cuda" and not environment.nvidia_gpus():
-        number = 1 if gpus is None or gpus == "all" else len(set(gpus.split(",")))
+        number = in_cluster or (1 if gpus is None or gpus == "all" else len(set(gpus.split(","))))
         return Machine(device=device, chip=None, slots=number * share, asked=gpus, share=share)
     chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
     here = environment.capture(device, chosen)["identity"]
-    slots = len(chosen) * share or (1 if asked.stop_early else trials_at_once(experiment, here["cores"]))
+    slots = (in_cluster or len(chosen)) * share or (
+        1 if asked.stop_early else trials_at_once(experiment, here["cores"])
+    )
     return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)

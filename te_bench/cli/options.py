@@ -47,6 +47,17 @@ Gpus = Annotated[
     str | None,
     typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."),
 ]
+On = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ray",
+        help="Where trials run: on the hosts of a Ray cluster, or of one that is started here for the run.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The Ray cluster of --on ray. Default: the one that runs here, if any."),
+]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.", callback=_some_time)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
@@ -101,6 +112,16 @@ def say(sentence: str, indent: str = "") -> None:
     from te_bench.reports.page.tables import TERMINAL_WIDTH
 
     print("\n".join(textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent=indent)))
+
+
+def check_on(on: str | None, ray_address: str | None, gpus: str | None) -> None:
+    """Raise ValueError for another place than Ray, and for options that do not go with it."""
+    if on not in (None, "ray"):
+        raise ValueError(f"--on {on}: trials run here, or on a Ray cluster: leave it out, or say --on ray")
+    if on is None and ray_address is not None:
+        raise ValueError(f"--ray-address {ray_address}: it goes with --on ray; add that, or leave it out")
+    if on is not None and gpus is not None:
+        raise ValueError(f"--gpus {gpus}: with --on ray the cluster says which GPUs there are; leave it out")
 
 
 def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:

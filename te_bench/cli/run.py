@@ -1,5 +1,7 @@
 """te-bench run: the trials of a suite, and the report of what came of them."""
 
+import contextlib
+import functools
 import shlex
 import sys
 from collections import Counter
@@ -13,10 +15,13 @@ from te_bench.cli import budget as planned
 from te_bench.cli.options import (
     Fresh,
     Gpus,
+    On,
     Only,
+    RayAddress,
     Suite,
     Timeout,
     Timings,
+    check_on,
     find_gpus,
     places,
     results_of,
@@ -26,6 +31,7 @@ from te_bench.cli.options import (
 
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
+    from te_bench.experiments.on_ray import Cluster, Wanted
     from te_bench.experiments.spec import Experiment, Options, Record
 
 INCOMPLETE = 4
@@ -47,41 +53,73 @@ def run(
     timeout: Timeout = 900.0,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
+    on: On = None,
+    ray_address: RayAddress = None,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
     fresh: Fresh = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
-    from te_bench.experiments import environment
+    from te_bench.experiments import environment, on_ray
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
 
-    chosen = find_gpus(asked.device, gpus)
+    check_on(on, ray_address, gpus)
+    chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
-    experiment, forecast, refused = planned.resolve_with_seeds(
-        suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh
-    )
-    for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
-        say(sentence, indent="    ")
-    for sentence in experiment.left_out:
-        say(f"left out: {sentence}", indent="    ")
-    if refused and not underpowered:
-        raise ValueError(refused)
-    auto = any(trial.attention == AUTO for trial in experiment.trials)
-    machine = environment.capture(asked.device, chosen, by_table=("gemm", "attention") if auto else ("gemm",))
-    slots: list[str | None] = [*places([gpu["uuid"] for gpu in chosen], asked.gpus_per_trial)] * (asked.share or 1)
-    slots = slots or [None] * planned.trials_at_once(experiment, machine["identity"]["cores"])
-    context = Context(cache=asked.cache, checkpoints=checkpoints)
-    ended = carry_out(experiment, directory, machine, slots, timeout=timeout, context=context, retry=retry, fresh=fresh)
+    with contextlib.ExitStack() as opened:
+        in_cluster = opened.enter_context(on_ray.connected(ray_address)) if on is not None else None
+        experiment, forecast, refused = planned.resolve_with_seeds(
+            suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh, in_cluster=in_cluster
+        )
+        for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
+            say(sentence, indent="    ")
+        for sentence in experiment.left_out:
+            say(f"left out: {sentence}", indent="    ")
+        if refused and not underpowered:
+            raise ValueError(refused)
+        auto = any(trial.attention == AUTO for trial in experiment.trials)
+        by_table = ("gemm", "attention") if auto else ("gemm",)
+        at_once = functools.partial(planned.trials_at_once, experiment)
+        cluster: Cluster | None = None
+        if on is None:
+            machine = environment.capture(asked.device, chosen, by_table=by_table)
+            slots: list[Any] = [*places([gpu["uuid"] for gpu in chosen], asked.gpus_per_trial)] * (asked.share or 1)
+            slots = slots or [None] * at_once(machine["identity"]["cores"])
+        else:
+            each = asked.gpus_per_trial or 1 / (asked.share or 1)
+            cluster = find_hosts(on_ray.Wanted(device=asked.device, by_table=by_table, gpus=each, at_once=at_once))
+            machine, slots = cluster.machine, cluster.places
+        context = Context(cache=asked.cache, checkpoints=checkpoints)
+        ended = carry_out(
+            experiment, directory, machine, slots, cluster, timeout=timeout, context=context, retry=retry, fresh=fresh
+        )
     _finish(directory, ended)
+
+
+def find_hosts(wanted: "Wanted") -> "Cluster":
+    """The hosts of the cluster that take such trials; says how many, and which are left out."""
+    from te_bench.experiments import on_ray
+
+    def warn(sentence: str) -> None:
+        print(sentence, file=sys.stderr, flush=True)
+
+    cluster = on_ray.Cluster(wanted, warn)
+    trials, hosts = (
+        f"{count} {thing}{'s' if count > 1 else ''}"
+        for count, thing in ((len(cluster.places), "trial"), (len(cluster.hosts), "host"))
+    )
+    print(f"on ray: {trials} at a time, on {hosts}")
+    return cluster
 
 
 def carry_out(
     experiment: "Experiment",
     directory: Path,
     machine: dict[str, Any],
-    slots: Sequence[str | None],
+    slots: Sequence[Any],
+    cluster: "Cluster | None" = None,
     *,
     timeout: float,
     context: "Context",
@@ -91,9 +129,11 @@ def carry_out(
 ) -> "list[Record]":
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
+    slots: the places of the cluster, where one is given.
+
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
-    from te_bench.experiments import runner
+    from te_bench.experiments import on_ray, runner
     from te_bench.experiments.progress import Progress
     from te_bench.experiments.store import Plan, Store
     from te_bench.reports.convergence import stopping
@@ -108,15 +148,19 @@ def carry_out(
         done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:
             print(f"{done} of {len(trials)} {'trials are' if len(trials) > 1 else 'trial is'} already in {directory}")
+        executor: runner.Executor
+        if cluster is not None:
+            executor = on_ray.RayExecutor(cluster, directory, timeout_s=timeout, context=context)
+        else:
+            on_cpu = all(trial.device == "cpu" for trial in trials)
+            executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
             with Progress(len(trials), done, len(slots)) as progress:
                 runner.run(
                     trials,
                     store,
                     here,
-                    gpus=slots,
-                    timeout_s=timeout,
-                    context=context,
+                    executor=executor,
                     progress=progress,
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),

@@ -1,20 +1,21 @@
 """te-bench tune: measure what this machine is fastest with, and keep it where the code that chooses looks."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from te_bench.cli.options import Device, Fresh, Gpus, Timeout, find_gpus, said
-from te_bench.cli.run import INCOMPLETE, carry_out
+from te_bench.cli.options import Device, Fresh, Gpus, On, RayAddress, Timeout, check_on, find_gpus, said
+from te_bench.cli.run import INCOMPLETE, carry_out, find_hosts
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Record
     from te_bench.kernels.measured import Timing
 
 KINDS = ("attention", "gemm", "epilogue", "head")
-MEASURING = ("device", "shape", "dtype", "rivals", "rounds", "out", "timeout", "gpus", "fresh")
+MEASURING = ("device", "shape", "dtype", "rivals", "rounds", "out", "timeout", "gpus", "on", "ray_address", "fresh")
 
 
 def tune(
@@ -49,6 +50,8 @@ def tune(
     ] = None,
     timeout: Timeout = 300.0,
     gpus: Gpus = None,
+    on: On = None,
+    ray_address: RayAddress = None,
     fresh: Fresh = False,
 ) -> None:
     """Measure backends, each checked against float64 first, and write the table that attention's auto and GEMMs go by.
@@ -56,7 +59,7 @@ def tune(
     No head is chosen by it: of heads it tells which one to name.
     """
     from te_bench import plugins
-    from te_bench.experiments import tuning
+    from te_bench.experiments import on_ray, tuning
     from te_bench.kernels import measured
     from te_bench.reports.analysis import measured_times
 
@@ -75,7 +78,11 @@ def tune(
     else:
         directory = out or Path(f"runs/tune-{what}")
         experiment = tuning.experiment(what, device, shape or [], dtype, rivals, rounds)
-        records = _measure(experiment, directory, gpus=gpus, timeout=timeout, fresh=fresh)
+        check_on(on, ray_address, gpus)
+        with contextlib.ExitStack() as opened:
+            if on is not None:
+                opened.enter_context(on_ray.connected(ray_address))
+            records = _measure(experiment, directory, gpus=gpus, on_ray=on is not None, timeout=timeout, fresh=fresh)
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
         found = _of_this_run(what, directory, records)
     if found:
@@ -127,20 +134,23 @@ def _lost(before: "Sequence[Timing]", found: "Sequence[Timing]") -> list[str]:
 
 
 def _measure(
-    experiment: "Experiment", directory: Path, *, gpus: str | None, timeout: float, fresh: bool
+    experiment: "Experiment", directory: Path, *, gpus: str | None, on_ray: bool, timeout: float, fresh: bool
 ) -> "list[Record]":
     from te_bench.experiments import environment
     from te_bench.experiments.measurement import Context
+    from te_bench.experiments.on_ray import Wanted
 
     device = experiment.trials[0].device
-    chosen = find_gpus(device, gpus)
     heads = any(trial.workload == "linear_cross_entropy" for trial in experiment.trials)
-    machine = environment.capture(device, chosen, by_table=("gemm",) if heads else ())
+    by_table = ("gemm",) if heads else ()
+    cluster = find_hosts(Wanted(device=device, by_table=by_table)) if on_ray else None
+    chosen = find_gpus(device, gpus) if cluster is None else []
     return carry_out(
         experiment,
         directory,
-        machine,
-        [gpu["uuid"] for gpu in chosen] or [None],
+        environment.capture(device, chosen, by_table=by_table) if cluster is None else cluster.machine,
+        [gpu["uuid"] for gpu in chosen] or [None] if cluster is None else cluster.places,
+        cluster,
         timeout=timeout,
         context=Context(),
         fresh=fresh,

@@ -1,7 +1,9 @@
-"""Run a plan: a process for each trial, in its own process group, under a time limit; one record each. No torch here.
+"""Run a plan: each trial once, on an executor's places; one record each. No torch here.
 
-The processes fork from a server that has imported torch once and never touches CUDA (multiprocessing's forkserver), so a
-fresh one costs milliseconds. The parent never touches CUDA either: it waits, kills and writes.
+`Supervisor` is the executor of this host, and does the work of `on_ray.RayExecutor` on each host of a cluster: a process for
+each trial, in its own process group, under a time limit. They fork from a server that has imported torch once and never
+touches CUDA (multiprocessing's forkserver), so a fresh one costs milliseconds. The parent never touches CUDA either: it
+waits, kills and writes.
 """
 
 import faulthandler
@@ -15,13 +17,13 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from te_bench.experiments import janitor
 from te_bench.experiments.host import oom_kills
@@ -78,54 +80,108 @@ def at_once(trials: Sequence[Trial], cores: int) -> int:
     return max(1, min(cores // max(threads, default=cores), MOST_AT_ONCE))
 
 
+class Executor(Protocol):
+    """Where trials run: on places, each of which takes one at a time. It hands out records, which `run` alone writes."""
+
+    free: list[Any]  # places that take a trial now, the next one first
+
+    @property
+    def busy(self) -> bool:
+        """Whether a trial has not ended."""
+
+    def submit(self, trial: Trial, place: Any) -> None:
+        """Begin the trial on a place that was free, and return at once."""
+
+    def ended(self) -> Iterator[Record]:
+        """The records of trials that have ended, their places free again; waits for one, or for the places to change."""
+
+    def kill(self) -> None:
+        """End every trial that runs, and all that it started."""
+
+
 def run(
     trials: Sequence[Trial],
     store: Store,
     environment_id: str,
+    executor: Executor,
     *,
-    gpus: Sequence[str | None],
-    timeout_s: float,
-    context: Context,
     progress: Progress,
     retry: bool = False,
     needless: Callable[[Trial], str | None] = lambda _: None,
 ) -> None:
-    """Run every trial that is `to_do`, once; `gpus` are CUDA_VISIBLE_DEVICES values, one for each trial that runs at a
-    time, so that a GPU which is named twice has two; on a CPU None.
+    """Run every trial that is `to_do`, once, each on the executor's next free place.
 
     needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
 
-    Ctrl-C or SIGTERM ends the children at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
+    Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
     """
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
-    free = list(gpus)
-    running: list[RunningTrial] = []
-    server = _fork_server(on_cpu=all(trial.device == "cpu" for trial in waiting))
-    own(store.directory / LOGS).mkdir(exist_ok=True)
-    _remove_scratch()
     with _Interrupts() as interrupts:
         try:
-            while waiting or running:
-                while waiting and free:
+            while waiting or executor.busy:
+                while waiting and executor.free:
                     trial = waiting.popleft()
                     if reason := needless(trial):
                         store.add(_stopped(trial, environment_id, reason))
                         progress(store.journal.records[trial.id, environment_id], None)
                         continue
-                    job = _prepare(server, trial, store, free.pop(0), context)
-                    running.append(job)  # first: an interrupt while it starts must find it
-                    start_child(job.call)
-                    progress(None, job.trial)
-                for job in _finished(running, timeout_s) if running else ():  # the last may all have been needless
-                    running.remove(job)
-                    free.append(job.gpu)
-                    record = _record(job, environment_id, timeout_s)
+                    executor.submit(trial, executor.free.pop(0))
+                    progress(None, trial)
+                for record in (
+                    executor.ended() if waiting or executor.busy else ()
+                ):  # the last may all have been needless
                     store.add(record)
                     progress(record, None)
         finally:
             interrupts.ignore()
-            for job in running:
-                job.call.kill()
+            executor.kill()
+
+
+class Supervisor:
+    """The executor of this host. Its places are CUDA_VISIBLE_DEVICES values, so that a GPU which is named twice has two; on
+    a CPU None.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        environment_id: str,
+        gpus: Sequence[str | None],
+        *,
+        timeout_s: float,
+        context: Context,
+        on_cpu: bool,
+    ):
+        """directory: where logs/ goes. on_cpu: whether no trial wants a GPU."""
+        self.free = list(gpus)
+        self._running: list[RunningTrial] = []
+        self._logs, self._environment_id = directory / LOGS, environment_id
+        self._timeout_s, self._context, self._on_cpu = timeout_s, context, on_cpu
+
+    @functools.cached_property
+    def _server(self) -> Any:
+        own(self._logs).mkdir(exist_ok=True)
+        _remove_scratch()
+        return _fork_server(on_cpu=self._on_cpu)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, trial: Trial, place: str | None) -> None:
+        job = _prepare(self._server, trial, self._logs, place, self._context)
+        self._running.append(job)  # first: an interrupt while it starts must find it
+        start_child(job.call)
+
+    def ended(self) -> Iterator[Record]:
+        for job in _finished(self._running, self._timeout_s):
+            self._running.remove(job)
+            self.free.append(job.gpu)
+            yield _record(job, self._environment_id, self._timeout_s)
+
+    def kill(self) -> None:
+        for job in self._running:
+            job.call.kill()
 
 
 def _fork_server(*, on_cpu: bool) -> Any:
@@ -147,8 +203,8 @@ def _remove_scratch() -> None:
     Finalize(None, last.close, exitpriority=-101)  # after its own, of -100, which wants to find it
 
 
-def _prepare(server: Any, trial: Trial, store: Store, gpu: str | None, context: Context) -> RunningTrial:
-    log = store.directory / LOGS / f"{trial.id}.log"
+def _prepare(server: Any, trial: Trial, logs: Path, gpu: str | None, context: Context) -> RunningTrial:
+    log = logs / f"{trial.id}.log"
     call = ProcessCall(server, _run_trial, trial.to_json(), str(log), gpu, context, raises=False)
     started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
     return RunningTrial(trial, call, started, started_at, log, gpu, oom_kills())

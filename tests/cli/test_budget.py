@@ -179,7 +179,7 @@ def test_a_gpu_that_is_shared_has_as_many_trials(
     for number, more in enumerate(((), ("--share", "3"))):
         asked = ("--device", "cuda", "--gpus", "0,1", "--underpowered", *more, "--out", tmp_path / str(number))
         assert command("run", *CONVERGENCE, *asked).code == 130
-    alone, shared = (run.options["gpus"] for run in started)
+    alone, shared = (run.options["executor"].free for run in started)
     assert (len(set(alone)), len(alone), sorted(shared)) == (2, 2, sorted(3 * alone))
 
 

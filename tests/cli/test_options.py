@@ -140,7 +140,7 @@ def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
     gpus(monkeypatch)
     assert command("run", "memory", "--device", "cuda", "--gpus", "1", "--out", tmp_path).code == 130
     [run] = started
-    assert run.options["gpus"] == ["GPU-b"]
+    assert run.options["executor"].free == ["GPU-b"]
     assert [gpu["uuid"] for gpu in run.environment["details"]["gpus"]] == ["GPU-b"]
 
 

@@ -234,7 +234,7 @@ def test_trials_that_a_look_may_spare_go_one_after_the_other(
     asked = ("run", "convergence", "--device", "cpu", "--data", "random", "--seeds", 8, "--out")
     for where, more in (("all", ()), ("early", ("--stop-early",)), ("char", ("--model", "char"))):
         assert command(*asked, tmp_path / where, *more).code == 130
-    assert [run.options["gpus"] for run in started] == [[None] * 4, [None], [None]]
+    assert [run.options["executor"].free for run in started] == [[None] * 4, [None], [None]]
 
 
 def test_another_machine_s_plan_does_not_forbid_looks(tmp_path: Path) -> None:

@@ -1,0 +1,374 @@
+"""Trials on the hosts of a Ray cluster: te-bench run SUITE --on ray. Imports Ray where it is used, and no torch.
+
+Ray places a trial and holds its GPUs for it; on its host `runner.Supervisor` runs it as everywhere, in a process of its own
+under its time limit. A worker of Ray runs many trials one after the other, and never touches CUDA: only the trials do, whose
+processes are fresh. So none leaves memory behind, and the fork server is started once a worker, not once a trial.
+
+Data moves one way: a trial goes to a host, a record comes back, and the head alone writes the journal.
+"""
+
+import contextlib
+import functools
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments import environment, janitor, ray_host, runner
+from te_bench.experiments.measurement import Context
+from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.store import own
+
+LOOK_S = 2.0  # between looks at which hosts there are
+ALONE_S = 60.0  # how long a sweep waits for a host once it has none
+ANSWER_S = 10.0  # for a cluster to take a connection
+PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
+OBJECT_STORE = 2**27  # bytes of shared memory: records are small
+RUNNING = Path("/tmp/ray/ray_current_cluster")  # where `ray start` writes its address
+#: Environment variables of Ray's processes: no usage statistics; what a killed worker had started is the raylet's to kill.
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1",
+}
+
+
+@contextlib.contextmanager
+def connected(address: str | None = None) -> Iterator[int]:
+    """Drive a cluster: that at the address, else one that runs here, else its own on this host. Yields how many GPUs it has.
+
+    Its own ends with this process, however that ends, and leaves no file. Raises ValueError without Ray or that cluster.
+    """
+    os.environ.update(SETTINGS)
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ValueError("--on ray: Ray is not installed: pip install 'te-bench[cluster]'") from None
+    running = address or os.environ.get("RAY_ADDRESS") or (RUNNING.read_text().strip() if RUNNING.exists() else None)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    with contextlib.ExitStack() as opened:
+        if running:
+            _require_answer(running)
+            ray.init(address=running, **quiet)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # short, for the names of its sockets
+            opened.enter_context(janitor.remove_at_end(folder))
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home folder
+            store = {"object_store_memory": OBJECT_STORE}
+            ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **store, **quiet)
+        opened.callback(ray.shutdown)
+        yield int(ray.cluster_resources().get("GPU", 0))
+
+
+def _require_answer(address: str) -> None:
+    """Raise ValueError where nobody listens: Ray itself tries for minutes, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "
+            f"--ray-address HOST:PORT; after ray stop te-bench starts its own."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node of the cluster: what it is, or why it takes no trial."""
+
+    node: str  # Ray's id of it
+    name: str
+    resources: Mapping[str, float]
+    machine: dict[str, Any] | None = None  # environment.capture's answer
+    why_not: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    node: str
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a sweep asks of a host."""
+
+    device: str
+    by_table: tuple[str, ...]  # as environment.capture has it
+    gpus: float = 1  # of each trial on a GPU; a fraction where several share one
+    at_once: Callable[[int], int] = lambda cores: 1  # trials side by side on a CPU of so many cores
+
+    def places(self, resources: Mapping[str, float]) -> int:
+        """How many trials a host takes at a time."""
+        cores = int(resources.get("CPU", 0))
+        if self.device == "cuda":
+            return int(resources.get("GPU", 0) / self.gpus + 1e-6)
+        return min(self.at_once(cores), cores) if cores else 0
+
+    def of_each(self, resources: Mapping[str, float]) -> dict[str, float]:
+        """What of a host's resources each trial holds."""
+        if self.device == "cuda":
+            return {"num_gpus": self.gpus, "num_cpus": 0}
+        return {"num_cpus": resources["CPU"] // self.places(resources)}
+
+
+class Cluster:
+    """The hosts of the cluster that are alike: those that a sweep is run on, `machine` what they are."""
+
+    def __init__(self, wanted: Wanted, say: Callable[[str], None]):
+        """say: is told which hosts are left out, and what differs. Raises ValueError where no host takes a trial."""
+        self.wanted, self._say = wanted, say
+        hosts = [self._answer(ref, host) for ref, host in [self._ask(node) for node in self._that_could()]]
+        fit = [host for host in hosts if host.machine is not None]
+        for host in hosts:
+            self._say_why_not(host)
+        if not fit:
+            what = "a GPU" if wanted.device == "cuda" else "a CPU"
+            raise ValueError(
+                f"--on ray: no host of the cluster has {what} and this te_bench; add one, or change --device"
+            )
+        places: dict[str, int] = {}
+        for host in fit:
+            places[_id(host)] = places.get(_id(host), 0) + wanted.places(host.resources)
+        most = max(places, key=lambda found: places[found])
+        self.machine: dict[str, Any] = next(host.machine for host in fit if host.machine and _id(host) == most)
+        self.hosts = [host for host in fit if self._alike(host)]
+        self._asked = {host.node for host in hosts}
+        self._asking: dict[Any, Host] = {}
+
+    @property
+    def places(self) -> list[Place]:
+        """A place for each trial that runs at a time, the hosts by turns."""
+        each = [[Place(host.node, host.name)] * self.wanted.places(host.resources) for host in self.hosts]
+        rounds = max(map(len, each), default=0)
+        return [places[i] for i in range(rounds) for places in each if i < len(places)]
+
+    def look(self) -> list[Host]:
+        """Which hosts have gone, or joined and are alike; those that joined have answered what they are."""
+        import ray
+
+        alive = self._that_could()
+        self.hosts = [host for host in self.hosts if host.node in {node["NodeID"] for node in alive}]
+        for node in alive:
+            if node["NodeID"] not in self._asked:
+                self._asked.add(node["NodeID"])
+                ref, host = self._ask(node)
+                self._asking[ref] = host
+        answered, _ = (
+            ray.wait(list(self._asking), num_returns=len(self._asking), timeout=0) if self._asking else ([], [])
+        )
+        joined = [self._answer(ref, self._asking.pop(ref)) for ref in answered]
+        for host in joined:
+            self._say_why_not(host)
+        joined = [host for host in joined if host.machine is not None and self._alike(host)]
+        self.hosts += joined
+        return joined
+
+    def of(self, node: str) -> Host | None:
+        return next((host for host in self.hosts if host.node == node), None)
+
+    def _that_could(self) -> list[dict[str, Any]]:
+        """The nodes that are alive and have what a trial holds, by ray.nodes."""
+        import ray
+
+        return [node for node in ray.nodes() if node["Alive"] and self.wanted.places(node["Resources"])]
+
+    def _ask(self, node: dict[str, Any]) -> tuple[Any, Host]:
+        import ray
+
+        task = ray.remote(num_cpus=0, max_retries=0)(ray_host.capture)
+        ref = task.options(scheduling_strategy=_on(node["NodeID"])).remote(
+            self.wanted.device, self.wanted.by_table, os.environ.get(ray_host.THREADS)
+        )
+        name = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
+        return ref, Host(node["NodeID"], name, node["Resources"])
+
+    def _answer(self, ref: Any, host: Host) -> Host:
+        import ray
+
+        def found(machine: dict[str, Any] | None, why_not: str | None) -> Host:
+            return Host(host.node, host.name, host.resources, machine, why_not)
+
+        try:
+            machine = ray.get(ref, timeout=PROBE_S)
+        except ray.exceptions.RayError as error:
+            return found(None, f"te_bench does not answer there: {_line(error)}")
+        if isinstance(machine, str):
+            return found(None, machine)
+        code, ours = machine["identity"]["code"], environment.code_hash()
+        if code != ours:
+            return found(None, f"its te_bench is {code}, this one {ours}: install the same there")
+        return found(machine, None)
+
+    def _say_why_not(self, host: Host) -> None:
+        if host.why_not:
+            self._say(f"warning: the host {host.name} is left out: {host.why_not}")
+
+    def _alike(self, host: Host) -> bool:
+        """Whether it is what the others are; says what differs. Results of machines that differ are never compared."""
+        if _id(host) == self.machine["id"]:
+            return True
+        assert host.machine is not None
+        ours, theirs = self.machine["identity"], host.machine["identity"]
+        differs = [f"{name} {theirs.get(name)}" for name in ours | theirs if theirs.get(name) != ours.get(name)]
+        here = [f"{name} {ours.get(name)}" for name in ours | theirs if theirs.get(name) != ours.get(name)]
+        self._say(
+            f"warning: the host {host.name} is left out, for results of machines that differ are not compared: it has "
+            f"{', '.join(differs)}, the others {', '.join(here)}. A sweep of its own may run there."
+        )
+        return False
+
+
+class RayExecutor:
+    """The executor of a cluster: each place is on a host, which runs as many trials at a time as it has."""
+
+    def __init__(self, cluster: Cluster, directory: Path, *, timeout_s: float, context: Context):
+        """directory: where logs/ goes."""
+        self.free: list[Place] = cluster.places
+        self._cluster, self._logs = cluster, directory / runner.LOGS
+        own(self._logs).mkdir(exist_ok=True)
+        self._timeout_s, self._context = timeout_s, context
+        self._head = ray_host.Head(
+            environment.code_hash(), cluster.machine["id"], str(Path.cwd()), os.environ.get(ray_host.THREADS)
+        )
+        self._running: dict[Any, _Submitted] = {}
+        self._doubted: dict[Any, Place] = {}  # where a trial was lost: by the task that asks whether the host is there
+        self._looked = self._had_hosts = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, trial: Trial, place: Place) -> None:
+        host = self._cluster.of(place.node)
+        assert host is not None
+        task = _task(tuple(self._cluster.wanted.of_each(host.resources).items()))
+        started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
+        ref = task.options(scheduling_strategy=_on(place.node)).remote(
+            trial.to_json(), self._head, self._timeout_s, self._context
+        )
+        self._running[ref] = _Submitted(trial, place, started, started_at)
+
+    def ended(self) -> Iterator[Record]:
+        """Raises ValueError where there has been no host for a minute."""
+        import ray
+
+        done: Sequence[Any] = []
+        if self._running:
+            done, _ = ray.wait(list(self._running), num_returns=1, timeout=LOOK_S)
+        else:
+            time.sleep(LOOK_S)
+        for ref in done:
+            job = self._running.pop(ref)
+            yield self._record(ref, job)
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._look()
+
+    def kill(self) -> None:
+        import ray
+
+        for ref in self._running:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.cancel(ref, force=True)
+
+    def _doubt(self, place: Place) -> None:
+        """Give the place no trial before its host has answered: Ray takes a while to notice that one is gone."""
+        import ray
+
+        asked = ray.remote(num_cpus=0, max_retries=0)(ray_host.answer).options(scheduling_strategy=_on(place.node))
+        self._doubted[asked.remote()] = place
+
+    def _look(self) -> None:
+        import ray
+
+        joined = {host.node for host in self._cluster.look()}
+        for ref in ray.wait(list(self._doubted), num_returns=len(self._doubted), timeout=0)[0] if self._doubted else ():
+            place = self._doubted.pop(ref)
+            try:
+                ray.get(ref)
+                self.free.append(place)
+            except ray.exceptions.RayError:
+                if self._cluster.of(place.node):
+                    self._doubt(place)
+        self.free = [place for place in self.free if self._cluster.of(place.node)]
+        self.free += [place for place in self._cluster.places if place.node in joined]
+        self._looked = time.monotonic()
+        if self._cluster.hosts or self._running:
+            self._had_hosts = self._looked
+        elif self._looked - self._had_hosts > ALONE_S:
+            raise ValueError(
+                "--on ray: the cluster has lost its hosts. What was measured before is safe; run it again."
+            )
+
+    def _record(self, ref: Any, job: "_Submitted") -> Record:
+        """What became of a trial: its host's word, or why there is none."""
+        import ray
+
+        try:
+            found, log = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            self._doubt(job.place)
+            outcome, reason = _lost(error, job.place.host)
+            found = {"outcome": outcome, "reason": reason, "wall_s": time.perf_counter() - job.started}
+            return Record(trial=job.trial, environment=self._head.environment, started_at=job.started_at, **found)
+        if self._cluster.of(job.place.node):
+            self.free.append(job.place)
+        path = self._logs / f"{job.trial.id}.log"
+        if log is None:
+            path.unlink(missing_ok=True)
+        else:
+            own(path).write_text(log)
+        record = Record.from_json(found)
+        assert record.trial == job.trial
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    trial: Trial
+    place: Place
+    started: float  # perf_counter
+    started_at: str
+
+
+def _lost(error: Exception, host: str) -> tuple[str, str]:
+    """(outcome, reason) of a trial whose host did not say how it ended."""
+    from ray import exceptions as said
+
+    if isinstance(error, said.OutOfMemoryError):
+        return "oom", f"host: Ray's memory monitor ended the trial on {host}"
+    if isinstance(error, said.RayTaskError):
+        return "crashed", f"on {host}: {_line(error)}"
+    if isinstance(error, said.WorkerCrashedError):
+        return "interrupted", f"the process that starts trials on {host} was killed; {ray_host.RERUN}"
+    return "interrupted", f"the host {host} was lost ({type(error).__name__}); {ray_host.RERUN}"
+
+
+def _line(error: Exception) -> str:
+    """The last line of what Ray says, which holds a whole traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]
+
+
+def _id(host: Host) -> str:
+    assert host.machine is not None
+    return str(host.machine["id"])
+
+
+def _on(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+@functools.cache
+def _task(resources: tuple[tuple[str, float], ...]) -> Any:
+    """ray_host.carry_out as a task that holds these. What is lost is not tried again: it would be a second measurement."""
+    import ray
+
+    return ray.remote(max_retries=0, max_calls=0, **dict(resources))(ray_host.carry_out)
