@@ -3,15 +3,17 @@
 The trial's own process is their supervisor. It forks them before anything has touched CUDA, in its process group, and each
 dies with it. They meet at a socket that the supervisor has bound, so that no port can be taken, and run the whole trial in
 step; rank 0's reply is the trial's. The first rank to fail ends all others, and the reply names it: of several that fail
-at once the one that did not merely lose its neighbours, and where all wait for one, the one that does not come.
+at once the one that did not merely lose its neighbours, and where others waited for one in vain, the one that did not come.
 """
 
 import datetime
 import multiprocessing
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +33,13 @@ PATIENCE_S, COMPILING_PATIENCE_S = 45.0, 300.0
 #: Seconds that the other ranks have to fail, too, once one has: who is the cause is asked of all that did.
 GRACE_S = 3.0
 ADDRESS = "127.0.0.1"
-#: What torch says in a rank whose neighbour has gone, or does not come.
+#: What torch says in a rank that waited for another in vain, by gloo, by the store, and by NCCL, in the log, before it aborts.
+WATCHDOG = "Watchdog caught collective operation timeout"
+WAITED = ("Timed out waiting", "wait timeout", WATCHDOG)
+#: What it says in one whose neighbour has gone.
 LOST = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL"),
-    *("Connection refused", "wait timeout", "DistNetworkError", "DistStoreError", "DistBackendError", "SIGABRT"),
+    *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
+    *("DistNetworkError", "DistStoreError", "ncclRemoteError", "NCCL communicator was aborted"),
 )
 
 
@@ -55,7 +60,7 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
         finally:
             for call in calls:
                 call.kill()
-    return {**_verdict(replies, world), "work_s": time.perf_counter() - started}
+    return {**_verdict(replies, world, _patience(trial)), "work_s": time.perf_counter() - started}
 
 
 def _gpus() -> int:
@@ -64,12 +69,15 @@ def _gpus() -> int:
     return torch.cuda.device_count() if visible is None else len([gpu for gpu in visible.split(",") if gpu])
 
 
+def _patience(trial: Trial) -> float:
+    return PATIENCE_S if trial.mode == "eager" else COMPILING_PATIENCE_S
+
+
 def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.socket, parent: int) -> Reply:
     """In a rank's process: join the others and run the trial."""
     end_with_parent(parent)
     world = world_of(trial)
-    patience = PATIENCE_S if trial.mode == "eager" else COMPILING_PATIENCE_S
-    timeout = datetime.timedelta(seconds=patience)
+    timeout = datetime.timedelta(seconds=_patience(trial))
     port = meeting.getsockname()[1]
     listens: dict[str, Any] = {"is_master": True, "master_listen_fd": meeting.detach()} if rank == 0 else {}
     meeting.close()
@@ -78,7 +86,7 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
     if trial.device == "cuda":
         torch.cuda.set_device(rank)
     else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+        torch.set_num_threads(max(1, host.cores() // world))
     device = torch.device("cuda", rank) if trial.device == "cuda" else None
     dist.init_process_group(
         backend_of(trial), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
@@ -96,23 +104,31 @@ def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
     while len(replies) < len(calls) and time.monotonic() < until:
         running = [call for rank, call in enumerate(calls) if rank not in replies]
         for call in wait_for_any(running, until - time.monotonic()):
-            reply = replies[calls.index(call)] = _answer(call, oom_kills)
+            rank = calls.index(call)
+            reply = replies[rank] = _answer(call, rank, oom_kills)
             if reply["outcome"] != "ok":
                 until = min(until, time.monotonic() + GRACE_S)
     return replies
 
 
-def _answer(call: ProcessCall, oom_kills: int) -> Reply:
+def _answer(call: ProcessCall, rank: int, oom_kills: int) -> Reply:
     try:
         reply: Reply = call.result()
     except Ended as end:
-        return runner.post_mortem(end, oom_kills, None)
+        reply = runner.post_mortem(end, oom_kills, None)
+        if f"[Rank {rank}] {WATCHDOG}" in _log():
+            reply["reason"] += f": {WATCHDOG}"
     except Exception as error:  # on the way to the others, or back
         return {"outcome": "crashed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
     return reply
 
 
-def _verdict(replies: dict[int, Reply], world: int) -> Reply:
+def _log() -> str:
+    """What the ranks have said, where the trial's log is a file."""
+    return Path("/dev/stderr").read_text(errors="replace") if stat.S_ISREG(os.fstat(2).st_mode) else ""
+
+
+def _verdict(replies: dict[int, Reply], world: int, patience: float) -> Reply:
     """Rank 0's reply where all are ok; else that of the rank to blame, by name."""
     failed = {rank: reply for rank, reply in replies.items() if reply["outcome"] != "ok"}
     if not failed:
@@ -120,13 +136,15 @@ def _verdict(replies: dict[int, Reply], world: int) -> Reply:
     outcomes = {reply["outcome"] for reply in replies.values()}
     if len(replies) == world and len(outcomes) == 1 and "crashed" not in outcomes:
         return replies[0]  # of all ranks alike, as of one process: of what all compute together, or cannot begin
-    own = [rank for rank, reply in failed.items() if not _lost_others(reply)]
-    silent = [rank for rank in range(world) if rank not in replies]
-    first = next(iter(failed))
-    if not own and silent:
-        waited = f"rank {first} waited for it in vain: {failed[first]['reason']}"
-        return {"outcome": "crashed", "reason": f"rank {silent[0]}: does not come to a collective; {waited}"}
-    rank = (own or [first])[0]
+    waited = [rank for rank, reply in failed.items() if _says(reply, WAITED)]
+    lost = [rank for rank, reply in failed.items() if rank not in waited and _says(reply, LOST)]
+    own = [rank for rank in failed if rank not in (*waited, *lost)]
+    if waited and not own:
+        silent = [rank for rank in range(world) if rank not in replies]
+        late = silent[0] if silent else (lost or waited)[-1]
+        vain = f"came late or never to a collective that the others waited {patience:g} s for"
+        return {"outcome": "crashed", "reason": f"rank {late}: {vain}"}
+    rank = (own or lost)[0]
     return {**failed[rank], "reason": f"rank {rank}: {failed[rank]['reason']}"}
 
 
@@ -139,5 +157,5 @@ def _together(replies: list[Reply]) -> Reply:
     return {**replies[0], "samples": samples}
 
 
-def _lost_others(reply: Reply) -> bool:
-    return reply["outcome"] == "crashed" and any(words in str(reply["reason"]) for words in LOST)
+def _says(reply: Reply, words: tuple[str, ...]) -> bool:
+    return reply["outcome"] == "crashed" and any(each in str(reply["reason"]) for each in words)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +29,12 @@ def meet() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def of_rank_1(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[str, Any]]:
-    """A trial of one collective, before which rank 1 has the fault."""
+def in_a_trial(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[str, Any]]:
+    """A trial of one collective, before which each rank does that."""
 
     def work(trial: Trial, context: Context) -> Any:
         meet()
-        if dist.get_rank() == 1:
-            fault()
+        fault()
         meet()
         raise AssertionError("no rank comes so far")
 
@@ -43,6 +43,10 @@ def of_rank_1(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[st
         return child.run_one(trial, context)
 
     return one
+
+
+def of_rank_1(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[str, Any]]:
+    return in_a_trial(lambda: fault() if dist.get_rank() == 1 else None)
 
 
 def fail() -> None:
@@ -71,6 +75,29 @@ def hangs() -> None:
     time.sleep(600)
 
 
+def while_rank_0_computes(fault: Callable[[], object]) -> Callable[[Trial, Context], dict[str, Any]]:
+    """The fault in rank 1, while rank 0 is busy and does not see it."""
+
+    def of_both() -> None:
+        time.sleep(600) if dist.get_rank() == 0 else fault()
+
+    return in_a_trial(of_both)
+
+
+def late() -> None:
+    time.sleep(ranks.PATIENCE_S + 1.5)
+
+
+def of_nccl() -> None:
+    raise dist.DistBackendError("NCCL error in: init.cpp:1, invalid usage. Duplicate GPU detected : rank 1 and rank 0")
+
+
+def waits_by_nccl() -> None:
+    """What NCCL's watchdog does in a rank that has waited for long enough."""
+    os.write(2, b"[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE)\n")
+    os.abort()
+
+
 def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
     """The step, whose reference takes rank 1 longer than collectives wait."""
     usual = training_step.reference
@@ -96,7 +123,11 @@ if __name__ == "__main__" and sys.argv[1:] == ["compiled"]:
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     slow = {"slow reference": ranks.run(TRIAL, Context(), slow_reference)}
-    replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, fail)}
+    replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, late, fail)}
+    for fault in (os.abort, of_nccl, waits_by_nccl):
+        with tempfile.TemporaryFile() as log:
+            os.dup2(log.fileno(), 2)
+            replies[fault.__name__] = ranks.run(TRIAL, Context(), while_rank_0_computes(fault))
     for check in (True, False):
         replies[f"not a number, {check=}"] = ranks.run(TRIAL, Context(check=check), not_a_number)
     print(json.dumps(replies | slow))

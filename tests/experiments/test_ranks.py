@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from driving import Run, rows, te_bench
 
+LATE = "came late or never to a collective that the others waited 4 s for"
 FAULTS = Path(__file__).with_name("rank_faults.py")
 
 
@@ -24,7 +25,11 @@ def replies() -> Any:
     ("fault", "outcome", "reason"),
     [
         ("killed", "interrupted", "rank 1: killed from outside (SIGKILL); rerun to repeat it"),
-        ("hangs", "crashed", "rank 1: does not come to a collective; rank 0 waited for it in vain: "),
+        ("hangs", "crashed", f"rank 1: {LATE}"),
+        ("late", "crashed", f"rank 1: {LATE}"),
+        ("abort", "crashed", "rank 1: SIGABRT"),
+        ("of_nccl", "crashed", "rank 1: DistBackendError: NCCL error in: init.cpp:1, invalid usage. Duplicate GPU"),
+        ("waits_by_nccl", "crashed", f"rank 0: {LATE}"),
         ("fail", "crashed", "rank 1: ValueError: no such luck"),
         ("not a number, check=True", "failed_check", "loss: error nan > "),
         ("not a number, check=False", "diverged", "the loss is not finite"),
