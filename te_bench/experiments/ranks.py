@@ -33,7 +33,7 @@ PATIENCE_S, COMPILING_PATIENCE_S = 45.0, 300.0
 #: Seconds that the other ranks have to fail, too, once one has: who is the cause is asked of all that did.
 GRACE_S = 3.0
 ADDRESS = "127.0.0.1"
-#: What torch says in a rank that waited for another in vain, by gloo, by the store, and by NCCL, in the log, before it aborts.
+#: What torch says in a rank that waited for another in vain: by gloo, the store, and NCCL, in the log, before it aborts.
 WATCHDOG = "Watchdog caught collective operation timeout"
 WAITED = ("Timed out waiting", "wait timeout", WATCHDOG)
 #: What it says in one whose neighbour has gone.
