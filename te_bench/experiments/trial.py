@@ -15,6 +15,7 @@ from te_bench.experiments.measurement import Context, Measurement, NoResult
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
+from te_bench.training.parallel import Indivisible
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def classify(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split())[:500]
     if isinstance(error, NoResult):
         return error.outcome, text
+    if isinstance(error, Indivisible):
+        return "unsupported", text
     if isinstance(error, torch.OutOfMemoryError):
         return "oom", f"GPU: {text}"
     if isinstance(error, MemoryError) or "can't allocate memory" in text:

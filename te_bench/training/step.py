@@ -214,14 +214,9 @@ class TrainStep:
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
-        self.parallel.reduce(self._arrived())
+        self.parallel.reduce(self._trained() if self.table is None else self.table.gradient_holders())
         self._clip()
         return self.parallel.mean(losses[0] if n == 1 else torch.stack(losses).sum())
-
-    def _arrived(self) -> Iterator[Tensor]:
-        """The gradients that the last backward pass left."""
-        holders = self._trained() if self.table is None else self.table.gradient_holders()
-        return (holder.grad for holder in holders if holder.grad is not None)
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)

@@ -18,7 +18,8 @@ from te_bench.experiments import trial as child
 from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Trial
-from te_bench.training.step import TrainStep
+from te_bench.training.parallel import ddp
+from te_bench.training.step import Optim, TrainStep
 
 PROBLEM = {"model": "tiny", "block": 16, "vocab": 250, "padded_vocab": 256, "batch": 4, "parallel": "ddp", "world": 2}
 TRIAL = Trial(workload="train_step", device="cpu", problem=PROBLEM, attention="manual")
@@ -98,6 +99,28 @@ def waits_by_nccl() -> None:
     os.abort()
 
 
+class Experts(torch.nn.Module):
+    """Each rank's rows reach an expert of their own, from the given step on."""
+
+    def __init__(self, since: int):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.since, self.calls = since, 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (self.experts[dist.get_rank() if self.calls > self.since else 0](x) - y).square().mean()
+
+
+def other_experts(since: int) -> Callable[[], object]:
+    def steps() -> None:
+        step = TrainStep(Experts(since), Optim(), precision="fp32", mode="eager", parallel=ddp.DDP())
+        for _ in range(3):
+            step(torch.ones(2, 4), torch.zeros(2, 4))
+
+    return steps
+
+
 def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
     """The step, whose reference takes rank 1 longer than collectives wait."""
     usual = training_step.reference
@@ -128,6 +151,8 @@ elif __name__ == "__main__":
         with tempfile.TemporaryFile() as log:
             os.dup2(log.fileno(), 2)
             replies[fault.__name__] = ranks.run(TRIAL, Context(), while_rank_0_computes(fault))
+    for since in (0, 1):
+        replies[f"other experts, {since=}"] = ranks.run(TRIAL, Context(), in_a_trial(other_experts(since)))
     for check in (True, False):
         replies[f"not a number, {check=}"] = ranks.run(TRIAL, Context(check=check), not_a_number)
     print(json.dumps(replies | slow))

@@ -8,6 +8,7 @@ import pytest
 from driving import Run, rows, te_bench
 
 LATE = "came late or never to a collective that the others waited 4 s for"
+OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
 FAULTS = Path(__file__).with_name("rank_faults.py")
 
 
@@ -31,6 +32,12 @@ def replies() -> Any:
         ("of_nccl", "crashed", "rank 1: DistBackendError: NCCL error in: init.cpp:1, invalid usage. Duplicate GPU"),
         ("waits_by_nccl", "crashed", f"rank 0: {LATE}"),
         ("fail", "crashed", "rank 1: ValueError: no such luck"),
+        ("other experts, since=0", "unsupported", f"the ranks' first pass brought them gradients of {OTHER}"),
+        (
+            "other experts, since=1",
+            "unsupported",
+            "rank 1: this pass brought gradients of other parameters than the first",
+        ),
         ("not a number, check=True", "failed_check", "loss: error nan > "),
         ("not a number, check=False", "diverged", "the loss is not finite"),
     ],

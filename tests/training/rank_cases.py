@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.experiments import ranks
 from te_bench.experiments.instruments import collectives
@@ -111,12 +111,46 @@ def in_small_buckets(optimizer: str | None) -> dict[str, Any]:
         return send(*args, **said)
 
     ours, one = (a_step(each, "bf16", optimizer=optimizer) for each in (parallel.load("ddp"), SINGLE))
+    ours.gradients(*batch(0))  # the first pass plans the buckets
     dist.all_reduce = all_reduce
     try:
         _, gradients = ours.gradients(*batch(0))
     finally:
         dist.all_reduce, ddp.BUCKET_BYTES = send, usual
     return {**seen, "error": apart(gradients, one.gradients(*batch(0))[1])}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(part(x).tanh() for part in self.parts)
+
+
+class Nested(nn.Module):
+    """Lists of lists of blocks that have lists of their own, and a part that is no multiple of anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for stage in self.stages:
+            for block in stage:  # type: ignore[attr-defined]
+                x = block(x)
+        return (x - y).square().mean()
+
+
+def nested(mode: str) -> float:
+    """The largest error of a gradient of a user's model, whose blocks lie in lists of lists."""
+    steps = []
+    for divided in (parallel.load(mode), SINGLE):
+        torch.manual_seed(0)
+        steps.append(TrainStep(Nested().double(), OPTIM, precision="fp64", mode="eager", parallel=divided))
+    x, y = torch.randn(2, ROWS, 8, dtype=torch.float64)
+    return apart(*(step.gradients(x, y)[1] for step in steps))
 
 
 def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
@@ -139,6 +173,11 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
     world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in parallel.names()}
+    found["nested"] = {mode: nested(mode) for mode in parallel.names()}
+    seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
+    each = [torch.empty_like(seeds) for _ in range(world)]
+    dist.all_gather(each, seeds)
+    found["seeds"] = torch.cat(each).tolist()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None)}
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}

@@ -47,6 +47,15 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_slices(f
     assert found[mode]["weights"] <= 1e-8
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_user_s_blocks_lie_in_lists_of_lists(found: Any, mode: str) -> None:
+    assert found["nested"][mode] <= 1e-12
+
+
+def test_no_rank_of_any_seed_draws_the_masks_of_another(found: Any) -> None:
+    assert len(set(found["seeds"])) == len(found["seeds"])
+
+
 def test_ddp_sends_each_gradient_once(found: Any) -> None:
     said = found["ddp"]["collectives"]
     assert said == [

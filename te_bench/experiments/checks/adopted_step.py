@@ -22,7 +22,7 @@ from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, NOISE_FACTOR
 from te_bench.experiments.instruments import memory
 from te_bench.experiments.measurement import Unsupported
-from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.problems import StepProblem, world_of
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import adopted
 from te_bench.models import recipe as recipes
@@ -49,6 +49,8 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
             step, check, own = _checked(checked, inputs[: rows * accumulate], targets[: rows * accumulate], len(inputs))
             break
         except torch.OutOfMemoryError:
+            if world_of(trial) > 1:  # the other ranks may have had room, and go on
+                raise
             if rows > 1:
                 rows //= 2
             elif (fewer := _shallower(checked)) is not None:

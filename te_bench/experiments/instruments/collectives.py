@@ -18,10 +18,16 @@ NAMESPACES = ("c10d", "_c10d_functional")
 OTHER = ("barrier", "wait_tensor", "monitored_barrier_")
 
 
-def of_call(call: Callable[[], object]) -> list[dict[str, Any]]:
-    """[{"name", "dtype", "times", "bytes"}]; bytes: of all those, each by the larger of what goes in and what comes out."""
-    with _Seen() as seen:
-        call()
+def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:
+    """[{"name", "dtype", "times", "bytes"}]; bytes: of all those, each by the larger of what goes in and what comes out.
+
+    None where torch.compile's code is within it, as in FlexAttention, which nothing that looks on can follow.
+    """
+    try:
+        with _Seen() as seen:
+            call()
+    except NotImplementedError:
+        return None
     return [
         {"name": name, "dtype": dtype, "times": times, "bytes": seen.bytes[name, dtype]}
         for (name, dtype), times in sorted(seen.times.items())

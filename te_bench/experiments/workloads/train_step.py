@@ -31,6 +31,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     step, check = (
         training_step.begin(trial, *batches[0]) if context.check else (trial_model.step_of(trial), CHECKED_BEFORE)
     )
+    if step.parallel.world > 1:  # the check's references began again with one process's seed
+        torch.manual_seed(step.parallel.seed(trial.seed))
     losses: list[Tensor] = []
 
     def next_step() -> None:
@@ -63,7 +65,8 @@ def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
     """Those of a step over several ranks that no graph replays."""
     if world_of(trial) == 1 or trial.mode != "eager":
         return {}
-    return {"collectives": collectives.of_call(next_step)}
+    seen = collectives.of_call(next_step)
+    return {} if seen is None else {"collectives": seen}
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:

@@ -54,7 +54,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     at = trial_model.batches_of(trial, corpus)
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
     memory.reset(trial.device)
-    torch.manual_seed(trial.seed + step.parallel.rank)  # dropout draws the same masks whatever the check drew
+    torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
 
     probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
     curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]))

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+class Indivisible(ValueError):
+    """A model whose step cannot be divided so."""
+
+
 class Parallel:
     """One process that does all of it; the base of the modes that divide the work."""
 
@@ -34,6 +38,10 @@ class Parallel:
 
         multiplies_in: the dtype to which autocast rounds what is multiplied; None where it does not.
         """
+
+    def seed(self, seed: int) -> int:
+        """What dropout's masks are drawn by: in each rank another, of each of a repetition's seeds."""
+        return seed
 
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""
@@ -56,8 +64,11 @@ class Parallel:
         """Around the last backward pass of a step: what is watched may be sent while the pass goes on."""
         return contextlib.nullcontext()
 
-    def reduce(self, gradients: Iterable["Tensor"]) -> None:
-        """Make each gradient of this rank's rows that of the global batch, in place; after the last backward pass."""
+    def reduce(self, holders: Iterable["nn.Parameter"]) -> None:
+        """Make each holder's gradient of this rank's rows that of the global batch, in place; after the last backward pass.
+
+        holders: the same at each call, whether or not they have gradients. Raises Indivisible.
+        """
 
     def mean(self, loss: "Tensor") -> "Tensor":
         """The mean over the ranks."""

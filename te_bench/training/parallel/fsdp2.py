@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel.ddp import DDP
 
 
@@ -42,9 +43,13 @@ class FSDP2(DDP):
             reduce_dtype=None if multiplies_in is None else torch.float32,
             cast_forward_inputs=False,
         )
-        for block in _blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-        fully_shard(model, mesh=mesh, ignored_params=vectors)
+        try:
+            for block in _blocks(model):
+                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+            fully_shard(model, mesh=mesh, ignored_params=vectors)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise Indivisible(f"fsdp2: torch's fully_shard does not take this model ({said}); choose ddp") from error
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
         """Block by block: weights are gathered between what is compiled."""
@@ -66,8 +71,8 @@ class FSDP2(DDP):
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))
 
-    def reduce(self, gradients: Iterable[Tensor]) -> None:
-        super().reduce(gradient for gradient in gradients if not isinstance(gradient, DTensor))
+    def reduce(self, holders: Iterable[nn.Parameter]) -> None:
+        super().reduce(holder for holder in holders if not isinstance(holder, DTensor))
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """torch's own takes shares and whole ones apart alone."""
@@ -87,8 +92,12 @@ class FSDP2(DDP):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Those of a list of modules, as every family keeps its layers."""
-    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    """The items of the outermost lists of modules, as every family keeps its layers; a block's own lists are part of it."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        item = isinstance(model, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += [child] if item else _blocks(child)
+    return found
 
 
 PARALLEL = FSDP2
