@@ -32,12 +32,13 @@ class Graph:
     warm: list[torch.Tensor]  # gradients of before the capture, whose memory is somebody else's by then
 
     @contextlib.contextmanager
-    def recording(self, _: object, stream: Any = None) -> Iterator[None]:
+    def recording(self, _: object, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
         step, table = self.step, self.step.table
         assert table is not None
         assert self.device == step.device
         assert stream is not None, "PyTorch's own stream is on the GPU of the process's first capture"
         assert stream.device == step.device
+        assert capture_error_mode == "global", "one process has no thread of NCCL's to allow for"
         modules = [m for m in step.model.modules() if isinstance(m, Linear) and m._state is not None]
         tables = [t for m in modules for both in (m._state.forward, m._state.backward) for t in both.written]
         tensors = [*step._state(), *(c.leaf for c in table.copies.values() if c.fp8 is None), *tables]
