@@ -1,4 +1,4 @@
-"""`te.distributed.checkpoint`, as Transformer Engine has it there. Tensor parallelism te_bench has not."""
+"""`te.distributed.checkpoint`, as Transformer Engine has it there."""
 
 from te_bench.models.fp8 import checkpoint
 

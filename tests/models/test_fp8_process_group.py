@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import te_bench.models as te
 from te_bench.models import recipe
 
-pytestmark = pytest.mark.xdist_group("two ranks")  # one worker, one start
 ALGORITHMS = ("max", "most_recent")
 KINDS = ("fsdp2", "ddp")
 ASKED = recipe.DelayedScaling(amax_history_len=3)

@@ -13,13 +13,31 @@ _autograd: Any = torch._C._autograd
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 ROWS_MULTIPLE = 128  # rows of a GEMM's tile
+# Of classes: cuBLAS has slow kernels alone for rows that 16 bytes do not divide, such as GPT-2's 50257.
+CLASSES_MULTIPLE = 64
 
 
 def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
-    """Rows a chunk: as few chunks as `budget` bytes of (rows, padded) allow, of one size but for the last."""
-    most = max(ROWS_MULTIPLE, budget // (padded * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
+    """Rows a chunk: as few chunks as `budget` bytes of (rows, padded) allow, aligned, of one size but for the last."""
+    most = max(ROWS_MULTIPLE, budget // (padded_classes(padded) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     each = -(-n // -(-n // most)) if n else most
     return -(-each // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def padded_classes(classes: int) -> int:
+    """As many as `aligned` makes of them."""
+    return -(-classes // CLASSES_MULTIPLE) * CLASSES_MULTIPLE
+
+
+def aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight (V, D) as it is where GEMMs can take it on a GPU, else a copy in dtype with rows of padding, which are 0."""
+    classes, d = weight.shape
+    if padded_classes(classes) == classes or not (weight.is_cuda or kernels.INTERPRETED):
+        return weight
+    wide = weight.new_empty(padded_classes(classes), d, dtype=dtype)
+    wide[:classes] = weight
+    wide[classes:] = 0
+    return wide
 
 
 def count(targets: Tensor) -> Tensor:
@@ -58,8 +76,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_dw: bool,
         copy: Tensor | None,
     ) -> Tensor:
-        loss, dx, dw = operator(x, weight if copy is None else copy, targets, *settings, need_dx, need_dw)
-        ctx.save_for_backward(dx, dw)
+        used = aligned(weight if copy is None else copy, settings[1])
+        loss, dx, dw = operator(x, used, targets, *settings, need_dx, need_dw)
+        ctx.save_for_backward(dx, dw[: len(weight)])
         ctx.needs, ctx.dtypes = (need_dx, need_dw), (x.dtype, weight.dtype)
         return loss
 

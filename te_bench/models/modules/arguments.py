@@ -1,11 +1,11 @@
 """Arguments of modules: what their values can be, and those of Transformer Engine that te_bench has no machinery for.
 
-Of the latter what asks for nothing is taken, all else refused. One GPU a model: at tp_size=1 Transformer Engine itself turns
-tensor and sequence parallelism and Userbuffers off, whatever their other arguments say.
+Of the latter what asks for nothing is taken, all else refused. At tp_size=1 Transformer Engine itself turns Userbuffers off,
+whatever their other arguments say; at more tensor_parallel refuses them.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,11 +27,11 @@ def _dtype(value: Any) -> bool:
 
 
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "normalized_shape", "dim")
-_HEADS = ("num_attention_heads", "num_gqa_groups", "kv_channels")
+_COUNTS = ("num_attention_heads", "num_gqa_groups", "kv_channels", "tp_size")
 
 #: By an argument's name: what it can be, and that in words.
 LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys((*_SIZES, *_HEADS), (_size, "a whole number of at least 1")),
+    **dict.fromkeys((*_SIZES, *_COUNTS), (_size, "a whole number of at least 1")),
     **dict.fromkeys(
         ("eps", "layernorm_epsilon", "qk_norm_eps", "rotary_base"),
         (lambda value: _number(value) and value > 0, "a number greater than 0"),
@@ -66,11 +66,18 @@ def _zero(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and value in (0, None)
 
 
-#: Details of what tp_size=1 and a cp_group of one rank leave out, and of warming up what te_bench has not.
-_SWITCHES = (
-    *("sequence_parallel", "set_parallel_mode", "return_layernorm_output_gathered", "ub_tp_comm_overlap"),
-    *("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"),
+#: By which Transformer Engine hides collectives: at tp_size=1 they ask for nothing; at more tensor_parallel refuses them.
+SWITCHES = (
+    *(
+        "return_layernorm_output_gathered",
+        "ub_tp_comm_overlap",
+        "ub_overlap_ag",
+        "ub_overlap_rs",
+        "ub_overlap_rs_dgrad",
+    ),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
+#: Details of collectives, of context parallelism, and of warming up what te_bench has not.
 _DETAILS = ("symmetric_ar_type", "ub_name", "cp_global_ranks", "cp_stream", "seq_length", "micro_batch_size")
 #: What te_bench has not: False or None where it is not asked for.
 _FEATURES = (
@@ -84,14 +91,11 @@ _VALUES = (
 
 #: By the name of an argument that te_bench has no machinery for: its default, and whether a value asks for nothing.
 ABSENT: Mapping[str, tuple[Any, Callable[[Any], bool]]] = {
-    **dict.fromkeys(_SWITCHES, (False, _whatever)),
+    **dict.fromkeys(SWITCHES, (False, _whatever)),
     **dict.fromkeys(_DETAILS, (None, _whatever)),
     **dict.fromkeys(_FEATURES, (False, _one_of(False, None))),
     **dict.fromkeys(_VALUES, (None, _one_of(None))),
-    "tp_size": (1, _one_of(1)),
-    "tp_group": (None, _alone),
     "cp_group": (None, _alone),
-    "parallel_mode": (None, _one_of(None, "column", "row")),
     "cp_comm_type": ("p2p", _one_of("p2p", "all_gather", "a2a", "a2a+p2p")),
     "sm_margin": (0, _zero),
     "activation_params": (None, _one_of(None, {})),
@@ -122,17 +126,3 @@ def reject(where: str, given: Mapping[str, Any]) -> None:
         default, harmless = ABSENT[name]
         if not harmless(value):
             raise ValueError(f"{where}: te_bench has no {name}; leave it at {default!r}, got {value!r}")
-
-
-class OneRank:
-    """A module whose weights and sequences lie on one rank: it takes the process groups of Transformer Engine's users."""
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """None, or a group of one rank; raises ValueError for another."""
-        reject(type(self).__name__, {"tp_group": tp_group})
-
-    def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Sequence[int] | None, cp_stream: Any, cp_comm_type: str = "p2p"
-    ) -> None:
-        """None, or a group of one rank; raises ValueError for another."""
-        reject(type(self).__name__, {"cp_group": cp_group, "cp_comm_type": cp_comm_type})

@@ -27,6 +27,7 @@ from te_bench.models.modules.rotary import (
     packed_angles,
     split_rotated,
 )
+from te_bench.models.modules.tensor_parallel import Parallelised, Ranks, require_set
 
 Rotary = Tensor | tuple[Tensor, Tensor] | None  # angles of queries and keys, or a pair of them
 
@@ -63,14 +64,15 @@ def _of_core(name: str) -> Any:
     )
 
 
-class MultiheadAttention(arguments.OneRank, nn.Module):
+class MultiheadAttention(Parallelised, nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
     With qkv_format "bshd" (b, s, hidden); "thd" (rows, hidden), sequences packed one after the other, by cu_seqlens.
     input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output. Without
     fuse_qkv_params the weights of query, key and value are parameters of their own; with it they are one, whose rows are
-    grouped by head (qkv_weight_interleaved) or by query, key, value. Arguments, defaults and parameter names are
-    Transformer Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not.
+    grouped by head (qkv_weight_interleaved) or by query, key, value. set_parallel_mode divides the heads among tp_group: see
+    tensor_parallel. Arguments, defaults and parameter names are Transformer Engine's, those after bottom_right_diagonal by
+    name only. Raises ValueError for what te_bench has not.
     """
 
     attn_mask_type, window_size = _of_core("attn_mask_type"), _of_core("window_size")
@@ -109,10 +111,16 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
         super().__init__()
         where = "MultiheadAttention"
+        self.ranks = Ranks(where, tp_group, tp_size, sequence_parallel, others)
+        require_set(self.ranks, set_parallel_mode)
         epsilons = {"layernorm_epsilon": layernorm_epsilon, "qk_norm_eps": qk_norm_eps}
         arguments.check(where, others, hidden_size=hidden_size, params_dtype=params_dtype, **epsilons)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
@@ -122,7 +130,8 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
         self.interleaved = fuse_qkv_params and qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
-        common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device}
+        shared: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        common: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, **shared}
         common["get_rng_state_tracker"] = get_rng_state_tracker
         norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
         norm |= {"zero_centered_gamma": zero_centered_gamma, "return_layernorm_output": return_layernorm_output}
@@ -140,9 +149,10 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
             get_rng_state_tracker=get_rng_state_tracker,
             layer_number=layer_number,
             attention_type=attention_type,
+            **shared,
         )
         common |= {"init_method": output_layer_init_method, "return_bias": return_bias}
-        self.proj = Linear(self.features_q, hidden_size, **common)
+        self.proj = Linear(self.channels * num_attention_heads, hidden_size, parallel_mode="row", **common)
 
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
         """How many heads and groups there are, and their features."""
@@ -151,12 +161,16 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         elif hidden % heads:
             raise ValueError(f"MultiheadAttention: hidden_size={hidden} is not a multiple of {heads} heads")
         self.num_attention_heads, self.num_gqa_groups = heads, groups
+        self.num_attention_heads_per_partition = self.ranks.part("num_attention_heads", heads)
+        self.num_gqa_groups_per_partition = self.ranks.part("num_gqa_groups", groups)
         self.channels = hidden // heads if kv_channels is None else kv_channels
-        self.features_q, self.features_kv = self.channels * heads, self.channels * groups
+        self.features_q = self.channels * self.num_attention_heads_per_partition  # a rank's
+        self.features_kv = self.channels * self.num_gqa_groups_per_partition
 
     def _make_projections(self, hidden: int, split: bool, linear: dict[str, Any], norm: dict[str, Any]) -> None:
         """layernorm_qkv or qkv; for cross attention layernorm_query or query_layer, and key_value."""
-        q, kv = self.features_q, self.features_kv
+        q, kv = self.channels * self.num_attention_heads, self.channels * self.num_gqa_groups
+        linear["parallel_mode"] = "column"
         if self.attention_type == "self":
             parts: Any = {"query": q, "key": kv, "value": kv} if split else None
             if self.input_layernorm:
@@ -180,8 +194,10 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         norms = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
         if kind not in norms:
             raise ValueError(f"qk_norm_type={kind!r} is not possible: None, L2Normalization, LayerNorm or RMSNorm")
-        options = {"device": device, "params_dtype": dtype}
-        return norms[kind](self.channels, eps, **options), norms[kind](self.channels, eps, **options)
+        made = [norms[kind](self.channels, eps, device=device, params_dtype=dtype) for _ in range(2)]
+        for norm in made:
+            norm.ranks = self.ranks if self.ranks.size > 1 else None  # each norms its own heads
+        return made[0], made[1]
 
     def forward(
         self,
@@ -262,9 +278,9 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         if not are_constant(*pair):
             return None
         for freqs in pair:
-            check_angles((*outer, self.num_attention_heads, self.channels), freqs, batch_first)
+            check_angles((*outer, self.num_attention_heads_per_partition, self.channels), freqs, batch_first)
         q, k = (angles_of(outer, freqs, batch_first) for freqs in pair)
-        turns = self.num_gqa_groups if self.interleaved else 1
+        turns = self.num_gqa_groups_per_partition if self.interleaved else 1
         columns = self.features_q // turns, self.features_kv // turns, self.features_kv // turns
         return Rotation(q, k, turns, columns, self.channels, outer, batch_first, self.rotary_pos_interleaved)
 
@@ -295,14 +311,16 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
         The longest sequences are those that core attention asks for: the host reads nothing more for them.
         """
 
+        n = self.ranks.size if self.ranks.sequence else 1  # x is a rank's part of the rows that the projections have
+
         def angles(freqs: Tensor, name: str, rows: int) -> Tensor:
             starts = core[f"cu_seqlens_{name}"]
             longest = longest_of(f"cu_seqlens_{name}", starts, rows, core[f"max_seqlen_{name}"], x.device)
             return packed_angles(freqs, starts, rows, longest)
 
-        q = angles(pair[0], "q", len(x))
+        q = angles(pair[0], "q", n * len(x))
         shared = pair[0] is pair[1] and memory is x and core["cu_seqlens_q"] is core["cu_seqlens_kv"]
-        return q, q if shared else angles(pair[1], "kv", len(memory))
+        return q, q if shared else angles(pair[1], "kv", n * len(memory))
 
     def _finish(self, context: Tensor, normed: Tensor | None, is_first_microbatch: bool | None) -> Any:
         """proj of the context, with what forward returns beside it."""
@@ -337,11 +355,12 @@ class MultiheadAttention(arguments.OneRank, nn.Module):
             return q, k, v, normed, rotary
         kv = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
         _, k, v = self._split(kv, 0)
-        return mixed.view(*mixed.shape[:2], self.num_attention_heads, self.channels), k, v, normed, rotary
+        q = mixed.view(*mixed.shape[:2], self.num_attention_heads_per_partition, self.channels)
+        return q, k, v, normed, rotary
 
     def _split(self, mixed: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """queries, keys and values, (.., heads, d): `queries` of the first for each key, by groups if interleaved."""
-        groups, d = self.num_gqa_groups, self.channels
+        groups, d = self.num_gqa_groups_per_partition, self.channels
         if self.interleaved:
             # In four dimensions: torch's fast concatenation, the gradient of this, has no fifth (H200: 100 us for 248).
             grouped = mixed.view(*mixed.shape[:2], groups, (queries + 2) * d)

@@ -22,6 +22,7 @@ from te_bench.models.kernel_choice import Report
 from te_bench.models.modules import arguments, attention_mask
 from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
 from te_bench.models.modules.fp8_module import Tracker, compute_dtype, fork_rng
+from te_bench.models.modules.tensor_parallel import Parallelised, Ranks
 
 
 def _read_capability(index: int | None) -> tuple[int, int]:
@@ -118,16 +119,16 @@ def describe(
     )
 
 
-class DotProductAttention(arguments.OneRank, nn.Module):
+class DotProductAttention(Parallelised, nn.Module):
     """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
 
     "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
     on -> (rows, h e), under a padding type and by cu_seqlens alone; rows of no sequence are 0. kv_channels: d, or (d, e);
     softmax_scale defaults to d^-1/2. A query that sees no key, padding among them, gives 0 and has gradient 0. Masks and
     windows: attention_mask.py. Attention dropout draws from torch's generator. Under a recipe with fp8_dpa it computes in
-    FP8, causal or full and without dropout, and raises ValueError for all else. Arguments and defaults are Transformer
-    Engine's, those after bottom_right_diagonal by name only. Raises ValueError for what te_bench has not: biases, context
-    parallelism, KV caches.
+    FP8, causal or full and without dropout, and raises ValueError for all else. Of tp_size ranks each has its share of the
+    heads and groups. Arguments and defaults are Transformer Engine's, those after bottom_right_diagonal by name only. Raises
+    ValueError for what te_bench has not: biases, context parallelism, KV caches.
     """
 
     def __init__(
@@ -146,13 +147,19 @@ class DotProductAttention(arguments.OneRank, nn.Module):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         name: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
         super().__init__()
         where = "DotProductAttention"
         arguments.reject(where, others)
         groups = check_heads(where, num_attention_heads, num_gqa_groups, attention_type, attention_dropout)
+        self.ranks = Ranks(where, tp_group, tp_size, sequence_parallel)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.num_attention_heads_per_partition = self.ranks.part("num_attention_heads", num_attention_heads)
+        self.num_gqa_groups_per_partition = self.ranks.part("num_gqa_groups", groups)
         self.head_dim_qk, self.head_dim_v = _channels(where, kv_channels)
         self.attention_dropout, self.attention_type = attention_dropout, attention_type
         self.qkv_format = check_format(where, qkv_format)
@@ -288,9 +295,9 @@ class DotProductAttention(arguments.OneRank, nn.Module):
     def _inputs(self, query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, T, D), (B, G, S, D), (B, G, S, E): views, in torch.autocast's dtype where it is on."""
         heads = {
-            "query": (self.num_attention_heads, self.head_dim_qk),
-            "key": (self.num_gqa_groups, self.head_dim_qk),
-            "value": (self.num_gqa_groups, self.head_dim_v),
+            "query": (self.num_attention_heads_per_partition, self.head_dim_qk),
+            "key": (self.num_gqa_groups_per_partition, self.head_dim_qk),
+            "value": (self.num_gqa_groups_per_partition, self.head_dim_v),
         }
         for (name, expected), x in zip(heads.items(), (query, key, value), strict=True):
             if x.dim() != 4 or tuple(x.shape[2:]) != expected:

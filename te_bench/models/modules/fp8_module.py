@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules.arguments import OneRank
+from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.gemms import Gemms
-from te_bench.models.recipe import Cast, Recipe, Slot, State, saved_names
+from te_bench.models.modules.tensor_parallel import Division, Parallelised, Ranks
+from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, saved_names
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
@@ -62,19 +63,20 @@ def default_init(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Fp8Module(OneRank, nn.Module):
+class Fp8Module(Parallelised, nn.Module):
     """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
-    def __init__(self, gemms: int) -> None:
+    def __init__(self, ranks: Ranks, divisions: Sequence[Division | None]) -> None:
+        """divisions: of each GEMM's weight, among `ranks`."""
         super().__init__()
-        self._n_gemms = gemms
+        self.ranks, self.divisions, self._n_gemms = ranks, divisions, len(divisions)
         self._state: State | None = None
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
-        self._cached: list[Kept] = [NOT_KEPT] * gemms
+        self._cached: list[Kept] = [NOT_KEPT] * self._n_gemms
         self._reuse = False  # what is kept, where a call does not speak of micro-batches
         self._caches = False  # whether what such calls cast is kept until `forget_weights`
-        self._versions: list[Any] = [None] * gemms  # of the parameters, when that was cast
+        self._versions: list[Any] = [None] * self._n_gemms  # of the parameters, when that was cast
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
         _alive[next(_numbers)] = self
@@ -99,13 +101,16 @@ class Fp8Module(OneRank, nn.Module):
             raise ValueError(
                 "torch.jit.trace records no FP8: trace the model outside of te.autocast, or use torch.compile"
             )
+        divided = self.divisions[gemm]
+        if divided is not None and divided.ranks.sequence and isinstance(recipe, DelayedScaling):
+            divided.ranks.require_shared(region.group if recipe.reduce_amax else None)
         if not region.unusual and not torch.compiler.is_compiling():
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
             if known is not None and known[1].recipe is recipe and (state is None or state.slots is known[0]):
                 return known[1]
             self._prepare()
-            usual = Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+            usual = self._with_slots(recipe, gemm)
             state = self._state
             self._usual[key] = (state and state.slots, usual) if state is None or state.real else None
             return usual
@@ -113,8 +118,12 @@ class Fp8Module(OneRank, nn.Module):
         if not torch.compiler.is_compiling():
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
-            return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING)
-        return Gemms(recipe, *(self._slot(role, gemm) for role in ROLES))
+            return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING, divided)
+        return self._with_slots(recipe, gemm)
+
+    def _with_slots(self, recipe: Recipe, gemm: int) -> Gemms:
+        x, weight, grad_output = (self._slot(role, gemm) for role in ROLES)
+        return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
 
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
@@ -205,8 +214,11 @@ class Fp8Module(OneRank, nn.Module):
     ) -> Quantized:
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
-        made_of: the parameters that the weight was put together from, where it is none of this module's.
+        made_of: the parameters that the weight was put together from, where it is none of this module's. One that was
+        gathered in FP8 is what its ranks made of it.
         """
+        if isinstance(weight, Gathered):
+            return weight.quantized(columnwise)
         is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch, made_of)
         if is_first_microbatch is False:
             recipe, kept = self._cached[gemm]
@@ -264,9 +276,9 @@ class Fp8Module(OneRank, nn.Module):
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
         """Let the recipe see what it would cast, while the module computes in high precision."""
-        recipe, x_slot, w_slot, _ = self.gemms(gemm)
-        recipe.observe(x, "input", x_slot)
-        recipe.observe(weight, "weight", w_slot)
+        gemms = self.gemms(gemm)
+        gemms.recipe.observe(x, "input", gemms.input)
+        gemms.recipe.observe(weight, "weight", gemms.weight)
 
     def fp8_numerics(self) -> dict[str, dict[str, float]]:
         """{tensor: figures} for te.numerics; tensors are "input", "weight", "grad_output", "fc1.input" and so on."""

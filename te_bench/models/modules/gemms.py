@@ -7,30 +7,81 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.quantize import Operand, Quantized
+from te_bench.kernels.quantize.backends.reference import scale_from_amax
+from te_bench.models.modules.gathered import turned
+from te_bench.models.modules.tensor_parallel import Division
 from te_bench.models.recipe import Recipe, Slot
 
 
 class Gemms(NamedTuple):
-    """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x."""
+    """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x.
+
+    Where the weight is divided among ranks their collectives are part of it: `quantize` takes a rank's rows and gives all
+    ranks', fprop and dgrad give a rank's part of their sum.
+    """
 
     recipe: Recipe
     input: Slot
     weight: Slot
     grad_output: Slot
+    divided: Division | None = None
+
+    def gathers(self, role: str) -> bool:
+        return self.divided is not None and self.divided.gathers(role)
 
     def quantize(
         self, x: Tensor, role: str, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        slot = getattr(self, role)
-        return self.recipe.quantize(x, role, slot, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+        """column_sum: is added x's own rows' sum."""
+        slot, recipe = getattr(self, role), self.recipe
+        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        if not self.gathers(role):
+            return recipe.quantize(x, role, slot, **options, column_sum=column_sum)
+        assert self.divided is not None
+        cast = recipe.by_given_scale()
+        if cast is None:
+            if column_sum is not None:
+                column_sum += x.sum(0, dtype=torch.float32)
+            return recipe.quantize(self.divided.ranks.gather(x), role, slot, **options)
+        if not recipe.delayed():
+            scale = scale_from_amax(self.divided.ranks.amax(x), recipe.dtype(role), recipe.power_of_two)
+            slot = Slot(scale, counts=slot.counts)
+        own = cast.quantize(x, role, slot, rowwise=True, columnwise=False, column_sum=column_sum)
+        return self.gather(own, role, columnwise)
+
+    def gather(self, own: Quantized, role: str, columnwise: bool) -> Quantized:
+        """All ranks' rows of what each cast by one scale. An input's columns are left to wgrad, which gathers them again."""
+        assert self.divided is not None
+        rows = self.divided.ranks.gather_operand(own.by_rows())
+        columns = own.by_rows() if role == "input" else turned(rows)
+        whole = own._replace(data=rows.data)
+        return whole._replace(data_t=columns.data, scale_inv_t=columns.scale_inv) if columnwise else whole
+
+    def quantize_pair(
+        self, x: Tensor, weight: Tensor, *, x_columnwise: bool, w_columnwise: bool
+    ) -> tuple[Quantized, Quantized]:
+        if self.gathers("input"):
+            return (
+                self.quantize(x, "input", rowwise=True, columnwise=x_columnwise),
+                self.quantize(weight, "weight", rowwise=True, columnwise=w_columnwise),
+            )
+        options = {"x_columnwise": x_columnwise, "w_columnwise": w_columnwise}
+        return self.recipe.quantize_pair(x, self.input, weight, self.weight, **options)
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype, bias)
+        if self.divided is None or self.divided.mode == "column":
+            return self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype, bias)
+        y = self.divided.summed(self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype), "fprop")
+        return y if bias is None else y + bias.to(dtype)
 
     def dgrad(self, g: Quantized, w_t: Operand, dtype: torch.dtype) -> Tensor:
-        return self.recipe.gemm(g.by_rows(), w_t, "dgrad", dtype)
+        dx = self.recipe.gemm(g.by_rows(), w_t, "dgrad", dtype)
+        return dx if self.divided is None else self.divided.summed(dx, "dgrad")
 
     def wgrad(self, g: Quantized, x_t: Operand, dtype: torch.dtype) -> Tensor:
+        if self.gathers("input") and self.recipe.by_given_scale() is not None:
+            assert self.divided is not None
+            x_t = turned(self.divided.ranks.gather_operand(x_t))
         return self.recipe.gemm(g.by_columns(), x_t, "wgrad", dtype)
 
 

@@ -12,6 +12,7 @@ from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.models.modules import arguments
 from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, factory, flatten, is_recorded, materialise
+from te_bench.models.modules.tensor_parallel import Ranks
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -90,6 +91,8 @@ def _size(where: str, normalized_shape: Any) -> Any:
 
 class _NormModule(nn.Module):
     kind: str
+    #: Of which each norms features of its own, such as its heads': the parameters' gradients are sums over them.
+    ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -147,7 +150,11 @@ class _NormModule(nn.Module):
                 f"{type(self).__name__}: the input is on {x.device}, the parameters on {self.weight.device}: move one"
             )
         norm = Norm(self.eps, self.zero_centered_gamma, self.kind)
-        return normalize(x.to(compute_dtype(x)), self.weight, self.bias, norm)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.ranks is not None:
+            weight, bias = self.ranks.add_up(weight), None if bias is None else self.ranks.add_up(bias)
+        return normalize(x.to(compute_dtype(x)), weight, bias, norm)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,10 +1,9 @@
 """y = norm(x) W^T + b: the norm casts to FP8 in the same pass where the recipe knows the scale beforehand."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.kernels.autograd import once_differentiable
@@ -22,7 +21,8 @@ from te_bench.models.modules.fp8_module import (
 )
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import Norm, backend, check_normalization, normalize
-from te_bench.models.modules.linear import Parts, linear_backward
+from te_bench.models.modules.linear import Parts, linear, linear_backward
+from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark_partial, outer
 
 
 def norm_quantize(
@@ -35,9 +35,10 @@ def norm_quantize(
         y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
         q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
         return q, y if keep else None, mean, rstd
-    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise}
+    gathers = gemms.gathers("input")
+    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise and not gathers}
     q, mean, rstd = kernels.forward_quantized(x, gamma, beta, **options)
-    return q, None, mean, rstd
+    return gemms.gather(q, "input", columnwise) if gathers else q, None, mean, rstd
 
 
 class _LayerNormLinear(torch.autograd.Function):
@@ -86,13 +87,21 @@ class NormedModule(Fp8Module):
     layer_norm_bias: nn.Parameter | None
 
     def __init__(
-        self, gemms: int, features: int, norm: Norm, options: dict[str, Any], return_bias: bool, return_normed: bool
+        self,
+        ranks: Ranks,
+        divisions: Sequence[Division | None],
+        features: int,
+        norm: Norm,
+        options: dict[str, Any],
+        return_bias: bool,
+        return_normed: bool,
     ) -> None:
-        super().__init__(gemms)
+        super().__init__(ranks, divisions)
         self.norm, self.return_bias, self.return_layernorm_output = norm, return_bias, return_normed
         self.layer_norm_weight = nn.Parameter(torch.empty(features, **options))
         bias = nn.Parameter(torch.empty(features, **options)) if norm.kind == "layernorm" else None
         self.register_parameter("layer_norm_bias", bias)
+        mark_partial(ranks, (self.layer_norm_weight, bias))
 
     def _initialise(self) -> None:
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.norm.zero_centered_gamma else 1.0)
@@ -105,7 +114,8 @@ class NormedModule(Fp8Module):
     def _shape(self, out: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """y, and norm(x) where it was kept, of what an autograd.Function made of x as a matrix."""
         y, normed = out if self.return_layernorm_output else (out, None)
-        return y.view(*x.shape[:-1], y.shape[-1]), None if normed is None else normed.view(x.shape)
+        division = self.divisions[0] if len(self.divisions) == 1 else None  # two cancel out
+        return y.view(*outer(x, division), y.shape[-1]), None if normed is None else normed.view(x.shape)
 
     def _outputs(self, y: Tensor, bias: Tensor | None, normed: Tensor | None) -> Any:
         """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
@@ -118,7 +128,8 @@ class LayerNormLinear(NormedModule):
     """y = norm(x) W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
 
     Arguments, defaults and parameter names are Transformer Engine's. return_layernorm_output gives (y, norm(x));
-    return_bias (y without the bias, bias). Raises ValueError for what te_bench has not.
+    return_bias (y without the bias, bias). parallel_mode "column" divides it among tp_group: see tensor_parallel. Raises
+    ValueError for what te_bench has not.
     """
 
     def __init__(
@@ -138,17 +149,28 @@ class LayerNormLinear(NormedModule):
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         name: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
         sizes = {"in_features": in_features, "out_features": out_features}
         arguments.check("LayerNormLinear", others, **sizes, eps=eps, params_dtype=params_dtype)
+        ranks = Ranks("LayerNormLinear", tp_group, tp_size, sequence_parallel, others)
+        division = divide(ranks, parallel_mode)
+        if division is not None and parallel_mode == "row":
+            raise ValueError(
+                "LayerNormLinear: parallel_mode='row' is not possible: a norm needs whole rows; use 'column'"
+            )
         norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
-        super().__init__(1, in_features, norm, options, return_bias, return_layernorm_output)
-        self.in_features, self.out_features = in_features, out_features
+        super().__init__(ranks, (division,), in_features, norm, options, return_bias, return_layernorm_output)
+        self.parallel_mode = parallel_mode
         self.use_bias, self.name = bias, name
         self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
-        self.parts = Parts(parameters_split, out_features)
+        self.parts = Parts(parameters_split, out_features, division)
+        self.in_features, self.out_features = in_features, sum(self.parts.sizes.values())
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
@@ -172,7 +194,7 @@ class LayerNormLinear(NormedModule):
             normed = self._normalize(x)
             if fp8.current.calibrating:
                 self.calibrate(0, normed, weight)
-            y = F.linear(normed, weight.to(dtype), None if added is None else added.to(dtype))
+            y = linear(self.divisions[0], normed, weight, added)
         else:
             y, normed = self._fp8(x, weight, added, is_first_microbatch)
         return self._outputs(y, bias, normed)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench import plugins
@@ -28,7 +27,8 @@ from te_bench.models.modules.fp8_module import (
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import Norm, backend, check_normalization
 from te_bench.models.modules.layernorm_linear import NormedModule, norm_quantize
-from te_bench.models.modules.linear import linear_backward
+from te_bench.models.modules.linear import linear, linear_backward
+from te_bench.models.modules.tensor_parallel import MODES, Ranks, divide, mark
 
 
 def activation_backend(x: Tensor) -> Backend:
@@ -145,7 +145,8 @@ class LayerNormMLP(NormedModule):
     """y = act(norm(x) W1^T + b1) W2^T + b2; x (..., hidden_size) -> the same shape, in torch.autocast's dtype or x's.
 
     Gated activations (geglu, swiglu, ...) have 2 x ffn_hidden_size rows in W1, the activated half first. Arguments,
-    defaults and parameter names are Transformer Engine's. Raises ValueError for what te_bench has not.
+    defaults and parameter names are Transformer Engine's. set_parallel_mode divides W1 by columns and W2 by rows among
+    tp_group, each half of a gated W1 by itself: see tensor_parallel. Raises ValueError for what te_bench has not.
     """
 
     def __init__(
@@ -166,23 +167,32 @@ class LayerNormMLP(NormedModule):
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
         name: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
         sizes = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
         arguments.check("LayerNormMLP", others, **sizes, eps=eps, params_dtype=params_dtype)
+        ranks = Ranks("LayerNormMLP", tp_group, tp_size, sequence_parallel, others)
+        divisions = [divide(ranks, mode if set_parallel_mode else None) for mode in MODES]
+        own = ranks.part("ffn_hidden_size", ffn_hidden_size) if set_parallel_mode else ffn_hidden_size
         plugins.check("activation", activation, list(KINDS))
         norm = Norm(eps, zero_centered_gamma, check_normalization(normalization))
         options = factory(device, params_dtype)
-        super().__init__(2, hidden_size, norm, options, return_bias, return_layernorm_output)
+        super().__init__(ranks, divisions, hidden_size, norm, options, return_bias, return_layernorm_output)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.use_bias, self.name = bias, name
         self.init_methods = (init_method or default_init, output_layer_init_method or init_method or default_init)
         self.tracker = get_rng_state_tracker
-        width = ffn_hidden_size * (2 if KINDS[activation][1] else 1)
+        width = own * (2 if KINDS[activation][1] else 1)
         self.fc1_weight = nn.Parameter(torch.empty(width, hidden_size, **options))
         self.fc1_bias = nn.Parameter(torch.empty(width, **options)) if bias else None
-        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **options))
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, own, **options))
         self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **options)) if bias else None
+        mark(divisions[0], (self.fc1_weight,), (self.fc1_bias,))
+        mark(divisions[1], (self.fc2_weight,), (self.fc2_bias,))
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
@@ -210,14 +220,12 @@ class LayerNormMLP(NormedModule):
     ) -> tuple[Tensor, Tensor | None]:
         self.without_fp8()
         normed = self._normalize(x)
-        w1, b1, w2 = (None if t is None else t.to(x.dtype) for t in (self.fc1_weight, self.fc1_bias, self.fc2_weight))
-        assert w1 is not None
-        assert w2 is not None
-        hidden = activate(F.linear(normed, w1, b1), self.activation)
+        fc1, fc2 = self.divisions
+        hidden = activate(linear(fc1, normed, self.fc1_weight, self.fc1_bias), self.activation)
         if fp8.current.calibrating:
             self.calibrate(0, normed, self.fc1_weight)
             self.calibrate(1, hidden, self.fc2_weight)
-        return F.linear(hidden, w2, None if b2 is None else b2.to(x.dtype)), normed
+        return linear(fc2, hidden, self.fc2_weight, b2), normed
 
     def _fp8(self, x: Tensor, b2: Tensor | None, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor | None]:
         gemms = (self.gemms(0), self.gemms(1))

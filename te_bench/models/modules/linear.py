@@ -20,7 +20,9 @@ from te_bench.models.modules.fp8_module import (
     flatten,
     fork_rng,
 )
+from te_bench.models.modules.gathered import Gathered, turned
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
+from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark, outer
 
 
 class _Linear(torch.autograd.Function):
@@ -40,11 +42,12 @@ class _Linear(torch.autograd.Function):
         needed = ctx.needs_input_grad
         need_dx, need_dw = training and needed[0], training and needed[1]
         if w is None:
-            recipe, x_slot, w_slot, _ = gemms
-            q, w = recipe.quantize_pair(x, x_slot, weight, w_slot, x_columnwise=need_dw, w_columnwise=need_dx)
+            q, w = gemms.quantize_pair(x, weight, x_columnwise=need_dw, w_columnwise=need_dx)
         else:
             q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
-        save_for_backward(ctx, (), (q.by_columns(), w.by_columns() if need_dx else NOT_NEEDED))
+        ctx.turns = w.data_t is None  # gathered, and again for the backward pass, which makes the transpose
+        kept = w.by_rows() if ctx.turns else w.by_columns()
+        save_for_backward(ctx, (), (q.by_columns(), kept if need_dx else NOT_NEEDED))
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return gemms.fprop(q, w, x.dtype, bias)
 
@@ -52,6 +55,8 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         _, (x_t, w_t) = restore(ctx)
+        if ctx.turns and ctx.needs_input_grad[0]:
+            w_t = turned(w_t)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dx, dw, db = linear_backward(ctx.gemms, dy, x_t, w_t, ctx.needs_input_grad[:3], x_dtype, w_dtype)
         return dx, dw, None if db is None else db.to(b_dtype), None, None, None
@@ -90,14 +95,27 @@ def linear_backward(
     return dx, dw, db
 
 
+def linear(division: Division | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x W^T + b in x's dtype, in high precision, of a weight that may be divided among ranks."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if division is None:
+        return F.linear(x, weight, bias)
+    if division.mode == "column":
+        return F.linear(division.enter(x), weight, bias)
+    y = division.leave(F.linear(x, weight))
+    return y if bias is None else y + bias
+
+
 class Parts:
     """A weight and a bias that are kept as several parameters, joined along the output features when they are used.
 
     split: None, names ("query", "key", "value"), or {name: output features}. Parameters are then called query_weight,
-    query_bias and so on, as in Transformer Engine.
+    query_bias and so on, as in Transformer Engine. A column-parallel Linear has a rank's share of each.
     """
 
-    def __init__(self, split: Iterable[str] | Mapping[str, int] | None, features: int):
+    def __init__(
+        self, split: Iterable[str] | Mapping[str, int] | None, features: int, division: Division | None = None
+    ):
         if split is None:
             sizes = {"": features}
         elif isinstance(split, Mapping):
@@ -111,7 +129,9 @@ class Parts:
             raise ValueError(f"parameters_split: the parts {sizes} do not add up to {features} output features")
         for size in sizes.values():
             arguments.check("parameters_split", out_features=size)
-        self.sizes = sizes
+        if division is not None and division.mode == "column":
+            sizes = {name: division.ranks.part(f"{name}out_features", size) for name, size in sizes.items()}
+        self.sizes, self.division = sizes, division
         self.weights = [f"{name}weight" for name in sizes]
         self.biases = [f"{name}bias" for name in sizes]
 
@@ -119,6 +139,8 @@ class Parts:
         for weight, out, size in zip(self.weights, self.biases, self.sizes.values(), strict=True):
             module.register_parameter(weight, nn.Parameter(torch.empty(size, in_features, **options)))
             module.register_parameter(out, nn.Parameter(torch.empty(size, **options)) if bias else None)
+        own = module._parameters
+        mark(self.division, [own[name] for name in self.weights], [own[name] for name in self.biases])
 
     def reset(self, module: nn.Module, init_method: Callable[[Tensor], Any]) -> None:
         """Every weight by init_method, every bias 0."""
@@ -142,7 +164,8 @@ class Linear(Fp8Module):
     """y = x W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
 
     Arguments, defaults and parameter names are Transformer Engine's; init_method defaults to N(0, 0.023), biases to 0.
-    return_bias gives (y without the bias, bias). Raises ValueError for what te_bench has not.
+    return_bias gives (y without the bias, bias). parallel_mode "column" or "row" divides it among tp_group: see
+    tensor_parallel; in_features and out_features are then a rank's. Raises ValueError for what te_bench has not.
     """
 
     def __init__(
@@ -159,16 +182,25 @@ class Linear(Fp8Module):
         parameters_split: Iterable[str] | Mapping[str, int] | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
-        super().__init__(gemms=1)
         sizes = {"in_features": in_features, "out_features": out_features}
         arguments.check("Linear", others, **sizes, params_dtype=params_dtype)
-        self.in_features, self.out_features = in_features, out_features
+        ranks = Ranks("Linear", tp_group, tp_size, sequence_parallel, others)
+        division = divide(ranks, parallel_mode)
+        super().__init__(ranks, (division,))
+        self.parallel_mode = parallel_mode
+        if division is not None and parallel_mode == "row":
+            in_features = ranks.part("in_features", in_features)
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
         self.tracker = (get_rng_state_tracker, rng_tracker_name)
-        self.parts = Parts(parameters_split, out_features)
+        self.parts = Parts(parameters_split, out_features, division)
+        self.in_features, self.out_features = in_features, sum(self.parts.sizes.values())
         options = factory(device, params_dtype)
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
@@ -192,14 +224,16 @@ class Linear(Fp8Module):
             x = x.to(dtype)
             if region.calibrating:
                 self.calibrate(0, x, weight)
-            y = F.linear(x, weight.to(dtype), None if added is None else added.to(dtype))
+            y = linear(self.divisions[0], x, weight, added)
         else:
             gemms, w = self.gemms(), None
             is_first_microbatch = self.which_microbatch(gemms, 0, is_first_microbatch)
-            if is_first_microbatch is not None:
+            if isinstance(weight, Gathered):
+                w = weight.quantized()
+            elif is_first_microbatch is not None:
                 w = self.quantized_weight(gemms, weight, 0, is_first_microbatch, columnwise=True)
             y = _apply()(flatten(x, dtype), weight, added, gemms, w, torch.is_grad_enabled())
-            y = y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+            y = y if x.dim() == 2 else y.view(*outer(x, gemms.divided), self.out_features)
         return (y, bias) if self.return_bias else y
 
     def extra_repr(self) -> str:

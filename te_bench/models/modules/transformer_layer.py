@@ -14,6 +14,7 @@ from te_bench.models.modules.attention import MultiheadAttention
 from te_bench.models.modules.fp8_module import Tracker, compute_dtype
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
+from te_bench.models.modules.tensor_parallel import Parallelised, Ranks, require_set
 
 #: Arguments that go to the attention modules as they are.
 ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
@@ -21,14 +22,15 @@ ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_b
 _Options = dict[str, Any]
 
 
-class TransformerLayer(arguments.OneRank, nn.Module):
+class TransformerLayer(Parallelised, nn.Module):
     """h = x + dropout(attention(norm(x))), y = h + dropout(MLP(norm(h))); x (s, b, hidden), or (b, s, hidden) for "bshd".
 
     For "thd" x is (rows, hidden), sequences packed one after the other, where cu_seqlens_q and cu_seqlens_kv say.
     layer_type "decoder" attends to encoder_output in between. apply_residual_connection_post_layernorm takes the
     residuals after the norms; output_layernorm moves the attention's norm to the layer's end; parallel_attention_mlp
-    feeds both from x. Dropouts default to 0.1, the mask to causal: Transformer Engine's arguments, defaults and
-    parameter names. Raises ValueError for what te_bench has not.
+    feeds both from x. set_parallel_mode divides the weights among tp_group; with sequence_parallel x is a rank's part of the
+    sequence, while angles and masks are for all of it: see tensor_parallel. Dropouts default to 0.1, the mask to causal:
+    Transformer Engine's arguments, defaults and parameter names. Raises ValueError for what te_bench has not.
     """
 
     def __init__(
@@ -66,9 +68,15 @@ class TransformerLayer(arguments.OneRank, nn.Module):
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         name: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool | None = False,
         **others: Any,
     ):
         super().__init__()
+        self.ranks = Ranks("TransformerLayer", tp_group, tp_size, sequence_parallel, others)
+        require_set(self.ranks, set_parallel_mode)
         own: _Options = {name: others.pop(name) for name in ATTENTION if name in others}
         sizes: _Options = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
         sizes |= {"layernorm_epsilon": layernorm_epsilon, "hidden_dropout": hidden_dropout}
@@ -81,7 +89,9 @@ class TransformerLayer(arguments.OneRank, nn.Module):
         norm: _Options = {"zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device}
         inits: _Options = {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
         inits["get_rng_state_tracker"] = get_rng_state_tracker
-        common: _Options = {**norm, **inits, "bias": bias, "normalization": normalization}
+        shared: _Options = {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        shared["set_parallel_mode"] = set_parallel_mode
+        common: _Options = {**norm, **inits, **shared, "bias": bias, "normalization": normalization}
         heads: _Options = {"num_gqa_groups": num_gqa_groups, "kv_channels": kv_channels}
         qkv: _Options = {"fuse_qkv_params": fuse_qkv_params, "qkv_weight_interleaved": qkv_weight_interleaved}
         own |= {"layernorm_epsilon": layernorm_epsilon, "attention_dropout": attention_dropout}
@@ -98,7 +108,8 @@ class TransformerLayer(arguments.OneRank, nn.Module):
         mlp = partial(LayerNormMLP, hidden_size, ffn_hidden_size, layernorm_epsilon, **common)
         self.layernorm_mlp = mlp(activation=activation, return_layernorm_output=self.residual_after_norm)
         last = LayerNorm if normalization == "LayerNorm" else RMSNorm
-        self.layernorm = last(hidden_size, layernorm_epsilon, **norm) if output_layernorm else None
+        mark_of_norm = self.ranks.sequence if self.ranks.size > 1 else None
+        self.layernorm = last(hidden_size, layernorm_epsilon, mark_of_norm, **norm) if output_layernorm else None
 
     def _make_attention(
         self,

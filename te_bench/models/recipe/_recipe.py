@@ -186,6 +186,10 @@ class Recipe:
         """False: a recipe of the user's own is a subclass of Recipe."""
         return False
 
+    def by_given_scale(self) -> "Recipe | None":
+        """What casts by a scale that is given as this recipe does by the tensor's own; None where none does."""
+        return None
+
     def dtype(self, role: str) -> torch.dtype:
         """The FP8 format of a role."""
         return self.fp8_format.backward if role == "grad_output" else self.fp8_format.forward

@@ -13,6 +13,7 @@ from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
+from te_bench.models.recipe._ranks import largest_of_ranks
 from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot, State
 
 ALGORITHMS = ("max", "most_recent")
@@ -56,6 +57,9 @@ class DelayedScaling(Recipe):
     @classmethod
     def delayed(cls) -> bool:
         return True
+
+    def by_given_scale(self) -> Recipe:
+        return self
 
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
@@ -351,9 +355,8 @@ def _emulated(
 
 
 def _reduce(rows: list[Tensor], group: Any) -> None:
-    """Every rank's largest amax, by one all-reduce; NaN counts as infinity, for not every backend's maximum keeps it."""
-    flat = torch.cat(rows).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    """Every rank's largest amax, by one all-reduce; NaN counts as infinity."""
+    flat = largest_of_ranks(torch.cat(rows), group)
     for row, value in zip(rows, flat.split([row.numel() for row in rows]), strict=True):
         row.copy_(value)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.models.recipe.delayed_scaling import DelayedScaling
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Float8CurrentScaling(Recipe):
     @classmethod
     def float8_current_scaling(cls) -> bool:
         return True
+
+    def by_given_scale(self) -> Recipe | None:
+        kind = type(self)  # a subclass may cast in a way of its own
+        usual = kind.quantize is Float8CurrentScaling.quantize and kind.dtype is Recipe.dtype
+        return DelayedScaling(fp8_format=self.fp8_format, emulate=self.emulate) if usual else None
 
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None

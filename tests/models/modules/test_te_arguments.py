@@ -171,8 +171,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }
 #: What te_bench has not, by a value that asks for it.
 ASKED: dict[str, Any] = {
-    "tp_size": 2,
-    "parallel_mode": "rows",
     "fuse_wgrad_accumulation": True,
     "delay_wgrad_compute": True,
     "save_original_input": True,
@@ -293,7 +291,7 @@ def test_groups_of_one_rank_ask_for_nothing(alone: Any) -> None:
     layer.set_tensor_parallel_group(None)
     layer.set_context_parallel_group(alone, [0], None)
     layer.self_attention.core_attention.set_context_parallel_group([alone, alone], [0], None, "a2a+p2p")
-    with pytest.raises(ValueError, match=r"TransformerLayer: te_bench has no tp_group; leave it at None"):
+    with pytest.raises(ValueError, match=r"TransformerLayer: tp_group=<object .* is no process group of torch"):
         layer.set_tensor_parallel_group(object())
     with pytest.raises(ValueError, match=r"te_bench has no cp_group"):
         layer.set_context_parallel_group([alone, 2], [0], None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm.backends import reference
-from te_bench.models import recipe
+from te_bench.models import faults, recipe
 from te_bench.models.recipe import Format, Recipe, Slot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -70,6 +70,28 @@ def test_formats_by_role(asked: Recipe, formats: list[torch.dtype]) -> None:
     assert [q.data.dtype for q in made] == formats
     assert [q.data_t.dtype for q in made] == formats
     assert [q.layout.format for q in made] == formats
+
+
+@pytest.mark.parametrize("fp8_format", list(Format))
+@pytest.mark.parametrize("role", ROLES)
+def test_a_cast_by_a_given_scale_is_the_recipes_own(fp8_format: Format, role: str) -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    layouts = {"rowwise": True, "columnwise": False}
+    asked = recipe.Float8CurrentScaling(Format.HYBRID if fp8_format is Format.E5M2 else fp8_format)
+    own = asked.quantize(x, role, Slot(), **layouts)
+    given = asked.by_given_scale()
+    assert given is not None
+    made = given.quantize(x, role, Slot(scale=1 / own.scale_inv), **layouts)
+    assert torch.equal(made.data.view(torch.uint8), own.data.view(torch.uint8))
+
+
+def test_what_no_given_scale_can_cast_says_so() -> None:
+    delayed = recipe.DelayedScaling()
+    assert delayed.by_given_scale() is delayed
+    for name in ("rowwise_scaling", "float8_block_scaling"):
+        assert recipe.load(name).by_given_scale() is None
+    for fault in ("e5m2_forward", "doubled_scale", "flushed_gradients"):
+        assert faults.load(fault)(recipe.Float8CurrentScaling()).by_given_scale() is None, "it casts in its own way"
 
 
 @pytest.mark.parametrize("name", recipe.names())

@@ -1,0 +1,257 @@
+"""Tensor and sequence parallelism, as Transformer Engine divides a Linear among the ranks of a group.
+
+Of y = x W^T + b a "column" Linear holds a rank's rows of W and of b, and makes its columns of y. A "row" Linear holds its
+columns of W, takes its columns of x, and adds b once y is summed over the ranks. Activations between a row Linear and the
+next column Linear are whole in every rank. With sequence parallelism a rank has its part of their first dimension: column
+Linears gather it, row Linears scatter their sums.
+
+A gradient is that of the rank's own rows for what has the mark `sequence_parallel` (a norm's parameters, a row Linear's
+bias): whoever trains adds it up over the group, as Megatron-LM does.
+Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_bench.kernels.quantize import Operand
+from te_bench.models.modules import arguments
+from te_bench.models.recipe import largest_of_ranks
+
+MODES = ("column", "row")
+# By their names from torch 2.13 on, or those before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OVERLAPS = (*arguments.SWITCHES, "symmetric_ar_type")  # which hide or shorten collectives
+
+
+class Ranks:
+    """The ranks among which a module's weights are divided. Of one rank nothing is."""
+
+    def __init__(
+        self,
+        where: str,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool | None = False,
+        others: Mapping[str, Any] | None = None,
+    ):
+        """where: what messages call the module; others: of its arguments, that `arguments` takes.
+
+        Raises ValueError for what is no group, or of another size, and for what te_bench has not of several ranks.
+        """
+        arguments.check(where, tp_size=tp_size)
+        self.where, self.group, self.size = where, tp_group, int(tp_size)
+        if tp_group is not None:
+            self.size = self._size_of(tp_group)
+            if tp_size not in (1, self.size):
+                raise ValueError(f"{where}: tp_size={tp_size}, but tp_group has {self.size} ranks: give one of them")
+        self.sequence = bool(sequence_parallel) and self.size > 1
+        for name in OVERLAPS:
+            if self.size > 1 and (others or {}).get(name):
+                raise ValueError(f"{where}: te_bench has no {name} at tp_size={self.size}; leave it out")
+
+    def meet(self, group: Any) -> None:
+        """Divide among this group. Raises ValueError for one of another size than the module was made for."""
+        size = 1 if group is None else self._size_of(group)
+        if size != self.size and group is not None:
+            raise ValueError(
+                f"{self.where}: the group has {size} ranks, but its weights are for tp_size={self.size}: make it anew with "
+                f"tp_size={size}"
+            )
+        self.group = group
+
+    def _size_of(self, group: Any) -> int:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{self.where}: tp_group={group!r} is no process group of torch.distributed, of this rank's"
+            )
+        return group.size()
+
+    def part(self, name: str, whole: int) -> int:
+        """A rank's share of `whole` features or heads. Raises ValueError where they do not divide."""
+        if whole % self.size:
+            raise ValueError(f"{self.where}: {name}={whole} does not divide into tp_size={self.size} ranks")
+        return whole // self.size
+
+    def _ready(self) -> Any:
+        if self.group is None:
+            raise ValueError(
+                f"{self.where}: its weights are divided into {self.size}, but it knows no group: call "
+                "set_tensor_parallel_group(group) first"
+            )
+        return self.group
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' x one after the other along the first dimension."""
+        whole = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
+        _gather(whole, x.contiguous(), group=self._ready())
+        return whole
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's part along the first dimension of the sum over the ranks."""
+        own = x.new_empty(self.part("the first dimension", x.shape[0]), *x.shape[1:])
+        _scatter(own, x.contiguous(), group=self._ready())
+        return own
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=self._ready())
+        return x
+
+    def add_up(self, parameter: Tensor) -> Tensor:
+        """A parameter that every rank has, whose gradient is the sum over the ranks'."""
+        return _There.apply(parameter, _same, self.total)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """max |x| over the ranks, () float32; infinite where one has NaN."""
+        amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        return largest_of_ranks(amax, self._ready())
+
+    def gather_operand(self, own: Operand) -> Operand:
+        """All ranks' rows of an FP8 operand with one scale, as bytes, which every backend sends."""
+        return own._replace(data=self.gather(own.data.view(torch.uint8)).view(own.data.dtype))
+
+    def require_shared(self, group: Any) -> None:
+        """Raise ValueError where delayed scaling does not share its amaxes over the ranks, which send by one scale."""
+        mine = dist.get_process_group_ranks(self._ready())
+        theirs = [] if group is None else dist.get_process_group_ranks(group)
+        if not set(mine) <= set(theirs):
+            raise ValueError(
+                f"{self.where}: sequence_parallel sends FP8 by a scale that all ranks share: give te.autocast an "
+                "amax_reduction_group with all of tp_group's ranks, and the recipe reduce_amax=True"
+            )
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))  # the group is every copy's
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "group": None}  # of this process: whoever loads it says which
+
+
+class Division(NamedTuple):
+    """How one Linear of a module is divided: by "column" or "row"."""
+
+    ranks: Ranks
+    mode: str
+
+    def gathers(self, role: str) -> bool:
+        """Whether the GEMMs' operand of this role is gathered from the ranks' rows."""
+        return self.ranks.sequence and role == ("input" if self.mode == "column" else "grad_output")
+
+    def enter(self, x: Tensor) -> Tensor:
+        """A rank's input -> what it multiplies, in high precision."""
+        if self.mode == "row":
+            return x
+        return _There.apply(x, self.ranks.gather if self.ranks.sequence else _same, self._sum)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """What a rank has multiplied -> its output, in high precision."""
+        if self.mode == "column":
+            return y
+        return _There.apply(y, self._sum, self.ranks.gather if self.ranks.sequence else _same)
+
+    def summed(self, product: Tensor, gemm: str) -> Tensor:
+        """What a rank keeps of its product in a GEMM, "fprop" or "dgrad", where no graph is recorded."""
+        whole = gemm == ("dgrad" if self.mode == "row" else "fprop")
+        return product if whole else self._sum(product)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.ranks.scatter(x) if self.ranks.sequence else self.ranks.total(x)
+
+
+def outer(x: Tensor, division: Division | None) -> tuple[int, ...]:
+    """An output's dimensions but the last, of an input x: sequence parallelism has more or fewer of the first."""
+    if division is None or not division.ranks.sequence:
+        return x.shape[:-1]
+    ranks, first = division.ranks, x.shape[0]
+    first = first * ranks.size if division.mode == "column" else ranks.part("the first dimension", first)
+    return first, *x.shape[1:-1]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _There(torch.autograd.Function):
+    """there(x), whose gradient is back(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        y = there(x)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(dy), None, None
+
+
+def divide(ranks: Ranks, mode: str | None) -> Division | None:
+    """None where one rank has all. Raises ValueError for another mode than column, row and None."""
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{ranks.where}: parallel_mode={mode!r} is not possible: None, {' or '.join(MODES)}")
+    return None if mode is None or ranks.size == 1 else Division(ranks, mode)
+
+
+def require_set(ranks: Ranks, set_parallel_mode: bool) -> None:
+    """Raise ValueError where a module of several ranks is not told to divide its weights."""
+    if ranks.size > 1 and not set_parallel_mode:
+        raise ValueError(f"{ranks.where}: tp_size={ranks.size} needs set_parallel_mode=True, which divides the weights")
+
+
+def mark(
+    division: Division | None, weights: Iterable[nn.Parameter | None], biases: Iterable[nn.Parameter | None]
+) -> None:
+    """Leave on a Linear's parameters what Megatron-LM reads there: what is divided, and whose gradient is a part."""
+    if division is None:
+        return
+    column = division.mode == "column"
+    for p in (*weights, *(biases if column else ())):
+        if p is not None:
+            p.tensor_model_parallel, p.partition_dim, p.partition_stride = True, 0 if column else 1, 1  # type: ignore[attr-defined]
+    mark_partial(division.ranks, () if column else biases)
+
+
+def mark_partial(ranks: Ranks, parameters: Iterable[nn.Parameter | None]) -> None:
+    """Note of parameters that every rank has whether their gradient is that of its own part of the sequence."""
+    for p in parameters:
+        if p is not None and ranks.size > 1:
+            p.sequence_parallel = ranks.sequence  # type: ignore[attr-defined]
+
+
+class Parallelised:
+    """Takes the process groups of Transformer Engine's users; hands tp_group on to the modules within."""
+
+    ranks: Ranks
+
+    @property
+    def tp_size(self) -> int:
+        return self.ranks.size
+
+    @property
+    def tp_group(self) -> Any:
+        return self.ranks.group
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.ranks.sequence
+
+    def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
+        """The group of this rank's among which the weights are divided; None forgets it. Raises ValueError for another."""
+        self.ranks.meet(tp_group)
+        for child in self.children():
+            if isinstance(child, Parallelised):
+                child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """None, or a group of one rank; raises ValueError for another."""
+        arguments.reject(type(self).__name__, {"cp_group": cp_group, "cp_comm_type": cp_comm_type})
