@@ -91,7 +91,7 @@ def save(
     """
     # Clones, for torch.save would write the padding of a slice along with it; a tied head's is written once.
     clones = {
-        id(p): parallel.whole(p.detach())[: model.config.vocab_size if model.has_padding(p) else None].cpu().clone()
+        id(p): parallel.whole(p.detach(), p)[: model.config.vocab_size if model.has_padding(p) else None].cpu().clone()
         for p in model.parameters()
     }
     fields = dataclasses.asdict(model.config)

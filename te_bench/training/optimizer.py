@@ -10,7 +10,7 @@ real, its numbers are one NaN.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
+from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
 from te_bench.models import fp8
 from te_bench.models.decoder import Decoder
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
+from te_bench.training.parallel import SINGLE, Parallel
 
 EPS = 1e-8  # torch.optim.AdamW's default
 
@@ -101,7 +103,8 @@ class TableAdamW:
     on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are not
     float32.
     fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
-    bf16: the Linears compute with copies; region: the model's FP8 autocast.
+    bf16: the Linears compute with copies; region: the model's FP8 autocast. parallel: of the step; where a rank does not
+    own all parameters, `state` has the moments of its own.
     """
 
     def __init__(
@@ -116,9 +119,13 @@ class TableAdamW:
         accumulate: bool,
         fixed: bool,
         region: Callable[[], contextlib.AbstractContextManager[None]],
+        parallel: Parallel = SINGLE,
     ) -> None:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
+        owners = parallel.owners(self.masters)
+        self._owning = parallel if owners else None
+        self._others = {p for p, rank in zip(self.masters, owners or (), strict=bool(owners)) if rank != parallel.rank}
         self.copies = make_copies(model, direct=not accumulate, region=region) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -134,6 +141,7 @@ class TableAdamW:
         self.state: dict[Any, dict[str, Tensor]] = {
             p: {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
             for p in self.masters
+            if p not in self._others
         }
         self.state["step"] = {"step": self._count}
         self._multiplier: Tensor | None = None
@@ -187,9 +195,13 @@ class TableAdamW:
         """The masters' versions: loading or restoring weights changes them, a replayed graph does not."""
         return [p._version for p in self.masters]
 
-    @torch.no_grad()
     def _refresh(self) -> None:
-        for master, copy in self.copies.items():
+        self._recast(self.copies)
+
+    @torch.no_grad()
+    def _recast(self, masters: Iterable[nn.Parameter]) -> None:
+        """Make the copies of these masters' present weights."""
+        for master, copy in ((master, self.copies[master]) for master in masters if master in self.copies):
             if copy.half:
                 copy.leaf.copy_(master)
             if copy.fp8 is not None:
@@ -275,6 +287,8 @@ class TableAdamW:
     def _parameters(self) -> list[Parameter]:
         made = []
         for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
+            if master in self._others:
+                continue
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
@@ -295,6 +309,9 @@ class TableAdamW:
         """The norm of all gradients; `step` will multiply them by what brings it down to max_norm."""
         assert self._table is not None
         norm, self._multiplier = self._backend.norm(self._table, max_norm)
+        if self._owning is not None:
+            norm = self._owning.of_parts(norm.to(self._rate.device))  # of no parameters it is on a CPU
+            self._multiplier = reference.multiplier_of(norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -309,6 +326,10 @@ class TableAdamW:
             eps=EPS,
             multiplier=self._multiplier,
         )
+        if self._owning is not None:
+            self._owning.updated()
+            torch.autograd.graph.increment_version(list(self._others))
+            self._recast(p for p in self.masters if p in self._others)
         self._fresh, self._versions = True, self._seen()
 
     @torch.no_grad()
@@ -316,7 +337,11 @@ class TableAdamW:
         """{master: its gradient after clipping, float32}, of the last pass."""
         assert self._table is not None
         found = {}
-        for master, parameter in zip(self.masters, self._table.parameters, strict=True):
-            gradient = parameter.grad.float()
+        arrived = {p: holder.grad for p, holder in zip(self.masters, self.gradient_holders(), strict=True)}
+        for parameter in self._table.parameters:  # a captured graph's are its own
+            arrived[parameter.weight] = parameter.grad
+        for master, whole in arrived.items():
+            assert whole is not None
+            gradient = whole.float()
             found[master] = gradient.clone() if self._multiplier is None else gradient * self._multiplier
         return found

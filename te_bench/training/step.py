@@ -15,10 +15,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from te_bench import plugins
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.parallel import SINGLE, Parallel
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +69,10 @@ def fp8_autocast(model: nn.Module, enabled: bool = True) -> contextlib.AbstractC
     return contextlib.nullcontext() if own is None else own(enabled)
 
 
+class CannotCapture(ValueError):
+    """A step that no CUDA graph can hold. Its process can capture nothing any more."""
+
+
 class TrainStep:
     """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
 
@@ -91,14 +97,22 @@ class TrainStep:
         optimizer: str | None = None,
         parallel: Parallel = SINGLE,
     ):
+        plugins.check("precision", precision, list(AUTOCAST))
+        plugins.check("mode", mode, list(MODES))
+        if precision == "fp8" and not getattr(model, "in_fp8", True):
+            raise ValueError("precision fp8: the model has no recipe; give it one, adopt(module, recipe=...), or bf16")
+        blocks = "fused" if getattr(model, "blocks", None) == "fused" else None
+        if reason := parallel.unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks):
+            raise ValueError(f"parallel {parallel.name}: {reason}")
         self.model, self.optim, self.precision, self.mode, self.parallel = model, optim, precision, mode, parallel
         self.device = next(model.parameters()).device
         self.captured = mode == "cudagraph"
         if self.captured and (self.device.type != "cuda" or precision == "fp16"):
-            raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; got {self.device.type}, {precision}")
+            got = f"got {self.device.type}, {precision}; take mode eager or compile"
+            raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; {got}")
         parallel.prepare(model, AUTOCAST[precision])
         self.table = None if optimizer is None else self._table_adamw(optimizer)
-        self.optimizer: Any = self.table or adamw(model, optim, capturable=self.captured)
+        self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
         if not self.captured:
             parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -127,6 +141,7 @@ class TrainStep:
             accumulate=self.optim.accumulate > 1,
             fixed=not self.captured,
             region=functools.partial(fp8_autocast, self.model),
+            parallel=self.parallel,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -190,7 +205,7 @@ class TrainStep:
             named = self.model.named_parameters()
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
         whole = self.parallel.whole
-        found = {name: whole(p.grad.detach()) for name, p in self.model.named_parameters() if p.grad is not None}
+        found = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
         if self.captured or self.mode == "compile-reduce-overhead":  # others are let go here, and need no copy
             found = {name: gradient.clone() for name, gradient in found.items()}
         if not self.captured:  # the graph owns its gradient buffers
@@ -268,8 +283,15 @@ class TrainStep:
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()
-            except BaseException:
+            except BaseException as error:
                 self._graph = None  # or the next step would replay nothing
+                if isinstance(error, ValueError) and "CUDA graph" in str(error):  # te-bench's own attention says why
+                    raise CannotCapture(f"mode cudagraph: {error}") from error
+                if isinstance(error, RuntimeError) and "captur" in str(error):
+                    raise CannotCapture(
+                        "mode cudagraph: the model waits for the GPU, or draws on it, within its pass, which no CUDA graph "
+                        "can hold: choose another mode"
+                    ) from error
                 raise
             self.captured_peak_bytes = torch.cuda.max_memory_allocated()
         if self.table is not None:
@@ -299,6 +321,12 @@ class TrainStep:
         assert self._graph is not None
         assert self._inputs is not None
         assert self._loss is not None
+        for held, given in zip(self._inputs, (tokens, targets), strict=True):
+            if held.shape != given.shape:  # one that can be broadcast would be
+                raise ValueError(
+                    f"mode cudagraph: the captured step is of a batch {tuple(held.shape)}, and this one is "
+                    f"{tuple(given.shape)}; give every call the same shape, or choose another mode"
+                )
         self._inputs[0].copy_(tokens)
         self._inputs[1].copy_(targets)
         if self.table is not None:

@@ -1,39 +1,65 @@
 """What N ranks compute beside one process, for test_parallel: python rank_cases.py WORLD prints what was found, as JSON.
 
-In a process of its own, which forks its ranks before it has computed anything.
+In a process of its own, which forks its ranks before it has computed anything. python rank_cases.py 4 hsdp: of that mode,
+which takes four ranks at least, in two groups.
 """
 
 import dataclasses
+import functools
 import json
+import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import te_bench.models as te
 from te_bench.experiments import ranks
 from te_bench.experiments.instruments import collectives
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
-from te_bench.models.recipe import DelayedScaling
+from te_bench.kernels.quantize.backends.reference import dequantize
+from te_bench.models import decoder
+from te_bench.models.configs import LlamaConfig
+from te_bench.models.modules.linear import Linear
+from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import checkpoints, parallel
 from te_bench.training.data import Batches
 from te_bench.training.parallel import SINGLE, Parallel, ddp
 from te_bench.training.step import Optim, TrainStep
 
-SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
+SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50)
+LLAMA: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+LLAMA |= {"num_key_value_heads": 4, "head_dim": 8, "block_size": 16, "vocab_size": 50}
+DECODERS = {"llama": LlamaConfig(**LLAMA), "qwen 3": LlamaConfig(**LLAMA, qk_norm=True)}
+REFUSED = [
+    dataclasses.replace(SMALL, n_head=1),
+    dataclasses.replace(SMALL, dropout=0.1),
+]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
 STEPS, ROWS = 50, 8
+MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
 
 
-def a_step(divided: Parallel, precision: str, *, seed: int = 0, optimizer: str | None = None, **more: Any) -> TrainStep:
+def a_step(
+    divided: Parallel,
+    precision: str,
+    *,
+    seed: int = 0,
+    optimizer: str | None = None,
+    recipe: Recipe | None = None,
+    **more: Any,
+) -> TrainStep:
     torch.manual_seed(seed)
-    recipe = DelayedScaling(amax_history_len=2) if precision == "fp8" else None
+    recipe = (recipe or DelayedScaling(amax_history_len=2)) if precision == "fp8" else None
     blocks = "fused" if optimizer else None
     model: Any = GPT(SMALL, attention="manual", padded_vocab_size=64, recipe=recipe, blocks=blocks)
     optim = dataclasses.replace(OPTIM, **more)
@@ -55,11 +81,18 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in theirs)
 
 
-def beside_one(mode: str, world: int) -> dict[str, Any]:
+@functools.cache
+def one_process(slices: int) -> tuple[TrainStep, list[float]]:
+    """A step that accumulates over so many slices of the batch, after its course; every mode is held to it."""
+    step = a_step(SINGLE, "fp64", accumulate=slices)
+    return step, losses(step)
+
+
+def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for accumulate in (1, 2):
         # Whatever a rank begins with, rank 0's weights are what all train.
-        ours = a_step(parallel.load(mode), "fp64", seed=dist.get_rank(), accumulate=accumulate)
+        ours = a_step(parallel.load(mode, **options), "fp64", seed=dist.get_rank(), accumulate=accumulate)
         one = a_step(SINGLE, "fp64", accumulate=accumulate)
         loss, gradients = ours.gradients(*batch(0))
         expected, truth = one.gradients(*batch(0))
@@ -70,10 +103,11 @@ def beside_one(mode: str, world: int) -> dict[str, Any]:
             "gradients": apart(gradients, truth),
             "norm": abs(ours.grad_norm.item() / one.grad_norm.item() - 1),
         }
-    ours, slices = a_step(parallel.load(mode), "fp64"), a_step(SINGLE, "fp64", accumulate=world)
-    found["losses"] = [losses(ours), losses(slices)]
+    ours = a_step(parallel.load(mode, **options), "fp64")
+    slices, course = one_process(ours.parallel.replicas)
+    found["losses"] = [losses(ours), course]
     found["weights"] = apart(
-        {name: ours.parallel.whole(p.detach()) for name, p in ours.model.named_parameters()},
+        {name: ours.parallel.whole(p.detach(), p) for name, p in ours.model.named_parameters()},
         {name: p.detach() for name, p in slices.model.named_parameters()},
     )
     found["collectives"] = collectives.of_call(lambda: ours(*batch(0)))
@@ -83,6 +117,11 @@ def beside_one(mode: str, world: int) -> dict[str, Any]:
     found["table_bytes"] = sum(
         p.nbytes for name, p in parameters.items() if name.endswith(("wte.weight", "wpe.weight"))
     )
+    states = ours.parallel.own(ours.optimizer).state.values()
+    elements = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
+    each = [torch.empty_like(elements) for _ in range(world)]
+    dist.all_gather(each, elements)
+    found["moments"], found["largest"] = [one.item() for one in each], max(p.numel() for p in parameters.values())
     found["saved"] = saved(ours)
     return found
 
@@ -90,7 +129,7 @@ def beside_one(mode: str, world: int) -> dict[str, Any]:
 def saved(step: TrainStep) -> bool:
     """Whether what rank 0 writes is the weights that all have together; on the way no rank waits for another in vain."""
     model: Any = step.model
-    weights = {name: step.parallel.whole(p.detach()) for name, p in model.named_parameters()}
+    weights = {name: step.parallel.whole(p.detach(), p) for name, p in model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt"
         checkpoints.save(model, path, parallel=step.parallel)
@@ -129,6 +168,64 @@ class Block(nn.Module):
         return x + sum(part(x).tanh() for part in self.parts)
 
 
+class Planned(nn.Module):
+    """Pairs of Linears, of which one has two matrices below each other, and a norm of each head between, as a plan says."""
+
+    tp_plan: ClassVar = {
+        "*.up": "packed_colwise",
+        "*.norm": "replicated_with_grad_allreduce",
+        "*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 32), "norm": nn.LayerNorm(4), "down": nn.Linear(16, 8)}) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            gate, up = block["up"](x).chunk(2, -1)  # type: ignore[index]
+            heads = (gate.sigmoid() * up).unflatten(-1, (-1, 4))
+            x = x + block["down"](block["norm"](heads).flatten(-2))  # type: ignore[index]
+        return (self.head(x) - y[..., :3]).square().mean()
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Gated(nn.Module):
+    """An MLP whose last Linear is in two places; in FP8, but for Linears of torch's own."""
+
+    tp_plan: ClassVar = {"*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise"}
+
+    def __init__(self, parts: str | None) -> None:
+        super().__init__()
+        self.mlp = GatedMLP()
+        self.last = self.mlp.down_proj
+        if parts is None:
+            self.mlp.gate_proj.register_forward_hook(lambda module, inputs, y: 2 * y)
+        else:
+            assert te.convert(self, parts=parts).parts[0].after is not None
+
+    def autocast(self, enabled: bool = True) -> Any:
+        return te.autocast(enabled, recipe=Float8CurrentScaling())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.mlp(x)
+        x = x + self.last(self.mlp.gate_proj(x) * self.mlp.up_proj(x))
+        return (x - y).square().mean()
+
+
 class Nested(nn.Module):
     """Lists of lists of blocks that have lists of their own, and a part that is no multiple of anything."""
 
@@ -143,14 +240,30 @@ class Nested(nn.Module):
         return (x - y).square().mean()
 
 
-def nested(mode: str) -> float:
+def nested(mode: str, **options: Any) -> float:
     """The largest error of a gradient of a user's model, whose blocks lie in lists of lists."""
-    steps = []
-    for divided in (parallel.load(mode), SINGLE):
+    return beside(mode, Nested, **options)
+
+
+def beside(mode: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, **options: Any) -> float:
+    """The largest error of a gradient of a model of its own."""
+    steps, precision = [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
+    for divided in (parallel.load(mode, **options), SINGLE):
         torch.manual_seed(0)
-        steps.append(TrainStep(Nested().double(), OPTIM, precision="fp64", mode="eager", parallel=divided))
-    x, y = torch.randn(2, ROWS, 8, dtype=torch.float64)
+        steps.append(TrainStep(make().to(dtype), OPTIM, precision=precision, mode="eager", parallel=divided))
+    x, y = torch.randn(2, ROWS, 8, dtype=dtype)
     return apart(*(step.gradients(x, y)[1] for step in steps))
+
+
+def decoder_by(mode: str, config: Any, **options: Any) -> float:
+    torch.manual_seed(0)
+    models = [decoder.build(config, attention="manual").double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = [
+        TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=divided)
+        for model, divided in zip(models, (parallel.load(mode, **options), SINGLE), strict=True)
+    ]
+    return apart(*(step.gradients(*batch(0))[1] for step in steps))
 
 
 def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
@@ -158,7 +271,7 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
     step = a_step(parallel.load(mode), "fp8", optimizer=optimizer)
     course = losses(step, 6)
     scales = [t.float() for name, t in step.model.state_dict().items() if "fp8" in name and "scale" in name]
-    weights = [step.parallel.whole(p.detach()) for p in step.model.parameters()]
+    weights = [step.parallel.whole(p.detach(), p) for p in step.model.parameters()]
     mine = torch.cat([t.flatten() for t in (*scales, *weights)])
     rank_0 = mine.clone()
     dist.broadcast(rank_0, src=0)
@@ -170,16 +283,139 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
     }
 
 
+def gathers(recipe: Recipe, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
+    """Weights that are gathered in FP8 beside those that one process casts, in either pass, and what is sent for them."""
+    step = a_step(parallel.load(mode, gather="fp8", **options), "fp8", recipe=recipe, accumulate=2)
+    course = losses(step, 6)
+    layers = [module for module in step.model.modules() if isinstance(module, Linear)]
+    whole = [step.parallel.whole(layer.weight.detach()) for layer in layers]
+    made: list[Any] = []
+
+    def cast(*_: Any) -> None:
+        scales = [layer.recipe_state().get("scale_fwd", torch.ones(2))[1] for layer in layers]
+        by_rows = {"rowwise": True, "columnwise": False}
+        made[:] = [recipe.quantize(w, "weight", Slot(s), **by_rows) for w, s in zip(whole, scales, strict=True)]
+
+    same: dict[str, list[bool]] = {"forward": [], "backward": [], "widened": []}
+
+    def compare(when: str, i: int, layer: Any) -> None:
+        data, scale_inv = layer.weight.quantized()[:2]
+        equal = torch.equal(data.view(torch.uint8), made[i].data.view(torch.uint8))
+        same[when].append(equal and torch.equal(scale_inv, made[i].scale_inv))
+        if when == "forward":
+            expected = dequantize(made[i].by_rows(), torch.bfloat16)
+            same["widened"].append(torch.equal(layer.weight * 1, expected))
+
+    hooks: list[Any] = [step.model.register_forward_pre_hook(cast)]
+    for i, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(lambda layer, _, i=i: compare("forward", i, layer)))
+        hooks.append(layer.register_full_backward_pre_hook(lambda layer, _, i=i: compare("backward", i, layer)))
+    step(*batch(6))
+    for hook in hooks:
+        hook.remove()
+    histories = [layer.recipe_state().get("amax_history_fwd") for layer in layers]
+    largest = [h is None or h[-1, 1] == weight.abs().max() for h, weight in zip(histories, whole, strict=True)]
+    return {
+        "losses": course,
+        "one": losses(a_step(SINGLE, "fp8", recipe=recipe, accumulate=2), 6),
+        "same": {when: [len(each), sum(each)] for when, each in same.items()},
+        "amaxes": all(largest),
+        "collectives": collectives.of_call(lambda: step(*batch(0))),
+        "elements": sum(weight.numel() for weight in whole),
+        "asked": step.parallel.gathered(step.model, "fp8"),
+        "refused": refusal(lambda: step.model(*batch(0))),
+        "saved": saved(step),
+    }
+
+
+def tabled(mode: str, **options: Any) -> tuple[TrainStep, Tensor]:
+    """A step by te-bench's optimizer after two updates, and all of its weights."""
+    step = a_step(parallel.load(mode), **options)
+    losses(step, 2)
+    return step, torch.cat([p.detach().flatten() for p in step.model.parameters()])
+
+
+def sharded_table() -> dict[str, Any]:
+    """zero1 by te-bench's AdamW beside ddp by it: in Triton's interpreter, and in FP8 with copies that an update leaves."""
+    found: dict[str, Any] = {}
+    for name, precision, optimizer in (("triton", "fp32", "triton"), ("fp8", "fp8", "reference")):
+        options = {"precision": precision, "optimizer": optimizer}
+        of_two = [tabled(mode, **options, grad_clip=1e9)[1] for mode in ("zero1", "ddp")]
+        found[name] = torch.equal(*of_two)
+    ours, theirs = (tabled(mode, precision="fp32", optimizer="triton", grad_clip=0.1) for mode in ("zero1", "ddp"))
+    found["clipped"] = ((ours[1] - theirs[1]).abs().max() / theirs[1].abs().max()).item()
+    one = a_step(SINGLE, "fp32", optimizer="triton")
+    expected = one.gradients(*batch(0))[1]
+    found["gradients"] = apart(
+        a_step(parallel.load("zero1"), "fp32", optimizer="triton").gradients(*batch(0))[1], expected
+    )
+    states = ours[0].optimizer.state.items()
+    found["moments"] = ours[0].parallel.of_all(sum(t.numel() for of, s in states if of != "step" for t in s.values()))
+    sizes = [p.numel() for p in ours[0].model.parameters()]
+    found["elements"], found["largest"] = sum(sizes), max(sizes)
+    found["collectives"] = collectives.of_call(lambda: ours[0](*batch(0)))
+    return found
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
     world = world_of(trial)
-    found: dict[str, Any] = {mode: beside_one(mode, world) for mode in parallel.names()}
-    found["nested"] = {mode: nested(mode) for mode in parallel.names()}
+    found: dict[str, Any] = {mode: beside_one(mode, world) for mode in MODES}
+    found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
+    found["planned"] = beside("tp", Planned)
+    kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
+    found["gated"] = {name: beside("tp", make, torch.float32) for name, make in kinds}
+    found["decoders"] = {name: decoder_by("tp", config) for name, config in DECODERS.items()}
+    found["not planned"] = refusal(lambda: nested("tp"))
+    found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
     seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
     each = [torch.empty_like(seeds) for _ in range(world)]
     dist.all_gather(each, seeds)
     found["seeds"] = torch.cat(each).tolist()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
-    found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None)}
+    found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None), "tp": in_fp8("tp", None)}
+    found["table"] = sharded_table()
+    recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
+    found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
+    return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
+
+
+def on_hosts(*names: str) -> str:
+    """How many ranks of four on hosts of these names share weights where nobody says it, or why nobody can tell."""
+    usual, socket.gethostname = socket.gethostname, lambda: names[dist.get_rank()]
+    try:
+        return f"{parallel.load('hsdp').shards}"
+    except parallel.Indivisible as error:
+        return str(error)
+    finally:
+        socket.gethostname = usual
+
+
+def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
+    found = {
+        "hsdp": beside_one("hsdp", world_of(trial), shard=2),
+        "fsdp2+tp": beside_one("fsdp2+tp", world_of(trial), shard=2),
+        "nested": nested("hsdp", shard=2),
+        "planned": beside("fsdp2+tp", Planned, shard=2),
+        "qwen 3": decoder_by("fsdp2+tp", DECODERS["qwen 3"], shard=2),
+        "gather": gathers(Float8CurrentScaling(), "hsdp", shard=2),
+        "hosts": {" ".join(names): on_hosts(*names) for names in ("aabb", "aaaa", "abab", "aaab")},
+        "refused": [
+            refusal(lambda n=shard, m=mode: parallel.load(m, shard=n))
+            for mode in parallel.GROUPED
+            for shard in (1, 3, 4)
+        ],
+    }
+    accumulating = a_step(parallel.load("hsdp", shard=2), "fp64", accumulate=2)
+    accumulating(*batch(0))  # the first pass plans the buckets
+    found["accumulating"] = collectives.of_call(lambda: accumulating(*batch(0)))
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
 
 
@@ -187,4 +423,4 @@ if __name__ == "__main__":
     problem = {"model": "tiny", "block": 16, "vocab": 50, "padded_vocab": 64, "batch": ROWS}
     problem |= {"parallel": "ddp", "world": int(sys.argv[1])}
     asked = Trial(workload="train_step", device="cpu", problem=problem, attention="manual")
-    print(json.dumps(ranks.run(asked, Context(), cases)))
+    print(json.dumps(ranks.run(asked, Context(), in_groups if "hsdp" in sys.argv else cases)))

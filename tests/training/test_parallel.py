@@ -1,24 +1,40 @@
 """N ranks compute what one process computes of the same global batch: loss, gradients, norm, and a course of 50 steps."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
 from te_bench.training import parallel
+from te_bench.training.step import Optim, TrainStep
 
 CASES = Path(__file__).with_name("rank_cases.py")
-MODES = ("ddp", "fsdp2")
+MODES = ("ddp", "fsdp2", "tp", "zero1")
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> Any:
     """What rank 0 of so many found: one launch for all tests."""
+    return _found(str(request.param))
+
+
+@pytest.fixture(scope="module")
+def in_groups() -> Any:
+    """The same of hsdp, by four ranks in two groups."""
+    return _found("4", "hsdp")
+
+
+def _found(*words: str) -> Any:
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(CASES), str(request.param)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(CASES), *words], capture_output=True, text=True, timeout=300, check=False, env=interpreted
     )
     assert done.returncode == 0, done.stderr
     reply = json.loads(done.stdout)
@@ -26,8 +42,34 @@ def found(request: pytest.FixtureRequest) -> Any:
     return reply["found"]
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "asked", "message"),
+    [
+        ("tp", {}, {"optimizer": "reference"}, "parallel tp: the optimizer reference clips by one rank's gradients"),
+        ("fsdp2", {}, {"optimizer": "reference"}, "parallel fsdp2: the optimizer reference updates whole parameters"),
+        ("fsdp2", {}, {"mode": "compile-reduce-overhead"}, "parallel fsdp2: no CUDA graph has the gathers of weights"),
+        ("fsdp2", {"gather": "fp8"}, {}, "gather fp8: it is for eager steps in FP8, not for bf16"),
+        ("fsdp2", {"gather": "bf16"}, {}, "gather bf16: fp8 is all there is"),
+    ],
+)
+def test_a_step_that_cannot_be_divided_so_is_refused_in_python_too(
+    alone: None, mode: str, options: dict[str, Any], asked: dict[str, Any], message: str
+) -> None:
+    how = {"precision": "bf16", "mode": "eager", **asked}
+    with pytest.raises(ValueError, match=message):
+        TrainStep(nn.Linear(4, 4), Optim(), parallel=parallel.load(mode, **options), **how)
+
+
 def test_every_mode_is_tried() -> None:
-    assert parallel.names() == sorted(MODES)
+    assert parallel.names() == sorted((*MODES, *parallel.GROUPED))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -47,9 +89,39 @@ def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_slices(f
     assert found[mode]["weights"] <= 1e-8
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tp"])
 def test_a_user_s_blocks_lie_in_lists_of_lists(found: Any, mode: str) -> None:
     assert found["nested"][mode] <= 1e-12
+
+
+def test_a_user_s_pairs_are_divided_as_its_plan_says(found: Any) -> None:
+    assert found["planned"] <= 1e-12
+    assert found["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
+
+
+def test_what_computes_in_place_of_divided_linears_adds_up_their_products(found: Any) -> None:
+    """te.convert's MLPs; and torch's Linears, with their hooks and in each of their places, stay out of FP8 (2e-2 there)."""
+    assert found["gated"].keys() == {"None", "mlp"}
+    assert max(found["gated"].values()) <= 1e-5
+
+
+def test_decoders_are_divided_by_their_parts(found: Any) -> None:
+    """With groups of heads, gated MLPs and norms of heads, whose gradients are sums over the ranks."""
+    assert len(found["decoders"]) == 2
+    assert max(found["decoders"].values()) <= 1e-12
+
+
+def test_what_does_not_divide_is_said_in_a_sentence(found: Any) -> None:
+    heads, dropout = found["refused"]
+    assert "tp: the 1 + 1 + 1 heads of 32 features of c_attn do not divide into" in heads
+    assert dropout == "tp: dropout 0.1 would hide the same of every rank's heads; set it to 0, or choose ddp"
+
+
+def test_tp_adds_up_two_products_of_a_pair(found: Any) -> None:
+    """Of four pairs in two blocks, each in the forward and in the backward pass; and the loss and the norm once."""
+    said = found["tp"]["collectives"]
+    rows = 8 * 16 * 32
+    assert said == [{"name": "allreduce", "dtype": "float64", "times": 2 * 4 + 2, "bytes": 8 * (2 * 4 * rows + 2)}]
 
 
 def test_no_rank_of_any_seed_draws_the_masks_of_another(found: Any) -> None:
@@ -61,6 +133,37 @@ def test_ddp_sends_each_gradient_once(found: Any) -> None:
     assert said == [
         {"name": "allreduce", "dtype": "float64", "times": 2, "bytes": found["ddp"]["bytes"] + 8}  # the loss, too
     ]
+
+
+def test_zero1_trains_as_ddp_and_each_rank_keeps_moments_of_its_own(found: Any) -> None:
+    """No more than its part and a parameter: those are not cut. What a rank has updated it sends."""
+    said = found["zero1"]
+    assert said["losses"][0] == pytest.approx(found["ddp"]["losses"][0], rel=1e-14)
+    elements = said["bytes"] // 8
+    assert sum(said["moments"]) == 2 * elements
+    assert max(said["moments"]) <= 2 * (elements / len(said["moments"]) + said["largest"])
+    ddp, sent = found["ddp"]["collectives"][0], {each["name"]: each for each in said["collectives"]}
+    assert sent["allreduce"] == ddp
+    assert sent["broadcast"]["bytes"] == said["bytes"]
+    assert sent["broadcast"]["times"] == len(said["moments"])
+
+
+def test_zero1_shares_out_the_triton_adamw_too(found: Any) -> None:
+    """In the interpreter, and in FP8 with copies of weights: the weights are ddp's bit for bit where nothing is clipped."""
+    said = found["table"]
+    assert said["triton"]
+    assert said["fp8"]
+    assert said["clipped"] <= 2**-21  # the norm is a sum of ranks' parts
+    assert said["gradients"] <= 2**-18  # one process's, clipped; of float32, whose sums are in another order
+    assert sum(said["moments"]) == 2 * said["elements"]
+    assert max(said["moments"]) <= 2 * (said["elements"] / len(said["moments"]) + said["largest"])
+    sent = {(each["name"], each["dtype"]): each for each in said["collectives"]}
+    weights, norm = sent["broadcast", "float32"], sent["allreduce", "float64"]
+    assert weights["times"] == len(said["moments"])
+    assert (
+        0 <= weights["bytes"] - 4 * said["elements"] < 4 * 64 * 30
+    )  # each parameter begins at a multiple of 64 elements
+    assert (norm["times"], norm["bytes"]) == (1, 8)
 
 
 @pytest.mark.parametrize("optimizer", ["None", "reference"])
@@ -87,10 +190,109 @@ def test_a_checkpoint_of_ranks_is_that_of_their_whole_weights(found: Any) -> Non
         assert found[mode]["saved"] is True
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "tp"])
 def test_delayed_scaling_has_the_same_scales_in_every_rank(found: Any, mode: str) -> None:
     """And the same weights; with ddp the fused blocks and the table of weights that are cast in the update, too."""
     said = found["fp8"][mode]
     assert said["scales"] == 2 * 2 * 4  # either direction of four Linears in two blocks
     assert said["alike"]
     assert said["losses"] == pytest.approx(said["one"], rel=4e-3)  # e4m3's own noise: 2^-4 of single elements
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_weight_gathered_in_fp8_is_what_one_process_casts(found: Any, recipe: str) -> None:
+    """Bit for bit, in both passes and two micro-batches: of 4 Linears in 2 blocks. Other operators see the same weight."""
+    said = found["gathers"][recipe]
+    assert said["same"] == {when: [2 * 4 * 2, 2 * 4 * 2] for when in ("forward", "backward", "widened")}
+    assert said["amaxes"]
+    assert said["losses"] == pytest.approx(said["one"], rel=4e-3)
+    assert said["saved"] is True
+
+
+@pytest.mark.parametrize(("recipe", "reductions"), [("delayed", 4), ("current", 3)])
+def test_a_gather_in_fp8_sends_bytes_and_shares_scales_once_a_step(found: Any, recipe: str, reductions: int) -> None:
+    """Beside the loss and the vectors one for all weights, under delayed scaling one a forward pass, as without a gather."""
+    said = found["gathers"][recipe]
+    sent = {(each["name"], each["dtype"]): each for each in said["collectives"]}
+    assert said["asked"] == {"uint8": said["elements"]}
+    assert sent["allgather_base", "uint8"]["bytes"] == 2 * 2 * said["elements"]
+    assert ("allgather_base", "bfloat16") not in sent
+    assert sent["allreduce", "float32"]["times"] == reductions
+
+
+def test_weights_gathered_in_fp8_alone_are_not_multiplied_in_another_precision(found: Any) -> None:
+    assert found["gathers"]["current"]["refused"].startswith(
+        "this step's weights are gathered in FP8, but the model's auto"
+    )
+
+
+@pytest.mark.parametrize(("mode", "others"), [("hsdp", ("nested",)), ("fsdp2+tp", ("planned", "qwen 3"))])
+def test_groups_make_one_process_s_step_to_rounding(in_groups: Any, mode: str, others: tuple[str, ...]) -> None:
+    """Loss, gradients, norm and 50 steps, in float64; models of other forms; and what rank 0 writes."""
+    said = in_groups[mode]
+    errors = [*said["accumulate 1"].values(), *said["accumulate 2"].values(), *(in_groups[name] for name in others)]
+    assert all(error <= 1e-12 for error in errors), errors
+    ours, slices = said["losses"]
+    assert len(ours) == 50
+    assert ours == pytest.approx(slices, rel=1e-10)
+    assert said["weights"] <= 1e-8
+    assert said["saved"] is True
+
+
+def test_hsdp_gathers_and_scatters_within_a_group_and_averages_between_them(in_groups: Any) -> None:
+    """As rank 0 sees it: of its group's fellow all weights, of the other group's first rank the gradient of its share."""
+    said = in_groups["hsdp"]
+    sent = {(each["name"], tuple(each.get("ranks", ()))): each for each in said["collectives"]}
+    matrices = said["bytes"] - said["vector_bytes"]
+    assert {of: each["bytes"] for of, each in sent.items()} == {
+        ("allgather_base", (0, 1)): 2 * matrices - said["table_bytes"],
+        ("reduce_scatter_base", (0, 1)): matrices,
+        ("allreduce", (0, 2)): matrices / 2,
+        ("allreduce", ()): said["vector_bytes"] + 8,  # the loss
+    }
+
+
+def test_fsdp2_tp_gathers_between_groups_and_adds_up_within_them(in_groups: Any) -> None:
+    """What is gathered and scattered is a rank's share of each layer."""
+    said = in_groups["fsdp2+tp"]
+    sent = {(each["name"], tuple(each.get("ranks", ()))): each["bytes"] for each in said["collectives"]}
+    layers = said["bytes"] - said["vector_bytes"] - said["table_bytes"]
+    products = 2 * 4 * 8 * (8 // 2 * 16 * 32)  # of four pairs, in either pass
+    assert sent["allgather_base", (0, 2)] == layers + said["table_bytes"]
+    assert sent["reduce_scatter_base", (0, 2)] == layers / 2 + said["table_bytes"]
+    assert sent["allreduce", (0, 1)] == products + 8  # and the norm of shares
+    assert sent["allreduce", ()] == 8  # the loss
+
+
+def test_hsdp_averages_between_groups_once_a_step(in_groups: Any) -> None:
+    """Of two micro-batches each is scattered within a group."""
+    once, twice = (
+        {(each["name"], tuple(each.get("ranks", ()))): each["bytes"] for each in said}
+        for said in (in_groups["hsdp"]["collectives"], in_groups["accumulating"])
+    )
+    within = [("allgather_base", (0, 1)), ("reduce_scatter_base", (0, 1))]
+    assert twice == {of: (2 if of in within else 1) * nbytes for of, nbytes in once.items()}
+
+
+def test_hsdp_gathers_in_fp8_what_one_process_casts(in_groups: Any) -> None:
+    said = in_groups["gather"]
+    assert said["same"] == {when: [2 * 4 * 2, 2 * 4 * 2] for when in ("forward", "backward", "widened")}
+    assert said["losses"] == pytest.approx(said["one"], rel=4e-3)
+    gathers = {each["dtype"]: each for each in said["collectives"] if "gather" in each["name"]}
+    assert gathers.keys() == {"uint8", "float32"}  # the tables are gathered in their own
+    assert said["asked"] == {"uint8": said["elements"]}
+    assert (gathers["uint8"]["bytes"], gathers["uint8"]["ranks"]) == (2 * 2 * said["elements"], [0, 1])
+    assert said["saved"] is True
+
+
+def test_hsdp_shares_weights_on_a_host_unless_told_otherwise(in_groups: Any) -> None:
+    hosts = in_groups["hosts"]
+    assert hosts["a a b b"] == "2"
+    assert hosts["a a a a"] == "all 4 ranks are on one host: say how many share the weights, shard=N"
+    for other in ("a b a b", "a a a b"):
+        assert hosts[other].endswith(
+            "give each equally many that follow one another, or say how many share the weights, shard=N"
+        )
+    assert len(in_groups["refused"]) == 2 * 3
+    for said, shard in zip(in_groups["refused"], 2 * (1, 3, 4), strict=True):
+        assert said.startswith(f"shard {shard}: of 4 ranks a group is a divisor, more than one and fewer than all")

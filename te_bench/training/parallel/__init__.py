@@ -5,11 +5,12 @@
     loss = step(tokens, targets)                 # every rank gives the global batch, and gets the global batch's loss
 
 A mode is a file with PARALLEL, a class of this interface. Each rank takes its rows of every micro-batch; losses are means
-over rows, of which ranks have equally many, so that the mean over the ranks is the global batch's.
+over rows, of which ranks have equally many, so that the mean over the ranks is the global batch's. Under tensor parallelism
+every rank takes all rows.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from te_bench import plugins
@@ -17,6 +18,10 @@ from te_bench import plugins
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+
+#: Modes with groups of ranks, of a size that is asked for as `shard`.
+GROUPED = ("fsdp2+tp", "hsdp")
 
 
 class Indivisible(ValueError):
@@ -28,6 +33,7 @@ class Parallel:
 
     name: ClassVar[str | None] = None
     world, rank = 1, 0
+    replicas, replica = 1, 0  # into how many parts a micro-batch is divided, and which is this rank's
 
     def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
         """Why a step of this kind cannot be divided so, or None."""
@@ -54,6 +60,10 @@ class Parallel:
         forward: Callable[..., Tensor] = torch.compile(model, dynamic=False)
         return forward
 
+    def of_all(self, value: "Any") -> "list[Any]":
+        """Every rank's value, in their order; all ask for it at once."""
+        return [value]
+
     def meet(self) -> None:
         """Wait for every rank, after each did by itself what may take one longer than collectives wait."""
 
@@ -70,6 +80,36 @@ class Parallel:
         holders: the same at each call, whether or not they have gradients. Raises Indivisible.
         """
 
+    def shared(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
+        """The optimizer that updates all parameters as this new one would, of which each rank may keep a part."""
+        return optimizer
+
+    def own(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
+        """Of what `shared` made the optimizer whose states are this rank's."""
+        return optimizer
+
+    def owners(self, parameters: "Sequence[nn.Parameter]") -> list[int] | None:
+        """For an optimizer of te_bench's, the rank that updates each and keeps its moments; None: every rank does.
+
+        It may move the parameters' memory. Raises Indivisible.
+        """
+        return None
+
+    def updated(self) -> None:
+        """After each rank has updated those that it owns: every rank has them all."""
+
+    def of_parts(self, norm: "Tensor") -> "Tensor":
+        """The norm of all gradients, by that of the gradients of this rank's own parameters."""
+        return norm
+
+    def gathered(self, model: "nn.Module", gather: str | None) -> dict[str, int]:
+        """{dtype: bytes} of one gather of the weights of all of the model's blocks, were it as `gather` asks."""
+        return {}
+
+    def largest(self, x: "Tensor") -> "Tensor":
+        """Each element's maximum over the ranks, infinity where one has NaN."""
+        return x
+
     def mean(self, loss: "Tensor") -> "Tensor":
         """The mean over the ranks."""
         return loss
@@ -80,20 +120,34 @@ class Parallel:
 
         return clip_grad_norm_(parameters, max_norm, foreach=True)
 
-    def whole(self, x: "Tensor") -> "Tensor":
-        """A parameter or gradient as one process would have it; every rank asks for it at once."""
+    def whole(self, x: "Tensor", of: "nn.Parameter | None" = None) -> "Tensor":
+        """A parameter or gradient, `of` which parameter, as one process would have it; every rank asks for it at once."""
+        return x
+
+    def plain(self, x: "Tensor", of: "nn.Parameter | None" = None) -> "Tensor":
+        """The same memory, of a parameter or moment `of` it, as torch.distributed.checkpoint writes and reads it."""
         return x
 
 
 SINGLE = Parallel()
 
 
+def replicas(name: str, world: int, shard: int | None) -> int:
+    """Into how many parts so many ranks divide a micro-batch: those that share layers take the same."""
+    if name == "tp":
+        return 1
+    return world // shard if name == "fsdp2+tp" and shard is not None else world
+
+
 def names() -> list[str]:
     """The modes, sorted."""
-    return plugins.names(__name__)
+    return [name.replace("_", "+") for name in plugins.names(__name__)]  # fsdp2_tp.py is fsdp2+tp
 
 
-def load(name: str) -> Any:
-    """The mode of that name over all ranks of the process group. Raises ValueError, with the near matches, when unknown."""
+def load(name: str, **options: Any) -> Any:
+    """The mode of that name over all ranks of the process group; options: of its own, as fsdp2's gather.
+
+    Raises ValueError, with the near matches, when unknown.
+    """
     plugins.check("mode of parallelism", name, names())
-    return plugins.load(__name__, name, "PARALLEL")()
+    return plugins.load(__name__, name.replace("+", "_"), "PARALLEL")(**options)

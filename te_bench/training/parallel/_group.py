@@ -3,13 +3,16 @@
 import datetime
 import functools
 import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from te_bench.training.parallel import Parallel
+from te_bench.models.recipe import largest_of_ranks
+from te_bench.training.parallel import Indivisible, Parallel
 
 
 class Grouped(Parallel):
@@ -17,6 +20,8 @@ class Grouped(Parallel):
 
     def __init__(self) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.replicas, self.replica = self.world, self.rank
+        self.group: Any = None  # over which gradients are averaged; None: all ranks
         _patient(dist.group.WORLD)  # every rank makes it at once
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
@@ -27,22 +32,74 @@ class Grouped(Parallel):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor, src=0)
         model.shares_amaxes = True  # type: ignore[assignment]
-        torch.manual_seed(torch.initial_seed() + self.rank)
+        torch.manual_seed(torch.initial_seed() + self.replica)
+        self.divide(model)
+
+    def divide(self, model: nn.Module) -> None:
+        """Leave this rank its part of layers that ranks share."""
 
     def seed(self, seed: int) -> int:
-        return seed << 16 | self.rank
+        return seed << 16 | self.replica
 
     def rows(self, x: Tensor) -> Tensor:
-        if len(x) % self.world:
-            raise ValueError(f"{len(x)} rows of a micro-batch do not divide into {self.world} ranks")
-        return x.chunk(self.world)[self.rank]
+        if len(x) % self.replicas:
+            raise ValueError(f"{len(x)} rows of a micro-batch do not divide into {self.replicas} ranks")
+        return x.chunk(self.replicas)[self.replica]
+
+    def of_all(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=_patient(dist.group.WORLD))
+        return found
 
     def meet(self) -> None:
         dist.barrier(group=_patient(dist.group.WORLD))
 
+    def largest(self, x: Tensor) -> Tensor:
+        return largest_of_ranks(x)
+
     def mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         return loss
+
+
+def clip_by_kinds(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    kind_of: Callable[[nn.Parameter, Tensor], Any],
+    norm_of_all: Callable[[Any, Tensor], Tensor],
+) -> Tensor:
+    """Parallel.clip of gradients that torch's own takes apart alone, such as DTensors and others.
+
+    kind_of(parameter, gradient): those of one kind go together. norm_of_all(kind, norm): that of all ranks' by this rank's.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            kinds.setdefault(kind_of(p, p.grad), []).append(p)
+    norms = [
+        norm_of_all(kind, get_total_norm([p.grad for p in alike if p.grad is not None], foreach=True))
+        for kind, alike in kinds.items()
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for alike in kinds.values():
+        clip_grads_with_norm_(alike, max_norm, norm, foreach=True)
+    return norm
+
+
+def norm_of_parts(norm: Tensor, group: Any = None) -> Tensor:
+    """The norm of what the ranks of a group, None: all, have each a part of, by that of this rank's part."""
+    squares = norm.double().square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt().to(norm.dtype)
+
+
+def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> None:
+    """Raise Indivisible where groups of `shard` ranks are no proper part of all, naming other modes."""
+    if world % shard or not 1 < shard < world:
+        raise Indivisible(
+            f"shard {shard}: of {world} ranks a group is a divisor, more than one and fewer than all; choose "
+            f"{all_in_one} for one group of all, {one_each} for groups of one"
+        )
 
 
 @functools.cache

@@ -74,7 +74,9 @@ class DDP(Grouped):
             if len(gradients) < len(bucket):
                 return
             flat = torch.cat([gradient.flatten() for gradient in gradients])
-            self._sent.append((gradients, flat, dist.all_reduce(flat, op=dist.ReduceOp.AVG, async_op=True)))
+            self._sent.append(
+                (gradients, flat, dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True))
+            )
 
     @torch.no_grad()
     def reduce(self, holders: Iterable[nn.Parameter]) -> None:

@@ -6,22 +6,34 @@ Vectors are whole in every rank, and their gradients averaged as ddp's are: roun
 one process's. After each micro-batch a rank has its share of the gradients.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from te_bench.models.checkpointing import members
 from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel._fp8_gather import Fp8Gather, Shard, linears
+from te_bench.training.parallel._group import clip_by_kinds
 from te_bench.training.parallel.ddp import DDP
 
 
 class FSDP2(DDP):
+    """gather "fp8": the weights of te.Linear in blocks are gathered in FP8 (_fp8_gather), all others as ever."""
+
     name = "fsdp2"
+
+    def __init__(self, gather: Literal["fp8"] | None = None) -> None:
+        super().__init__()
+        self.gather = gather
+        self.shards = self.world  # of each matrix
+        self._fp8: Fp8Gather | None = None
 
     def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
         if blocks is not None:
@@ -30,26 +42,42 @@ class FSDP2(DDP):
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
         if mode not in ("eager", "compile"):
             return f"no CUDA graph has the gathers of weights; choose mode eager or compile, not {mode}"
+        if self.gather not in (None, "fp8"):
+            return f"gather {self.gather}: fp8 is all there is beside the dtype of the products; leave it out"
+        if self.gather is not None and (precision != "fp8" or mode != "eager"):
+            return (
+                f"gather {self.gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
+            )
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
         return None
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
+        blocks = _blocks(model)
+        self._fp8 = None if self.gather is None else Fp8Gather(blocks, self.shards, self.largest)
         vectors: Any = {parameter for parameter in model.parameters() if parameter.dim() < 2}
-        mesh = init_device_mesh(next(model.parameters()).device.type, (self.world,))
+        mesh = self._mesh()
         policy = MixedPrecisionPolicy(
             param_dtype=multiplies_in,
             reduce_dtype=None if multiplies_in is None else torch.float32,
             cast_forward_inputs=False,
         )
         try:
-            for block in _blocks(model):
+            for block in blocks:
                 fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
             fully_shard(model, mesh=mesh, ignored_params=vectors)
         except (NotImplementedError, TypeError, ValueError) as error:
             said = " ".join(str(error).split())[:200]
-            raise Indivisible(f"fsdp2: torch's fully_shard does not take this model ({said}); choose ddp") from error
+            raise Indivisible(
+                f"{self.name}: torch's fully_shard does not take this model ({said}); choose ddp"
+            ) from error
+        if self._fp8 is not None:
+            model.register_forward_pre_hook(self._fp8.begin, prepend=True)  # before any weight is gathered
+
+    def _mesh(self) -> DeviceMesh:
+        """The ranks over which torch's fully_shard cuts."""
+        return init_device_mesh(self.device.type, (self.world,))
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
         """Block by block: weights are gathered between what is compiled."""
@@ -68,36 +96,49 @@ class FSDP2(DDP):
 
         return forward
 
+    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+        """A block of which some are gathered in FP8 is sent as bytes, the others' of two each; rows are filled up."""
+        found: Counter[str] = Counter()
+        in_fp8 = {layer.weight for layer in linears(_blocks(model))} if gather else set()
+        for block in _blocks(model):
+            sizes = {
+                p: math.ceil(len(p) / self.shards) * self.shards * math.prod(p.shape[1:])
+                for p in block.parameters()
+                if p.dim() > 1
+            }
+            one, two = (sum(n for p, n in sizes.items() if (p in in_fp8) is kind) for kind in (True, False))
+            found["uint8" if one else "bfloat16"] += one + 2 * two
+        return {dtype: nbytes for dtype, nbytes in found.items() if nbytes}
+
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))
 
     def reduce(self, holders: Iterable[nn.Parameter]) -> None:
+        if self._fp8 is not None:
+            self._fp8.end()
         super().reduce(holder for holder in holders if not isinstance(holder, DTensor))
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-        """torch's own takes shares and whole ones apart alone."""
-        held = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        kinds = [[(p, g) for p, g in held if isinstance(g, DTensor) is shared] for shared in (True, False)]
-        norms = [self.whole(get_total_norm([g for _, g in kind], foreach=True)) for kind in kinds if kind]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        for kind in kinds:
-            clip_grads_with_norm_([p for p, _ in kind], max_norm, norm, foreach=True)
-        return norm
+        return clip_by_kinds(
+            parameters, max_norm, lambda _, g: isinstance(g, DTensor), lambda _, norm: self.whole(norm)
+        )
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, of: nn.Parameter | None = None) -> Tensor:
         if not isinstance(x, DTensor):
             return x
         with torch.no_grad():
             return x.full_tensor()
 
+    def plain(self, x: Tensor, of: nn.Parameter | None = None) -> Tensor:
+        if not isinstance(x, DTensor) or not isinstance(x._local_tensor, Shard):
+            return x
+        form: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+        return DTensor.from_local(x._local_tensor.part, x.device_mesh, x.placements, **form)
+
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The items of the outermost lists of modules, as every family keeps its layers; a block's own lists are part of it."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        item = isinstance(model, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        found += [child] if item else _blocks(child)
-    return found
+    """As every family keeps its layers; a block's own lists are part of it."""
+    return members(model, nn.ModuleList)
 
 
 PARALLEL = FSDP2

@@ -1,0 +1,264 @@
+"""Layers whose large weights a group of ranks shares: what tp and fsdp2+tp have in common.
+
+Of a pair of Linears the first has a rank's output features, the second the same as its inputs (te_bench.models.modules
+.tensor_parallel): attention by heads, MLPs by their inner features. Activations between the pairs, norms, tables, head and
+loss are whole in every rank of the group, and alike. A te-bench decoder says its pairs by its parts, a model of transformers
+and any other by its `tp_plan`: {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}.
+Source: Shoeybi et al., arXiv:1909.08053; transformers, integrations/tensor_parallel.
+"""
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from te_bench.kernels.activation import KINDS
+from te_bench.models import dropout
+from te_bench.models.conversion import HOOKS
+from te_bench.models.modules.fp8_module import compute_dtype
+from te_bench.models.modules.linear import Linear, linear
+from te_bench.models.modules.tensor_parallel import Ranks, divide
+from te_bench.models.parts import AttentionPart, Part
+from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel._group import Grouped, clip_by_kinds, norm_of_parts
+from te_bench.training.parallel._stored import Chunk, Stored
+
+#: What a plan of transformers calls the first and the second of a pair; with several matrices in one, so many halves.
+STYLES = {"colwise": ("column", 1), "rowwise": ("row", 1), "packed_colwise": ("column", 2)}
+#: Of a module between a pair, whose gradient is a rank's heads'.
+PARTIAL = "replicated_with_grad_allreduce"
+#: What may as well be whole in every rank: tables and heads, and pairs of which each gathers what the other splits.
+WHOLE = ("embedding_rowwise", "colwise_gather_output", "rowwise_split_input", "colwise_rep", "sequence_parallel")
+
+
+class Cut(NamedTuple):
+    """A Linear of a pair; pieces: the sizes of those matrices that its weight has one below the other.
+
+    unit: so many features stay together, those of a head.
+    """
+
+    layer: nn.Module
+    mode: str
+    pieces: tuple[int, ...]
+    unit: int = 1
+
+
+class Share(NamedTuple):
+    """Which dimension of a parameter the ranks have shares of, of each piece by itself."""
+
+    dim: int
+    pieces: tuple[int, ...]
+
+
+class PlainLinear(nn.Linear):
+    """A rank's share of an nn.Linear, which te.autocast does not ask for FP8."""
+
+    def __init__(self, mode: str, group: Any, features: int, out: int):
+        super().__init__(features, out, bias=False, device="meta")
+        self.divisions = (divide(Ranks("Linear", group), mode),)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(self.divisions[0], input.to(compute_dtype(input)), self.weight, self.bias)
+
+
+class SharedLayers(Grouped):
+    """A rank of groups that share layers; whoever inherits says which ranks are one, by `tensor_group`."""
+
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self._places: list[tuple[nn.Module, str, Share]] = []
+        self._partial: list[tuple[nn.Module, str]] = []
+        self._group: Any = None
+
+    def tensor_group(self) -> Any:
+        """The ranks that share this rank's layers; all ask for it at once."""
+        raise NotImplementedError
+
+    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+        if blocks is not None:
+            return "fused blocks pass by the modules that add up products; choose blocks that are not fused, or ddp"
+        if optimizer is not None:
+            return f"the optimizer {optimizer} clips by one rank's gradients; choose torch's AdamW, or ddp"
+        if precision == "fp16":
+            return "the gradient scaler sees one rank's shares alone; choose bf16"
+        return None
+
+    def divide(self, model: nn.Module) -> None:
+        """Cut the model's pairs. Raises Indivisible for a model with dropout or without pairs."""
+        if rates := sorted({getattr(holder, name) for holder, name in dropout.rates(model)}):
+            raise Indivisible(
+                f"{self.name}: dropout {rates[-1]} would hide the same of every rank's heads; set it to 0, or choose ddp"
+            )
+        cuts, partial = plan(model)
+        if not cuts:
+            raise Indivisible(
+                f"{self.name}: {type(model).__name__} says not how it divides: give it a tp_plan, as models of transformers "
+                'have ({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}), or choose ddp'
+            )
+        self._group = self.tensor_group()
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for parent in model.modules():
+            for name, child in parent._modules.items():
+                places.setdefault(id(child), []).append((parent, name))
+        for cut in cuts:
+            self._cut(cut, places[id(cut.layer)])
+        self._partial = [(module, name) for module in partial for name, _ in module.named_parameters(recurse=False)]
+
+    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]]) -> None:
+        layer: Any = cut.layer
+        name = places[0][1]
+        ranks = self._group.size()
+        if type(layer) not in (nn.Linear, Linear) or layer.weight is None:
+            raise Indivisible(
+                f"{self.name}: {name} is a {type(layer).__name__}, no Linear that te-bench can divide; choose ddp"
+            )
+        if any(size % (ranks * cut.unit) for size in cut.pieces):
+            sizes = " + ".join(str(size // cut.unit) for size in cut.pieces)
+            what = "features" if cut.unit == 1 else f"heads of {cut.unit} features"
+            raise Indivisible(
+                f"{self.name}: the {sizes} {what} of {name} do not divide into {ranks} ranks: take fewer, or choose ddp"
+            )
+        weight, bias = layer.weight, layer.bias
+        out, features = weight.shape
+        new: Any
+        if type(layer) is nn.Linear:
+            new = PlainLinear(cut.mode, self._group, features, out)
+        else:
+            options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta", "bias": bias is not None}
+            new = Linear(features, out, parallel_mode=cut.mode, tp_group=self._group, **options)
+        new.weight, new.bias = weight, bias
+        vars(new).update({name: vars(layer)[name] for name in HOOKS})
+        self._share(new, "weight", Share(0 if cut.mode == "column" else 1, cut.pieces))
+        if bias is not None and cut.mode == "column":
+            self._share(new, "bias", Share(0, cut.pieces))
+        new.train(layer.training)
+        for parent, name in places:
+            setattr(parent, name, new)
+
+    def _share(self, layer: nn.Module, name: str, share: Share) -> None:
+        whole = layer.get_parameter(name)
+        pieces = [piece.chunk(self._group.size(), share.dim) for piece in whole.detach().split(share.pieces, share.dim)]
+        own = torch.cat([piece[self._group.rank()] for piece in pieces], share.dim)
+        setattr(layer, name, nn.Parameter(own, whole.requires_grad))
+        self._places.append((layer, name, share))
+
+    def _shares(self) -> dict[Any, Share]:
+        """By parameter: fully_shard puts others in their places."""
+        return {layer._parameters[name]: share for layer, name, share in self._places}
+
+    @torch.no_grad()
+    def reduce(self, holders: Iterable[nn.Parameter]) -> None:
+        super().reduce(holders)
+        for module, name in self._partial:
+            if (gradient := module.get_parameter(name).grad) is not None:
+                dist.all_reduce(gradient, group=self._group)
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        shares = self._shares()
+
+        def norm_of_all(kind: tuple[bool, bool], norm: Tensor) -> Tensor:
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return norm_of_parts(norm, self._group) if kind[0] else norm
+
+        return clip_by_kinds(parameters, max_norm, lambda p, g: (p in shares, isinstance(g, DTensor)), norm_of_all)
+
+    def plain(self, x: Tensor, of: nn.Parameter | None = None) -> Tensor:
+        share = None if of is None or not x.dim() else self._shares().get(of)
+        if share is None:
+            return super().plain(x)
+        ranks, rank, d = self._group.size(), self._group.rank(), share.dim
+        own, first = x.detach(), 0
+        if isinstance(x, DTensor):  # rows of the share
+            first = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][0]
+            own = x.to_local().detach()
+        chunks, before, mine = [], 0, 0
+        for piece in share.pieces:
+            size = piece // ranks
+            low, high = (max(mine, first), min(mine + size, first + len(own))) if d == 0 else (mine, mine + size)
+            if high > low and len(own):
+                offsets = [first, *(0 for _ in own.shape[1:])]
+                offsets[d] = before + rank * size + low - mine
+                chunks.append(Chunk(torch.Size(offsets), own.narrow(d, low - (first if d == 0 else 0), high - low)))
+            before, mine = before + piece, mine + size
+        whole = [*x.shape[:d], sum(share.pieces), *x.shape[d + 1 :]]
+        return Stored(torch.Size(whole), own, chunks)
+
+    @torch.no_grad()
+    def whole(self, x: Tensor, of: nn.Parameter | None = None) -> Tensor:
+        x = super().whole(x)
+        share = None if of is None else self._shares().get(of)
+        if share is None:
+            return x
+        ranks = self._group.size()
+        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(gathered, x.contiguous(), group=self._group)
+        by_rank = [own.split([size // ranks for size in share.pieces], share.dim) for own in gathered]
+        return torch.cat([part for piece in zip(*by_rank, strict=True) for part in piece], share.dim)
+
+
+def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
+    """The Linears to be divided, and the modules between them whose gradients are to be added up. Raises Indivisible."""
+    parts: Any = getattr(model, "parts", None)
+    if callable(parts) and getattr(type(model), "says_parts", lambda: True)():
+        return _of_parts(parts())
+    cuts: list[Cut] = []
+    partial: list[nn.Module] = []
+    for prefix, module in model.named_modules():
+        said = getattr(module, "tp_plan", None)
+        if not isinstance(said, dict) or cuts:
+            continue
+        for name, layer in module.named_modules():
+            style = next((style for pattern, style in said.items() if fnmatch.fnmatchcase(name, pattern)), None)
+            if style in STYLES:
+                holder = module.get_submodule(name.rpartition(".")[0])
+                cuts.append(_cut(layer, *STYLES[style], getattr(holder, "head_dim", None)))
+            elif style == PARTIAL:
+                partial.append(layer)
+            elif style is not None and style not in WHOLE:
+                raise Indivisible(
+                    f"{'.'.join(filter(None, (prefix, name)))} is to be divided as {style}, which te-bench has not; "
+                    f"it has {', '.join(STYLES)}: choose ddp"
+                )
+    return cuts, partial
+
+
+def _cut(layer: Any, mode: str, halves: int, head_dim: Any) -> Cut:
+    """head_dim: what the module that has the layer calls so, as attentions of transformers do."""
+    size = layer.weight.shape[0 if mode == "column" else 1] // halves
+    heads = isinstance(head_dim, int) and head_dim > 0 and size % head_dim == 0
+    return Cut(layer, mode, (size,) * halves, head_dim if heads else 1)
+
+
+def _of_parts(parts: Iterable[Part]) -> tuple[list[Cut], list[nn.Module]]:
+    cuts, partial = [], []
+    for part in parts:
+        if isinstance(part, AttentionPart):
+            q, kv = part.heads * part.head_dim, part.groups * part.head_dim
+            if part.turns != 1:
+                raise Indivisible(
+                    "tensor parallelism: its queries, keys and values are by heads in one weight; choose ddp"
+                )
+            qkv = Cut(part.qkv.module, "column", (q, kv, kv), part.head_dim)
+            cuts += [qkv, Cut(part.proj.module, "row", (q,), part.head_dim)]
+            partial += list(_norms(part.module))
+        else:
+            rows, features = part.up.weight.shape[0], part.down.weight.shape[1]
+            halves = 2 if KINDS[part.activation][1] else 1
+            cuts += [
+                Cut(part.up.module, "column", (rows // halves,) * halves),
+                Cut(part.down.module, "row", (features,)),
+            ]
+    return cuts, partial
+
+
+def _norms(attention: nn.Module) -> Iterator[nn.Module]:
+    """The norms of queries and of keys."""
+    for name in ("q_norm", "k_norm"):
+        if isinstance(norm := getattr(attention, name, None), nn.Module):
+            yield norm

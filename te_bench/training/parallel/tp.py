@@ -1,0 +1,25 @@
+"""Every rank has a share of each layer's large weights and computes the whole batch: tensor parallelism.
+
+The sums of partial products are sent, in the activations' dtype: of a pair of Linears two, one in the forward and one in the
+backward pass (_shared_layers). Nothing else is, but for the gradients of norms of heads.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from te_bench.training.parallel._shared_layers import SharedLayers
+
+
+class TP(SharedLayers):
+    name = "tp"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas, self.replica = 1, 0
+
+    def tensor_group(self) -> Any:
+        return dist.group.WORLD
+
+
+PARALLEL = TP

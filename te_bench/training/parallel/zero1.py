@@ -1,0 +1,77 @@
+"""ddp whose optimizer states are shared out: ZeRO-1, of torch's AdamW by its ZeroRedundancyOptimizer.
+
+Every rank has the whole model and its gradients, averaged as ddp's are. A parameter's moments are in one rank alone, which
+updates it and sends it to the others: the same steps as ddp's. Parameters are given out from the largest to the smallest,
+each to the rank with the least so far, so that a rank has no less than the largest of all. Those of a rank lie in one
+buffer, which is sent in one piece.
+Source: Rajbhandari et al., ZeRO, arXiv:1910.02054.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel._group import norm_of_parts
+from te_bench.training.parallel.ddp import DDP
+
+ALIGNED = 64  # elements from one parameter's beginning to the next's are a multiple of it: kernels load vectors
+
+
+class ZeRO1(DDP):
+    name = "zero1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[Tensor] = []  # of each rank, with what it owns
+
+    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+        if mode == "cudagraph" and optimizer is None:
+            return "no captured graph sends what torch's AdamW has updated; choose ddp, or mode eager or compile"
+        return super().unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
+
+    def shared(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+        return ZeroRedundancyOptimizer(
+            optimizer.param_groups,
+            type(optimizer),
+            lr=optimizer.defaults["lr"],
+            parameters_as_bucket_view=len(dtypes) == 1,  # sent in one piece a rank
+        )
+
+    def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+    @torch.no_grad()
+    def owners(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        if len(dtypes := {parameter.dtype for parameter in parameters}) > 1:
+            said = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise Indivisible(f"zero1: the parameters are {said}, and a rank sends its own in one piece; choose ddp")
+        sizes, found = [0] * self.world, [0] * len(parameters)
+        places: list[list[tuple[nn.Parameter, int]]] = [[] for _ in sizes]
+        for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
+            rank = found[i] = sizes.index(min(sizes))
+            places[rank].append((parameters[i], sizes[rank]))
+            sizes[rank] += -(-parameters[i].numel() // ALIGNED) * ALIGNED
+        self._buffers = [parameters[0].new_zeros(size) for size in sizes]
+        for buffer, owned in zip(self._buffers, places, strict=True):
+            for parameter, start in owned:
+                place = buffer[start : start + parameter.numel()].view(parameter.shape)
+                parameter.data = place.copy_(parameter)
+        return found
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        sent = [dist.broadcast(buffer, src=rank, async_op=True) for rank, buffer in enumerate(self._buffers)]
+        for work in sent:
+            assert work is not None
+            work.wait()
+
+    def of_parts(self, norm: Tensor) -> Tensor:
+        return norm_of_parts(norm)
+
+
+PARALLEL = ZeRO1

@@ -1,0 +1,172 @@
+"""Checkpoints that a training goes on from, over as many ranks as it then has: torch.distributed.checkpoint of a TrainStep.
+
+    resume.save(step, Path("step-100"), number=100)    # every rank calls, and writes its part
+    number = resume.load(step, Path("step-100"))       # in any number of ranks, under any mode of parallelism
+
+It holds weights, moments, the state of FP8 recipes (scales and amax histories), the learning rate, fp16's gradient scaler,
+the number of steps and every rank's random state, all as tensors by the model's own names. What an evaluation or another
+program reads, the weights in one file, is te_bench.training.checkpoints'.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+
+from te_bench.models.modules.fp8_module import PREFIX
+from te_bench.training.step import TrainStep
+
+METADATA = ".metadata"  # torch.distributed.checkpoint writes it last: a folder that has it is whole
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MODEL, OPTIMIZER, SCALER, RANDOM = "model.", "optimizer.", "scaler.", "random."
+
+
+def save(step: TrainStep, folder: Path, number: int) -> None:
+    """Write the state of `step` after so many steps to a folder that all ranks see.
+
+    Raises ValueError for a folder that has a checkpoint: a training that dies while it writes shall not lose the one before.
+    """
+    if (folder / METADATA).exists():
+        raise ValueError(f"{folder} has a checkpoint already: give each a folder of its own, as step-{number}")
+    state = _state(step)
+    state["number"].fill_(number)
+    # A backward pass's amaxes are each rank's own until the next forward pass ends, and the checkpoint keeps one rank's.
+    gathered = [name for name in state if _is_fp8(name) and "amax" in name]
+    if gathered:
+        largest = step.parallel.largest(torch.cat([state[name].flatten() for name in gathered]))
+        for name, part in zip(gathered, largest.split([state[name].numel() for name in gathered]), strict=True):
+            state[name] = part.view_as(state[name])
+    if step.parallel.rank == 0:
+        state["seed"] = torch.tensor(torch.initial_seed() % 2**40)
+    state_dict_saver.save(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
+
+
+def load(step: TrainStep, folder: Path) -> int:
+    """Put `step` where the checkpoint's was, in place; the number of steps it had made.
+
+    The step is made as the one that was saved was: the same model, recipe and optimizer. Ranks may be more or fewer, and
+    `parallel` another. A rank that there was goes on with its random state, another begins a new one. Read what you trust
+    alone: torch unpickles the list of contents. Raises ValueError, before anything changes, for what is no checkpoint and
+    for one of another model or optimizer.
+    """
+    saved = _contents(folder)
+    state = _state(step, saved)
+    state["seed"] = torch.zeros((), dtype=torch.int64)
+    mine = {name: state.pop(name) for name in [name for name in state if name.startswith(RANDOM)]}
+    _require_same(state, saved, folder)
+    goes_on = mine.keys() <= saved.keys()
+    state |= mine if goes_on else {}
+    scales = {
+        name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in saved.items() if _is_fp8(name)
+    }
+    state |= scales
+    state_dict_loader.load(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
+    # Weights and moments are loaded where they are, as a captured graph needs them; what is a copy is handed over.
+    step.model.load_state_dict({name.removeprefix(MODEL): scale for name, scale in scales.items()}, strict=False)
+    if step.scaler.is_enabled():
+        form = step.scaler.state_dict()
+        step.scaler.load_state_dict({name: type(form[name])(state[f"{SCALER}{name}"].item()) for name in form})
+    step.set_rate(state["rate"].item())
+    number = int(state["number"].item())
+    if goes_on:
+        torch.set_rng_state(mine[_random(step, "cpu")])
+        if step.device.type == "cuda":
+            torch.cuda.set_rng_state(mine[_random(step, "cuda")], step.device)
+    else:
+        torch.manual_seed(step.parallel.seed((int(state["seed"].item()) + number) % 2**40))
+    return number
+
+
+def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """{name: tensor} of this rank's part of a checkpoint; weights and moments are the step's own, not copies.
+
+    saved: what it is to hold. A parameter that never had a gradient has no moments there.
+    """
+    if step.captured and step.captured_peak_bytes is None:
+        raise ValueError("mode cudagraph: make one step before saving or loading, for the capture begins moments anew")
+    model: dict[str, Any] = get_model_state_dict(step.model)
+    plain, parameters = step.parallel.plain, dict(step.model.named_parameters(remove_duplicate=False))
+    found: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}
+    for name, tensor in _moments(step, saved).items():
+        of = parameters.get(name.removeprefix("state.").rpartition(".")[0])
+        found[f"{OPTIMIZER}{name}"] = plain(tensor, of)
+    found["rate"] = torch.tensor(float(step.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+    found["number"] = torch.zeros((), dtype=torch.int64)
+    if step.scaler.is_enabled():
+        values = step.scaler.state_dict().items()
+        found |= {f"{SCALER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in values}
+    found[_random(step, "cpu")] = torch.get_rng_state()
+    if step.device.type == "cuda":
+        found[_random(step, "cuda")] = torch.cuda.get_rng_state(step.device)
+    return found
+
+
+def _random(step: TrainStep, device: str) -> str:
+    return f"{RANDOM}{step.parallel.replica}.{device}"  # ranks of one part of the batch draw alike
+
+
+def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """{"state.PARAMETER.exp_avg": tensor} and so on; what an optimizer is told, as its rate, is up to who makes the step."""
+    if step.table is None:
+        own = step.parallel.own(step.optimizer)
+        begun = bool(own.state)
+        flat: Any = get_optimizer_state_dict(step.model, own, options=FLAT)
+        if not begun:  # torch has then made moments by an update of nothing, which counts as none
+            for state in own.state.values():
+                state["step"].zero_()
+            if saved is not None:
+                flat = _without_moments(step, own, flat, saved)
+        return {name: value for name, value in flat.items() if name.startswith("state.")}
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    return {
+        f"state.{names.get(of, of)}.{kind}": value
+        for of, values in step.table.state.items()
+        for kind, value in values.items()
+    }
+
+
+def _without_moments(
+    step: TrainStep, optimizer: torch.optim.Optimizer, flat: dict[str, Any], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`flat` less the parameters of which `saved` has no moments, for they had no gradient; nor has `optimizer` any."""
+    there = {name.rpartition(".")[0] for name in saved}
+    for name, parameter in step.model.named_parameters():
+        if f"{OPTIMIZER}state.{name}" not in there:
+            optimizer.state.pop(parameter, None)
+            flat = {key: value for key, value in flat.items() if key.rpartition(".")[0] != f"state.{name}"}
+    return flat
+
+
+def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What a checkpoint holds. Raises ValueError for what is none."""
+    if not (folder / METADATA).exists():
+        raise ValueError(
+            f"{folder} has no checkpoint of te_bench.training.resume, or one that was not written to its end"
+        )
+    found: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+    if "seed" not in found or not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
+        raise ValueError(f"{folder} is a checkpoint of another program: load it by torch.distributed.checkpoint")
+    return dict(found)
+
+
+def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata], folder: Path) -> None:
+    """Raise ValueError for a checkpoint of another step. Scales may be new to a step that has not run."""
+    lacking = sorted(state.keys() - saved.keys())
+    others = sorted(n for n in saved.keys() - state.keys() if n.startswith((MODEL, SCALER)) and not _is_fp8(n))
+    if lacking or others:
+        name, whose = (lacking[0], "no") if lacking else (others[0], "a")
+        raise ValueError(f"{folder} has {whose} {name}: it is of another model, precision or optimizer than this step")
+    for name, tensor in state.items():
+        if tensor.size() != saved[name].size:
+            sizes = f"{tuple(saved[name].size)}, this step's {tuple(tensor.size())}"
+            raise ValueError(f"{folder}: its {name} is {sizes}: it is of another model, or another history's length")
+
+
+def _is_fp8(name: str) -> bool:
+    return name.startswith(MODEL) and name.rpartition(".")[2].startswith(PREFIX)

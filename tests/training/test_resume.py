@@ -1,0 +1,124 @@
+"""A checkpoint of N ranks gives M ranks the same training state, bit for bit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import a_step, batch
+from torch import Tensor, nn
+
+from te_bench.models.adopt import adopt
+from te_bench.training import resume
+from te_bench.training.parallel import SINGLE
+from te_bench.training.step import Optim, TrainStep
+
+CASES = Path(__file__).with_name("resume_cases.py")
+DRAWS = {"tp": 1, "fsdp2+tp": 2}  # ranks that share layers draw alike
+KINDS = ("ddp", "fsdp2", "tp", "zero1")
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What 2 ranks wrote, 4 read and wrote, and one process read: one launch for all tests."""
+    done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_goes_on_as_if_it_had_not_stopped(found: Any, kind: str) -> None:
+    said = found["written"][kind]
+    assert said["number"] == 2
+    assert said["loaded"] == said["state"]
+    assert said["resumed"] == said["went on"]
+    assert said["same random"]
+    assert {"scale_fwd", "amax_history_bwd", "exp_avg", "exp_avg_sq", "step", "weight"} <= {
+        name.rpartition(".")[2].removeprefix("fp8_") for name in said["state"]
+    }
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        *("ddp ddp", "fsdp2 zero1", "zero1 hsdp", "zero1 fsdp2", "ddp table"),
+        *("tp fsdp2+tp", "zero1 fsdp2+tp", "tp fsdp2", "fsdp2 tp"),
+    ],
+)
+def test_four_ranks_have_what_two_had(found: Any, pair: str) -> None:
+    """Under another mode, too; and no two ranks with rows of their own draw the same masks."""
+    said = found["in four"][pair]
+    assert said["state"] == found["written"][pair.partition(" ")[0]]["state"]
+    assert (said["number"], said["rate"], said["random"]) == (
+        2,
+        pytest.approx(3e-3),
+        DRAWS.get(pair.partition(" ")[2], 4),
+    )
+
+
+def test_one_process_has_what_four_had(found: Any) -> None:
+    """Of te-bench's AdamW under zero1, too, whose moments each rank has some of."""
+    one = found["in one"]
+    assert one["table"] == found["written"]["ddp"]["state"]
+    assert one["hsdp"] == one["fsdp2"] == one["fsdp2+tp"] == found["written"]["zero1"]["state"]
+
+
+def test_one_process_writes_and_reads_them_too(tmp_path: Path) -> None:
+    step = a_step(SINGLE, "fp8")
+    step(*batch(0))
+    resume.save(step, tmp_path / "at", 1)
+    straight = step(*batch(1)).item()
+    other = a_step(SINGLE, "fp8", seed=1)
+    assert resume.load(other, tmp_path / "at") == 1
+    assert other(*batch(1)).item() == straight
+    with pytest.raises(ValueError, match=r"has a checkpoint already: give each a folder of its own, as step-1"):
+        resume.save(step, tmp_path / "at", 1)
+
+
+def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    straight, saved, other = a_step(SINGLE, "bf16"), a_step(SINGLE, "bf16"), a_step(SINGLE, "bf16", seed=1)
+    resume.save(saved, tmp_path / "at", 0)
+    with pytest.raises(ValueError, match="another model"):
+        resume.load(a_step(SINGLE, "fp8", optimizer="reference"), tmp_path / "at")
+    assert resume.load(other, tmp_path / "at") == 0
+    losses = [[step(*batch(number)).item() for number in range(3)] for step in (straight, saved, other)]
+    assert losses[1] == losses[2] == losses[0]
+
+
+class WithAnUnusedWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head, self.unused = nn.Embedding(50, 16), nn.Linear(16, 50), nn.Linear(3, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(tokens))
+        return out
+
+
+def test_a_parameter_without_gradients_has_no_moments(tmp_path: Path) -> None:
+    step, other = (TrainStep(adopt(WithAnUnusedWeight()), Optim(), precision="fp32", mode="eager") for _ in range(2))
+    step(*batch(0))
+    resume.save(step, tmp_path / "at", 1)
+    assert resume.load(other, tmp_path / "at") == 1
+    assert len(other.optimizer.state) == len(step.optimizer.state) == 3
+    assert other(*batch(1)).item() == step(*batch(1)).item()
+    assert torch.equal(other.model.module.unused.weight, step.model.module.unused.weight)
+
+
+def test_what_is_no_checkpoint_of_this_step_is_refused(tmp_path: Path) -> None:
+    step = a_step(SINGLE, "bf16")
+    with pytest.raises(ValueError, match="nowhere has no checkpoint of te_bench"):
+        resume.load(step, tmp_path / "nowhere")
+    torch.distributed.checkpoint.save({"a": torch.zeros(1)}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(ValueError, match="other is a checkpoint of another program"):
+        resume.load(step, tmp_path / "other")
+    resume.save(step, tmp_path / "at", 0)
+    before = [p.clone() for p in step.model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"at has no optimizer.state.step.step: it is of another model, precision or opt"
+    ):
+        resume.load(a_step(SINGLE, "bf16", optimizer="reference"), tmp_path / "at")
+    assert all(torch.equal(p, was) for p, was in zip(step.model.parameters(), before, strict=True))
