@@ -33,8 +33,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from te_bench.models import conversion, families, fp8
-from te_bench.models.calling import forward_of, judged, loss_of, shown
+from te_bench.models.calling import judged, loss_of, shown
 from te_bench.models.decoder import move
+from te_bench.models.dropout import rates, remove_dropout
 from te_bench.models.recipe import Recipe
 from te_bench.models.rivals import Adoption
 from te_bench.models.sources import PINNED, Refused, Source, on_one_line
@@ -100,17 +101,11 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
         module = module.to(device)
     if not any(p.requires_grad for p in module.parameters()):
         raise Refused(f"{source.model}: it has no weights that are trained")
-    family = families.family_of(module) if families.is_of_transformers(module) else None
-    if families.is_of_transformers(module) and family is None and source.loss is None:
-        raise Refused(
-            f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss"
-        )
+    judge = None if source.loss is None else judged(source.loss, _function(source.loss))
+    unknown = f"{source.model}: te-bench does not know how to feed {type(module).__name__}: give --inputs and --loss"
+    family, forward = families.calling(source.model, module, judge, unknown)
     own_inputs = None if source.inputs is None else _function(source.inputs)
     drawn = own_inputs or (None if family is None else family.draw)
-    if source.loss is not None:
-        forward = judged(source.loss, _function(source.loss))
-    else:
-        forward = forward_of(source.model, module) if family is None else family.forward
     vocab = 1 if drawn is not None else _vocabulary(module)
     if vocab is None:
         raise Refused(f"{source.model}: it has no nn.Embedding that would say its vocabulary: give --inputs")
@@ -268,7 +263,6 @@ class Adopted(nn.Module):
     for.
     """
 
-    as_it_is = False
     shares_amaxes = False  # as a Decoder's
 
     def __init__(
@@ -282,17 +276,27 @@ class Adopted(nn.Module):
         rival: Adoption | None = None,
     ):
         super().__init__()
-        self.made, self.recipe = made, recipe
+        self.made, self.recipe, self.parts = made, recipe, parts
         self.kernel = made.attention if kernel is None else kernel
         self.module = made.module
         if not dropout:
             remove_dropout(self.module)
-        self.has_dropout = any(True for _ in _rates(self.module))
+        self.has_dropout = any(True for _ in rates(self.module))
         converts = recipe is not None or parts is not None
         self.conversion = conversion.convert(self.module, parts=parts) if converts else None
         self.changed = None if rival is None else rival.build(self.module)
         self.gemms = 0  # of the last pass under `counted`
         self.rows: set[int] = set()  # that layers in FP8 were given in it
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether precision fp8 says the truth: by a recipe, or as a rival has it."""
+        return self.recipe is not None or self.changed is not None
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether a captured step is captured with no compiler, as a Decoder's: where te-bench's kernels are its parts."""
+        return self.parts is not None
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return loss_of(self.made.source.model, self.made.forward(self.module, inputs, targets), targets)
@@ -382,18 +386,3 @@ def pin(attention: str) -> None:
     for name in PINNED:
         enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
         enable(attention == name or attention not in PINNED)
-
-
-def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where a module keeps a rate of dropout: nn.Dropout's p, and numbers that are called so."""
-    for holder in module.modules():
-        names = ("p",) if isinstance(holder, nn.modules.dropout._DropoutNd) else ()
-        for name, value in list(vars(holder).items()):
-            if (name in names or "drop" in name) and isinstance(value, float) and 0 < value <= 1:
-                yield holder, name
-
-
-def remove_dropout(module: nn.Module) -> None:
-    """Set every rate of dropout to 0."""
-    for holder, name in list(_rates(module)):
-        setattr(holder, name, 0.0)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_bench.models.calling import Forward, forward_of
 from te_bench.models.sources import Refused
 
 Draw = Callable[[int, int, torch.Generator, str], tuple[Tensor, Tensor]]
@@ -48,7 +49,7 @@ class Family:
     """How a module of transformers is called, and what it is fed with. sequence: its one length, None for any."""
 
     name: str
-    forward: Callable[[nn.Module, Tensor, Tensor], Any]
+    forward: Forward
     draw: Draw | None  # None: tokens, as every language model's
     sequence: int | None = None
 
@@ -107,6 +108,22 @@ def is_of_transformers(module: nn.Module) -> bool:
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
+def calling(name: str, module: nn.Module, judge: Forward | None, unknown: str) -> tuple[Family | None, Forward]:
+    """The module's family, and how it is called: by the user's judge, else as its family is, else as its forward says.
+
+    unknown: the ValueError of a class of transformers that has neither.
+    """
+    theirs = is_of_transformers(module)
+    family = family_of(module) if theirs else None
+    if judge is not None:
+        return family, judge
+    if family is not None:
+        return family, family.forward
+    if theirs:
+        raise Refused(unknown)
+    return None, forward_of(name, module)
+
+
 def family_of(module: Any) -> Family | None:
     """The family of a transformers model, None where it has none that te-bench feeds."""
     name = _by_name(type(module).__name__)
@@ -133,7 +150,8 @@ def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
 
     takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
     if takes and hasattr(module, "loss_function"):
-        return lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y, use_cache=False)
+        # Its loss views targets, which are often a slice of a batch.
+        return lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous(), use_cache=False)
     return lambda model, x, y: model(input_ids=x, use_cache=False).logits
 
 

@@ -127,6 +127,8 @@ def check(spec: str) -> None:
     """Raise ValueError for what cannot be a model's name, with the near matches."""
     if spec in configs() or spec.startswith(HUB) or ":" in spec or Path(spec).exists():
         return
+    if "/" in spec or spec.endswith(".json"):
+        raise ValueError(f"--model {spec}: there is no such folder or file; a model of a hub is {HUB}NAME")
     try:
         plugins.check("model", spec, list(configs()))
     except ValueError as error:

@@ -168,6 +168,7 @@ def test_arguments_are_literals(said: str, value: object) -> None:
     ("spec", "arguments", "sentence"),
     [
         ("nothing", (), "unknown model 'nothing'.*package.module:factory, a Hugging Face folder"),
+        ("path/to/config.json", (), "there is no such folder or file; a model of a hub is hf:NAME"),
         ("nosuch:make", (), "no module nosuch in"),
         ("told:make it", (), "give package.module:function"),
         ("broken:make", (), r"broken.py: line 1: "),

@@ -71,6 +71,8 @@ def mask(
 
     attention_mask (B, S), True for a key that is no padding. Patterns that `Seen` cannot say, and a cache's, are a tensor of
     transformers' own, (B, 1, T, S); None for a row that sees everything.
+    While a CUDA graph is captured nothing can wait: the graph keeps the pattern of the last pass of the same sizes. Raises
+    ValueError where that was packed or padded, for other batches are so in other places.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -79,10 +81,15 @@ def mask(
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     if mask_function is bidirectional_mask_function and local_size is None and kv_offset == 0:
         return Seen(mask=hidden)
-    if whole and mask_function is causal_mask_function:
-        return Seen(causal=True, mask=hidden)
-    if whole and not use_vmap:
-        found = _find_sequences(mask_function, batch_size, q_length, local_size, device)
+    if whole and (mask_function is causal_mask_function or not use_vmap):
+        sizes = (batch_size, q_length, local_size, str(device))
+        if mask_function is causal_mask_function:
+            found: Seen | None = Seen(causal=True)
+        elif _capturing(device):
+            found = _of_the_last_pass(sizes)
+        else:
+            found = _find_sequences(mask_function, batch_size, q_length, local_size, device)
+        _FOUND[sizes] = found if found is None or found.starts is None else PACKED
         if found is not None and (found.starts is None or padding is None):
             return found._replace(mask=hidden)
     shown = sdpa_mask(
@@ -97,9 +104,34 @@ def _padding(attention_mask: Tensor | None, keys: int) -> Tensor | None:
     """attention_mask, widened to so many keys, or None where nothing is padding."""
     if attention_mask is None:
         return None
+    if _capturing(attention_mask.device):
+        raise ValueError("a CUDA graph cannot tell whether attention_mask hides padding: capture the step without it")
     if attention_mask.shape[-1] == keys and bool(attention_mask.all()):
         return None
     return torch.nn.functional.pad(attention_mask.bool(), (0, keys - attention_mask.shape[-1]))
+
+
+PACKED = "packed"
+#: {(batch, length, window, device): the causal pattern of the last pass of these sizes}; no tensors are kept.
+_FOUND: dict[tuple[int, int, int | None, str], Seen | str | None] = {}
+
+
+def _capturing(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _of_the_last_pass(sizes: tuple[int, int, int | None, str]) -> Seen | None:
+    """During a capture transformers cannot look whether positions begin anew, and hands over a mask as if they did."""
+    if sizes not in _FOUND:
+        raise ValueError(
+            "a CUDA graph keeps a pattern of attention that the pass before it had: run one before the capture"
+        )
+    found = _FOUND[sizes]
+    if isinstance(found, str):
+        raise ValueError(
+            "a CUDA graph keeps one pattern of attention, and this batch is packed: train it without a graph"
+        )
+    return found
 
 
 def _find_sequences(function: Any, batch: int, length: int, window: int | None, device: Any) -> Seen | None:

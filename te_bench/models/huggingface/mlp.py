@@ -25,6 +25,7 @@ from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_b
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.linear import Linear, linear_backward
 from te_bench.models.modules.plain import are_plain, has_hooks
+from te_bench.models.modules.tensor_parallel import Division
 from te_bench.models.subclassing import Mixed, mix
 
 #: The names of the first Linears, the activated one first, and of the last: Llama and most others, Phi 3, T5, torchtitan,
@@ -82,6 +83,9 @@ def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
     ours = [layer for layer in layers if isinstance(layer, Linear)]
     if fp8.current.enabled and (len(ours) not in (0, len(layers)) or any(layer._reuse for layer in ours)):
         return False
+    modes = [divided and divided.mode for divided in map(_division, layers)]
+    if any(modes) and modes != [*("column" for _ in first), "row"]:
+        return False
     form = module._te_mlp
     others = _others(module, form.first, form.last, form.dropout)
     if [id(other) for other in others] != [id(other) for other in form.others]:
@@ -91,6 +95,12 @@ def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
     if module.training and any(isinstance(other, nn.Dropout) and other.p > 0 for other in others):
         return False
     return compute_dtype(x) in FLOATS and all(layer.weight.device == x.device for layer in layers)
+
+
+def _division(layer: Any) -> Division | None:
+    """How a Linear's weight is divided among ranks, if it is."""
+    divided: Division | None = getattr(layer, "divisions", (None,))[0]
+    return divided
 
 
 def _others(module: nn.Module, first: Sequence[str], last: str, dropout: str | None) -> tuple[nn.Module, ...]:
@@ -104,10 +114,16 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     for layer in (*first, last):
         if isinstance(layer, Linear):
             layer.without_fp8()
-    dtype = compute_dtype(x)
-    tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
-    cast = [None if t is None else t.to(dtype) for t in tensors]
-    return _Half.apply(flatten(x, dtype), kind, *cast).view(*x.shape[:-1], -1)
+    dtype, divided = compute_dtype(x), _division(last)
+    w2, b2, *others = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
+    cast = [None if t is None else t.to(dtype) for t in (w2, b2 if divided is None else None, *others)]
+    if (entry := _division(first[0])) is not None:
+        x = entry.enter(x.to(dtype))
+    y: Tensor = _Half.apply(flatten(x, dtype), kind, *cast).view(*x.shape[:-1], -1)
+    if divided is None:
+        return y
+    y = divided.leave(y)
+    return y if b2 is None else y + b2.to(dtype)
 
 
 def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:

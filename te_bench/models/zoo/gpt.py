@@ -32,11 +32,12 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        heads = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
+        width = C // self.n_head  # of a head; a rank may have fewer heads
+        heads = (t.view(B, T, -1, width).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=2))
         q, k, v = heads  # (B, H, T, D) each
         dropout = self.dropout if self.training else 0.0
         y = self.attention(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[-1]), dropout=dropout)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, -1)
         return self.resid_dropout(self.c_proj(y))
 
 

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         super().__init__()
         shape = config.shape
         self.head_dim = config.head_dim
-        self.sizes = [shape.heads * shape.head_dim, shape.groups * shape.head_dim, shape.groups * shape.head_dim]
+        self.shares = [shape.heads, shape.groups, shape.groups]
         self.attention = fp8_attention.ByRecipe(attention)
         self.qkv_proj = linear(config.hidden_size, shape.qkv, bias=config.attention_bias)  # rows of q, of k, of v
         self.o_proj = linear(shape.heads * shape.head_dim, config.hidden_size, bias=False)
@@ -63,7 +63,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = (t.view(B, T, -1, self.head_dim) for t in self.qkv_proj(x).split(self.sizes, dim=2))
+        qkv = self.qkv_proj(x)
+        sizes = [qkv.shape[2] * share // sum(self.shares) for share in self.shares]  # a rank may have fewer heads
+        q, k, v = (t.view(B, T, -1, self.head_dim) for t in qkv.split(sizes, dim=2))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (apply_rotary_pos_emb(t, angles[:, None, None], tensor_format="bshd") for t in (q, k))

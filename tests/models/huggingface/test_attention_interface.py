@@ -163,6 +163,36 @@ def test_soft_caps_and_biases_of_positions_are_refused() -> None:
             model(**inputs(family))
 
 
+def as_if_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers then hands over a mask as if rows were packed, and te-bench may look at no number."""
+    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
+    monkeypatch.setattr(attention, "_capturing", lambda _: True)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_graph_keeps_the_pattern_of_the_pass_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(family)
+    model.set_attn_implementation("te_bench")
+    loss, gradients = run(model, inputs(family))
+    with monkeypatch.context() as patch:
+        as_if_captured(patch)
+        patch.setattr(attention, "_find_sequences", None)  # which would wait for the GPU
+        again, found = run(model, inputs(family))
+    torch.testing.assert_close(again, loss, rtol=0, atol=0)
+    assert_same(found, gradients, 0)
+
+
+@pytest.mark.parametrize(("given", "said"), [("packed", "is packed"), ("padded", "hides padding")])
+def test_a_graph_of_packed_or_padded_rows_is_refused(given: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    model.set_attn_implementation("te_bench")
+    arguments = inputs("llama") | GIVEN[given]
+    run(model, arguments)
+    as_if_captured(monkeypatch)
+    with pytest.raises(ValueError, match=said):
+        run(model, arguments)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [name for name in GIVEN if name != "a mask of four dimensions"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])

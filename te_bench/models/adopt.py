@@ -1,0 +1,51 @@
+"""A module that one has, as training.step.TrainStep takes a model: with its loss, and te-bench's precision and kernels.
+
+model = adopt(LlamaForCausalLM(config).to("cuda"), recipe=recipe.DelayedScaling(), parts="all")
+step = TrainStep(model, Optim(), precision="fp8", mode="cudagraph")
+loss = step(tokens, targets)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_bench.models import families
+from te_bench.models.adopted import OWN, Adopted, Made
+from te_bench.models.calling import judged
+from te_bench.models.recipe import Recipe
+from te_bench.models.sources import Source
+
+
+def adopt(
+    module: nn.Module,
+    *,
+    recipe: Recipe | None = None,
+    parts: str | None = None,
+    loss: Callable[[Any, Tensor], Tensor] | None = None,
+) -> Adopted:
+    """The module, converted in place, as forward(inputs, targets) -> (), its loss; its weights stay at `.module`.
+
+    recipe and parts: as te.convert's. loss: (output, targets) -> (), where the module returns neither loss nor logits
+    (B, T, V). Targets of a language model are the next tokens: transformers' models shift nothing.
+    Raises ValueError for what has no weights to train, for a forward that needs more than inputs and targets, and for what
+    te.convert refuses.
+    """
+    name = type(module).__name__
+    if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
+        raise ValueError(f"{name}: it is no nn.Module with weights that are trained; give the model itself")
+    judge = None if loss is None else judged(getattr(loss, "__name__", "loss"), loss)
+    unknown = f"te-bench does not know how to feed {name}: give loss, a function of its output and targets"
+    _, forward = families.calling(name, module, judge, unknown)
+    made = Made(
+        source=Source(model=name),
+        attention=OWN,
+        module=module,
+        forward=forward,
+        drawn=None,
+        vocab=1,
+        block=None,
+        sequence=None,
+        text=False,
+    )
+    return Adopted(made, recipe=recipe, parts=parts)
