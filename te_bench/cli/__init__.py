@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from te_bench import __version__
-from te_bench.cli import advise, evaluate, export, gate, history, look, merge, report, run, scaling, tune
+from te_bench.cli import advise, evaluate, export, gate, history, look, merge, neighbours, report, run, scaling, tune
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -118,6 +118,7 @@ for verb in (
     gate.gate,
     evaluate.evaluate,
     tune.tune,
+    neighbours.neighbours,
     report.embed,
     export.export,
     export.import_,

@@ -1,6 +1,7 @@
 """te-bench gate: did a change make any trial slower, larger or wrong, by two revisions or by the records of two runs."""
 
 import contextlib
+import functools
 import math
 import re
 import signal
@@ -8,13 +9,29 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from te_bench.cli.options import Alpha, Cache, Data, Device, Only, Timeout, find_gpus, said, say
+from te_bench.cli.options import (
+    Alpha,
+    Cache,
+    Data,
+    Device,
+    On,
+    Only,
+    RayAddress,
+    Timeout,
+    check_on,
+    find_gpus,
+    said,
+    say,
+)
 from te_bench.experiments.run_options import data_sets, seconds
 from te_bench.gate.question import ALPHA, MARGIN, Question
+
+if TYPE_CHECKING:
+    from te_bench.gate.self_test import Rate
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
@@ -109,6 +126,8 @@ def gate(
     gates: Gates = None,
     at_once: AtOnce = None,
     slower: Slower = None,
+    on: On = None,
+    ray_address: RayAddress = None,
     baseline: Run = None,
     candidate: Run = None,
     margin: Margin = f"{100 * MARGIN:g}%",
@@ -132,8 +151,11 @@ def gate(
     wanted = _wanted(margin, alpha, mde, only, compare_fail)
     files = [(form, path) for form, path in (("markdown", markdown), ("junit", junit), ("json", json)) if path]
     _one_question(base, bool(baseline or candidate), self_test, bool(files))
-    if not self_test and (gates, at_once, slower) != (None, None, None):
-        raise ValueError("--gates, --at-once and --slower are of --self-test: give that too, or leave them out")
+    check_on(on, ray_address, None)
+    if not self_test and (gates, at_once, slower, on) != (None, None, None, None):
+        raise ValueError("--gates, --at-once, --slower and --on are of --self-test: give that too, or leave them out")
+    if on is not None and at_once is not None:
+        raise ValueError(f"--at-once {at_once}: with --on ray each GPU has a gate at a time; leave it out")
     if (baseline is None) is not (candidate is None):
         raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
     if baseline is not None and (measuring := said(context, *MEASURING)):
@@ -151,10 +173,14 @@ def gate(
             budget=budget,
             exit_first=exit_first,
             timeout=timeout,
+            elsewhere=on is not None,
             **wanted,
         )
         if self_test:
-            _self_test(question, out, machine, gates, at_once, slower)
+            shares, count = _shares("1%,2%,5%" if slower is None else slower), 1 if gates is None else gates
+            if on is not None:
+                _self_test_on_ray(question, out, ray_address, count, shares)
+            _self_test(question, out, machine, count, at_once, shares)
         found = revisions.run(question, out, machine, say=_say)
     elif baseline is not None:
         assert candidate is not None
@@ -204,15 +230,19 @@ def _question(
     *,
     budget: str | None,
     timeout: float,
+    elsewhere: bool,
     **wanted: Any,
 ) -> tuple[Question, dict[str, Any]]:
-    """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself."""
+    """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself.
+
+    elsewhere: on other hosts, which know their own GPUs.
+    """
     from te_bench.experiments import environment
     from te_bench.gate import checkouts
 
     cache = None if cache is None else cache.absolute()
     on = device or environment.default_device()
-    gpus = find_gpus(on, None)[:1]
+    gpus = [] if elsewhere else find_gpus(on, None)[:1]
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
         _say("Uncommitted changes are not judged: the head is the last commit.")
@@ -252,19 +282,38 @@ def _self_test(
     question: Question,
     out: Path,
     machine: dict[str, Any],
-    gates: int | None,
+    gates: int,
     at_once: int | None,
-    slower: str | None,
+    slower: list[float],
 ) -> NoReturn:
     from te_bench.gate import self_test
     from te_bench.gate.places import places
-    from te_bench.reports.page import tables
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
     where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)
-    shares = _shares("1%,2%,5%" if slower is None else slower)
-    count = 1 if gates is None else gates
-    rates = self_test.run(question, out, machine, gates=count, slower=shares, where=where, say=_say)
+    _show(question, self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=_say))
+
+
+def _self_test_on_ray(
+    question: Question, out: Path, ray_address: str | None, gates: int, slower: list[float]
+) -> NoReturn:
+    """The same on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
+    from te_bench.cli.run import find_hosts
+    from te_bench.experiments import on_ray
+    from te_bench.gate import gates_on_ray, self_test
+
+    with on_ray.connected(ray_address):
+        cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
+        run_each = functools.partial(gates_on_ray.run_each, cluster)
+        asked: dict[str, Any] = {"gates": gates, "slower": slower, "where": cluster.places, "run_each": run_each}
+        rates = self_test.run(question, out, cluster.machine, say=_say, **asked)
+    _show(question, rates)
+
+
+def _show(question: Question, rates: "list[Rate]") -> NoReturn:
+    from te_bench.gate import self_test
+    from te_bench.reports.page import tables
+
     shown = self_test.table(rates)
     print("\n".join(tables.terminal(shown)))
     say(shown.note)

@@ -128,10 +128,10 @@ class Cluster:
         for host in hosts:
             self._say_why_not(host)
         if not fit:
-            what = "a GPU" if wanted.device == "cuda" else "a CPU"
-            raise ValueError(
-                f"--on ray: no host of the cluster has {what} and this te_bench; add one, or change --device"
-            )
+            gpus = "a GPU" if wanted.gpus <= 1 else f"{wanted.gpus:g} GPUs, as the widest trial needs,"
+            what = gpus if wanted.device == "cuda" else "a CPU"
+            or_else = "leave wider trials out by --only" if wanted.gpus > 1 else "change --device"
+            raise ValueError(f"--on ray: no host of the cluster has {what} and this te_bench; add one, or {or_else}")
         places: dict[str, int] = {}
         for host in fit:
             places[_id(host)] = places.get(_id(host), 0) + wanted.places(host.resources)
@@ -169,6 +169,12 @@ class Cluster:
         self.hosts += joined
         return joined
 
+    def head(self) -> ray_host.Head:
+        """This process, as its hosts must know it."""
+        return ray_host.Head(
+            environment.code_hash(), self.machine["id"], str(Path.cwd()), os.environ.get(ray_host.THREADS)
+        )
+
     def of(self, node: str) -> Host | None:
         return next((host for host in self.hosts if host.node == node), None)
 
@@ -182,7 +188,7 @@ class Cluster:
         import ray
 
         task = ray.remote(num_cpus=0, max_retries=0)(ray_host.capture)
-        ref = task.options(scheduling_strategy=_on(node["NodeID"])).remote(
+        ref = task.options(scheduling_strategy=on(node["NodeID"])).remote(
             self.wanted.device, self.wanted.by_table, os.environ.get(ray_host.THREADS)
         )
         name = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
@@ -233,10 +239,9 @@ class RayExecutor:
         self._cluster, self._logs = cluster, directory / runner.LOGS
         own(self._logs).mkdir(exist_ok=True)
         self._timeout_s, self._context = timeout_s, context
-        self._head = ray_host.Head(
-            environment.code_hash(), cluster.machine["id"], str(Path.cwd()), os.environ.get(ray_host.THREADS)
-        )
+        self._head = cluster.head()
         self._running: dict[Any, _Submitted] = {}
+        self._gone: set[Any] = set()  # of those the ones whose host was not there at the last look
         self._doubted: dict[Any, Place] = {}  # where a trial was lost: by the task that asks whether the host is there
         self._looked = self._had_hosts = time.monotonic()
 
@@ -249,7 +254,7 @@ class RayExecutor:
         assert host is not None
         task = _task(tuple(self._cluster.wanted.of_each(host.resources).items()))
         started, started_at = time.perf_counter(), datetime.now(UTC).isoformat(timespec="milliseconds")
-        ref = task.options(scheduling_strategy=_on(place.node)).remote(
+        ref = task.options(scheduling_strategy=on(place.node)).remote(
             trial.to_json(), self._head, self._timeout_s, self._context
         )
         self._running[ref] = _Submitted(trial, place, started, started_at)
@@ -268,19 +273,16 @@ class RayExecutor:
             yield self._record(ref, job)
         if time.monotonic() - self._looked >= LOOK_S:
             self._look()
+            yield from self._cut_off()
 
     def kill(self) -> None:
-        import ray
-
-        for ref in self._running:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.cancel(ref, force=True)
+        end(list(self._running))
 
     def _doubt(self, place: Place) -> None:
         """Give the place no trial before its host has answered: Ray takes a while to notice that one is gone."""
         import ray
 
-        asked = ray.remote(num_cpus=0, max_retries=0)(ray_host.answer).options(scheduling_strategy=_on(place.node))
+        asked = ray.remote(num_cpus=0, max_retries=0)(ray_host.answer).options(scheduling_strategy=on(place.node))
         self._doubted[asked.remote()] = place
 
     def _look(self) -> None:
@@ -305,6 +307,20 @@ class RayExecutor:
                 "--on ray: the cluster has lost its hosts. What was measured before is safe; run it again."
             )
 
+    def _cut_off(self) -> Iterator[Record]:
+        """Of trials whose host has gone since the look before: Ray may wait minutes for a connection that nobody closes."""
+        gone = {ref for ref, job in self._running.items() if self._cluster.of(job.place.node) is None}
+        for ref in gone & self._gone:
+            job = self._running.pop(ref)  # nobody hears what it may still say
+            yield self._unended(job, "interrupted", f"the host {job.place.host} was lost (cut off); {ray_host.RERUN}")
+        self._gone = gone & self._running.keys()
+
+    def _unended(self, job: "_Submitted", outcome: str, reason: str) -> Record:
+        """Of a trial whose host did not say how it ended."""
+        wall_s = time.perf_counter() - job.started
+        said: dict[str, Any] = {"outcome": outcome, "reason": reason, "started_at": job.started_at, "wall_s": wall_s}
+        return Record(trial=job.trial, environment=self._head.environment, **said)
+
     def _record(self, ref: Any, job: "_Submitted") -> Record:
         """What became of a trial: its host's word, or why there is none."""
         import ray
@@ -313,9 +329,7 @@ class RayExecutor:
             found, log = ray.get(ref)
         except ray.exceptions.RayError as error:
             self._doubt(job.place)
-            outcome, reason = _lost(error, job.place.host)
-            found = {"outcome": outcome, "reason": reason, "wall_s": time.perf_counter() - job.started}
-            return Record(trial=job.trial, environment=self._head.environment, started_at=job.started_at, **found)
+            return self._unended(job, *_lost(error, job.place.host))
         if self._cluster.of(job.place.node):
             self.free.append(job.place)
         path = self._logs / f"{job.trial.id}.log"
@@ -360,7 +374,22 @@ def _id(host: Host) -> str:
     return str(host.machine["id"])
 
 
-def _on(node: str) -> Any:
+def end(refs: Sequence[Any]) -> None:
+    """Cancel tasks and wait until they are gone.
+
+    A driver that shuts down while Ray still carries a cancellation may fail a check of Ray's own and exit with 1.
+    """
+    import ray
+
+    for ref in refs:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.cancel(ref, force=True)
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)
+
+
+def on(node: str) -> Any:
+    """Ray's word for that node and no other."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)

@@ -36,7 +36,7 @@ def answer() -> None:
 
 def capture(device: str, by_table: Collection[str], threads: str | None) -> dict[str, Any] | str:
     """environment.capture of this host, or why it can run nothing."""
-    _as_on_the_head(threads)
+    as_on_the_head(threads)
     gpus = (environment.visible_gpus() or environment.nvidia_gpus()) if device == "cuda" else []
     if device == "cuda" and not gpus:
         return "its driver reports no NVIDIA GPU"
@@ -54,10 +54,10 @@ def carry_out(
     """Run the trial in a process of its own: its record in JSON, and its log where it did not end ok."""
     import ray
 
-    _as_on_the_head(head.threads)
+    as_on_the_head(head.threads)
     name = os.uname().nodename
-    if (code := environment.code_hash()) != head.code:
-        reason = f"the te_bench of {name} is {code}, that of the head {head.code}: install the same there; {RERUN}"
+    if (differs := other_code(head)) is not None:
+        reason = f"{differs}: install the same there; {RERUN}"
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return _unrun(Trial.from_json(trial), head, reason, now).to_json(), None
     with contextlib.suppress(OSError):  # a host without that folder has no model of the user's either, and says so
@@ -73,7 +73,7 @@ def carry_out(
             Path(folder), head.environment, [], timeout_s=timeout_s, context=context, on_cpu=wanted.device == "cpu"
         )
         try:
-            supervisor.submit(wanted, _gpus() if wanted.device == "cuda" else None)
+            supervisor.submit(wanted, held_gpus() if wanted.device == "cuda" else None)
             while not (records := list(supervisor.ended())):
                 pass
         finally:
@@ -89,14 +89,22 @@ def _unrun(trial: Trial, head: Head, reason: str, now: str) -> Record:
     )
 
 
-def _as_on_the_head(threads: str | None) -> None:
+def other_code(head: Head) -> str | None:
+    """How this host's te_bench differs from the head's; None where it does not."""
+    code = environment.code_hash()
+    return (
+        None if code == head.code else f"the te_bench of {os.uname().nodename} is {code}, that of the head {head.code}"
+    )
+
+
+def as_on_the_head(threads: str | None) -> None:
     """Have this host's trials compute with as many threads as the head's would: Ray gives them one a CPU that it counts."""
     os.environ.pop(THREADS, None)
     if threads is not None:
         os.environ[THREADS] = threads
 
 
-def _gpus() -> str:
+def held_gpus() -> str:
     """The UUIDs of the GPUs that Ray holds for this trial, as CUDA_VISIBLE_DEVICES takes them."""
     import ray
 

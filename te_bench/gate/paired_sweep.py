@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments import environment
+from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Plan, Store
 from te_bench.gate import paired_trial
@@ -246,6 +247,11 @@ def _ask_for_plans(processes: Sequence[RevisionProcess], question: Question) -> 
             raise Unrunnable(f"{one.name}: a plan that te-bench does not know: {error!r}") from error
     last = answers[-1]
     planned = [as_known(trial) for trial in last["trials"]]
+    if divided := [trial for trial in planned if world_of(trial) > 1]:
+        raise ValueError(
+            f"--suite {question.suite}: {divided[0].name} is over several ranks, which a gate does not time; leave such "
+            "trials out by --only"
+        )
     baseline = next((as_recorded(trial).cell for trial in planned if trial.cell == last["baseline"]), None)
     return PairedPlan(title=last["title"], baseline=baseline, trials=trials)
 

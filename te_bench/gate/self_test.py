@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,13 @@ def run(
     *,
     gates: int,
     slower: Sequence[float] = SLOWER,
-    where: Sequence[Place] = (Place(),),
+    where: Sequence[Any] = (Place(),),
+    run_each: Callable[..., Iterable[Mapping[str, Any]]] = places.run_each,
     say: Callable[[str], None],
 ) -> list[Rate]:
     """Run `gates` gates of each condition, a gate of each in turn, one at each place; those that `directory` has count.
+
+    run_each: of where the places are, gates_on_ray's of a cluster.
 
     Of a leak and a crash at most CERTAIN are run.
     The fault is planted into one trial, the first that is timed. Raises ValueError for a suite that times none.
@@ -101,7 +104,7 @@ def run(
     planned = {one.name: gates if one.rounds is None else min(gates, CERTAIN) for one in planted}
     left = [one for turn in range(gates) for one in planted if done[one.name] <= turn < planned[one.name]]
     say(f"{len(left)} gates to run, {len(where)} at once")
-    for found in places.run_each(functools.partial(_run_gate, question, machine), left, where):
+    for found in run_each(functools.partial(_run_gate, question, machine), left, where):
         answer = {**found, "asked": asked}
         known.append(answer)
         _append(path, answer)

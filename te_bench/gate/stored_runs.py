@@ -247,7 +247,8 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list
     suites = " or ".join(dict.fromkeys(group.suite for side in sides for group in side))
     return [
         f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, which claim nothing. On each side, "
-        f"with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds the seeds that the run in DIR lacks"
+        f"with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds the seeds that the run in DIR "
+        "lacks; give it the other options that the run had"
     ]
 
 

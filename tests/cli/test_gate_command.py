@@ -69,6 +69,7 @@ def test_3_too_few_pairs(gate: Gate) -> None:
     said = " ".join(done.out.split())
     assert "1 of 1 timed trials have fewer than 5 pairs of seeds" in said
     assert "te-bench run nanogpt --seeds 8 --out DIR adds the seeds" in said
+    assert "give it the other options that the run had" in said
     assert "pairs of seeds" not in gate().out
 
 

@@ -1,6 +1,7 @@
 """Sweeps over a cluster of Ray, by real runs on one of three nodes: each fault is one typed row, and nothing runs twice."""
 
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -31,12 +32,17 @@ def scratch() -> set[Path]:
 
 
 def workers() -> list[psutil.Process]:
-    """The cluster's processes that run a trial each."""
+    """The cluster's processes that run a trial each; other tests have such processes too."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found += [process] if process.cmdline()[:1] == ["ray::carry_out"] and process.children() else []
+            ours = process.cmdline()[:1] == ["ray::carry_out"] and process.environ().get(MARK) == CLUSTER
+            found += [process] if ours and process.children() else []
     return found
+
+
+def outcomes(out: Path) -> list[str]:
+    return [row["outcome"] for row in rows(out)]
 
 
 def asleep() -> list[psutil.Process]:
@@ -107,7 +113,9 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="te-", dir="/tmp")  # its sockets' names must be short
-    notice = {"health_check_period_ms": 500, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
+    at_sigterm = signal.getsignal(signal.SIGTERM)  # each node of Ray's sets a handler, and leaves it
+    notice = {"period_ms": 500, "timeout_ms": 2000, "failure_threshold": 3, "initial_delay_ms": 0}
+    notice = {f"health_check_{name}": value for name, value in notice.items()}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**ON_RAY, **on_ray.SETTINGS, "RAY_TMPDIR": folder, MARK: CLUSTER}.items():
             patch.setenv(name, value)
@@ -119,6 +127,7 @@ def cluster() -> Iterator[Any]:
             yield nodes
         finally:
             nodes.shutdown()
+            signal.signal(signal.SIGTERM, at_sigterm)
             shutil.rmtree(folder)
 
 
@@ -134,15 +143,27 @@ def test_a_sweep_ends_and_its_rerun_repeats_nothing(cluster: Any, tmp_path: Path
     assert "8 of 8 trials are already in" in again.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_each_gpu_has_one_trial_at_a_time(cluster: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+@pytest.fixture(scope="module")
+def on_gpus(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, Any]]]:
+    """A sweep over GPUs, and its records, while the cluster has two more nodes, which differ."""
+    out = tmp_path_factory.mktemp("visible") / "out"
+    others = [
+        cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"})
+        for name in ("PRETENDED_DRIVER", "PRETENDED_CODE")
+    ]
     command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address, "--out", out)
     done = te_bench(*command, env=ON_RAY)
+    for other in others:
+        cluster.remove_node(other)
     assert (done.returncode, "on ray: 2 trials at a time, on 1 host" in done.stdout) == (0, True), done
+    return done, rows(out)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_each_gpu_has_one_trial_at_a_time(on_gpus: tuple[Any, list[dict[str, Any]]]) -> None:
     seen = {"GPU-0": [], "GPU-1": []}
-    for row in rows(out):
+    for row in on_gpus[1]:
         began = datetime.fromisoformat(row["started_at"]).timestamp()
         seen[row["kernels"][0]].append((began, began + row["wall_s"]))
     for spans in seen.values():
@@ -152,22 +173,14 @@ def test_each_gpu_has_one_trial_at_a_time(cluster: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-def test_hosts_that_differ_are_left_out_with_what_differs(cluster: Any, tmp_path: Path) -> None:
-    others = [
-        cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"})
-        for name in ("PRETENDED_DRIVER", "PRETENDED_CODE")
-    ]
-    command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address)
-    done = te_bench(*command, "--out", tmp_path / "out", env=ON_RAY)
-    for other in others:
-        cluster.remove_node(other)
-    assert (done.returncode, "on ray: 2 trials at a time, on 1 host" in done.stdout) == (0, True), done
+def test_hosts_that_differ_are_left_out_with_what_differs(on_gpus: tuple[Any, list[dict[str, Any]]]) -> None:
+    done, found = on_gpus
     name = os.uname().nodename
     left_out = [line for line in done.stderr.splitlines() if line.startswith("warning: the host")]
     assert len(left_out) == 2
     assert any(f"{name} is left out: its te_bench is 2, this one " in line for line in left_out)
     assert any("not compared: it has driver 2, the others driver 1. " in line for line in left_out)
-    assert len({row["environment"] for row in rows(tmp_path / "out")}) == 1
+    assert len({row["environment"] for row in found}) == 1
 
 
 @pytest.mark.slow
@@ -184,27 +197,79 @@ def test_ctrl_c_ends_all_trials_and_says_how_to_go_on(cluster: Any, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
+def test_a_node_that_is_cut_off_is_a_row_to_repeat(cluster: Any, tmp_path: Path) -> None:
+    """Its trial runs on, but nobody hears of it: neither when the sweep ends nor when the node is back."""
+    out, host = tmp_path / "out", os.uname().nodename
+    command = ("run", "sleeps", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address, "--out", out)
+
+    with running(*command, "--timeout", "25", main=None, env=ON_RAY) as run:
+        assert eventually(lambda: len(asleep()) == 2 and outcomes(out) == ["ok"], 40)
+        raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
+        worker = next(worker for worker in workers() if worker.ppid() in raylets)
+        silent = [worker, psutil.Process(worker.ppid())]
+        try:
+            for process in silent:
+                process.suspend()
+            assert eventually(lambda: outcomes(out) == ["ok", "interrupted"], 40)
+            assert len(asleep()) == 2
+            done = run.finish(60)
+        finally:
+            for process in silent:
+                process.resume()
+    assert outcomes(out) == ["ok", "interrupted", "timeout"], done
+    assert rows(out)[1]["reason"].startswith(f"the host {host} was lost"), rows(out)[1]["reason"]
+    assert eventually(lambda: not asleep(), 30)
+    cluster.remove_node(raylets[silent[1].pid], allow_graceful=False)
+    cluster.add_node(num_cpus=1)
+
+    again = te_bench(*command, "--timeout", "1", env=ON_RAY)
+    assert "2 of 3 trials are already in" in again.stdout
+    assert outcomes(out) == ["ok", "interrupted", "timeout", "timeout"], again
+    assert len({row["trial"]["problem"]["model"] + str(row["trial"]["problem"]["number"]) for row in rows(out)}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_full_disk_on_the_head_ends_the_sweep_and_loses_nothing(cluster: Any, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE ends a write in the middle of a line, as a full disk does; the next run has room."""
+    out = tmp_path / "out"
+    command = (*NAPS, "--ray-address", cluster.address, "--out", out)
+    with running(*command, main=None, env=ON_RAY) as run:
+        assert eventually(lambda: len(rows(out)) >= 2, 60)
+        full = (out / "journal.jsonl").stat().st_size + 100
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
+        done = run.finish(60)
+    kept = rows(out)
+    said = f"te-bench: cannot write {out / 'journal.jsonl'}: File too large. What was measured before is safe.\n"
+    assert (done.returncode, done.stderr.endswith(said), 2 <= len(kept) < 8) == (2, True, True), done
+    assert eventually(lambda: not workers(), 20)
+
+    again = te_bench(*command, env=ON_RAY)
+    assert (again.returncode, f"{len(kept)} of 8 trials are already in" in again.stdout) == (0, True), again
+    assert rows(out)[: len(kept)] == kept
+    assert sorted(row["trial"]["problem"]["number"] for row in rows(out)) == list(range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_path: Path) -> None:
     """Three trials hold all places. A node is lost, another joins, and then a worker and te-bench are killed."""
     out, host = tmp_path / "out", os.uname().nodename
     command = ("run", "crowded", "--device", "cpu", "--on", "ray", "--ray-address", cluster.address, "--out", out)
-
-    def outcomes() -> list[str]:
-        return [row["outcome"] for row in rows(out)]
 
     with running(*command, main=None, env=ON_RAY) as run:
         assert eventually(lambda: len(asleep()) == 3, 40)
         raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.worker_nodes}
         on_a_node = next(worker for worker in workers() if worker.ppid() in raylets)
         cluster.remove_node(raylets[on_a_node.ppid()], allow_graceful=False)
-        assert eventually(lambda: outcomes() == ["interrupted"], 40)
+        assert eventually(lambda: outcomes(out) == ["interrupted"], 40)
         time.sleep(2 * on_ray.LOOK_S)  # while no waiting trial is sent to where one was lost
-        assert outcomes() == ["interrupted"]
+        assert outcomes(out) == ["interrupted"]
 
         cluster.add_node(num_cpus=1)
-        assert eventually(lambda: outcomes() == ["interrupted", "ok"] and len(asleep()) == 3, 40)
+        assert eventually(lambda: outcomes(out) == ["interrupted", "ok"] and len(asleep()) == 3, 40)
         workers()[0].kill()
-        assert eventually(lambda: outcomes() == ["interrupted", "ok", "interrupted", "ok"], 40)
+        assert eventually(lambda: outcomes(out) == ["interrupted", "ok", "interrupted", "ok"], 40)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
         assert eventually(lambda: not asleep() and run.gone(0), 30)
@@ -215,7 +280,7 @@ def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
     assert by_worker == killed
 
     done = te_bench(*command, "--timeout", "1", env=ON_RAY)
-    assert outcomes()[4:] == ["timeout"] * 4, done
+    assert outcomes(out)[4:] == ["timeout"] * 4, done
     assert "2 of 6 trials are already in" in done.stdout
     assert not asleep()
 

@@ -4,10 +4,12 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from driving import te_bench
 from scipy.stats import binom
 
 from te_bench.experiments import environment
@@ -147,15 +149,14 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
         self_test.run(QUESTION, tmp_path, MACHINE, gates=0, **more)
 
 
-def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path) -> None:
     tried: list[str] = []
 
     def run_each(gate: Any, left: list[Any], where: Any) -> list[Any]:
         tried.extend(one.name for one in left)
         return []
 
-    monkeypatch.setattr(self_test.places, "run_each", run_each)
-    self_test.run(QUESTION, tmp_path, MACHINE, gates=20, slower=[0.1], say=lambda line: None)
+    self_test.run(QUESTION, tmp_path, MACHINE, gates=20, slower=[0.1], run_each=run_each, say=lambda line: None)
     assert {name: tried.count(name) for name in tried} == {"unchanged": 20, "10 % slower": 20, "leak": 5, "crash": 5}
 
 
@@ -214,3 +215,48 @@ def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
     [slower] = [answer for answer in answers if answer["slower"]]
     [trial] = slower["trials"].values()
     assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (GateVerdict.REGRESSION, True)
+
+
+def test_a_suite_with_trials_over_ranks_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Each rank would ask the gate for turns of its own."""
+    done = te_bench("gate", "--self-test", "--suite", "scaling", "--device", "cpu", "--out", tmp_path, main=None)
+    assert done.returncode == 2
+    assert "-ddp-x2/flash/bf16/eager/s0 is over several ranks, which a gate does not time; leave" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_error_on_a_host_is_said_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
+    from te_bench.gate import gates_on_ray
+
+    said = "the te_bench of a is 1, that of the head 2"
+    failed = ray.exceptions.RayTaskError("_run_there", f"a traceback\nValueError: {said}", ValueError(said))
+
+    def get(_: object) -> None:
+        raise failed.as_instanceof_cause()
+
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "ref"))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: task)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray, "get", get)
+    wanted = SimpleNamespace(of_each=lambda _: {}, device="cpu")
+    cluster: Any = SimpleNamespace(head=lambda: None, of=lambda _: SimpleNamespace(resources={}), wanted=wanted)
+    place: Any = SimpleNamespace(node="0" * 56, host="a")
+    with pytest.raises(ValueError, match="the te_bench of a") as caught:
+        list(gates_on_ray.run_each(cluster, lambda task, place: {}, ["task"], [place]))
+    assert str(caught.value) == said
+
+
+@pytest.mark.xdist_group("ray")
+def test_on_a_cluster_each_gate_is_one_as_here(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
+    asked = ("--suite", "attention", "--only", "*t128-d32-full/math/*", "--slower", "50%", "--budget", "5s")
+    command = ("gate", "--self-test", "--on", "ray", "--device", "cpu", *asked, "--out", tmp_path)
+    done = te_bench(*command, main=None)
+    assert "on ray: 1 trial at a time, on 1 host" in done.stdout, done.stderr
+    found = [json.loads(line) for line in (tmp_path / self_test.ANSWERS).read_text().splitlines()]
+    assert [one["condition"] for one in found] == ["unchanged", "50 % slower", "leak", "crash"]
+    assert [one["exit_code"] for one in found[2:]] == [1, 4]
+    again = te_bench(*command, main=None)
+    assert "0 gates to run, 1 at once" in again.stderr
+    assert again.stdout == done.stdout
