@@ -64,11 +64,11 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
     if not own.facts.text and any(trial.workload == "training" for trial in experiment.trials):
         raise ValueError(
             f"--model {options.model}: the suite {experiment.suite} trains on text, and this model takes none; the suites "
-            "speed, nanogpt, fp8 and memory measure its step"
+            "speed, nanogpt, fp8, memory and scaling measure its step"
         )
     adapted = [t for trial in experiment.trials for t in _adapted(trial, own)]
     baseline = next((t.cell for t in adapted if _is_step(t)), adapted[0].cell)
-    left_out = (*_left_out(experiment.trials), *_without(own, experiment.trials))
+    left_out = (*experiment.left_out, *_left_out(experiment.trials), *_without(own, experiment.trials))
     if experiment.suite in LADDERS:
         adapted += [*_with_parts(adapted), *_of_rivals(adapted)]
         left_out += tuple(f"{what}: {why}" for what, why in without_rivals(options.device).items())

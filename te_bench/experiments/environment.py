@@ -177,6 +177,16 @@ def gpu_state(uuid: str) -> dict[str, Any]:
     }
 
 
+def energy(uuid: str) -> float | None:
+    """Joules that a GPU has taken since its driver was loaded; None where nobody counts them."""
+    handle = _handle(uuid)
+    if handle is None:
+        return None
+    import pynvml
+
+    return _try(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle, scale=1e-3)
+
+
 @dataclass(frozen=True, slots=True)
 class Clocks:
     """What a GPU runs at and why it runs no faster: nvml.h, nvmlClocksEventReasons*. None is what it does not say."""

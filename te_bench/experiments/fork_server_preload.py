@@ -7,8 +7,11 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 
-from te_bench.experiments import processes, runner
+_at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is te-bench's, which ends this; else a traceback
+
+from te_bench.experiments import processes, runner  # noqa: E402
 
 processes.end_with_parent(int(os.environ[runner.RUNNER]))
 SERVER = os.getpid()  # which the fork server's children inherit
@@ -19,3 +22,4 @@ for _module in os.environ.get(runner.PRELOADED, "").split():
         importlib.import_module(_module)
 gc.freeze()  # for the children too: a collection that looks at them takes 0.2 s
 gc.enable()
+signal.signal(signal.SIGINT, _at_interrupt)  # from here on the fork server sees to it

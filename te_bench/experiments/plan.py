@@ -29,6 +29,7 @@ from te_bench.experiments.spec import (
 )
 from te_bench.kernels.gemm import table
 from te_bench.models.configs import configs
+from te_bench.training import parallel
 
 #: Settings of a problem that name a plug-in, and where those are.
 PLUGINS = {
@@ -36,11 +37,11 @@ PLUGINS = {
     "optimizer": "te_bench.kernels.adamw.backends",
     "fault": "te_bench.models.faults",
     **dict.fromkeys(("rival", "linears"), "te_bench.models.rivals"),
-    "parallel": "te_bench.training.parallel",
 }
 WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
-DIVIDED = ("train_step", "training")  # workloads that can span GPUs
+SPANNING = ("train_step", "training")  # workloads that span the GPUs of --parallel
+STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can compute activations again
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
@@ -48,7 +49,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
-    experiment = _divided(adoption.adapt(experiment, options), options)
+    experiment = _asked_of_steps(adoption.adapt(experiment, options), options)
     for trial in experiment.trials:
         check(trial)
     _check_options(experiment, options)
@@ -60,20 +61,30 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     return dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
 
 
-def _divided(experiment: Experiment, options: Options) -> Experiment:
-    """Its training steps over the ranks that --gpus-per-trial asks for. Raises ValueError for a suite without any."""
-    if options.parallel is None:
+def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
+    """Its training steps over the ranks of --gpus-per-trial, and with --checkpointing.
+
+    Raises ValueError for a suite without any.
+    """
+    over: Settings = {} if options.parallel is None else {"parallel": options.parallel, "world": options.gpus_per_trial}
+    over |= {} if options.shard is None else {"shard": options.shard}
+    again: Settings = {"checkpointing": "blocks"} if options.checkpointing else {}
+    if not over and not again:
         return experiment
-    over: Settings = {"parallel": options.parallel, "world": options.gpus_per_trial}
+    workloads_of = {trial.workload for trial in experiment.trials}
+    for flag, asked, legal in (("--parallel", over, SPANNING), ("--checkpointing", again, STEPS)):
+        if asked and workloads_of.isdisjoint(legal):
+            raise ValueError(f"{flag}: the suite {experiment.suite} has no training step that heeds it; leave it out")
     cells, trials = {}, []
     for trial in experiment.trials:
-        divided = trial
-        if trial.workload in DIVIDED:
-            divided = dataclasses.replace(trial, problem={**trial.problem, **over})
+        more: Settings = (over if trial.workload in SPANNING else {}) | (again if trial.workload in STEPS else {})
+        if options.gather is not None and trial.workload == "train_step" and trial.precision == "fp8":
+            more["gather"] = options.gather
+        divided = dataclasses.replace(trial, problem={**trial.problem, **more}) if more else trial
         cells[trial.cell] = divided.cell
         trials.append(divided)
-    if all(trial.workload not in DIVIDED for trial in trials):
-        raise ValueError(f"--parallel: the suite {experiment.suite} has no trial that spans GPUs; leave it out")
+    if options.gather is not None and all("gather" not in trial.problem for trial in trials):
+        raise ValueError(f"--gather: the suite {experiment.suite} has no step in FP8 at a fixed batch; leave it out")
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
 
@@ -136,10 +147,20 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
             raise ValueError(f"{trial.name}: the arithmetic of {name} is the recipe {recipe}, not {trial.recipe}")
         if p.blocks is not None or (p.head is not None and p.against.head is not None):
             raise ValueError(f"{trial.name}: {name} has blocks or a head of its own; leave out te-bench's")
+    if p.parallel is not None:
+        plugins.check("mode of parallelism", p.parallel, parallel.names())
     if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < 2):
         raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and 2 ranks or more, world")
-    if p.world is not None and isinstance(p.batch, int) and p.batch % p.world:
-        less = p.batch // p.world * p.world or p.world
+    gathers = p.parallel in run_options.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
+    if p.gather is not None and not gathers:
+        modes = " or ".join(run_options.GATHERING)
+        raise ValueError(f"{trial.name}: gather fp8 is of a train_step in FP8 over ranks by {modes}")
+    if (p.shard is None) != (p.parallel not in parallel.GROUPED):
+        raise ValueError(
+            f"{trial.name}: shard is of {' and '.join(parallel.GROUPED)}, which have it: the ranks of a group"
+        )
+    if p.world is not None and isinstance(p.batch, int) and p.batch % p.replicas:
+        less = p.batch // p.replicas * p.replicas or p.replicas
         raise ValueError(
             f"a batch of {p.batch} does not divide into {p.world} ranks: give --batch {less}, or another --gpus-per-trial"
         )

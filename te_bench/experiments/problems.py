@@ -39,9 +39,12 @@ _SHOWN = {
     "optimizer": "adamw-",
     "parts": "parts-",
     "blocks": "blocks-",
+    "checkpointing": "checkpointed-",
     **dict.fromkeys(("rival", "linears"), ""),
     "parallel": "",
     "world": "x",
+    "shard": "shard",
+    "gather": "gather-",
     "edge": "n",
     "tokens": "t",
     "in_features": "k",
@@ -131,6 +134,7 @@ class StepProblem(TrialProblem):
     head: str | None = None  # of kernels.linear_cross_entropy; None: all logits at once
     optimizer: str | None = None  # of kernels.adamw; None: torch's fused AdamW
     blocks: Literal["fused"] | None = None  # None: one module after the other
+    checkpointing: Literal["blocks"] | None = None  # whose activations are computed again; None: all are kept
     rival: str | None = None  # of models.rivals; None: te-bench's own passes
     linears: str | None = None  # what `rival` was called when all rivals were torchao's: GPT-2's published trials
     learning_rate: float | None = None
@@ -147,6 +151,8 @@ class StepProblem(TrialProblem):
     batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
     parallel: str | None = None  # a mode of training.parallel; None: one process
     world: int | None = None  # its ranks
+    shard: int | None = None  # ranks of a group, of hsdp and fsdp2+tp
+    gather: Literal["fp8"] | None = None  # of blocks' weights by fsdp2 or hsdp; None: in the dtype of their products
     arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
     config: str | None = None
     sha256: str | None = None
@@ -154,6 +160,13 @@ class StepProblem(TrialProblem):
     loss: str | None = None
     packages: str | None = None
     parts: Literal["all"] | None = None  # of te.convert, of a user's model; None: what a recipe needs
+
+    @property
+    def replicas(self) -> int:
+        """Into how many parts its ranks divide a micro-batch."""
+        from te_bench.training.parallel import replicas
+
+        return 1 if self.world is None or self.parallel is None else replicas(self.parallel, self.world, self.shard)
 
     @property
     def source(self) -> "Source | None":
@@ -172,8 +185,10 @@ class StepProblem(TrialProblem):
 
     @property
     def as_it_is(self) -> bool:
-        """Whether mode cudagraph captures the step as it is, with no compiler: fused blocks, and a rival's own."""
-        return self.blocks is not None or (self.against is not None and self.against.own_blocks)
+        """Whether mode cudagraph captures the step with no compiler: fused blocks, a rival's own, te.convert's parts."""
+        if self.against is not None:
+            return self.against.own_blocks
+        return self.blocks is not None or self.parts is not None
 
     @property
     def optim(self) -> dict[str, Any]:
@@ -199,6 +214,11 @@ class TrainStepProblem(StepProblem):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SurveyProblem(TrainStepProblem):
     """One training step that is looked at, and not timed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingProblem(TrainStepProblem):
+    """One training step over one GPU or several, and what it takes of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +336,7 @@ class HeadProblem(TrialProblem):
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
+    "scaling": ScalingProblem,
     "survey": SurveyProblem,
     "max_batch": MaxBatchProblem,
     "training": TrainingProblem,
@@ -350,7 +371,8 @@ def ranks_of(trial: "Trial") -> dict[str, Any]:
     """What a record's work says of ranks; nothing of a trial that spans none."""
     if world_of(trial) == 1:
         return {}
-    return {"world": world_of(trial), "parallel": trial.problem["parallel"], "backend": backend_of(trial)}
+    divided = {name: trial.problem[name] for name in ("parallel", "shard") if name in trial.problem}
+    return {"world": world_of(trial), **divided, "backend": backend_of(trial)}
 
 
 def label(settings: Mapping[str, Any]) -> str:

@@ -38,6 +38,16 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def take_signals() -> None:
+    """Have a signal do in this fork what it does in a fresh process: a fork begins with its caller's handlers, Ray's say.
+
+    What the caller ignores stays ignored, but SIGTERM, which ends a fork in any case.
+    """
+    for number in signal.valid_signals():
+        if number == signal.SIGTERM or callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 def kill_group(pid: int) -> None:
     """Kill the process group that this process leads, if there is one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -159,6 +169,7 @@ def wait_for_any(calls: Sequence[ProcessCall], timeout_s: float = float("inf")) 
 
 def _answer(writer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], raises: bool) -> NoReturn:
     """In the process: send what the function returns or, where it is asked for, raises."""
+    take_signals()
     try:
         answer = pickle.dumps((True, function(*arguments)))
     except (Exception, KeyboardInterrupt) as error:  # of an answer that does not pickle, too
@@ -211,6 +222,7 @@ def _supervise(work: Callable[[], None], caller: int) -> NoReturn:
 
     caller: a pipe that has no other end once the caller is gone.
     """
+    take_signals()
     os.setsid()
     if sys.platform == "linux":
         import ctypes

@@ -47,7 +47,10 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
     """one(trial, context) in every rank, with a process group; the reply of rank 0, or that of the rank that failed."""
     world = world_of(trial)
     if trial.device == "cuda" and (here := _gpus()) < world:
-        return {"outcome": "unsupported", "reason": f"{world} ranks need a GPU each, and this trial has {here}"}
+        return {
+            "outcome": "unsupported",
+            "reason": f"not run: {world} ranks need a GPU each, and this trial has {here}",
+        }
     started, kills = time.perf_counter(), host.oom_kills()
     with socket.create_server((ADDRESS, 0)) as meeting:
         fork: Any = multiprocessing.get_context("fork")

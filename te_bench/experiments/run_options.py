@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench import plugins
+from te_bench.training import parallel as parallels
 
 MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -20,6 +21,9 @@ TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
 
 #: Settings that the option `fused` gives a trial.
 FUSED = ("blocks", "optimizer", "head")
+
+#: Modes of training.parallel that gather weights, which may be in FP8.
+GATHERING = ("fsdp2", "hsdp")
 
 # Raise ValueError, naming the flag, for a value that no suite could obey.
 
@@ -62,7 +66,7 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
 
 
 def _a_mode(flag: str, value: str) -> None:
-    plugins.check("mode of parallelism", value, plugins.names("te_bench.training.parallel"))
+    plugins.check("mode of parallelism", value, parallels.names())
 
 
 # From what is said on the command line to an option's value.
@@ -232,7 +236,22 @@ class Options:
         "GPUs of each training step, on a CPU processes; its batch is divided over them.", range=(2, 1024)
     )
     parallel: str | None = _option(
-        "How --gpus-per-trial divide a step: ddp or fsdp2.", str, metavar="MODE", check=_a_mode
+        "How --gpus-per-trial divide a step: ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1.",
+        str,
+        metavar="MODE",
+        check=_a_mode,
+    )
+    shard: int | None = _option(
+        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", range=(2, 512)
+    )
+    gather: str | None = _option(
+        "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
+        str,
+        metavar="FORMAT",
+        check=lambda flag, value: plugins.check(flag, value, ["fp8"]),
+    )
+    checkpointing: bool | None = _option(
+        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.", bool
     )
 
     def data_for(self, model: str, default: str) -> str:
@@ -257,9 +276,37 @@ def check(options: Options) -> None:
         if getattr(options, name) is not None and options.model is None:
             raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
     if (options.gpus_per_trial is None) != (options.parallel is None):
-        raise ValueError("--gpus-per-trial N goes with --parallel ddp or fsdp2: give both")
+        raise ValueError("--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both")
+    if options.gather is not None and options.parallel not in GATHERING:
+        raise ValueError(
+            f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
+        )
+    _check_shard(options.shard, options.parallel, options.gpus_per_trial)
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
+
+
+def _check_shard(shard: int | None, parallel: str | None, world: int | None) -> None:
+    """Raise ValueError unless a mode with groups, and no other, is told how many ranks one has, a proper part of them."""
+    if parallel not in parallels.GROUPED:
+        if shard is not None:
+            modes = " or ".join(parallels.GROUPED)
+            raise ValueError(
+                f"--shard {shard} goes with --gpus-per-trial N --parallel {modes}: no other mode has groups"
+            )
+        return
+    assert world is not None
+    divisors = [n for n in range(2, world) if world % n == 0]
+    if not divisors:
+        raise ValueError(
+            f"--parallel {parallel}: --gpus-per-trial {world} make no groups of equal size; choose fsdp2 or ddp"
+        )
+    if shard not in divisors:
+        what = "the weights" if parallel == "hsdp" else "each layer"
+        legal, got = " or ".join(map(str, divisors)), "" if shard is None else f"; got {shard}"
+        raise ValueError(
+            f"--parallel {parallel}: how many of --gpus-per-trial {world} share {what} is --shard {legal}{got}"
+        )
 
 
 def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:

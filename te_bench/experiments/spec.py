@@ -99,7 +99,7 @@ class Experiment:
     baseline: str | None = None  # Trial.cell of the configuration that is 1.00x
     judgement: Mapping[str, Scalar] = field(default_factory=dict)
     heeds: frozenset[str] = frozenset()
-    left_out: tuple[str, ...] = ()  # what of the suite does not apply to a user's model, a sentence each
+    left_out: tuple[str, ...] = ()  # what of the suite is not there, or not for a user's model, a sentence each
     asked: tuple[str, ...] = ()
 
 

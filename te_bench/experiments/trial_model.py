@@ -11,7 +11,7 @@ from te_bench.experiments.measurement import Unsupported, require
 from te_bench.experiments.problems import StepProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
-from te_bench.models import adopted, decoder, faults, kernel_choice
+from te_bench.models import adopted, checkpointing, decoder, faults, kernel_choice
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
@@ -90,6 +90,7 @@ def require_supported(trial: Trial) -> None:
         raise Unsupported("cudagraph with fp16: the gradient scaler decides on the host whether to step")
     if own:
         _require_fast(trial, config_of(trial))
+    _require_checkpointing(trial)
     _require_optimizer(trial)
     _require_parallel(trial)
     if trial.recipe:
@@ -140,6 +141,21 @@ def _require_optimizer(trial: Trial) -> None:
         if trial.precision == "fp16":
             reason = reason or "fp16: it has no gradient scaler"
         require(f"optimizer {p.optimizer}", reason)
+
+
+def _require_checkpointing(trial: Trial) -> None:
+    """Raise Unsupported for a step whose blocks' activations cannot be computed again."""
+    p = StepProblem.of(trial)
+    if p.checkpointing is None:
+        return
+    reason = None
+    if p.blocks is not None or (p.against is not None and p.against.own_blocks):
+        reason = "these blocks are no modules whose activations could be dropped; leave blocks out"
+    elif trial.mode == "compile-reduce-overhead":
+        reason = "torch.compile's own CUDA graphs overwrite what a block has kept; choose mode compile or cudagraph"
+    elif p.source is not None and not checkpointing.blocks_of(adopted.described(p.source).module):
+        reason = f"{p.source.model} has no nn.ModuleList of blocks"
+    require("checkpointing", reason)
 
 
 def _require_parallel(trial: Trial) -> None:
@@ -247,12 +263,20 @@ def build(trial: Trial) -> Decoder:
     return model
 
 
+def model_of(trial: Trial) -> Decoder | Adopted:
+    """The trial's model, te-bench's own or a user's, its blocks checkpointed where the trial says so."""
+    p = StepProblem.of(trial)
+    model = build(trial) if p.source is None else adopted_of(trial)
+    if p.checkpointing is not None:
+        checkpointing.checkpoint_blocks(model)
+    return model
+
+
 def step_of(trial: Trial) -> TrainStep:
     """One training step of the trial's model, in its precision and mode, by its optimizer."""
     p = StepProblem.of(trial)
-    model = build(trial) if p.source is None else adopted_of(trial)
     return TrainStep(
-        model,
+        model_of(trial),
         optim_of(trial),
         precision=trial.precision,
         mode=trial.mode,
@@ -263,8 +287,9 @@ def step_of(trial: Trial) -> TrainStep:
 
 def parallel_of(trial: Trial) -> Parallel:
     """How the trial's step is divided over the ranks, one of which this process is."""
-    mode = StepProblem.of(trial).parallel
-    return parallel.SINGLE if mode is None else parallel.load(mode)
+    p = StepProblem.of(trial)
+    options = {name: value for name in ("shard", "gather") if (value := getattr(p, name)) is not None}
+    return parallel.SINGLE if p.parallel is None else parallel.load(p.parallel, **options)
 
 
 def allow_tf32(precision: str) -> None:

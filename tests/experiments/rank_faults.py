@@ -1,7 +1,9 @@
 """What becomes of a trial when one of its ranks goes wrong, for test_ranks: python rank_faults.py prints replies as JSON."""
 
 import dataclasses
+import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,8 +19,9 @@ from te_bench.experiments import ranks, trial_model
 from te_bench.experiments import trial as child
 from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import Context
+from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
-from te_bench.training.parallel import ddp
+from te_bench.training.parallel import ddp, fsdp2
 from te_bench.training.step import Optim, TrainStep
 
 PROBLEM = {"model": "tiny", "block": 16, "vocab": 250, "padded_vocab": 256, "batch": 4, "parallel": "ddp", "world": 2}
@@ -134,6 +137,17 @@ def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+def gathers_bf16(trial: Trial, context: Context) -> dict[str, Any]:
+    """A step that is asked for a gather in FP8, and forgets it."""
+
+    class Forgets(fsdp2.FSDP2):
+        def __init__(self, gather: str) -> None:
+            super().__init__()
+
+    fsdp2.PARALLEL = Forgets  # type: ignore[misc]
+    return child.run_one(trial, context)
+
+
 def compiled() -> dict[str, Any]:
     """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
     problem = {**PROBLEM, "parallel": "fsdp2", "layers": 10, "block": 8}
@@ -141,18 +155,50 @@ def compiled() -> dict[str, Any]:
     return child.run(asked, Context())
 
 
+def of_ranks(one: Callable[[Trial, Context], dict[str, Any]], check: bool = True) -> Callable[[], dict[str, Any]]:
+    return functools.partial(ranks.run, TRIAL, Context(check=check), one)
+
+
+def logged(fault: Callable[[], object]) -> dict[str, Any]:
+    """The reply where the trial has a log of its own, as in a sweep."""
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        return of_ranks(while_rank_0_computes(fault))()
+
+
+def replies() -> dict[str, Any]:
+    """Those of trials that wait for most of their time are had all at once, in forks, the others meanwhile."""
+    wait = {"slow reference": of_ranks(slow_reference)}
+    wait |= {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (hangs, late)}
+    wait |= {fault.__name__: functools.partial(logged, fault) for fault in (os.abort, of_nccl, waits_by_nccl)}
+    fork = multiprocessing.get_context("fork")
+    calls = {name: ProcessCall(fork, ask) for name, ask in wait.items()}
+    for call in calls.values():
+        call.start()
+    compute = {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (killed, fail)}
+    compute |= {f"other experts, {since=}": of_ranks(in_a_trial(other_experts(since))) for since in (0, 1)}
+    compute |= {f"not a number, {check=}": of_ranks(not_a_number, check) for check in (True, False)}
+    found = {name: ask() for name, ask in compute.items()}
+    while not all(call.ended for call in calls.values()):
+        wait_for_any([call for call in calls.values() if not call.ended])
+    return found | {name: call.result() for name, call in calls.items()}
+
+
+def of_gathers() -> dict[str, Any]:
+    asked = {"problem": {**PROBLEM, "parallel": "fsdp2", "gather": "fp8", "layers": 1, "block": 8}, "precision": "fp8"}
+    in_fp8 = dataclasses.replace(TRIAL, **asked, recipe="float8_current_scaling")
+    by_rows = dataclasses.replace(in_fp8, recipe="rowwise_scaling")
+    return {
+        "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),
+        "gathers fp8": ranks.run(in_fp8, Context(), child.run_one),
+        "gathers rows": ranks.run(by_rows, Context(), child.run_one),
+    }
+
+
 if __name__ == "__main__" and sys.argv[1:] == ["compiled"]:
     print(json.dumps(compiled()))
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
-    slow = {"slow reference": ranks.run(TRIAL, Context(), slow_reference)}
-    replies = {fault.__name__: ranks.run(TRIAL, Context(), of_rank_1(fault)) for fault in (killed, hangs, late, fail)}
-    for fault in (os.abort, of_nccl, waits_by_nccl):
-        with tempfile.TemporaryFile() as log:
-            os.dup2(log.fileno(), 2)
-            replies[fault.__name__] = ranks.run(TRIAL, Context(), while_rank_0_computes(fault))
-    for since in (0, 1):
-        replies[f"other experts, {since=}"] = ranks.run(TRIAL, Context(), in_a_trial(other_experts(since)))
-    for check in (True, False):
-        replies[f"not a number, {check=}"] = ranks.run(TRIAL, Context(check=check), not_a_number)
-    print(json.dumps(replies | slow))
+    found = replies()
+    ranks.PATIENCE_S = 45.0
+    print(json.dumps(found | of_gathers()))

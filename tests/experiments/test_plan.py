@@ -183,13 +183,31 @@ def test_steps_are_divided_where_it_is_asked_for_and_only_there() -> None:
     assert divided.baseline == divided.trials[0].cell
 
 
+def test_a_gather_in_fp8_is_of_steps_in_fp8() -> None:
+    options = Options(device="cpu", gpus_per_trial=2, parallel="fsdp2", gather="fp8")
+    trials = plan.resolve("fp8", options).trials
+    assert {t.precision for t in trials} == {"bf16", "fp8"}
+    assert all((t.problem.get("gather") == "fp8") is (t.precision == "fp8") for t in trials)
+    assert all("fsdp2-x2-gather-fp8" in t.name for t in trials if t.precision == "fp8")
+    with pytest.raises(
+        ValueError, match="--gather: the suite convergence has no step in FP8 at a fixed batch; leave it out"
+    ):
+        plan.resolve("convergence", options)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"parallel": "ddp"}, "a step over ranks has a mode, parallel, and 2 ranks or more, world"),
         ({"world": 2}, "a step over ranks has a mode"),
         ({"parallel": "ddp", "world": 1}, "a step over ranks has a mode"),
-        ({"parallel": "dpd", "world": 2}, "unknown parallel 'dpd'. Did you mean ddp"),
+        ({"parallel": "dpd", "world": 2}, "unknown mode of parallelism 'dpd'. Did you mean ddp"),
+        (
+            {"parallel": "fsdp2", "world": 2, "gather": "fp8"},
+            "gather fp8 is of a train_step in FP8 over ranks by fsdp2 or hsdp",
+        ),
+        ({"parallel": "hsdp", "world": 4}, "shard is of fsdp2.tp and hsdp, which have it: the ranks of a group"),
+        ({"parallel": "ddp", "world": 2, "shard": 2}, "shard is of fsdp2.tp and hsdp, which have it"),
         ({"parallel": "ddp", "world": 4}, "a batch of 2 does not divide into 4 ranks: give --batch 4"),
     ],
 )
@@ -202,3 +220,25 @@ def test_a_training_over_ranks_has_steps_and_a_batch() -> None:
     """Ranks that read clocks of their own would not stop at the same step."""
     with pytest.raises(ValueError, match="ranks have clocks and memories of their own; give it steps and a batch"):
         plan.resolve("curves", Options(device="cpu", gpus_per_trial=2, parallel="ddp"))
+
+
+@pytest.mark.parametrize("suite", ["fp8", "scaling", "memory", "curves"])
+def test_checkpointing_is_a_setting_of_every_suites_steps(suite: str) -> None:
+    plain, again = (
+        plan.resolve(suite, Options(device="cpu", model="tiny", checkpointing=asked)) for asked in (None, True)
+    )
+    assert [dict(t.problem) | {"checkpointing": "blocks"} for t in plain.trials] == [
+        dict(t.problem) for t in again.trials
+    ]
+    assert "checkpointing" not in plain.trials[0].problem
+    assert again.baseline in {trial.cell for trial in again.trials}
+
+
+def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
+    with pytest.raises(ValueError, match="--checkpointing: the suite attention has no training step that heeds it"):
+        plan.resolve("attention", Options(device="cpu", checkpointing=True))
+    divided = Options(device="cpu", gpus_per_trial=2, parallel="ddp", checkpointing=True)
+    with pytest.raises(ValueError, match="--parallel: the suite memory has no training step that heeds it"):
+        plan.resolve("memory", divided)
+    found = plan.resolve("fp8", divided)
+    assert all(t.problem["parallel"] == "ddp" and t.problem["checkpointing"] == "blocks" for t in found.trials)

@@ -3,8 +3,11 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +64,44 @@ def test_who_is_waited_for_in_vain_can_be_killed() -> None:
 def test_a_supervised_fork_says_which_signal_ended_it() -> None:
     assert run_supervised(lambda: None) is None
     assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGTERM)) == "SIGTERM"
+
+
+def exits(number: int, frame: Any) -> None:
+    """What Ray has a process do at SIGTERM that has started a node or called ray.init."""
+    sys.exit(number)
+
+
+@pytest.fixture
+def handled() -> Iterator[Callable[[int, Any], None]]:
+    """handled(number, handler): what this process does at a signal, until the test's end."""
+    before = {}
+
+    def handle(number: int, handler: Any) -> None:
+        before[number] = signal.signal(number, handler)
+
+    yield handle
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("handler", [exits, signal.SIG_IGN])
+def test_sigterm_ends_a_fork_whatever_it_does_to_who_forked(handler: Any, handled: Callable[[int, Any], None]) -> None:
+    handled(signal.SIGTERM, handler)
+    assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGTERM)) == "SIGTERM"
+    with pytest.raises(Ended) as end:
+        call("fork", "is killed").run()
+    assert end.value.exit_code == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_fork_has_no_handler_of_who_forked_and_ignores_what_that_does(handled: Callable[[int, Any], None]) -> None:
+    handled(signal.SIGUSR1, exits)
+    handled(signal.SIGUSR2, signal.SIG_IGN)
+    handled(signal.SIGINT, exits)
+    assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGUSR1)) == "SIGUSR1"
+    assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGUSR2)) is None
+    with pytest.raises(KeyboardInterrupt):
+        ProcessCall(multiprocessing.get_context("fork"), signal.raise_signal, signal.SIGINT).run()
 
 
 def test_a_fork_frees_its_copy_of_a_temporary_folder_and_removes_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from driving import Run, rows, te_bench
 
+BF16 = "gather fp8: a step is to gather 98,304 bytes of uint8; this one gathered 196,608 bytes of bfloat16"
 LATE = "came late or never to a collective that the others waited 4 s for"
 OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
 FAULTS = Path(__file__).with_name("rank_faults.py")
@@ -14,7 +15,7 @@ FAULTS = Path(__file__).with_name("rank_faults.py")
 
 @pytest.fixture(scope="module")
 def replies() -> Any:
-    """What the supervisor said of each fault, all in one process."""
+    """What the supervisor said of each fault, all by one program."""
     run = Run(main=FAULTS)
     done = run.finish()
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,12 @@ def replies() -> Any:
             "unsupported",
             "rank 1: this pass brought gradients of other parameters than the first",
         ),
+        ("gathers bf16", "failed_check", BF16),
+        (
+            "gathers rows",
+            "unsupported",
+            "gather fp8: RowwiseScaling has more than one scale a weight; choose per-tensor",
+        ),
         ("not a number, check=True", "failed_check", "loss: error nan > "),
         ("not a number, check=False", "diverged", "the loss is not finite"),
     ],
@@ -45,6 +52,13 @@ def replies() -> Any:
 def test_a_fault_of_one_rank_is_one_typed_row(replies: Any, fault: str, outcome: str, reason: str) -> None:
     assert replies[fault]["outcome"] == outcome
     assert replies[fault]["reason"].startswith(reason)
+
+
+def test_a_gather_in_fp8_is_what_the_record_says(replies: Any) -> None:
+    said = replies["gathers fp8"]
+    assert said["outcome"] == "ok", said["reason"]
+    gathers = {each["dtype"]: each["bytes"] for each in said["work"]["collectives"] if "gather" in each["name"]}
+    assert gathers.keys() == {"uint8", "float32"}  # of the blocks, and of the tables
 
 
 def test_a_hanging_rank_is_found_by_the_others_patience(replies: Any) -> None:
@@ -84,6 +98,48 @@ def test_a_run_divides_its_steps_and_says_so(tmp_path: Path, mode: str, seen: se
     assert {each["dtype"] for each in step["work"]["collectives"] if "reduce" in each["name"]} == {"float32"}
     assert step["check"]["quantities"]
     assert len(step["samples"]["latency_s"]) == 20
+
+
+def test_a_run_by_hsdp_says_its_groups(tmp_path: Path) -> None:
+    """Of a step that gathers in FP8: which ranks share weights, by which collectives, held to what was asked for."""
+    sizes = ("--device", "cpu", "--model", "tiny", "--batch", "4", "--tokens", "16", "--seeds", "1")
+    divided = ("--gpus-per-trial", "4", "--parallel", "hsdp", "--shard", "2", "--gather", "fp8")
+    only = ("--only", "*hsdp-x4-shard2-gather-fp8/*/delayed_scaling/*")
+    done = te_bench("run", "fp8", *sizes, *divided, *only, "--out", tmp_path, main=None)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hsdp x4 in groups of 2" in done.stdout
+    (step,) = rows(tmp_path)
+    assert step["outcome"] == "ok", step["reason"]
+    assert {"world": 4, "parallel": "hsdp", "shard": 2}.items() <= step["work"].items()
+    within = {(each["name"], each["dtype"]): each.get("ranks") for each in step["work"]["collectives"]}
+    assert within["allgather_base", "uint8"] == [0, 1]
+    assert within["reduce_scatter_base", "float32"] == [0, 1]
+    assert [0, 2] in [each.get("ranks") for each in step["work"]["collectives"] if each["name"] == "allreduce"]
+
+
+def test_scaling_counts_what_each_rank_holds(tmp_path: Path) -> None:
+    """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank."""
+    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*"
+    done = te_bench(
+        "run", "scaling", "--device", "cpu", "--tokens", "16", "--only", chosen, "--out", tmp_path, main=None
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = rows(tmp_path)
+    assert [one["outcome"], two["outcome"]] == ["ok", "ok"]
+    assert two["work"]["tokens"] == 2 * one["work"]["tokens"]
+    [alone], ranks = ([rank["memory"] for rank in row["work"]["ranks"]] for row in (one, two))
+    assert len(ranks) == 2
+    for kind in ("weights", "gradients", "states"):
+        assert max(rank[kind] for rank in ranks) < 0.52 * alone[kind]  # norms and biases are whole
+        assert sum(rank[kind] for rank in ranks) >= alone[kind]
+    linears = 2 * 12 * 64**2  # of two layers, a byte a weight
+    assert [memory["fp8_copies"] for memory in (alone, *ranks)] == [linears] * 3
+    assert one["work"].get("interconnect") is None
+    link = two["work"]["interconnect"]
+    assert link["backend"] == "gloo"
+    assert link["busbw"] == pytest.approx(link["bytes"] / link["seconds"])  # 2 (n - 1) / n = 1
+    assert not {"exposed_s", "energy_j"} & two["work"]["ranks"][0].keys()  # a CPU has neither
+    assert "A training step on more GPUs" in (tmp_path / "report" / "report.md").read_text()
 
 
 @pytest.mark.slow

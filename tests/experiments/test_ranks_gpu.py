@@ -1,4 +1,4 @@
-"""A step over two GPUs and NCCL: graphs, fused blocks and FP8 under ddp, eager steps under fsdp2, each checked."""
+"""A step over two GPUs and NCCL: graphs, fused blocks and FP8 under ddp and zero1, steps of fsdp2 and tp, each checked."""
 
 from pathlib import Path
 
@@ -14,16 +14,43 @@ pytestmark = [
 COMMAND = ("run", "speed", "--device", "cuda", "--gpus", "0,1", "--gpus-per-trial", "2", "--seeds", "1", "--batch", "8")
 
 
+def test_scaling_reads_traces_energy_and_memory_of_every_rank(tmp_path: Path) -> None:
+    """One GPU in bf16, two in FP8 by ddp in a captured graph and by fsdp2; four are not run where there are two."""
+    in_fp8 = "*-ddp-x2/*/delayed_scaling/cudagraph/*,*-fsdp2-x2/*/delayed_scaling/*"
+    only = f"*V50304/*/bf16/compile/*,{in_fp8},*-ddp-x4/*/bf16/compile/*"
+    command = ("run", "scaling", "--device", "cuda", "--gpus", "0,1", "--seeds", "1", "--batch", "4", "--only", only)
+    done = te_bench(*command, "--out", tmp_path, main=None, timeout=590)
+    found = rows(tmp_path)
+    four = [row for row in found if row["trial"]["problem"].get("world") == 4]
+    assert [row["reason"] for row in four] == ["not run: 4 ranks need a GPU each, and this trial has 2"]
+    others = [row for row in found if row not in four]
+    assert [row["reason"] for row in others if row["outcome"] != "ok"] == [], done.stdout + done.stderr
+    for row in others:
+        world = row["trial"]["problem"].get("world", 1)
+        assert len(row["work"]["ranks"]) == world
+        for rank in row["work"]["ranks"]:
+            assert rank["energy_j"] > 0
+            assert rank["memory"]["peak"] > rank["memory"]["weights"] + rank["memory"]["states"]
+            if world > 1:
+                assert 0 <= rank["exposed_s"] <= rank["collectives_s"]
+                assert rank["collectives_s"] > 0
+        if world > 1:
+            assert row["work"]["interconnect"]["busbw"] > 1e9
+
+
 @pytest.mark.parametrize(
     ("mode", "only", "fewest"),
     [
         ("ddp", "*-adamw-triton*/cudnn/*", 4),
         ("ddp", "*V*-ddp-x2/cudnn/bf16/*", 1),
+        ("zero1", "*V50304-zero1-x2/cudnn/bf16/compile-reduce-overhead/*", 1),
+        ("zero1", "*-adamw-triton*/cudnn/*", 4),
+        ("tp", "*/eager/*,*/compile/*,*V50304-tp-x2/cudnn/bf16/cudagraph/*", 4),
         ("fsdp2", "*/eager/*,*/compile/*", 4),
     ],
 )
 def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, only: str, fewest: int) -> None:
-    suite = COMMAND if mode == "ddp" else ("run", "fp8", *COMMAND[2:])
+    suite = COMMAND if mode not in ("fsdp2", "tp") else ("run", "fp8", *COMMAND[2:])
     done = te_bench(*suite, "--parallel", mode, "--only", only, "--out", tmp_path, main=None, timeout=500)
     found = rows(tmp_path)
     assert [row["reason"] for row in found if row["outcome"] != "ok"] == [], done.stdout + done.stderr
@@ -32,3 +59,14 @@ def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, on
     for step in steps:
         assert {"world": 2, "parallel": mode, "backend": "nccl"}.items() <= step["work"].items()
         assert step["check"]["quantities"]
+
+
+def test_fsdp2_gathers_weights_in_fp8(tmp_path: Path) -> None:
+    """Each checked against float64, and what was gathered against what was asked for."""
+    only = ("--gather", "fp8", "--only", "*/delayed_scaling/eager/*,*/float8_current_scaling/eager/*")
+    te_bench("run", "fp8", *COMMAND[2:], "--parallel", "fsdp2", *only, "--out", tmp_path, main=None, timeout=500)
+    found = rows(tmp_path)
+    assert [row["outcome"] for row in found] == ["ok", "ok"], [row["reason"] for row in found]
+    for row in found:
+        gathers = {each["dtype"] for each in row["work"]["collectives"] if "gather" in each["name"]}
+        assert gathers == {"uint8", "float32"}

@@ -4,9 +4,11 @@ te-bench knows nothing of the module: what it computes is what its own code does
 and without dropout. The yardstick is the same at the trial's precision, FP8 emulated.
 """
 
+import contextlib
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,9 +29,10 @@ from te_bench.experiments.spec import OWN_ATTENTION, Trial
 from te_bench.models import adopted
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
-from te_bench.training.step import TrainStep, autocast
+from te_bench.models.checkpointing import blocks_of
+from te_bench.training.step import CannotCapture, TrainStep, autocast
 
-CHANGES = ("parts", "rival")  # what is done to the model: the references are without
+CHANGES = ("parts", "rival", "checkpointing")  # what is done to the model: the references are without
 #: Targets of a batch, at least, in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. Of few targets
 #: one rounding moves every gradient that follows, and the check takes rows to err independently.
 FEWEST_TARGETS = 8
@@ -48,6 +51,8 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         try:
             step, check, own = _checked(checked, inputs[: rows * accumulate], targets[: rows * accumulate], len(inputs))
             break
+        except CannotCapture as error:
+            raise Unsupported(str(error)) from None
         except torch.OutOfMemoryError:
             if world_of(trial) > 1:  # the other ranks may have had room, and go on
                 raise
@@ -152,13 +157,18 @@ def _model(step: TrainStep) -> Adopted:
 def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
     """An eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
-    Raises Unsupported where the model's attention has no such kernel.
+    Raises Unsupported where the model's attention has no such kernel, and where it calls none of its checkpointed blocks.
     """
     model, one = _model(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            with autocast(step.device, trial.precision), model.autocast(), model.counted():
+            with (
+                autocast(step.device, trial.precision),
+                model.autocast(),
+                model.counted(),
+                _checkpointing(trial, model),
+            ):
                 model(inputs[:one], targets[:one])
         except RuntimeError as error:
             if NO_KERNEL not in str(error):
@@ -173,6 +183,21 @@ def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) 
         kept = () if model.conversion is None else model.conversion.kept
         why = "; ".join(dict.fromkeys(layer.reason for layer in kept if layer.parameters)) or "it has none"
         raise Unsupported(f"fp8: te.convert finds no Linear of it that FP8 could compute: {why}")
+
+
+@contextlib.contextmanager
+def _checkpointing(trial: Trial, model: Adopted) -> Iterator[None]:
+    """Raise Unsupported where a pass goes by the parts of blocks that are checkpointed, and calls none of them."""
+    p, called = StepProblem.of(trial), []
+    blocks = [] if p.checkpointing is None else blocks_of(model)
+    handles = [block.register_forward_pre_hook(lambda *_: called.append(1)) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if blocks and not called:
+        raise Unsupported("checkpointing: the model calls the parts of its blocks, and no block, so that all is kept")
 
 
 def _require_fp8_of_rival(trial: Trial, model: Adopted) -> None:
@@ -222,7 +247,8 @@ def _reference(
             emulate(model.get_submodule(head), recipes.Float8CurrentScaling(), gradient_scale=scale)
     if parts.found:
         parts.recompute_blocks(model)
-    reference = TrainStep(model, step.optim, precision=precision, mode="eager")
+    arithmetic = "bf16" if precision == "fp8" else precision  # what FP8 rounds is emulated, under the same autocast
+    reference = TrainStep(model, step.optim, precision=arithmetic, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
     with parts.beside(*([Doubled()] if exact else [AsFused()] if rounded else [])):
         found = Gradients.of_step(reference, inputs, targets)
@@ -232,7 +258,9 @@ def _reference(
 
 
 def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) -> None:
-    weights = {name: step.parallel.whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
+    weights = {
+        name: step.parallel.whole(parameter.detach(), parameter) for name, parameter in step.model.named_parameters()
+    }
     for name, parameter in model.named_parameters():
         other = weights[name]
         if not torch.equal(parameter.detach(), other.t() if name in turned else other):

@@ -94,6 +94,8 @@ def _recorded(model: Any, calls: list[Call]) -> Iterator[None]:
 
 
 def _record(attend: Attend, calls: list[Call], q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+    if torch._C._current_graph_task_id() != -1:  # computed again in a backward pass, for a call recorded before
+        return attend(q, k, v, **said)
     call = Call()
     calls.append(call)
     out = attend(q, k, v, **said)

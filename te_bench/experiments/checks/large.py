@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from te_bench.kernels import linear_cross_entropy
+from te_bench.models.checkpointing import blocks_of
 from te_bench.models.configs import Shape
 from te_bench.models.decoder import Decoder
 
@@ -39,7 +40,7 @@ def by_parts(model: Decoder) -> None:
     assert model.heads is None
     for module in model.attentions():
         module.attention = by_heads(module.attention)
-    for block in _blocks(model):
+    for block in blocks_of(model):
         block.forward = functools.partial(_again, block.forward)
     head = linear_cross_entropy.Backend(forward=functools.partial(_loss, model), unsupported=lambda p: None)
     model.heads = dict.fromkeys((True, False), head)
@@ -54,20 +55,6 @@ def by_heads(attend: Attend, axis: int = 1) -> Attend:
         return torch.cat([_again(attend, *each, **said) for each in shared], axis)
 
     return attended
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's outermost lists of modules, which is where a transformer has its blocks.
-
-    A block has modules of its own: a lone activation may overwrite what it is given.
-    """
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            found += [block for block in child if any(block.children())]
-        else:
-            found += _blocks(child)
-    return found
 
 
 class ByParts(TorchFunctionMode):
@@ -92,7 +79,7 @@ class ByParts(TorchFunctionMode):
 
     def recompute_blocks(self, model: nn.Module) -> None:
         """Let each block compute again in the backward pass what it would keep for it."""
-        for block in _blocks(model):
+        for block in blocks_of(model):
             block.forward = functools.partial(_again, self._under(block.forward, self))
 
     def _under(self, function: Callable[..., Any], *more: TorchFunctionMode) -> Callable[..., Any]:

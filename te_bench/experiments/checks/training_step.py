@@ -31,7 +31,7 @@ from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.training.step import Optim, TrainStep
 
 #: What makes a step fast and nothing else: the references are without.
-FAST = ("head", "optimizer", "blocks", "rival", "linears")
+FAST = ("head", "optimizer", "blocks", "checkpointing", "rival", "linears")
 
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
@@ -143,7 +143,7 @@ def reference(
     With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
     fixed; as_fused: attention is rounded as fused kernels do.
     """
-    rows = len(tokens) // optim.accumulate // (StepProblem.of(trial).world or 1)
+    rows = len(tokens) // optim.accumulate // StepProblem.of(trial).replicas
     together = max(1, TOGETHER // (trial_model.config_of(trial).shape.heads * tokens.shape[1] ** 2))
     together = max(count for count in range(1, rows + 1) if rows % count == 0 and count <= together)
     optim = dataclasses.replace(optim, accumulate=len(tokens) // together)

@@ -143,6 +143,10 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     p, made = StepProblem.of(trial), _made_of(config)
     accumulate = trial_model.optim_of(trial).accumulate
     expected = _gemms(trial, made.linears * accumulate)
+    if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
+        least, most = expected[_linears(trial)]
+        again = (made.linears - made.parts) * accumulate
+        expected[_linears(trial)] = (least + again, None if most is None else most + made.linears * accumulate)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
@@ -181,7 +185,7 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
             expected[part] = SOME if part == chosen else NONE
     if trial.device == "cuda" and p.against is not None and p.against.kernels is not None:
         expected[f"rival_{p.against.title}"] = SOME
-    return expected | _mode(trial, as_it_is=False, theirs=True)  # its own code may compile parts of itself
+    return expected | _mode(trial, as_it_is=p.as_it_is, theirs=True)  # its own code may compile parts of itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,6 +238,11 @@ def _plain(trial: Trial) -> str:
     return "gemm_float" if trial.precision == "fp32" else "gemm_half"
 
 
+def _linears(trial: Trial) -> str:
+    """The part that the products of the trial's Linears are."""
+    return "gemm_fp8" if trial.precision == "fp8" else _plain(trial)
+
+
 def _plus(expected: Expected, part: str, times: int) -> Expected:
     least, most = expected[part]
     return {**expected, part: (least + times, None if most is None else most + times)}
@@ -244,7 +253,7 @@ def _gemms(trial: Trial, linears: int) -> Expected:
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
-    return _plus(expected, "gemm_fp8" if trial.precision == "fp8" else _plain(trial), PASSES * linears)
+    return _plus(expected, _linears(trial), PASSES * linears)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +22,7 @@ OTHER = ("barrier", "wait_tensor", "monitored_barrier_")
 def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:
     """[{"name", "dtype", "times", "bytes"}]; bytes: of all those, each by the larger of what goes in and what comes out.
 
+    Of a group that is a part of all ranks also "ranks", this rank's fellows in it.
     None where torch.compile's code is within it, as in FlexAttention, which nothing that looks on can follow.
     """
     try:
@@ -29,16 +31,19 @@ def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:
     except NotImplementedError:
         return None
     return [
-        {"name": name, "dtype": dtype, "times": times, "bytes": seen.bytes[name, dtype]}
-        for (name, dtype), times in sorted(seen.times.items())
+        {
+            **{"name": name, "dtype": dtype, "times": times, "bytes": seen.bytes[name, dtype, ranks]},
+            **({"ranks": list(ranks)} if ranks else {}),
+        }
+        for (name, dtype, ranks), times in sorted(seen.times.items())
     ]
 
 
 class _Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.times: Counter[tuple[str, str]] = Counter()
-        self.bytes: Counter[tuple[str, str]] = Counter()
+        self.times: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self.bytes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,10 +53,22 @@ class _Seen(TorchDispatchMode):
         if operator.namespace in NAMESPACES and name not in OTHER:
             sides = [_tensors(argument) for argument in args]
             largest = max((side for side in (*sides, _tensors(result)) if side), key=_bytes)
-            key = name.strip("_"), str(largest[0].dtype).removeprefix("torch.")
+            dtype = str(largest[0].dtype).removeprefix("torch.")
+            key = name.strip("_"), dtype, _fellows([*args, *(kwargs or {}).values()])
             self.times[key] += 1
             self.bytes[key] += _bytes(largest)
         return result
+
+
+def _fellows(arguments: list[Any]) -> tuple[int, ...]:
+    """The ranks of the group among a collective's arguments, an object or the last of its names; () where it is all."""
+    objects = [each for each in arguments if isinstance(each, torch.ScriptObject)]
+    groups = [dist.ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type())]
+    names = [each for each in arguments if isinstance(each, str)]
+    c10d: Any = dist.distributed_c10d
+    groups += [c10d._resolve_process_group(name) for name in names[-1:]]  # of functional ones
+    ranks = dist.get_process_group_ranks(groups[0]) if groups else []
+    return () if len(ranks) in (0, dist.get_world_size()) else tuple(ranks)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -115,6 +115,19 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
     return dict(kept) | ({f"({len(rest)} others)": sum(value for _, value in rest)} if rest else {})
 
 
+def kernel_spans(call: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """(name, begin, end) in seconds of everything that a GPU did in PROFILED calls, by one clock."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            call()
+        torch.cuda.synchronize()
+    return [
+        (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
+        for event in profiler.events() or []
+        if "CUDA" in str(event.device_type) and not spans_kernels(event)
+    ]
+
+
 def spans_kernels(event: FunctionEvent) -> bool:
-    """Whether a GPU's event is an annotation, that of a compiled graph say, which spans the kernels that it names."""
-    return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled"))
+    """Whether a GPU's event is an annotation, of a compiled graph or a collective: it spans the kernels that it names."""
+    return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled", "nccl:", "FSDP::"))

@@ -8,6 +8,7 @@ in float32 under autocast; dropout, {module: probability}; vocab; optimizer, whe
 """
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.measurement import Context, Measurement
-from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models import conversion
@@ -40,10 +40,9 @@ MATH = "math"
 def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_supported(trial)
     batch = train_step.random_batches(trial)[0]
-    if StepProblem.of(trial).source is None:
-        return Measurement(work=look(trial_model.build(trial), *batch, trial.precision))
-    model = trial_model.adopted_of(trial)
-    return Measurement(work=look(model, *batch, trial.precision, converted=lambda: _converted(model)))
+    model = trial_model.model_of(trial)
+    converted = functools.partial(_converted, model) if isinstance(model, Adopted) else None
+    return Measurement(work=look(model, *batch, trial.precision, converted=converted))
 
 
 def _converted(model: Adopted) -> set[str]:

@@ -14,17 +14,26 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.checks import gathers, training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
 from te_bench.experiments.instruments import collectives, compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
 from te_bench.experiments.spec import Trial
+from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
 
+#: What another workload reads off the step after it was timed: (step, next_step, a batch, samples) -> more of work.
+More = Callable[[TrainStep, Callable[[], None], tuple[Tensor, Tensor], dict[str, list[float]]], dict[str, Any]]
+
+
 def run(trial: Trial, context: Context) -> Measurement:
+    return measured(trial, context)
+
+
+def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Measurement:
     trial_model.require_supported(trial)
     compilation.begin(trial)
     batches = random_batches(trial)
@@ -52,13 +61,16 @@ def run(trial: Trial, context: Context) -> Measurement:
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    asked = what_ran.expected_of_step(trial, each // step.parallel.world, step.model)
+    asked = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
     measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
+    read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
     numerics = fp8_numerics.of_a_pass(trial, step.model, *map(step.parallel.rows, batches[0]))
     sent = _collectives(trial, next_step)
-    return dataclasses.replace(measurement, work={**measurement.work, **profile, **numerics, **sent})
+    measurement = dataclasses.replace(measurement, work={**measurement.work, **profile, **read, **numerics, **sent})
+    gathers.require(trial, step, sent.get("collectives"), measurement)
+    return measurement
 
 
 def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:

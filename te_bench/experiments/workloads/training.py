@@ -79,7 +79,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     few = _few(at(0), optim.accumulate, trial) if trial.mode == "eager" else at(0)
     memory.reset(trial.device)
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
-    tokens = few[0].numel() // optim.accumulate // step.parallel.world
+    tokens = few[0].numel() // optim.accumulate // step.parallel.replicas
     return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
 
 
@@ -91,7 +91,8 @@ def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: 
     model: Any = step.model
     path, parallel = folder / f"{trial.id}.pt", step.parallel
     if isinstance(model, Adopted):
-        state = {name: parallel.whole(value) for name, value in model.module.state_dict().items()}
+        parameters = dict(model.module.named_parameters(remove_duplicate=False))
+        state = {name: parallel.whole(value, parameters.get(name)) for name, value in model.module.state_dict().items()}
         if parallel.rank == 0:
             torch.save(state, path)
         return
@@ -117,8 +118,8 @@ def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[T
     p = TrainingProblem.of(trial)
     if trial.mode != "eager" and (p.source is not None or not trial_model.config_of(trial).dropout):
         return batch
-    world = p.world or 1
-    rows = max(accumulate, min(len(batch[0]), -(-4 // world) * world * accumulate))
+    parts = p.replicas
+    rows = max(accumulate, min(len(batch[0]), -(-4 // parts) * parts * accumulate))
     return batch[0][:rows], batch[1][:rows]
 
 

@@ -173,6 +173,8 @@ OTHERS = [
     event("Optimizer.step#AdamW.step", annotation=True),
     event("## Call CompiledFxGraph f ##"),
     event("Torch-Compiled Region: 0/0"),
+    event("nccl:all_reduce"),
+    event("FSDP::all_gather (h.0)"),
     event("cudaLaunchKernel", gpu=False),
     event("aten::_scaled_dot_product_flash_attention", gpu=False),
 ]

@@ -14,7 +14,6 @@ from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
 
 pytestmark = pytest.mark.slow
-ONCE = pytest.mark.xdist_group("faults trained")  # one worker, which trains the control once
 
 CURRENT = "float8_current_scaling"
 #: A text that is learnt almost by heart: its loss falls to 0.09 nats, where rounding is a large part of what is left.
@@ -73,7 +72,6 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield trained
 
 
-@ONCE
 def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: Any) -> None:
     """A/A on 3 seeds: -0.001, -0.005, +0.005; recipes at most 0.019 away."""
     control, aa = end()[0], end(perturb_ulp=1)[0]
@@ -83,7 +81,6 @@ def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: 
         assert abs(control - end(recipe=recipe)[0]) < 0.03
 
 
-@ONCE
 @pytest.mark.parametrize(
     ("fault", "recipe", "gap"),
     [

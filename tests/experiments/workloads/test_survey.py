@@ -1,5 +1,6 @@
 """A survey of a model: what its step is made of, counted as it runs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -118,6 +119,8 @@ def test_te_benchs_own_models(model: str, device: str) -> None:
     problem: dict[str, Any] = {"model": model, "batch": 2, "block": 32, "vocab": 250, "padded_vocab": 256}
     trial = Trial(workload="survey", device=device, problem=problem, attention="flash", protocol="once")
     work = survey.run(trial, Context()).work
+    again = dataclasses.replace(trial, problem={**problem, "checkpointing": "blocks"})
+    assert survey.run(again, Context()).work == work  # of a pass that keeps less
     assert sum(found["calls"] for found in work["linears"]) == 8  # of two layers
     assert work["head"] == {"rows": 64, "in_features": 64, "out_features": 256}
     assert sum(call["calls"] for call in work["attentions"]) == 2

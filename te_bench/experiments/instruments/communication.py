@@ -1,0 +1,79 @@
+"""What collectives cost a step over several ranks: how long they run, how long nothing else does, how fast the link is."""
+
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_bench.experiments import timing
+from te_bench.experiments.instruments import profiling
+
+COLLECTIVE = re.compile(r"nccl\w*Kernel")
+#: Bytes of the all-reduce that measures the link: far beyond where NVLink's bandwidth no longer grows; a CPU's, for gloo.
+BYTES = {"cuda": 2**28, "cpu": 2**24}
+
+Span = tuple[float, float]
+
+
+def of_steps(next_step: Callable[[], None], device: str) -> dict[str, float]:
+    """{"collectives_s", "exposed_s"} of a step, by the trace of a GPU's kernels; {} on a CPU, which has none.
+
+    collectives_s: seconds in which a collective runs, waiting for other ranks included; exposed_s: those of them in which
+    this GPU does nothing else.
+    """
+    if device != "cuda":
+        return {}
+    spans = profiling.kernel_spans(next_step)
+    of_nccl = [(begin, end) for name, begin, end in spans if COLLECTIVE.match(name)]
+    others = [(begin, end) for name, begin, end in spans if not COLLECTIVE.match(name)]
+    return {
+        "collectives_s": _total(_union(of_nccl)) / profiling.PROFILED,
+        "exposed_s": exposed(of_nccl, others) / profiling.PROFILED,
+    }
+
+
+def exposed(collectives: Iterable[Span], others: Iterable[Span]) -> float:
+    """Seconds in which a collective runs and nothing else does."""
+    collectives, others = list(collectives), list(others)
+    return _total(_union([*collectives, *others])) - _total(_union(others))
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """The same seconds, in spans apart from each other."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _total(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def bandwidth(device: str, of_all: Callable[[Any], list[Any]]) -> dict[str, Any] | None:
+    """{"collective", "bytes", "seconds", "busbw"}: of a large all-reduce over all ranks, as nccl-tests counts.
+
+    busbw is 2 (n - 1) / n of the buffer over the median time: what each link carries, whatever the number of ranks. None
+    where a step leaves a rank no memory for it. of_all: a value of every rank.
+    """
+    try:
+        buffer = torch.ones(BYTES[device] // 4, device=device)
+    except torch.OutOfMemoryError:
+        buffer = None
+    if not all(of_all(buffer is not None)):
+        return None
+    assert buffer is not None
+    seconds = statistics.median(timing.bench_py(lambda: dist.all_reduce(buffer, op=dist.ReduceOp.AVG), device))
+    n = dist.get_world_size()
+    return {
+        "collective": "all_reduce",
+        "bytes": buffer.nbytes,
+        "seconds": seconds,
+        "busbw": 2 * (n - 1) / n * buffer.nbytes / seconds,
+    }

@@ -1,0 +1,76 @@
+"""The check of a user's step that is asked to compute its activations again."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from te_bench.experiments.checks import adopted_step
+from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import train_step
+from te_bench.models.sources import Source
+
+MODULE = """
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(64, 32), nn.ModuleList(Block() for _ in range(2))
+        self.head, self.whole = nn.Linear(32, 64), whole
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if self.whole else x + block.down(F.gelu(block.up(x)))
+        return self.head(x)
+
+
+def whole():
+    return Model(True)
+
+
+def in_parts():
+    return Model(False)
+"""
+
+
+@pytest.fixture
+def trial_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "checkpointed_blocks.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda factory: Trial(
+        workload="train_step",
+        device="cpu",
+        problem={
+            **{"block": 8, "vocab": 64, "padded_vocab": 64, "batch": 2, "checkpointing": "blocks"},
+            **Source(model=f"checkpointed_blocks:{factory}", sha256="0").settings,
+        },
+        attention="own",
+    )
+    sys.modules.pop("checkpointed_blocks", None)
+
+
+def test_blocks_that_are_called_pass(trial_of: Any) -> None:
+    trial = trial_of("whole")
+    _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    assert check["quantities"]
+
+
+def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_of: Any) -> None:
+    trial = trial_of("in_parts")
+    with pytest.raises(Unsupported, match="checkpointing: the model calls the parts of its blocks, and no block"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
