@@ -8,26 +8,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from te_bench.advice import parts, predict
+from te_bench.advice import parts, predict, room
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.pace import Pace, lasting
 from te_bench.advice.parts import Made, Part, PartTime
-from te_bench.advice.predict import Frame, Prediction
+from te_bench.advice.predict import Prediction
+from te_bench.advice.steps import CLOSE, frame_of, peak, typical
 from te_bench.experiments.spec import Record, Trial
-from te_bench.reports.analysis.measures import highest, numbers, of_process, of_processes
 
 SEEDS = 3  # of the winner and of what the user has, where the budget holds them
 WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
 PARTS = "parts alone, on which predictions rest"
 VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
-SMALLER, MORE = "smaller micro-batches", "a larger batch"
-LARGER = (2, 4, 8)  # times the sequences, where there is room
-FILLED = 0.9  # of the memory that there is, which a step may take by its forecast
 VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
 MOST_VERIFIED = 6
-CLOSE = 1.02  # times the fastest verified step: such a step is measured as often as that one
-NOISY = 1.2  # the slowest run of a step over the fastest: beyond it a range says more than a mean
-PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
 Say = Callable[[str], None]
@@ -44,6 +38,7 @@ class Evidence:
     predictions: as they were before anything was verified. left_out: what there was no time for. wrong: why choices have no
     record that counts. missing: steps that a budget of whole_s would have measured as well. waiting: what is predicted of
     steps that were not measured, corrected by those that were, the fastest first; a budget of verified_s holds the first.
+    larger: steps of more sequences that fit, by the fastest choice. again: of as many or more, by its checkpointed blocks.
     """
 
     question: Question
@@ -60,9 +55,8 @@ class Evidence:
     budget_s: float
     whole_s: float
     missing: int
-    larger: Mapping[int, Record] = field(
-        default_factory=dict
-    )  # steps of more sequences that fit, by the fastest choice
+    larger: Mapping[int, Record] = field(default_factory=dict)  # by batch
+    again: Mapping[int, Record] = field(default_factory=dict)  # by batch
     waiting: tuple[Prediction, ...] = ()
     verified_s: float = 0.0
 
@@ -92,6 +86,7 @@ class Run:
         self.question, self.carry_out, self.memory, self.say = question, carry_out, memory, say
         self.room = room if memory is None else memory
         self.larger: dict[int, Record] = {}
+        self.again: dict[int, Record] = {}
         self.clock, self.started, self.budget_s = clock, clock(), budget_s
         self.pace = Pace(question.device)
         self.known = set(known)
@@ -110,8 +105,8 @@ class Run:
         self._announce()
         made, survey = self._survey()
         self._whole_steps()
-        if not any(map(self._held, self.steps.values())):
-            self._smaller()
+        if not any(map(self.held, self.steps.values())):
+            room.smaller(self)
         times: dict[Part, PartTime] = {}
         predictions: dict[Choice, Prediction] = {}
 
@@ -121,7 +116,7 @@ class Run:
             predictions.update(self._predictions(made, times) | predictions)
             self._verify(predictions, repeated=repeated, first=first)
 
-        further(VERIFIED * self._verification() + self._repetitions(self._fastest()), repeated=True)
+        further(VERIFIED * self._verification() + self.repetitions(self._fastest()), repeated=True)
         if self.left_out:  # one alternative, and the most promising prediction verified, come before repetitions
             if len(self.steps) < 2:
                 self._spend(1)
@@ -136,7 +131,7 @@ class Run:
         if self.left_out:
             further(0.0)
         self._repeat()
-        self._larger()
+        room.larger(self)
         if not self.steps:
             raise NothingMeasured("; ".join(dict.fromkeys(self.wrong.values())) or "the budget held no step")
         return Evidence(
@@ -149,12 +144,13 @@ class Run:
             left_out=tuple(self.left_out),
             wrong=self.wrong,
             failed=self.failed,
-            excluded={c: p.memory for c, p in predictions.items() if p.memory is not None and not self._fits(p.memory)},
+            excluded={c: p.memory for c, p in predictions.items() if p.memory is not None and not self.fits(p.memory)},
             seconds=self.budget_s - self.left_s,
             budget_s=self.budget_s,
             whole_s=self.budget_s - self.left_s + sum(map(self._expected, self.left_out.values())),
             missing=sum(trial.workload == "train_step" for trials in self.left_out.values() for trial in trials),
             larger=self.larger,
+            again=self.again,
             waiting=tuple(self._waiting(predictions)),
             verified_s=self.budget_s - self.left_s + self._expected(self.left_out.get(VERIFICATION, [])[:1]),
         )
@@ -165,15 +161,20 @@ class Run:
         steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * (VERIFIED + 2 * (SEEDS - 1))
         expected = self._expected([q.survey(), *steps]) * WITH_PARTS
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
+        if q.survey().id in self.known:  # how much of the rest is known, only the predictions will tell
+            self.say(
+                f"{said}What was measured before takes no time; --budget allows {lasting(self.budget_s)} for the rest."
+            )
+            return
         if expected <= self.budget_s:
             said += f"{len(steps)} steps and the parts that decide are measured, about {lasting(expected)}"
             self.say(f"{said}; --budget allows {lasting(self.budget_s)}.")
             return
-        held = max(1, self._affordable([q.survey(), *steps]) - 1)
+        held = max(1, self.affordable([q.survey(), *steps]) - 1)
         said += f"All of it takes about {lasting(expected)}; in your {lasting(self.budget_s)}: the survey and "
         self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
 
-    def _do(self, trials: Sequence[Trial]) -> list[Record]:
+    def do(self, trials: Sequence[Trial]) -> list[Record]:
         fresh = [trial for trial in dict.fromkeys(t.id for t in trials) if trial not in self.records]
         wanted = [trial for trial in trials if trial.id in fresh]
         if wanted:
@@ -183,10 +184,10 @@ class Run:
             self.known |= self.records.keys()
         return [self.records[trial.id] for trial in trials]
 
-    def _step(self, choices: Sequence[tuple[Choice, int]]) -> None:
+    def step(self, choices: Sequence[tuple[Choice, int]]) -> None:
         """Whole steps by (choice, seed)."""
         for (choice, _), record in zip(
-            choices, self._do([self.question.trial(choice, seed) for choice, seed in choices]), strict=True
+            choices, self.do([self.question.trial(choice, seed) for choice, seed in choices]), strict=True
         ):
             if record.outcome == "ok":
                 known = self.steps.setdefault(choice, [])
@@ -198,10 +199,10 @@ class Run:
         """Seconds that they take; those that have ended before take none."""
         return self.pace.expected(trial for trial in trials if trial.id not in self.known)
 
-    def _affordable(self, trials: Sequence[Trial], reserve: float = 0.0) -> int:
-        """How many of them, from the first on, the budget holds beside the reserve."""
-        for number in range(len(trials)):
-            if self._expected(trials[: number + 1]) > self.left_s - reserve:
+    def affordable(self, trials: Sequence[Trial], reserve: float = 0.0) -> int:
+        """How many of them, from the first on, the budget holds beside the reserve; it holds all that ended before."""
+        for number, trial in enumerate(trials):
+            if trial.id not in self.known and self._expected(trials[: number + 1]) > self.left_s - reserve:
                 return number
         return len(trials)
 
@@ -212,16 +213,19 @@ class Run:
         """Seconds of one more step like the fastest."""
         return self.pace.expected([self.question.trial(self._fastest())])
 
-    def _repetitions(self, choice: Choice) -> float:
+    def repetitions(self, choice: Choice) -> float:
         """Seconds that it takes to run a choice and what the user has again, without which there is no interval."""
         again = [self.question.trial(c, seed) for seed in range(1, SEEDS) for c in (self.question.have, choice)]
         return self._expected(again)
 
     def _survey(self) -> tuple[Made, Record]:
         for share in (1, *self.question.shares):
-            (record,) = self._do([self.question.survey(share)])
+            (record,) = self.do([self.question.survey(share)])
             if record.outcome != "oom":
                 break
+        if record.outcome == "oom":
+            (again,) = self.do([self.question.survey(share, checkpointing=True)])
+            record = again if again.outcome == "ok" else record
         if record.outcome != "ok":
             raise NothingMeasured(f"{self.question.model}: {record.outcome}: {record.reason}")
         return Made.of(record.work, share), record
@@ -229,20 +233,20 @@ class Run:
     def _whole_steps(self) -> None:
         """What the user has whatever the budget; then the other frames, as far as it holds them."""
         frames = self.question.frames
-        self._step([(frames[0], 0)])
+        self.step([(frames[0], 0)])
         for frame in frames[1:]:
-            if not self._affordable([self.question.trial(frame)], self._repetitions(frame)):
+            if not self.affordable([self.question.trial(frame)], self.repetitions(frame)):
                 self.left_out[f"steps by {frame.words()}"] = [self.question.trial(frame)]
                 continue
-            self._step([(frame, 0)])
+            self.step([(frame, 0)])
 
     def _spend(self, most: int | None = None) -> None:
         """What is left of the budget, on a step of each mode that was left out while repetitions were to come."""
         for frame in self.question.frames[1:]:
             words, trial = f"steps by {frame.words()}", self.question.trial(frame)
-            if words in self.left_out and self._affordable([trial]) and most != 0:
+            if words in self.left_out and self.affordable([trial]) and most != 0:
                 del self.left_out[words]
-                self._step([(frame, 0)])
+                self.step([(frame, 0)])
                 most = None if most is None else most - 1
 
     def _parts(self, made: Made, reserve: float, *, first: bool) -> dict[Part, PartTime]:
@@ -254,9 +258,9 @@ class Run:
         many = len(known)
         wanted = [*known, *(part for part in wanted if part not in known)]
         trials = [parts.trial(q, part) for part in wanted]
-        records = self._do(trials[:many])
-        while more := self._affordable(trials[many:], reserve):  # they may take less than the first was thought to
-            records += self._do(trials[many : many + more])
+        records = self.do(trials[:many])
+        while more := self.affordable(trials[many:], reserve):  # they may take less than the first was thought to
+            records += self.do(trials[many : many + more])
             many += more
         left = [trial for p in (*ahead, *others) if (trial := parts.trial(q, p)).id not in self.known]
         self.left_out.pop(PARTS, None)
@@ -290,7 +294,7 @@ class Run:
         waiting = [
             replace(prediction, seconds=correction.of(prediction))
             for choice, prediction in predictions.items()
-            if choice not in self.steps and choice not in self.wrong and self._fits(prediction.memory)
+            if choice not in self.steps and choice not in self.wrong and self.fits(prediction.memory)
         ]
         return sorted(waiting, key=lambda prediction: prediction.seconds)
 
@@ -310,79 +314,29 @@ class Run:
                 return
             best = waiting[0]
             doubt = best.bound_s if first else -best.bound_s if number < VERIFIED else 0.0
-            if best.seconds + doubt > min(map(typical, filter(self._held, self.steps.values())), default=math.inf):
+            if best.seconds + doubt > min(map(typical, filter(self.held, self.steps.values())), default=math.inf):
                 return
             trial = self.question.trial(best.choice)
-            if not self._affordable([trial], self._repetitions(best.choice) if repeated else 0.0):
+            if not self.affordable([trial], self.repetitions(best.choice) if repeated else 0.0):
                 later = waiting[: max(1, VERIFIED - number)]
                 self.left_out[VERIFICATION] = [self.question.trial(prediction.choice) for prediction in later]
                 return
-            self._step([(best.choice, 0)])
+            self.step([(best.choice, 0)])
             if first:
                 return
 
-    def _smaller(self) -> None:
-        """Where no step fits: that of the least memory, else what the user has, in ever more micro-batches until one does.
+    def held(self, records: Sequence[Record]) -> bool:
+        return self.fits(peak(records))
 
-        Two of them tell what does not grow with the batch: those that would not fit by that are not tried, but the last.
-        """
-        q = self.question
-        held = {choice: peak(records) or math.inf for choice, records in self.steps.items()}
-        base = min(held, key=lambda choice: held[choice], default=q.have)
-        whole, least = held.get(base, math.inf), 0.0
-        for share in q.shares:
-            choice = replace(base, accumulate=share)
-            grows = whole - least
-            if share != q.shares[-1] and least and not self._fits(least + grows / share):
-                continue
-            if not self._affordable([q.trial(choice)]):
-                self.left_out[SMALLER] = [q.trial(choice)]
-                return
-            self._step([(choice, 0)])
-            if (found := self.steps.get(choice)) is None:
-                continue
-            if self._held(found):
-                return
-            least = whole - (whole - (peak(found) or 0.0)) * share / (share - 1) if whole < math.inf else 0.0
-
-    def _larger(self) -> None:
-        """Twice, four and eight times as many sequences by the fastest choice that fits, as far as the room is for them.
-
-        Of choices that are close to it, by that with the fewest changes.
-        """
-        q = self.question
-        fitting = {choice: typical(records) for choice, records in self.steps.items() if self._held(records)}
-        least = min(fitting.values(), default=math.inf)
-        close = [choice for choice in q.choices if fitting.get(choice, math.inf) <= CLOSE * least]
-        if self.room is None or not close:
-            return
-        best = min(close, key=lambda choice: choice.changes(q.have))
-        held = [peak(self.steps[best]) or math.inf]
-        for times in LARGER:
-            # It takes what any batch takes, and what grows with it: at most all of it.
-            growth = 2 * (held[-1] - held[-2]) if len(held) > 1 else held[-1]
-            if held[-1] + growth > FILLED * self.room:
-                return
-            trial = q.of_batch(best, times * q.batch)
-            if self._affordable([trial] * times) < times:
-                self.left_out[MORE] = [trial]
-                return
-            (record,) = self._do([trial])
-            if record.outcome != "ok" or not self._held([record]):
-                return
-            self.larger[times * q.batch] = record
-            held.append(peak([record]) or math.inf)
-
-    def _held(self, records: Sequence[Record]) -> bool:
-        return self._fits(peak(records))
-
-    def _fits(self, memory: float | None) -> bool:
+    def fits(self, memory: float | None) -> bool:
         return self.memory is None or memory is None or memory <= self.memory
 
     def _repeat(self) -> None:
-        """The fastest, those close to it and what the user has, in turn, with more seeds."""
+        """The fastest, those close to it and what the user has, in turn, with more seeds; of others what ended before."""
         q = self.question
-        fitting = {choice: typical(records) for choice, records in self.steps.items() if self._fits(peak(records))}
+        again = [(choice, seed) for choice in self.steps for seed in range(1, SEEDS)]
+        self.step([one for one in again if q.trial(*one).id in self.known])
+        fitting = {choice: typical(records) for choice, records in self.steps.items() if self.fits(peak(records))}
         if not fitting:
             return
         ordered = sorted(fitting, key=lambda choice: fitting[choice])
@@ -399,42 +353,7 @@ class Run:
         for seed in range(1, SEEDS):
             turn = chosen if seed % 2 == 0 else chosen[::-1]
             trials = [trial for c in turn if (trial := q.trial(c, seed)).id not in self.records]
-            if self._affordable(trials) < len(trials):
+            if self.affordable(trials) < len(trials):
                 self.left_out[REPETITIONS] = [q.trial(c, later) for later in range(seed, SEEDS) for c in turn]
                 return
-            self._step([(choice, seed) for choice in turn])
-
-
-def typical(records: Sequence[Record]) -> float:
-    """Seconds of a step: the geometric mean over its processes, as every report has it."""
-    return of_processes(records, "latency_s") or math.inf
-
-
-def extent(records: Sequence[Record]) -> tuple[float, float]:
-    """Seconds of a step in its fastest and in its slowest process."""
-    found = [seconds for record in records if (seconds := of_process(record, "latency_s"))] or [math.inf]
-    return min(found), max(found)
-
-
-def noisy(records: Sequence[Record]) -> bool:
-    """Whether its runs differ by so much that their mean alone would mislead."""
-    low, high = extent(records)
-    return high > NOISY * low
-
-
-def peak(records: Sequence[Record]) -> float | None:
-    """Bytes at their peak: allocated, where that was recorded, else reserved, else resident."""
-    return peaks(records)[0]
-
-
-def peaks(*steps: Sequence[Record]) -> list[float | None]:
-    """The peak of each step, all of the first kind that all have: torch's own graphs show what they reserve alone."""
-    for sample in PEAKS:
-        found = [highest(v for record in records for v in numbers(record.samples.get(sample))) for records in steps]
-        if all(value is not None for value in found):
-            return found
-    return [None] * len(steps)
-
-
-def frame_of(records: Sequence[Record]) -> Frame:
-    return Frame(seconds=typical(records), memory=peak(records))
+            self.step([(choice, seed) for choice in turn])

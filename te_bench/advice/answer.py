@@ -1,15 +1,29 @@
 """The answer in words, at most 15 lines on a terminal, and as JSON whose every number names its records. No torch."""
 
+import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from te_bench.advice import convergence
-from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
+from te_bench.advice.advise import Evidence
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
-from te_bench.advice.decision import Decision, between, budget_of, fp8_in_words, ids, larger_batches, linear_gains
+from te_bench.advice.decision import (
+    AS_FAST,
+    Decision,
+    Paid,
+    between,
+    budget_of,
+    checkpointing,
+    fp8_in_words,
+    ids,
+    larger_batches,
+    linear_gains,
+)
 from te_bench.advice.predict import Prediction
+from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio
@@ -24,7 +38,7 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
     question = evidence.question
     said = [_promising(evidence, decision), _use(decision), decision.why, _faster(decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
-    said += [_larger(evidence, decision.use)]
+    said += [_checkpointing(evidence, decision.use), _larger(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
     said += [fp8_in_words(evidence, decision.use)]
     if findings:
@@ -105,12 +119,47 @@ def _predicted(evidence: Evidence, choice: Choice) -> str:
 
 def _larger(evidence: Evidence, use: Choice) -> str:
     """The larger batch that is the fastest per token, of those that were measured."""
-    best = next(iter(larger_batches(evidence)), None)
-    if best is None or best.choice != use:
+    best = next((larger for larger in larger_batches(evidence) if _like(larger.choice, use)), None)
+    if best is None:
         return ""
     held = peak([best.record])
+    fits = "fits, too" if best.choice == use else "fits by checkpointed blocks"
     takes = "" if held is None else f", {text.gib(held)} GiB"
-    return f"A batch of {best.batch} fits, too{takes}: {text.times(best.faster)} as fast per token, by one run."
+    return f"A batch of {best.batch} {fits}{takes}: {text.times(best.faster)} as fast per token, by one run."
+
+
+def _like(choice: Choice, use: Choice) -> bool:
+    """Whether it is the choice, its blocks checkpointed or not."""
+    return replace(choice, checkpointing=use.checkpointing) == use
+
+
+def _checkpointing(evidence: Evidence, use: Choice) -> str:
+    """What checkpointed blocks save and cost: of the step that is advised, else of the one that was measured with them."""
+    others = [choice for choice in evidence.steps if choice.checkpointing and choice.accumulate < use.accumulate]
+    if others and not use.checkpointing:
+        records = evidence.steps[min(others, key=lambda choice: peak(evidence.steps[choice]) or math.inf)]
+        held = peak(records)
+        takes = "" if held is None else f", {text.gib(held)} GiB"
+        return f"Checkpointed blocks in place of micro-batches: {measured_in_words(records)}{takes}."
+    known = {paid.choice: paid for paid in checkpointing(evidence)}
+    paid = known.get(replace(use, checkpointing=True)) or next(iter(known.values()), None)
+    if paid is not None:
+        return saved_in_words(paid)
+    ended = evidence.wrong.get(replace(use, checkpointing=False), "") if use.checkpointing else ""
+    return "Without checkpointed blocks this step runs out of memory." if ended.startswith("oom") else ""
+
+
+def saved_in_words(paid: Paid) -> str:
+    """Checkpointed blocks save 12.1 of 43.9 GiB and cost 28.0 % more time."""
+    cost = f"{text.percent(paid.slower - 1)} more time" if paid.slower > AS_FAST else "no time that shows"
+    saved = ""
+    if paid.memory is not None:
+        before, after = paid.memory
+        shows = after < before
+        saved = (
+            f"save {text.gib(before - after)} of {text.gib(before)} GiB and " if shows else "save no memory here and "
+        )
+    return f"Checkpointed blocks {saved}cost {cost}{', by one run' if len(paid.records) == 1 else ''}."
 
 
 def measured_in_words(records: Sequence[Record]) -> str:
@@ -150,8 +199,14 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "larger_batches": [
             {**_choice(larger.choice), "batch": larger.batch, "faster_per_token": larger.faster}
             | {"seconds": typical([larger.record]), "memory_bytes": peak([larger.record])}
-            | {"records": [*ids([larger.record]), *ids(evidence.steps[larger.choice])]}
+            | {"records": [*ids([larger.record]), *ids(larger.than)]}
             for larger in larger_batches(evidence)
+        ],
+        "checkpointing": [
+            {**_choice(paid.choice), "times_the_seconds": paid.slower}
+            | dict(zip(("memory_bytes_without", "memory_bytes"), paid.memory or (None, None), strict=True))
+            | {"records": ids([*paid.without, *paid.records])}
+            for paid in checkpointing(evidence)
         ],
         "linears": [
             {"rows": g.sizes[0], "in_features": g.sizes[1], "out_features": g.sizes[2], "calls": g.calls}

@@ -27,7 +27,8 @@ class Choice:
     """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
 
     accumulate: micro-batches that the batch is cut into. parts: those of te.convert, of a user's model. rival: another
-    project that trains it, whose arithmetic `recipe` is.
+    project that trains it, whose arithmetic `recipe` is. checkpointing: its blocks keep their inputs alone, and compute
+    again in the backward pass.
     """
 
     attention: str
@@ -40,6 +41,7 @@ class Choice:
     parts: str | None = None
     rival: str | None = None
     accumulate: int = 1
+    checkpointing: bool = False
 
     def changes(self, have: "Choice") -> int:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
@@ -61,6 +63,7 @@ class Choice:
         said += ["padded vocabulary"] if self.padded else []
         said += ["te.convert's parts"] if self.parts else []
         said += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        said += ["checkpointed blocks"] if self.checkpointing else []
         return ", ".join(
             [*said, {"eager": "eager", "cudagraph": "one CUDA graph"}.get(self.mode, f"torch.{self.mode}")]
         )
@@ -132,6 +135,16 @@ class Question:
 
         return min(others, key=place, default=None)
 
+    def checkpointed(self, choice: Choice) -> Choice | None:
+        """The same with checkpointed blocks; None where it has them, or has none that could be.
+
+        Those are fused ones, a rival's own, and blocks in torch.compile's own CUDA graphs, which overwrite what they keep.
+        """
+        own = choice.fused or (choice.rival is not None and rivals.load(choice.rival).own_blocks)
+        if choice.checkpointing or own or choice.mode == "compile-reduce-overhead":
+            return None
+        return dataclasses.replace(choice, checkpointing=True)
+
     def trial(self, choice: Choice, seed: int = 0) -> Trial:
         """A training step by that choice."""
         settings: Settings = {**self.problem}
@@ -143,6 +156,7 @@ class Question:
         settings |= {"parts": choice.parts} if choice.parts else {}
         settings |= {"rival": choice.rival} if choice.rival else {}
         settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
+        settings |= {"checkpointing": "blocks"} if choice.checkpointing else {}
         return Trial(
             workload="train_step",
             device=self.device,
@@ -154,9 +168,10 @@ class Question:
             seed=seed,
         )
 
-    def survey(self, share: int = 1) -> Trial:
+    def survey(self, share: int = 1, *, checkpointing: bool = False) -> Trial:
         """What a step of the model as it is is made of; share: of so many equal parts of the batch, one."""
-        return dataclasses.replace(self.of_batch(self.have, self.batch // share), workload="survey", protocol="once")
+        choice = dataclasses.replace(self.have, checkpointing=checkpointing)
+        return dataclasses.replace(self.of_batch(choice, self.batch // share), workload="survey", protocol="once")
 
     def of_batch(self, choice: Choice, batch: int) -> Trial:
         """A training step by that choice on another number of sequences."""
@@ -204,6 +219,9 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
     own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
     choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
+    # A graph waits for no Python. Of transformers' own attention it would hold a mask, which costs the fast kernel.
+    eager = [choice for choice in own_attention if choice.mode == "eager"] if cuda else []
+    choices += [dataclasses.replace(choice, parts=ALL, mode="cudagraph") for choice in eager]
     choices += _of_rivals() if cuda else []
     return Question(
         model=own.source.model,
@@ -215,7 +233,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         vocab=vocab,
         padded_vocab=vocab,
         have=have,
-        choices=tuple(in_order(choices)),
+        choices=tuple(in_order(have, choices)),
         preset=False,
         text=own.facts.text,
         logits=own.facts.logits,
@@ -308,12 +326,16 @@ def _choices(
             for precision in precisions
             for head in ((CHUNKED, FP8_HEAD) if precision else (CHUNKED,))
         ]
-    return in_order(list(dict.fromkeys(found)))
+    return in_order(have, list(dict.fromkeys(found)))
 
 
-def in_order(choices: list[Choice]) -> list[Choice]:
-    """By mode, as whole steps are measured while the budget lasts: those that take seconds before those that compile."""
-    return sorted(choices, key=lambda choice: ("eager", "cudagraph", *COMPILED).index(choice.mode))
+def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
+    """What the user has, then by mode, as whole steps are measured while the budget lasts.
+
+    A captured step waits for no Python, which an eager one of many kernels may; those that compile take a minute each.
+    """
+    modes = ("cudagraph", "eager", *COMPILED)
+    return sorted(choices, key=lambda choice: (choice != have, modes.index(choice.mode)))
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:

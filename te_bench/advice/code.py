@@ -8,6 +8,9 @@ from te_bench.models import rivals
 from te_bench.models.sources import HUB
 
 NOTHING = "# Nothing to change."
+CHECKPOINTING = "from te_bench.models.checkpointing import checkpoint_blocks"
+CHECKPOINTED = "checkpoint_blocks(model)  # before the step is made"
+FUNCTIONAL = "import torch.nn.functional as F"
 WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 CLASSES = {
@@ -28,6 +31,7 @@ def code(question: Question, choice: Choice) -> list[str]:
     options += [f'head="{choice.head}"'] if choice.head else []
     options += ['blocks="fused"'] if choice.fused else []
     lines = ["from te_bench.models import decoder, recipe" if choice.recipe else "from te_bench.models import decoder"]
+    lines += [CHECKPOINTING] if choice.checkpointing else []
     lines.append("from te_bench.training.step import Optim, TrainStep")
     move = '.to("cuda")' if question.device == "cuda" else ""
     made = [f'model = decoder.load("{question.model}", {", ".join(options)}){move}']
@@ -36,6 +40,7 @@ def code(question: Question, choice: Choice) -> list[str]:
         made = [f'model = decoder.load("{question.model}",', *(f"    {line}" for line in inside)]
         made[-1] += f"){move}"
     lines += made
+    lines += [CHECKPOINTED] if choice.checkpointing else []
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     how += ', optimizer="triton"' if choice.fused else ""
     optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
@@ -50,10 +55,14 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     lines += theirs.code(question.vocab) if theirs else ()
     options = [f"recipe.{CLASSES[choice.recipe]}()"] if choice.recipe and not theirs else []
     options += [f'parts="{choice.parts}"'] if choice.parts else []
+    if choice.mode == "cudagraph":
+        return _captured(question, choice, imports, made, options)
     if options:
         imports += ["import te_bench.models as te"]
         imports += ["from te_bench.models import recipe"] if choice.recipe else []
         lines += [f"te.convert(model, {', '.join(options)})  # before the optimizer is made"]
+    imports += [CHECKPOINTING] if choice.checkpointing else []
+    lines += [CHECKPOINTED] if choice.checkpointing else []
     if choice.mode == "compile":
         lines.append("model = torch.compile(model, dynamic=False)")
     elif choice.mode == "compile-reduce-overhead":
@@ -78,6 +87,27 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
 
 
+def _captured(question: Question, choice: Choice, imports: list[str], made: str, options: list[str]) -> list[str]:
+    """A whole step of a user's model in one CUDA graph, with its optimizer. options: te.convert's after the model."""
+    judge = str(question.problem.get("loss") or "").rpartition(":")[2]
+    given = [f"recipe={options[0]}", *options[1:]] if choice.recipe else options
+    given += [f"loss={judge}"] if judge else []
+    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
+    return [
+        *(line for line in imports if line != FUNCTIONAL),
+        "from te_bench.models.adopt import adopt",
+        *(["from te_bench.models import recipe"] if choice.recipe else []),
+        *([CHECKPOINTING] if choice.checkpointing else []),
+        "from te_bench.training.step import Optim, TrainStep",
+        made,
+        f"model = adopt(model, {', '.join(given)})  # its weights are model.module's",
+        *([CHECKPOINTED] if choice.checkpointing else []),
+        f'step = TrainStep(model, {optim}, precision="{choice.precision}", mode="cudagraph")',
+        "loss = step(inputs, targets)  # forward, backward and AdamW"
+        + ("; targets: the next tokens" if question.text else ""),
+    ]
+
+
 def _model(question: Question) -> tuple[list[str], str, str]:
     """Imports, the line that makes the model, and the one that computes a loss, by what the command line says."""
     problem = question.problem
@@ -88,7 +118,7 @@ def _model(question: Question) -> tuple[list[str], str, str]:
     if judge[0]:
         call = f"loss = {judge[2]}(model(inputs), targets)"
     elif question.logits:
-        imports = ["import torch.nn.functional as F"]
+        imports = [FUNCTIONAL]
         call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
         named = json.loads(str(problem["config"])).get("architectures")

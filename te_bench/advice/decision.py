@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from te_bench.advice.advise import SMALLER, VERIFICATION, Evidence, peak, peaks, typical
+from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
 from te_bench.advice.pace import lasting
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.advice.predict import Prediction
+from te_bench.advice.room import AGAIN, SMALLER
+from te_bench.advice.steps import peak, peaks, typical
 from te_bench.experiments import host
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
@@ -22,6 +24,7 @@ DECIDED, UNDECIDED = 0, 3  # exit codes
 MARGIN = 1.5  # of a budget over what all is expected to take, whose parts nobody knows yet
 AS_FAST = 1.01  # up to here a ratio says nothing
 WIDE = 1.5  # an interval's end over its beginning
+ABSURD = 1000.0  # beyond it the ends are no numbers to read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,30 +90,71 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
 
 
 def _less_memory(evidence: Evidence) -> str:
-    if SMALLER in evidence.left_out:
-        return f"{budget_of(evidence.whole_s)} tries smaller micro-batches."
-    return "One sequence at a time takes more, too: give it more memory, or shorter sequences (--tokens)."
+    later = [words for words in (SMALLER, AGAIN) if words in evidence.left_out]
+    if later:
+        return f"{budget_of(evidence.whole_s)} tries {' and '.join(later)}."
+    again = " by checkpointed blocks" if any(choice.checkpointing for choice in evidence.steps) else ""
+    return f"One sequence at a time{again} takes more, too: give it more memory, or shorter sequences (--tokens)."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Larger:
-    """A batch that fits, too: by which choice, and how many times as fast it is per token."""
+    """A batch that fits, too: by which choice, and how many times as fast per token as `than`, of the batch asked for."""
 
     batch: int
     choice: Choice
     faster: float
     record: Record
+    than: tuple[Record, ...]
 
 
 def larger_batches(evidence: Evidence) -> list[Larger]:
     """The fastest per token first."""
     found = []
-    for batch, record in evidence.larger.items():
-        question = evidence.question
-        choice = next(c for c in evidence.steps if question.of_batch(c, batch).id == record.trial.id)
-        faster = batch / question.batch * typical(evidence.steps[choice]) / typical([record])
-        found.append(Larger(batch=batch, choice=choice, faster=faster, record=record))
-    return sorted(found, key=lambda larger: -larger.faster)
+    question = evidence.question
+    for batch, record in (*evidence.larger.items(), *evidence.again.items()):
+        again = record.trial.problem.get("checkpointing") is not None
+        of = {replace(choice, checkpointing=again): choice for choice in evidence.steps}
+        choice = next(c for c in of if question.of_batch(c, batch).id == record.trial.id)
+        than = evidence.steps[of[choice]]
+        faster = batch / question.batch * typical(than) / typical([record])
+        found.append(Larger(batch=batch, choice=choice, faster=faster, record=record, than=than))
+    return sorted((larger for larger in found if larger.batch > question.batch), key=lambda larger: -larger.faster)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paid:
+    """What checkpointed blocks save and cost: the records of a step with them, and of the same without."""
+
+    choice: Choice
+    without: tuple[Record, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def slower(self) -> float:
+        """Times the seconds of the step without."""
+        return typical(self.records) / typical(self.without)
+
+    @property
+    def memory(self) -> tuple[float, float] | None:
+        """Bytes without and with them; None where they are not known."""
+        before, after = peaks(self.without, self.records)
+        return None if before is None or after is None else (before, after)
+
+
+def checkpointing(evidence: Evidence) -> list[Paid]:
+    """Of each step that was measured with and without checkpointed blocks, of the batch that was asked for."""
+    question = evidence.question
+    ids_of = {record.trial.id: record for record in evidence.again.values()}
+    found = []
+    for without, records in evidence.steps.items():
+        if (choice := question.checkpointed(without)) is None:
+            continue
+        once = ids_of.get(question.trial(choice).id)
+        again = evidence.steps.get(choice) or (() if once is None else (once,))
+        if again:
+            found.append(Paid(choice=choice, without=records, records=again))
+    return found
 
 
 def group_of(results: Results, suite: str, environment: str) -> Group:
@@ -180,7 +224,9 @@ def _disturbed(have: Configuration, other: Configuration) -> str:
     if any(host.disturbance(record.device_state) for record in (*have.ok, *other.ok)):
         said.append("the machine was busy")
     if ratio is not None and ratio.low and ratio.high and ratio.high > WIDE * ratio.low:
-        said.append(f"the interval is {ratio.low:.2g} to {ratio.high:.2g} times")
+        high = f"{ratio.high:.2g}" if ratio.high < 99.5 else f"{ratio.high:.0f}"
+        ends = f"{ratio.low:.2g} to {high} times"
+        said.append(f"the interval is {ends}" if ratio.high <= ABSURD * ratio.low else "their times differ wildly")
     return f" ({', '.join(said)})" if said else ""
 
 
@@ -247,6 +293,8 @@ def fp8_in_words(evidence: Evidence, use: Choice) -> str:
     if use.recipe:
         return ""
     if evidence.question.device == "cpu":
+        if evidence.promising is not None and evidence.promising.choice.recipe:  # which is said first
+            return "A CPU emulates FP8: this says nothing about a GPU."
         return "FP8 does not pay on a CPU, which emulates it: this says nothing about a GPU."
     said, wider = _linears_in_words([gain for gain in linear_gains(evidence) if gain.ratio is not None])
     seconds = typical(evidence.steps[use])

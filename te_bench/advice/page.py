@@ -1,16 +1,19 @@
 """The answer as one HTML page that fetches nothing: today's step, the advised one, and the gain of each part. No torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from te_bench.advice import answer
-from te_bench.advice.advise import Evidence, extent, noisy, peak, typical
+from te_bench.advice.advise import Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.code import code
-from te_bench.advice.decision import Decision, LinearGain, linear_gains
+from te_bench.advice.decision import Decision, LinearGain, checkpointing, larger_batches, linear_gains
 from te_bench.advice.parts import ATTENTION, HEAD, LINEAR, Part, PartTime, parts_of
+from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
+from te_bench.experiments.spec import Record
 from te_bench.models import cost
 from te_bench.reports.analysis import floor
 from te_bench.reports.analysis.measures import finite
@@ -31,7 +34,7 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
     """Write the page under `out`; the path of its index.html. Raises ValueError where it cannot be written."""
     first, *others = answer.sentences(evidence, decision, findings)
     drawing = _steps(evidence, decision)
-    tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence))
+    tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence), _room(evidence))
     content: dict[str, Any] = {
         "title": evidence.question.title,
         "headline": first,
@@ -169,6 +172,40 @@ def _verified(evidence: Evidence) -> Table | None:
         "Noisy: the slowest run took over 1.2 times the fastest."
     )
     return table_of("steps-measured", "Steps that were measured", rows, note)
+
+
+def _room(evidence: Evidence) -> Table | None:
+    """Steps of more sequences, and by checkpointed blocks, below the same of as many as were asked for."""
+    more, paid = larger_batches(evidence), checkpointing(evidence)
+    choices = [*(found.choice for found in more), *(found.choice for found in paid)]
+    of = {replace(choice, checkpointing=False) for choice in choices}
+    have = evidence.question.batch
+    runs: dict[tuple[Choice, int], Sequence[Record]] = {
+        (choice, have): records
+        for choice, records in evidence.steps.items()
+        if replace(choice, checkpointing=False) in of
+    }
+    runs |= {(found.choice, have): found.records for found in paid}
+    runs |= {(found.choice, found.batch): (found.record,) for found in more}
+    speeds = {step: step[1] / typical(records) for step, records in runs.items()}
+    rows = []
+    for (choice, batch), records in runs.items():
+        ratio = speeds[choice, batch] / next(iter(speeds.values()))
+        rows.append(
+            {
+                "Step": word(choice.words()),
+                "Sequences": number(batch, text.count),
+                "Speed per token": Value(text=text.times(ratio), sort=ratio),
+                "Step, ms": number(typical(records), text.milliseconds),
+                "Peak, GiB": number(peak(records), text.gib),
+                "Runs": number(len(records), text.count),
+            }
+        )
+    note = (
+        "Checkpointed blocks keep their inputs alone and compute again in the backward pass: memory saved for time paid. "
+        "Speed per token: over the first row."
+    )
+    return table_of("room", "Memory against batch", rows, note)
 
 
 def _left_out(evidence: Evidence) -> list[str]:

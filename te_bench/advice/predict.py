@@ -2,6 +2,7 @@
 
 Pure arithmetic on what records hold. A choice's frame is the measured step of its mode and blocks, with the model's own
 attention and head in bf16. What a frame and a choice share cancels out, whatever it is.
+Where the GPU waits for Python in the frame, faster parts gain nothing.
 In fused blocks a cast is part of the kernel before it: there a Linear counts by its matrix products alone.
 """
 
@@ -15,6 +16,8 @@ from te_bench.advice.parts import LINEAR, Made, Part, PartTime, parts_of
 OF_PARTS = 0.10
 #: What a whole step varies from one process to the next.
 OF_FRAME = 0.02
+#: Of a step a GPU's kernels fill at least so much where Python is fast enough at launching them.
+BUSY = 0.9
 #: Of a step its parts take at most so much: alone they may take longer, each with a call of its own from Python on a CPU,
 #: and then all count for as much less.
 MOST = 0.95
@@ -38,6 +41,12 @@ class Frame:
 
     seconds: float
     memory: float | None
+    kernels: float | None = None  # seconds of its GPU's kernels, one after the other
+
+    @property
+    def waits(self) -> bool:
+        """Whether its GPU waits for Python, so that no faster kernel makes it faster."""
+        return self.kernels is not None and self.kernels < BUSY * self.seconds
 
 
 def predict(
@@ -63,7 +72,8 @@ def predict(
         count, seconds = whole[part] - ours[part], share * seconds_of[part]
         gains[part.workload] = gains.get(part.workload, 0.0) + count * seconds
         bound += (OF_PARTS * count * seconds) ** 2
-    seconds = max(frame.seconds - sum(gains.values()), 0.0)
+    gained = sum(gains.values())
+    seconds = max(frame.seconds - (min(gained, 0.0) if frame.waits else gained), 0.0)
     memory = None if frame.memory is None else frame.memory - _logits_saved(made, choice, base)
     return Prediction(
         choice=choice, seconds=seconds, bound_s=bound**0.5, memory=memory, gains=gains, parts=tuple(differing)

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from te_bench.advice.advise import Evidence, extent, typical
+from te_bench.advice.advise import Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.decision import LinearGain, linear_gains
+from te_bench.advice.steps import extent, frame_of, typical
 from te_bench.experiments.spec import Record
 from te_bench.reports.page import text
 
@@ -105,7 +106,7 @@ def findings(
     eager, compiled: runs of its whole steps. gains: of its Linears, where the GPU has FP8. vocab: its own, where the survey
     saw no logits. seconds: what a trap of that name was measured to cost; noisy: those whose times were disturbed.
     """
-    found = [*_of_survey(survey, vocab), *_of_compile(eager, compiled), *_of_fp8(gains)]
+    found = [*_of_survey(survey, vocab), *_of_launches(eager), *_of_compile(eager, compiled), *_of_fp8(gains)]
     known = seconds or {}
     priced = [
         f if f.seconds is not None else dataclasses.replace(f, seconds=known.get(f.name), noisy=f.name in noisy)
@@ -213,6 +214,20 @@ def _dropout(work: Mapping[str, Any], shown: tuple[str, ...]) -> Iterator[Findin
 
 def _fast_kernel(record: Record) -> bool:
     return any(FAST_KERNEL.search(name) for name in record.kernels)
+
+
+def _of_launches(eager: Sequence[Record]) -> Iterator[Finding]:
+    frame = frame_of(eager)
+    if frame.waits and frame.kernels is not None:
+        idle = frame.seconds - frame.kernels
+        yield Finding(
+            name="launches",
+            what=f"The GPU waits for Python in {text.percent(idle / frame.seconds)} of a step.",
+            why="Python launches its kernels more slowly than the GPU runs them",
+            mend='Capture the step, mode="cudagraph" (docs/huggingface.md), or train more sequences at a time.',
+            records=tuple(record.trial.id for record in eager),
+            seconds=idle,
+        )
 
 
 def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:

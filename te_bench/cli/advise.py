@@ -34,14 +34,19 @@ def advise(
     ] = None,
     inputs: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Draws a batch, as for `run`.")] = None,
     loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Judges outputs, as for `run`.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of a sequence. Default: the model's longest.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of a sequence. Default: the model's longest, of yours 1024 at most.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, 12 at most; on a CPU 4.")
+        int | None,
+        typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, 12 at most; on a CPU 4 at most."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
     ] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h.")] = BUDGET,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h, or seconds.")
+    ] = BUDGET,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL, and what else you say of it.")
     ] = None,

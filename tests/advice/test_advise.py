@@ -8,7 +8,7 @@ import pytest
 from advice_machine import Machine, decided, fused, gathered, question
 from journals import record, step_record, trial
 
-from te_bench.advice import advise, answer
+from te_bench.advice import advise, answer, steps
 from te_bench.advice.advise import NothingMeasured
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Record, Trial
@@ -86,20 +86,26 @@ def test_equal_steps_are_undecided_and_the_cheapest_is_named(tmp_path: Path) -> 
     assert found.why.endswith("on a quiet machine run it again.")
 
 
-def test_an_interval_that_is_absurdly_wide_is_told_in_a_clause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("slowest", "said"),
+    [
+        (9.0, r" looked [\d.]+ times as fast, but 3 runs cannot tell \(the interval is [\d.]+ to \d+ times\); "),
+        (900.0, r"but 3 runs cannot tell \(their times differ wildly\); on a quiet machine"),
+    ],
+)
+def test_an_absurdly_wide_interval_is_told_in_a_clause(tmp_path: Path, slowest: float, said: str) -> None:
+    """Without its ends, where those are no numbers to read."""
     asked = question("tiny", "cpu")
     base = Machine(asked).step(asked.trial(asked.have))
     have = asked.trial(asked.have).cell
 
     def disturbed(trial: Trial) -> float:
-        return base / Machine(asked).step(trial) * ((1.0, 9.0, 1.2)[trial.seed] if trial.cell == have else 0.9)
+        return base / Machine(asked).step(trial) * ((1.0, slowest, 1.2)[trial.seed] if trial.cell == have else 0.9)
 
     machine = Machine(asked, times_of_step=disturbed)
     found = decided(machine, gathered(machine), tmp_path)
     assert found.use == asked.have
-    assert re.search(
-        r" looked [\d.]+ times as fast, but 3 runs cannot tell \(the interval is [\d.]+ to \d+ times\); ", found.why
-    )
+    assert re.search(said, found.why)
 
 
 def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
@@ -205,6 +211,19 @@ def test_what_ended_before_takes_nothing_of_the_budget() -> None:
     assert "All of it takes" not in said[0]
 
 
+def test_a_small_budget_answers_by_all_that_a_large_one_measured(tmp_path: Path) -> None:
+    """What ended before is in the answer, even where the budget holds nothing of what is still to come."""
+    machine = Machine(question("tiny", "cpu"), wall=takes)
+    before = gathered(machine, budget_s=100.0)
+    assert before.left_out
+    again, said = Machine(question("tiny", "cpu"), wall=takes), list[str]()
+    ended = {trial.id for trial in machine.asked}
+    evidence = gathered(again, budget_s=0.1, known=ended, say=said.append)
+    assert {trial.id for trial in again.asked} == ended
+    assert evidence.steps.keys() == before.steps.keys()
+    assert said[0].endswith("What was measured before takes no time; --budget allows 1 s for the rest.")
+
+
 def test_where_only_what_the_user_has_was_measured_nothing_is_decided(tmp_path: Path) -> None:
     machine = Machine(question("tiny", "cpu"), wall=takes)
     found = decided(machine, gathered(machine, budget_s=10.0), tmp_path)
@@ -253,7 +272,7 @@ def test_where_no_step_fits_the_batch_is_cut_into_micro_batches_of_as_many_token
     assert found.use.accumulate == 8
     assert found.exit_code == 0
     assert found.memory == 6 * 2**30
-    cut = [t for t in machine.asked if t.problem.get("accumulate") and not t.seed]
+    cut = [t for t in machine.asked if t.problem.get("accumulate") and "checkpointing" not in t.problem and not t.seed]
     workloads = [t.workload for t in machine.asked[: machine.asked.index(cut[-1])]]
     assert set(workloads) == {"survey", "train_step"}  # what fits comes before what is faster
     assert [t.problem["batch"] for t in cut] == [8, 2]  # two points tell that 4 at a time do not fit
@@ -271,7 +290,7 @@ def test_where_one_sequence_takes_too_much_that_is_said(tmp_path: Path) -> None:
     found = decided(machine, gathered(machine, memory=limit), tmp_path, limit)
     assert found.exit_code == 3
     assert found.undecided == "every step that was measured takes more than --memory"
-    assert found.why.startswith("One sequence at a time takes more, too")
+    assert found.why.startswith("One sequence at a time by checkpointed blocks takes more, too")
     assert min(trial.problem["batch"] for trial in machine.asked if trial.workload == "train_step") == 1
 
 
@@ -311,15 +330,15 @@ def test_of_larger_batches_that_fit_the_fastest_per_token_is_told(tmp_path: Path
 
 def test_memory_is_compared_by_what_both_steps_show() -> None:
     have, use = ({"peak_allocated_bytes": [5.0], "peak_reserved_bytes": [8.0]}, {"peak_reserved_bytes": [6.0]})
-    steps = [[record(trial(seed=seed), samples=samples)] for seed, samples in enumerate((have, use))]
-    assert advise.peaks(*steps) == [8.0, 6.0]
-    assert advise.peak(steps[0]) == 5.0
+    both = [[record(trial(seed=seed), samples=samples)] for seed, samples in enumerate((have, use))]
+    assert steps.peaks(*both) == [8.0, 6.0]
+    assert steps.peak(both[0]) == 5.0
 
 
 def test_runs_that_differ_are_told_by_the_mean_of_all_and_their_range() -> None:
     """As the report tells them, not by the first run."""
     runs = [step_record(trial(seed=seed), ms) for seed, ms in enumerate((95, 296, 564))]
-    assert advise.typical(runs) == of_processes(runs, "latency_s") == pytest.approx(0.2513, rel=0.01)
+    assert steps.typical(runs) == of_processes(runs, "latency_s") == pytest.approx(0.2513, rel=0.01)
     assert answer.measured_in_words(runs) == "251.2 ms a step (3 runs: 95.0 to 564.0)"
     assert answer.measured_in_words(runs[:1]) == "95.0 ms a step"
 

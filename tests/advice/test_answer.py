@@ -10,9 +10,10 @@ import torch
 from advice_machine import Machine, decided, fused, gathered, question
 
 from te_bench.advice import answer, code, convergence, page, traps
-from te_bench.advice.advise import VERIFICATION, Evidence, typical
+from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.decision import Decision, between, fp8_in_words, linear_gains
+from te_bench.advice.steps import typical
 from te_bench.experiments.spec import Trial
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.study import studies

@@ -65,6 +65,20 @@ def test_parts_that_take_longer_alone_than_the_step_count_for_less(machine: Mach
     assert found.memory is None
 
 
+@pytest.mark.parametrize(("kernels", "gains"), [(None, True), (0.95, True), (0.8, False)])
+def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(
+    machine: Machine, kernels: float | None, gains: bool
+) -> None:
+    evidence = gathered(machine)
+    have = machine.question.have
+    choice = dataclasses.replace(have, attention="cudnn", head="chunked")
+    frame = Frame(seconds=1.0, memory=None, kernels=kernels)
+    found = predict.predict(machine.question, evidence.made, choice, {have: frame}, evidence.times)
+    assert found is not None
+    assert sum(found.gains.values()) > 0
+    assert (found.seconds < 1.0) == gains
+
+
 def test_a_head_without_logits_is_predicted_to_take_less_memory(machine: Machine) -> None:
     evidence = gathered(machine)
     have = machine.question.have

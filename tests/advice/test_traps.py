@@ -45,6 +45,18 @@ def call(**changes: Any) -> dict[str, Any]:
     return {"attentions": [{**CALL, **changes}]}
 
 
+def test_a_gpu_that_waits_for_python_is_told() -> None:
+    waits, busy = (
+        record(trial(mode="eager"), samples={"latency_s": [0.1] * 20}, work={"kernel_s": {"gemm": gemm, "norm": 0.02}})
+        for gemm in (0.06, 0.075)
+    )
+    (found,) = traps.findings(survey(), [waits], [])
+    assert found.name == "launches"
+    assert found.what == "The GPU waits for Python in 20.0 % of a step."
+    assert found.seconds == pytest.approx(0.02)
+    assert traps.findings(survey(), [busy], []) == []
+
+
 PLANTED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "a mask": ("attention", call(kernel="math", mask=True), "given a mask"),
     "a mask, mem_efficient": ("attention", call(kernel="mem_efficient", mask=True), "given a mask"),

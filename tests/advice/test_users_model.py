@@ -52,7 +52,8 @@ def test_its_own_attention_comes_first_and_nothing_of_te_benchs_own_models(asked
     assert not any(choice.fused or choice.head or choice.padded for choice in asked.choices)
     assert {choice.attention for choice in asked.choices} == {OWN_ATTENTION, "flash", "cudnn"}
     assert {choice.attention for choice in asked.choices if choice.parts} == {OWN_ATTENTION}
-    assert {frame.mode for frame in asked.frames} == {"eager", "compile", "compile-reduce-overhead"}
+    assert {frame.mode for frame in asked.frames} == {"eager", "cudagraph", "compile", "compile-reduce-overhead"}
+    assert {choice.parts for choice in asked.choices if choice.mode == "cudagraph"} == {"all"}
     assert asked.frames[1].parts == "all"  # before what takes a minute to compile
     theirs = [choice for choice in asked.choices if choice.rival]
     assert [(c.rival, c.mode) for c in theirs] == [
@@ -107,6 +108,29 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
         ),
         (Choice(attention="cudnn"), ["sdpa_kernel(SDPBackend.CUDNN_ATTENTION)"]),
         (Choice(attention=OWN_ATTENTION, mode="compile-reduce-overhead"), ['mode="reduce-overhead"']),
+        (
+            Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling", parts="all", mode="cudagraph"),
+            [
+                'model = make(width=128).to("cuda")',
+                'adopt(model, recipe=recipe.DelayedScaling(), parts="all")',
+                'TrainStep(model, Optim(), precision="fp8", mode="cudagraph")',
+                "loss = step(inputs, targets)",
+            ],
+        ),
+        (
+            Choice(attention=OWN_ATTENTION, mode="compile", parts="all", checkpointing=True),
+            [
+                "# before the optimizer is made\ncheckpoint_blocks(model)  # before the step is made\nmodel = torch.compile("
+            ],
+        ),
+        (
+            Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph", checkpointing=True),
+            ['adopt(model, parts="all")', "checkpoint_blocks(model)", 'mode="cudagraph"'],
+        ),
+        (
+            Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph", accumulate=2),
+            ['adopt(model, parts="all")', "Optim(accumulate=2)"],
+        ),
     ],
 )
 def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
@@ -114,6 +138,14 @@ def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
     compile(lines, "advice", "exec")
     for word in wanted:
         assert word in lines
+
+
+def test_the_code_of_a_graph_has_the_users_own_functional_loss(asked: Question) -> None:
+    problem = {**asked.problem, "loss": "mine.functional:judge"}
+    choice = Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph")
+    lines = code.code(dataclasses.replace(asked, problem=problem), choice)
+    assert "from mine.functional import judge" in lines
+    assert 'model = adopt(model, parts="all", loss=judge)  # its weights are model.module\'s' in lines
 
 
 def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_an_answer_from_real_trials(command: Command, tmp_path: Path) -> None:
     """As much as no budget holds: the survey and the step as it is."""
     done = command(
-        "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "1s", "--out", "run"
+        "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "0.1s", "--out", "run"
     )
     assert done.code == 3, done.err
     assert "Undecided: in 1 s only what you have was measured." in done.out
