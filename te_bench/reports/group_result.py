@@ -13,6 +13,7 @@ from te_bench.reports.analysis.largest_batch import LargestBatch, largest_batche
 from te_bench.reports.analysis.layers import LayerVariant, layer_variants
 from te_bench.reports.analysis.ranking import StepRanking, rank_steps
 from te_bench.reports.analysis.rows import Group, Results, load_results
+from te_bench.reports.analysis.scaled import ScaledStep, scaled_steps
 from te_bench.reports.analysis.steps import measured_steps
 from te_bench.reports.convergence.stress import StressLadder, stress_ladders
 from te_bench.reports.convergence.study import studies
@@ -33,6 +34,7 @@ class GroupResult:
     studies: tuple[StudyVerdict, ...]
     stress: tuple[StressLadder, ...]
     largest_batches: tuple[LargestBatch, ...]
+    scaled: tuple[ScaledStep, ...]
     attention: AttentionTimes
     scaling_errors: tuple[ScalingErrors, ...]
     errors: tuple[WorstError, ...]
@@ -67,6 +69,7 @@ def group_result(group: Group) -> GroupResult:
         studies=tuple(judge_study(study) for study in studies(group) if study.whole),
         stress=stress_ladders(group),
         largest_batches=largest_batches(group),
+        scaled=scaled_steps(group),
         attention=attention_times(group),
         scaling_errors=scaling_errors(group),
         errors=worst_errors(group),

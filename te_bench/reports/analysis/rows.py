@@ -22,8 +22,8 @@ _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a sh
 _LAYER = ("layer", "variant")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
-_RANKS = ("parallel", "world")  # said together: ddp x2
-_NAMED = ("rival", "linears", "parts")  # always: a step of these alone would read as te-bench's own, or as the model's
+_RANKS = ("parallel", "world", "shard")  # said together: ddp x2, hsdp x4 in groups of 2
+_NAMED = ("rival", "linears", "parts", "checkpointing")  # always: a step of these would read as one without
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -321,12 +321,18 @@ def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
         words += [trial.precision]
         words += [trial.recipe] if trial.recipe else []
         words += [] if shaped and trial.mode == "eager" else [trial.mode]
-        words += ["{parallel} x{world}".format_map(trial.problem)] if "parallel" in trial.problem else []
+        words += [_divided(trial.problem)] if "parallel" in trial.problem else []
         others = [key for key in differing if key not in ("head", *_RANKS) and trial.problem.get(key) is not None]
         words += [f"{key}={trial.problem[key]}" for key in others]
         words += [trial.protocol] if len(protocols) > 1 else []
         labels[key] = printable(", ".join(words))
     return labels
+
+
+def _divided(problem: Mapping[str, Any]) -> str:
+    """How a step is divided over ranks."""
+    groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
+    return f"{problem['parallel']} x{problem['world']}{groups}"
 
 
 def arm_name(trial: Trial) -> str:

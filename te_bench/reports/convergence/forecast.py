@@ -57,8 +57,8 @@ class Forecast:
         said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
         if outlook is None:
             said.append(
-                "  power: not known, for no record says how far gaps of this training vary; a pilot of 5 seeds tells, given "
-                "as --timings DIR"
+                "  power: not known, for no record says how far gaps of this training vary; a pilot tells: run the same "
+                "with --seeds 5 --out DIR, then plan with --timings DIR"
             )
         else:
             spread = outlook.spread

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult
-from te_bench.reports.page import attention_figures, loss_figures, step_figures, text, verdict_figures
+from te_bench.reports.page import attention_figures, loss_figures, scaled_figures, step_figures, text, verdict_figures
 from te_bench.reports.page.drawing import Drawing, draw
 
 Builder = tuple[str, str, Callable[[], Figure] | None]  # name, caption, and what draws it
@@ -18,6 +18,7 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
     builders: list[Builder] = [
         ("ladder", "Time per training step", step_figures.ladder(result)),
         ("memory", "Peak memory of a training step", step_figures.memory(result)),
+        ("scaling", "Efficiency on more GPUs", scaled_figures.efficiency(result)),
         ("floor_kinds", "The step and its floor by kind of kernel", step_figures.against_floor(result)),
         ("max_batch", "Largest batch that fits", step_figures.largest_batch(result)),
         ("attention_forward", "Attention forward", attention_figures.times(result, "forward")),

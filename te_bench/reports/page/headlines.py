@@ -22,7 +22,7 @@ def headlines(report: ReportResult) -> list[str]:
         for variant in result.layers:
             if variant.comparable:
                 found += [(0, said) for said in _fastest(variant.ranking, f" layer, {variant.name}", where)]
-        found += [(1, answer) for answer in [*_lowest_losses(result), *_attention(result)]]
+        found += [(1, answer) for answer in [*_scaled(result), *_lowest_losses(result), *_attention(result)]]
         largest = next((m for m in result.largest_batches if m.max_batch is not None), None)
         if largest:
             found.append(
@@ -43,6 +43,7 @@ def _emulated(result: GroupResult) -> bool:
     """Whether a CPU's time of a step in FP8 is among the results."""
     rankings = [result.steps, *(variant.ranking for variant in result.layers)]
     timed = [step.configuration.trial for found in rankings for step in found.steps if step.latency_s is not None]
+    timed += [step.configuration.trial for step in result.scaled if step.latency_s is not None]
     return any(trial.device == "cpu" and trial.precision == "fp8" for trial in timed)
 
 
@@ -85,6 +86,20 @@ def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> 
     if best.speedup and baseline:
         return f"{_time(best)}, {text.speedup(best.speedup)} over {baseline.configuration.label}"
     return _time(best)
+
+
+def _scaled(result: GroupResult) -> list[str]:
+    """The most tokens a second and GPU on the most GPUs, with the link between them."""
+    measured = [step for step in result.scaled if step.world > 1 and step.tokens_per_s is not None]
+    if not measured:
+        return []
+    best = max(measured, key=lambda step: (step.world, step.tokens_per_s or 0.0))
+    each = "GPU" if best.configuration.trial.device == "cuda" else "process"
+    said = f"Most tokens a second of each {each} on {best.world}: {best.configuration.label}: "
+    said += text.count(best.tokens_per_s)
+    said += f", {text.percent(best.efficiency.value)} of one alone" if best.efficiency else ""
+    said += f", by a link of {text.plain(best.busbw / 1e9)} GB/s" if best.busbw else ""
+    return [f"{said}, on {result.group.where}."]
 
 
 def _lowest_losses(result: GroupResult) -> list[str]:

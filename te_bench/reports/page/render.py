@@ -25,6 +25,7 @@ SECTIONS = (
     ),
     ("stress", "Where each precision breaks", (), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
+    ("scaling", "A training step on more GPUs", ("scaling",), ("scaling", "scaling_memory")),
     ("floor", "The step against its floor", ("floor_kinds",), ("floor", "floor_kinds", "floor_kernels")),
     ("layer", "One transformer layer", ("layer_time",), ("layer", "layer_kinds", "layer_kernels")),
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),

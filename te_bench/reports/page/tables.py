@@ -10,6 +10,7 @@ from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import (
     attention_tables,
     layer_tables,
+    scaled_tables,
     step_tables,
     text,
     training_tables,
@@ -23,7 +24,7 @@ TERMINAL_WIDTH = 100
 LEAST_NAME = 40  # characters of a name's line
 #: What a terminal does not show, and what it leaves out where names have no room, the first first.
 UNSHOWN = ("TFLOP/s", "MFU")
-GIVING_WAY = ("Peak reserved, GiB", "tokens/s", "Peak, GiB", "ok/planned")
+GIVING_WAY = ("Peak reserved, GiB", "tokens/s", "Peak, GiB", "ok/planned", "Collectives, ms", "GPUs", "mJ/token")
 
 
 def _each(what: str, make: Callable[[Any], Table | None]) -> Callable[[GroupResult], Sequence[Table | None]]:
@@ -35,6 +36,8 @@ def _each(what: str, make: Callable[[Any], Table | None]) -> Callable[[GroupResu
 TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]] = {
     "ladder": step_tables.ladder,
     "memory": step_tables.memory,
+    "scaling": scaled_tables.times,
+    "scaling_memory": scaled_tables.memory,
     "floor": step_tables.floors,
     "floor_kinds": step_tables.floor_kinds,
     "floor_kernels": step_tables.floor_kernels,
@@ -88,8 +91,12 @@ def summary(directories: Sequence[Path]) -> str:
         lines += textwrap.wrap(sentence, TERMINAL_WIDTH)
     for result in report.groups:
         group = result.group
-        for table in [*tables_of(result, "ladder"), *tables_of(result, "layer")]:
-            shown = f"{group.title} ({group.where})" if table.name == "ladder" else f"{table.caption} ({group.where})"
+        for table in [table for name in ("ladder", "scaling", "layer") for table in tables_of(result, name)]:
+            shown = (
+                f"{group.title} ({group.where})"
+                if table.name in ("ladder", "scaling")
+                else f"{table.caption} ({group.where})"
+            )
             title = text.shortened(printable(shown), TERMINAL_WIDTH)
             lines += ["", title, *terminal(table)]
     return "\n".join(lines) + "\n"

@@ -11,8 +11,6 @@ from te_bench.reports.group_result import load_report
 from te_bench.reports.page import attention_figures, gallery, loss_figures, step_figures
 from te_bench.reports.page.drawing import INK, STYLE
 
-pytestmark = pytest.mark.xdist_group("figures")  # one worker, which draws them once
-
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):

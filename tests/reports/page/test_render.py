@@ -13,8 +13,6 @@ from te_bench.experiments.spec import Options
 from te_bench.experiments.store import Plan, Store
 from te_bench.reports.page.render import write_report
 
-pytestmark = pytest.mark.xdist_group("a report")  # one worker, which writes it once
-
 
 class Page(html.parser.HTMLParser):
     """Every start tag with its attributes, and the text."""

@@ -92,9 +92,10 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
 
 
 VERDICT = {"verdict", "verdict_reasons", "stability", "stress"}  # of convergence runs: test_verdict_tables.py
+SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
 
 
-@pytest.mark.parametrize("name", sorted(set(TABLES) - VERDICT))
+@pytest.mark.parametrize("name", sorted(set(TABLES) - VERDICT - SCALING))
 def test_every_table_of_a_full_run(tmp_path, name):
     [result] = load_report([everything(tmp_path / "run")]).groups
     [table] = tables_of(result, name)

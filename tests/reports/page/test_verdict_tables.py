@@ -25,9 +25,6 @@ TRUTHS = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.002
 OUTCOMES = {("rowwise_scaling", 2): "diverged"}
 
 
-pytestmark = pytest.mark.xdist_group("verdict's figures")  # one worker, which draws them once
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     records = study_records(TRUTHS, sd=0.0002, outcomes=OUTCOMES)

@@ -1,0 +1,136 @@
+"""Steps over several GPUs beside the same on one: tokens a second of each GPU, efficiency, a rank's memory."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from te_bench.experiments.problems import world_of
+from te_bench.experiments.spec import Record
+from te_bench.reports.analysis.measures import Ratio, finite, geometric_mean, median, of_processes, paired_ratio
+from te_bench.reports.analysis.rows import Configuration, Group
+
+#: What a rank's memory is counted in, as its record has it.
+KINDS = ("weights", "gradients", "states", "fp8_copies", "fp8_operands")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledStep:
+    """A configuration's step over `world` GPUs: throughput of one GPU in 1/s, seconds, joules and bytes in SI units."""
+
+    configuration: Configuration
+    world: int
+    baseline: str | None = None  # id of the same step on one GPU
+    latency_s: float | None = None
+    tokens_per_s: float | None = None
+    efficiency: Ratio | None = None  # of a GPU's throughput, against the same step on one
+    collectives_s: float | None = None  # of a step, the mean over ranks
+    exposed_s: float | None = None
+    energy_per_token: float | None = None  # of all ranks
+    busbw: float | None = None
+    memory: Mapping[str, float] = field(default_factory=dict)  # of the rank with the most, by KINDS, and its "peak"
+
+    @property
+    def parallel(self) -> str | None:
+        """How it is divided; None on one GPU."""
+        mode = self.configuration.trial.problem.get("parallel")
+        return mode if isinstance(mode, str) else None
+
+    @property
+    def sequences(self) -> float | None:
+        """Of each rank."""
+        batch = finite(self.configuration.trial.problem.get("batch"))
+        return None if batch is None else batch / self.world
+
+    @property
+    def rest(self) -> float | None:
+        """Bytes of the peak that are of none of the kinds."""
+        peak = self.memory.get("peak")
+        return None if peak is None else peak - sum(self.memory.get(kind, 0.0) for kind in KINDS)
+
+
+def scaled_steps(group: Group) -> tuple[ScaledStep, ...]:
+    """As they were planned, those of one GPU first."""
+    configurations = group.of("scaling")
+    alone = {_work(one): one for one in configurations if world_of(one.trial) == 1}
+    found = [_scaled(one, alone.get(_work(one))) for one in configurations]
+    return tuple(sorted(found, key=lambda step: step.world))
+
+
+def _work(configuration: Configuration) -> str:
+    """What the same steps on more and fewer GPUs share: all but how they are divided, and each rank's sequences."""
+    trial, world = configuration.trial, world_of(configuration.trial)
+    problem = {key: value for key, value in trial.problem.items() if key not in ("parallel", "world", "batch")}
+    batch = finite(trial.problem.get("batch"))
+    each = None if batch is None else batch / world
+    return str((trial.attention, trial.precision, trial.recipe, trial.mode, each, sorted(problem.items())))
+
+
+def _scaled(configuration: Configuration, alone: Configuration | None) -> ScaledStep:
+    world, records = world_of(configuration.trial), configuration.ok
+    latency = of_processes(records, "latency_s")
+    if not latency:
+        return ScaledStep(configuration=configuration, world=world)
+    tokens = finite(records[0].work.get("tokens"))
+    joules = [_sum(_of_ranks(record, "energy_j")) for record in records]
+    per_token = geometric_mean([j / tokens for j in joules if j and tokens])
+    return ScaledStep(
+        configuration=configuration,
+        world=world,
+        baseline=None if alone is None else alone.id,
+        latency_s=latency,
+        tokens_per_s=tokens / latency / world if tokens else None,
+        efficiency=None if alone is None else _efficiency(alone, configuration),
+        collectives_s=_mean(records, "collectives_s"),
+        exposed_s=_mean(records, "exposed_s"),
+        energy_per_token=per_token.value if per_token else None,
+        busbw=median([value for record in records if (value := _busbw(record)) is not None]),
+        memory=_memory(records),
+    )
+
+
+def _efficiency(alone: Configuration, configuration: Configuration) -> Ratio | None:
+    """Every rank has the sequences that one GPU has, so that it is the time on one over the time on all."""
+    if configuration.id == alone.id:
+        return Ratio(value=1.0, n=len(alone.ok))
+    return paired_ratio(alone, configuration, "latency_s")
+
+
+def _ranks(record: Record) -> list[Mapping[str, Any]]:
+    ranks = record.work.get("ranks")
+    return [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
+
+
+def _of_ranks(record: Record, name: str) -> list[float | None]:
+    return [finite(rank.get(name)) for rank in _ranks(record)]
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """None where any was not measured."""
+    known = list(values)
+    return sum(value for value in known if value is not None) if known and None not in known else None
+
+
+def _mean(records: Iterable[Record], name: str) -> float | None:
+    """Over ranks, the median over repetitions."""
+    means = []
+    for record in records:
+        values = _of_ranks(record, name)
+        total = _sum(values)
+        means += [] if total is None else [total / len(values)]
+    return median(means)
+
+
+def _busbw(record: Record) -> float | None:
+    interconnect = record.work.get("interconnect")
+    return finite(interconnect.get("busbw")) if isinstance(interconnect, Mapping) else None
+
+
+def _memory(records: Iterable[Record]) -> dict[str, float]:
+    ledgers = []
+    for rank in (rank for record in records for rank in _ranks(record)):
+        memory = rank.get("memory")
+        if isinstance(memory, Mapping):
+            ledgers.append(
+                {kind: value for kind in (*KINDS, "peak") if (value := finite(memory.get(kind))) is not None}
+            )
+    return max(ledgers, key=lambda one: one.get("peak", sum(one.values())), default={})

@@ -1,0 +1,104 @@
+"""The tables of steps over several GPUs: what they bring, and what a rank's memory holds."""
+
+from collections.abc import Sequence
+
+from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.analysis.scaled import ScaledStep
+from te_bench.reports.group_result import GroupResult
+from te_bench.reports.page import text
+from te_bench.reports.page.table import Table, Value, label, number, repetitions, table_of
+
+NOT_RUN = "not run"
+MIB = 2**20
+TITLES = {
+    "weights": "Weights",
+    "gradients": "Gradients",
+    "states": "States",
+    "fp8_copies": "FP8 copies",
+    "fp8_operands": "FP8 operands",
+}
+
+
+def times(result: GroupResult) -> Table | None:
+    """Throughput of each GPU, efficiency, what collectives cost, energy and the link."""
+    steps = result.scaled
+    shown = [
+        {
+            "Configuration": label(step.configuration),
+            "GPUs": Value(text=str(step.world), sort=step.world),
+            "ms/step": number(step.latency_s, text.milliseconds),
+            "tok/s/GPU": number(step.tokens_per_s, text.count),
+            "Efficiency": _efficiency(step),
+            "Collectives, ms": number(step.collectives_s, text.milliseconds),
+            "Exposed, ms": number(step.exposed_s, text.milliseconds),
+            "mJ/token": number(None if step.energy_per_token is None else step.energy_per_token * 1e3),
+            "Link, GB/s": number(None if step.busbw is None else step.busbw / 1e9),
+            "ok/planned": repetitions(step.configuration),
+        }
+        for step in steps
+    ]
+    return table_of("scaling", "A training step on one GPU and on several", shown, " ".join(_notes(steps)))
+
+
+def _efficiency(step: ScaledStep) -> Value:
+    if step.latency_s is None:
+        return Value(text=NOT_RUN if step.configuration.outcome == "unsupported" else text.MISSING, sort=None)
+    return Value(text=_percent(step.efficiency), sort=step.efficiency.value if step.efficiency else None)
+
+
+def _percent(ratio: Ratio | None) -> str:
+    """93.1 % [92.8, 93.4]."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return text.percent(ratio.value if ratio else None)
+    return f"{text.percent(ratio.value)} [{100 * ratio.low:.1f}, {100 * ratio.high:.1f}]"
+
+
+def _notes(steps: Sequence[ScaledStep]) -> list[str]:
+    notes = ["Efficiency: tokens a second of each GPU against the same step on one, which has as many sequences."]
+    if any(step.efficiency and step.efficiency.low is not None for step in steps):
+        notes.append("Its interval is a 95 % t-interval over paired seeds.")
+    if any(step.exposed_s is not None for step in steps):
+        notes.append(
+            "Collectives: while NCCL's kernels run, waits for other ranks included; exposed: while the GPU does nothing "
+            "else. Both by the trace of three steps, the mean over ranks."
+        )
+    if any(step.energy_per_token is not None for step in steps):
+        notes.append("mJ/token: of all GPUs of the trial, by their own counters.")
+    if any(step.busbw is not None for step in steps):
+        notes.append("Link: bus bandwidth of a large all-reduce over the trial's ranks, measured beside its steps.")
+    if any(step.latency_s and step.configuration.trial.device == "cpu" for step in steps):
+        notes.append(
+            "On a CPU each rank is a process of one thread, and they share its memory: their efficiency says nothing about "
+            "GPUs, and exposed communication is not measured."
+        )
+    return notes
+
+
+def memory(result: GroupResult) -> Table | None:
+    """What a rank's memory holds."""
+    held = [step for step in result.scaled if step.memory]
+    shown = [
+        {
+            "Configuration": label(step.configuration),
+            "GPUs": Value(text=str(step.world), sort=step.world),
+            **{title: _mib(step.memory.get(kind)) for kind, title in TITLES.items()},
+            "Rest": _mib(step.rest),
+            "Peak": _mib(step.memory.get("peak")),
+        }
+        for step in held
+    ]
+    notes = ["Of the rank that takes the most. Weights, gradients and optimizer states are counted."]
+    if any("fp8_copies" in step.memory for step in held):
+        notes.append(
+            "FP8 copies and operands: what an eager pass keeps in FP8 for its backward pass of weights, and of all else."
+        )
+    if any("peak" in step.memory for step in held):
+        notes.append(
+            "Rest: of the peak, what is none of these: other activations, gathered weights, buckets and workspaces; more, "
+            "where the peak comes before all gradients are there."
+        )
+    return table_of("scaling_memory", "Memory of a rank, MiB", shown, " ".join(notes))
+
+
+def _mib(size: float | None) -> Value:
+    return number(None if size is None else size / MIB)

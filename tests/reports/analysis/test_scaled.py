@@ -1,0 +1,86 @@
+"""Steps over several GPUs: beside which step on one, and what of each rank becomes a number."""
+
+import dataclasses
+
+import pytest
+from journals import record, step_record, trial, write
+
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import gallery, tables
+
+MIB = 2**20
+
+
+def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=None):
+    over = {} if world == 1 else {"parallel": "ddp", "world": world}
+    recipe = "delayed_scaling" if precision == "fp8" else None
+    of = trial("scaling", model="gpt2", block=1024, vocab=50257, padded_vocab=50304, batch=batch * world, **over)
+    of = dataclasses.replace(of, precision=precision, recipe=recipe, mode="compile", seed=seed)
+    if outcome:
+        return record(of, outcome=outcome, reason=f"not run: {world} ranks need a GPU each, and this trial has 2")
+    work = {"tokens": batch * world * 1024, "ranks": [{"memory": {"weights": MIB, "peak": 8 * MIB}}] * world}
+    if rank:
+        work |= {"ranks": [rank(i) for i in range(world)], "interconnect": {"busbw": 360e9}}
+    return dataclasses.replace(step_record(of, ms), work=work)
+
+
+def result_of(tmp_path, *records):
+    [result] = load_report([write(tmp_path / "run", list(records), suite="scaling", title="Scaling")]).groups
+    return result
+
+
+def test_a_step_stands_beside_the_same_step_on_one_gpu(tmp_path):
+    records = [step(ms, seed=seed) for seed, ms in enumerate((20, 22))]
+    records += [step(ms, 2, seed=seed) for seed, ms in enumerate((25, 27.5))]  # each 0.8 of the same seed
+    records += [step(16, precision="fp8"), step(20, 4, precision="fp8"), step(5, batch=3), step(9, 2, batch=6)]
+    found = {
+        (one.world, one.configuration.trial.precision, one.sequences): one
+        for one in result_of(tmp_path, *records).scaled
+    }
+    two = found[2, "bf16", 12]
+    assert two.efficiency.value == pytest.approx(0.8)
+    assert two.efficiency.n == 2
+    assert two.tokens_per_s == pytest.approx(12 * 1024 / two.latency_s)
+    assert found[4, "fp8", 12].efficiency.value == pytest.approx(0.8)
+    assert found[1, "bf16", 12].efficiency.value == 1
+    assert found[2, "bf16", 6].efficiency is None  # other sequences a GPU than any step on one has
+
+
+def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):
+    def rank(i):
+        memory = {"weights": 2 * MIB, "gradients": MIB, "states": MIB, "fp8_copies": MIB, "peak": (8 + i) * MIB}
+        return {"collectives_s": 4e-3, "exposed_s": (1 + i) * 1e-3, "energy_j": 10.0, "memory": memory}
+
+    two = result_of(tmp_path, step(20), step(25, 2, rank=rank)).scaled[1]
+    assert two.exposed_s == pytest.approx(1.5e-3)
+    assert two.collectives_s == pytest.approx(4e-3)
+    assert two.energy_per_token == pytest.approx(20 / (24 * 1024))
+    assert two.busbw == 360e9
+    assert two.memory["peak"] == 9 * MIB
+    assert two.rest == 4 * MIB
+
+
+def test_energy_that_one_gpu_does_not_count_is_not_that_of_the_others(tmp_path):
+    def rank(i):
+        return {"energy_j": 10.0} if i else {}
+
+    assert result_of(tmp_path, step(25, 2, rank=rank)).scaled[0].energy_per_token is None
+
+
+def test_the_report_says_what_was_not_run(tmp_path):
+    result = result_of(tmp_path, step(20), step(25, 2), step(0, 4, outcome="unsupported"))
+    [times] = tables.tables_of(result, "scaling")
+    column = [column.title for column in times.columns].index("Efficiency")
+    assert [row[column].text for row in times.rows] == ["100.0 %", "80.0 %", "not run"]
+    [memory] = tables.tables_of(result, "scaling_memory")
+    assert len(memory.rows) == 2
+    assert [drawing.name for drawing in gallery.figures_of(result, "")] == ["scaling"]
+
+
+@pytest.mark.parametrize(
+    "work", [{}, {"ranks": None, "tokens": None}, {"ranks": [3, {"memory": 1}], "interconnect": "x"}]
+)
+def test_a_record_without_them_is_read(tmp_path, work):
+    [one] = result_of(tmp_path, dataclasses.replace(step(20), work=work)).scaled
+    assert one.latency_s == pytest.approx(0.020)
+    assert one.memory == {}
