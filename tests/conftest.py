@@ -34,12 +34,27 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes minutes and is seldom needed runs where its mark is asked for by name."""
     if "other_gpus" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("other_gpus")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for item in items:
+            _group(item)
+        items.sort(key=lambda item: not item.get_closest_marker("slow"))  # else a worker may begin with the last alone
+
+
+def _group(item: pytest.Item) -> None:
+    """One worker runs a module's tests that share a fixture: others would make it again, and so does each that runs a
+    test of another module in between."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    if fixtures and not item.get_closest_marker("xdist_group"):
+        definitions = [found[-1] for found in fixtures.name2fixturedefs.values() if found]
+        if any(found.scope == "module" for found in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish() -> None:
@@ -50,9 +65,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs a function's parametrisations: pytest-xdist counts what is left by all that it dealt, test by test."""
+    """One worker runs a function's parametrisations: pytest-xdist counts what is left by all that it dealt, test by test.
+
+    The groups come in the order of their first tests, not the largest first: how long one takes is not in its size.
+    """
     if config.getvalue("dist") != "loadgroup":
         return None
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadGroupScheduling
 
     class Functions(LoadGroupScheduling):  # type: ignore[misc]

@@ -23,9 +23,6 @@ def benchmark(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=folder, env=ALONE, capture_output=True, text=True, timeout=300)
 
 
-pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker, which collects them once
-
-
 @pytest.fixture(scope="module")
 def collected() -> list[str]:
     done = benchmark("benchmarks", "--collect-only")

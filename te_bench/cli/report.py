@@ -28,6 +28,7 @@ def embed(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
 ) -> None:
     """Bring the tables in Markdown files up to date with the records that they name."""
+    from te_bench.advice import tables as advice
     from te_bench.experiments.scaling import published
     from te_bench.gate import self_test
     from te_bench.reports.page import embed as tables
@@ -35,6 +36,8 @@ def embed(
 
     more = {
         "self_test": lambda directory: self_test.table(self_test.stored(directory)),
+        "advice": advice.answers,
+        "advice_errors": advice.errors,
         "plan_scaling": lambda _: scaling_tables.published(published.validate()),
     }
     stale = [page for page in pages if not tables.embed(page, check=check, more=more)]

@@ -32,7 +32,7 @@ from te_bench.cli.options import (
 if TYPE_CHECKING:
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.on_ray import Cluster, Wanted
-    from te_bench.experiments.spec import Experiment, Options, Record
+    from te_bench.experiments.spec import Experiment, Options, Record, Trial
 
 INCOMPLETE = 4
 
@@ -61,6 +61,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, on_ray
     from te_bench.experiments.measurement import Context
+    from te_bench.experiments.problems import world_of
     from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
 
@@ -85,10 +86,10 @@ def run(
         cluster: Cluster | None = None
         if on is None:
             machine = environment.capture(asked.device, chosen, by_table=by_table)
-            slots: list[Any] = [*places([gpu["uuid"] for gpu in chosen], asked.gpus_per_trial)] * (asked.share or 1)
+            slots = slots_on(experiment.trials, [gpu["uuid"] for gpu in chosen], asked.gpus_per_trial, asked.share)
             slots = slots or [None] * at_once(machine["identity"]["cores"])
         else:
-            each = asked.gpus_per_trial or 1 / (asked.share or 1)
+            each = asked.gpus_per_trial or max(map(world_of, experiment.trials)) / (asked.share or 1)
             cluster = find_hosts(on_ray.Wanted(device=asked.device, by_table=by_table, gpus=each, at_once=at_once))
             machine, slots = cluster.machine, cluster.places
         context = Context(cache=asked.cache, checkpoints=checkpoints)
@@ -96,6 +97,15 @@ def run(
             experiment, directory, machine, slots, cluster, timeout=timeout, context=context, retry=retry, fresh=fresh
         )
     _finish(directory, ended)
+
+
+def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, share: int | None) -> list[Any]:
+    """A set of GPUs for each trial that runs at a time. Raises ValueError for no set.
+
+    Steps on more GPUs and on fewer are compared, so that none has a neighbour; what needs more than there are is not run.
+    """
+    compared = any(trial.workload == "scaling" for trial in trials)
+    return places(gpus, per_trial or (len(gpus) if compared else 1)) * (share or 1)
 
 
 def find_hosts(wanted: "Wanted") -> "Cluster":

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from in_process import Command, Started, gpus
 
-from te_bench.cli import options
-from te_bench.experiments import environment
-from te_bench.experiments.run_options import OPTIONS
+from te_bench.cli import options, run
+from te_bench.experiments import environment, plan
+from te_bench.experiments.run_options import OPTIONS, Options
 
 USAGE = [
     (
         ["run", "quik"],
         "unknown suite 'quik'. Did you mean quick? Known: attention, convergence, curves, fp8, "
-        "layer, memory, nanogpt, quick, speed, stress.",
+        "layer, memory, nanogpt, quick, scaling, speed, stress.",
     ),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
@@ -24,11 +24,40 @@ USAGE = [
         (["run", "curves", "--budget", wrong], f"--budget {wrong}: give a time greater than 0: 90 or 90s, 30m, 2h")
         for wrong in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
     ),
-    (["run", "speed", "--gpus-per-trial", "2"], "--gpus-per-trial N goes with --parallel ddp or fsdp2: give both"),
-    (["run", "speed", "--parallel", "ddp"], "--gpus-per-trial N goes with --parallel ddp or fsdp2: give both"),
     (
-        ["run", "speed", "--gpus-per-trial", "2", "--parallel", "tp"],
-        "unknown mode of parallelism 'tp'. Known: ddp, fsdp2.",
+        ["run", "speed", "--gpus-per-trial", "2"],
+        "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both",
+    ),
+    (
+        ["run", "speed", "--parallel", "ddp"],
+        "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both",
+    ),
+    (
+        ["run", "fp8", "--gpus-per-trial", "2", "--parallel", "ddp", "--gather", "fp8"],
+        "--gather fp8 goes with --gpus-per-trial N --parallel fsdp2 or hsdp: no other mode gathers weights",
+    ),
+    *(
+        (["run", "speed", "--gpus-per-trial", world, "--parallel", mode, *shard], said)
+        for world, mode, shard, said in (
+            ("8", "hsdp", (), "--parallel hsdp: how many of --gpus-per-trial 8 share the weights is --shard 2 or 4"),
+            (
+                "4",
+                "hsdp",
+                ("--shard", "3"),
+                "--parallel hsdp: how many of --gpus-per-trial 4 share the weights is --shard 2; got 3",
+            ),
+            ("2", "hsdp", (), "--parallel hsdp: --gpus-per-trial 2 make no groups of equal size; choose fsdp2 or ddp"),
+            (
+                "4",
+                "fsdp2",
+                ("--shard", "2"),
+                "--shard 2 goes with --gpus-per-trial N --parallel fsdp2+tp or hsdp: no other mode",
+            ),
+        )
+    ),
+    (
+        ["run", "speed", "--gpus-per-trial", "2", "--parallel", "pipeline"],
+        "unknown mode of parallelism 'pipeline'. Known: ddp, fsdp2, fsdp2+tp, hsdp, tp, zero1.",
     ),
     (
         ["run", "speed", "--batch", "6", "--gpus-per-trial", "4", "--parallel", "ddp"],
@@ -36,7 +65,7 @@ USAGE = [
     ),
     (
         ["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"],
-        "--parallel: the suite attention has no trial that spans GPUs; leave it out",
+        "--parallel: the suite attention has no training step that heeds it; leave it out",
     ),
     (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
     (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),
@@ -122,6 +151,16 @@ def test_trials_of_several_gpus_have_a_set_of_them_each() -> None:
     assert options.places([], 2) == []
     with pytest.raises(ValueError, match="--gpus-per-trial 8: 5 GPUs are to be had here; give fewer, or --device cpu"):
         options.places(here, 8)
+
+
+@pytest.mark.parametrize("only", ["*-ddp-x2/*", "*V50304/*"])
+def test_trials_that_are_compared_over_gpus_have_no_neighbour(only: str) -> None:
+    here = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+    of_scaling = plan.resolve("scaling", Options(device="cuda"), only=only).trials
+    assert run.slots_on(of_scaling, here, None, None) == ["GPU-a,GPU-b,GPU-c,GPU-d"]
+    others = plan.resolve("speed", Options(device="cuda")).trials
+    assert run.slots_on(others, here, None, 2) == here * 2
+    assert run.slots_on(others, here, 2, None) == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
 
 
 def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
