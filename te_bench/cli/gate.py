@@ -26,6 +26,7 @@ from te_bench.cli.options import (
     find_gpus,
     said,
     say,
+    warn,
 )
 from te_bench.experiments.run_options import data_sets, seconds
 from te_bench.gate.question import ALPHA, MARGIN, Question
@@ -101,7 +102,7 @@ def _stoppable() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> NoReturn:
         for each in before:
             signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
-        _say(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
+        warn(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
         raise SystemExit(128 + number)
 
     # what the user has ignored, by nohup say, stays so
@@ -181,7 +182,7 @@ def gate(
             if on is not None:
                 _self_test_on_ray(question, out, ray_address, count, shares)
             _self_test(question, out, machine, count, at_once, shares)
-        found = revisions.run(question, out, machine, say=_say)
+        found = revisions.run(question, out, machine, say=warn)
     elif baseline is not None:
         assert candidate is not None
         found = stored_runs.compare(baseline, candidate, allow_environment_change=allow_environment_change, **wanted)
@@ -245,7 +246,7 @@ def _question(
     gpus = [] if elsewhere else find_gpus(on, None)[:1]
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
-        _say("Uncommitted changes are not judged: the head is the last commit.")
+        warn("Uncommitted changes are not judged: the head is the last commit.")
     question = Question(
         repository=root,
         base="installed" if base is None else base,
@@ -291,7 +292,7 @@ def _self_test(
 
     gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
     where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)
-    _show(question, self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=_say))
+    _show(question, self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=warn))
 
 
 def _self_test_on_ray(
@@ -302,11 +303,11 @@ def _self_test_on_ray(
     from te_bench.experiments import on_ray
     from te_bench.gate import gates_on_ray, self_test
 
-    with on_ray.connected(ray_address):
+    with on_ray.connected(ray_address, warn):
         cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
         run_each = functools.partial(gates_on_ray.run_each, cluster)
         asked: dict[str, Any] = {"gates": gates, "slower": slower, "where": cluster.places, "run_each": run_each}
-        rates = self_test.run(question, out, cluster.machine, say=_say, **asked)
+        rates = self_test.run(question, out, cluster.machine, say=warn, **asked)
     _show(question, rates)
 
 
@@ -318,10 +319,6 @@ def _show(question: Question, rates: "list[Rate]") -> NoReturn:
     print("\n".join(tables.terminal(shown)))
     say(shown.note)
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def minutes(budget: str) -> float:

@@ -4,6 +4,7 @@ import inspect
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,11 @@ def say(sentence: str, indent: str = "") -> None:
     from te_bench.reports.page.tables import TERMINAL_WIDTH
 
     print("\n".join(textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent=indent)))
+
+
+def warn(line: str) -> None:
+    """Print it to stderr at once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def check_on(on: str | None, ray_address: str | None, gpus: str | None) -> None:

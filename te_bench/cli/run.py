@@ -26,6 +26,7 @@ from te_bench.cli.options import (
     places,
     results_of,
     say,
+    warn,
     with_options,
 )
 
@@ -70,7 +71,7 @@ def run(
     directory = results_of(suite, asked, out)
     own(directory / "report")
     with contextlib.ExitStack() as opened:
-        in_cluster = opened.enter_context(on_ray.connected(ray_address)) if on is not None else None
+        in_cluster = opened.enter_context(on_ray.connected(ray_address, warn)) if on is not None else None
         experiment, forecast, refused = planned.resolve_with_seeds(
             suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh, in_cluster=in_cluster
         )
@@ -111,9 +112,6 @@ def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, 
 def find_hosts(wanted: "Wanted") -> "Cluster":
     """The hosts of the cluster that take such trials; says how many, and which are left out."""
     from te_bench.experiments import on_ray
-
-    def warn(sentence: str) -> None:
-        print(sentence, file=sys.stderr, flush=True)
 
     cluster = on_ray.Cluster(wanted, warn)
     trials, hosts = (

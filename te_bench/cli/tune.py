@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from te_bench.cli.options import Device, Fresh, Gpus, On, RayAddress, Timeout, check_on, find_gpus, said
+from te_bench.cli.options import Device, Fresh, Gpus, On, RayAddress, Timeout, check_on, find_gpus, said, warn
 from te_bench.cli.run import INCOMPLETE, carry_out, find_hosts
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def tune(
         check_on(on, ray_address, gpus)
         with contextlib.ExitStack() as opened:
             if on is not None:
-                opened.enter_context(on_ray.connected(ray_address))
+                opened.enter_context(on_ray.connected(ray_address, warn))
             records = _measure(experiment, directory, gpus=gpus, on_ray=on is not None, timeout=timeout, fresh=fresh)
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
         found = _of_this_run(what, directory, records)

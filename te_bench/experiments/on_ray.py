@@ -30,7 +30,6 @@ ALONE_S = 60.0  # how long a sweep waits for a host once it has none
 ANSWER_S = 10.0  # for a cluster to take a connection
 PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
 OBJECT_STORE = 2**27  # bytes of shared memory: records are small
-RUNNING = Path("/tmp/ray/ray_current_cluster")  # where `ray start` writes its address
 #: Environment variables of Ray's processes: no usage statistics; what a killed worker had started is the raylet's to kill.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,21 +38,24 @@ SETTINGS = {
 
 
 @contextlib.contextmanager
-def connected(address: str | None = None) -> Iterator[int]:
+def connected(address: str | None = None, say: Callable[[str], None] = lambda line: None) -> Iterator[int]:
     """Drive a cluster: that at the address, else one that runs here, else its own on this host. Yields how many GPUs it has.
 
     Its own ends with this process, however that ends, and leaves no file. Raises ValueError without Ray or that cluster.
+    say: is told that the cluster which `ray start` last started here is gone.
     """
     os.environ.update(SETTINGS)
     try:
         import ray
     except ModuleNotFoundError:
         raise ValueError("--on ray: Ray is not installed: pip install 'te-bench[cluster]'") from None
-    running = address or os.environ.get("RAY_ADDRESS") or (RUNNING.read_text().strip() if RUNNING.exists() else None)
+    asked_for = address or os.environ.get("RAY_ADDRESS")
+    if asked_for:
+        _require_answer(asked_for)
+    running = asked_for or _started_here(say)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as opened:
         if running:
-            _require_answer(running)
             ray.init(address=running, **quiet)
         else:
             folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # short, for the names of its sockets
@@ -65,6 +67,23 @@ def connected(address: str | None = None) -> Iterator[int]:
         yield int(ray.cluster_resources().get("GPU", 0))
 
 
+def _started_here(say: Callable[[str], None]) -> str | None:
+    """The address of the cluster that `ray start` last started on this host, if it answers.
+
+    Only `ray stop` removes the file that names it: one that was killed, as by a restart of the host, leaves it behind.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+    file = Path(folder) / "ray" / "ray_current_cluster"
+    address = file.read_text().strip() if file.exists() else ""
+    try:
+        if address:
+            _require_answer(address)
+    except ValueError:
+        say(f"warning: the Ray cluster {address}, which {file} names, is gone; te-bench starts its own")
+        return None
+    return address or None
+
+
 def _require_answer(address: str) -> None:
     """Raise ValueError where nobody listens: Ray itself tries for minutes, and then ends the process."""
     host, _, port = address.rpartition(":")
@@ -73,7 +92,7 @@ def _require_answer(address: str) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "
-            f"--ray-address HOST:PORT; after ray stop te-bench starts its own."
+            f"--ray-address HOST:PORT; without an address (RAY_ADDRESS neither) te-bench starts its own."
         ) from error
 
 

@@ -252,11 +252,12 @@ def test_on_a_cluster_each_gate_is_one_as_here(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     asked = ("--suite", "attention", "--only", "*t128-d32-full/math/*", "--slower", "50%", "--budget", "5s")
     command = ("gate", "--self-test", "--on", "ray", "--device", "cpu", *asked, "--out", tmp_path)
-    done = te_bench(*command, main=None)
+    alone = {"RAY_TMPDIR": str(tmp_path)}  # where no `ray start` has left the address of its cluster
+    done = te_bench(*command, env=alone)
     assert "on ray: 1 trial at a time, on 1 host" in done.stdout, done.stderr
     found = [json.loads(line) for line in (tmp_path / self_test.ANSWERS).read_text().splitlines()]
     assert [one["condition"] for one in found] == ["unchanged", "50 % slower", "leak", "crash"]
     assert [one["exit_code"] for one in found[2:]] == [1, 4]
-    again = te_bench(*command, main=None)
+    again = te_bench(*command, env=alone)
     assert "0 gates to run, 1 at once" in again.stderr
     assert again.stdout == done.stdout
