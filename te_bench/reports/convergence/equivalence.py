@@ -182,7 +182,7 @@ def judge(
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
-        _holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
+        holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
         for claim in ("equivalent", "non_inferior", "inferior")
     ]
     judged = {}
@@ -293,7 +293,7 @@ def _compare_named(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted: max over the i-th smallest at most as large of (m - i) p_i, i from 0, at most 1 (Holm 1979).
 
     statsmodels' multipletests, which the tests hold it to, takes a second to import and collects garbage at each call.
