@@ -10,10 +10,10 @@ ALPHA = 0.05
 #: Nats. gpt2 and llama: 0.24 % of a loss near 2.1, as DeepSeek-V3's bar of 0.25 %; their TIGHTER margin is stated beside it.
 #: The tiny GPT of preset cpu ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
 #: gpt2-short: at step 200 of 2,035 of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
-MARGINS = {"cpu": 0.01, "cpu-pool": 0.01, "char": 0.01, "gpt2": 0.005, "llama": 0.005, "gpt2-short": 0.02}
+MARGINS = {"cpu": 0.01, "cpu-pool": 0.05, "char": 0.01, "gpt2": 0.005, "llama": 0.005, "gpt2-short": 0.02}
 TIGHTER = {"gpt2": 0.003, "llama": 0.003}
 #: Runs of each recipe. Of a pool: the fewest rounds that its plan's assumed spread has 80 % power with at a true gap of 0.
-SEEDS = {"cpu": 6, "cpu-pool": 4, "char": 8, "gpt2": 20, "llama": 20, "gpt2-short": 14}
+SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 20, "llama": 20, "gpt2-short": 14}
 #: Presets whose recipes share a pool of bf16 runs: after so long a training runs of one seed are hardly alike, and pairs buy
 #: nothing.
 POOLED = frozenset({"cpu-pool", "gpt2", "llama"})

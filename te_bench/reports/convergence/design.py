@@ -62,6 +62,10 @@ ASSUMED = (
         trial_s=187.0,
         trial_from="2,035 steps of 4 x 22.8 ms, GPT-2 124M's of results/h200/convergence on an H200",
     ),
+    Assumption(
+        of={"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3, "order": "once"},
+        spread=RunSpread(sd=0.014, df=12, assumed="16 runs of this preset on a CPU, 2026-11-26"),
+    ),
 )
 
 
@@ -161,7 +165,7 @@ class Design:
         ways = []
         if needed is not None:
             cost = self.option(needed).seconds
-            ways.append(f"--seeds {needed}" + (f" ({_hours(cost / self.machine.share)})" if cost else ""))
+            ways.append(f"--seeds {needed}" + (f" ({self._hours(cost)})" if cost else ""))
         hardest = self.alpha / self.recipes
         if self.rounds >= FEWEST:
             one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
@@ -204,6 +208,11 @@ class Design:
                     break
         return found
 
+    def _hours(self, seconds: float) -> str:
+        """Of the device, of so many seconds of one run at a time."""
+        unit, own = "GPU" if self.machine.device == "cuda" else "CPU", seconds / self.machine.share
+        return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
+
     def _gpu_h(self, option: Option) -> float | None:
         return None if option.seconds is None else option.seconds / self.machine.share / 3600
 
@@ -213,8 +222,8 @@ class Design:
         what = "pilot" if self.pilot else "design"
         said = [
             f"The {what}: {self.rounds} rounds, each of one run of every recipe ({self.recipes}) and {self.ratio} of "
-            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all with the "
-            "planted fault's",
+            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all "
+            "with the planted fault's",
         ]
         if self.pilot:
             said.append("  its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
@@ -242,9 +251,7 @@ class Design:
             said.append("  time: not known; --pilot DIR would tell")
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
-            unit = "GPU" if self.machine.device == "cuda" else "CPU"
-            cost = _hours(seconds / self.machine.share, unit)
-            said.append(f"  time: at most {cost}, {elapsed}{self.machine.on}{assumed}")
+            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}{assumed}")
         return said
 
     def _table(self) -> list[str]:
@@ -329,7 +336,3 @@ def _seconds(
 def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:
     times = [(counts[arm], time) for arm, time in seconds if arm in counts]
     return None if any(time is None for _, time in times) else sum(n * (time or 0.0) for n, time in times)
-
-
-def _hours(seconds: float, unit: str = "GPU") -> str:
-    return f"{seconds / 3600:.3g} {unit} hours" if seconds >= 3600 else f"{seconds / 60:.3g} {unit} minutes"

@@ -7,6 +7,7 @@ from functools import cached_property
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.rows import Configuration, Group, Row, arm_name, printable, trial_of
+from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
 LATE = 0.1  # the share of training whose mean is its end
@@ -158,6 +159,11 @@ class Study:
     def rounds(self) -> int:
         """Planned runs of each recipe."""
         return int(self.number("seeds") or len(self.seeds))
+
+    @property
+    def assumption(self) -> str:
+        """What the error rate of its verdicts rests on."""
+        return skewed.ASSUMPTION if self.pool is None else pooled.ASSUMPTION
 
     @property
     def pilot(self) -> bool:

@@ -1,7 +1,8 @@
 """The tables of a convergence verdict: the gaps against the margin, and the reasons."""
 
+from statistics import fmean
+
 from te_bench.reports.convergence.equivalence import LossComparison, Verdict
-from te_bench.reports.convergence.skewed import ASSUMPTION
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
@@ -9,12 +10,14 @@ from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 def gaps(found: StudyVerdict) -> Table | None:
     """Final losses against the control's: gap, intervals, p-values, verdict; one line a configuration."""
+    pool = found.study.pool is not None
+    against = "the mean of bf16's runs" if pool else "bf16's on the same seeds"
     note = (
-        f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
-        f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
-        "power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. In training: "
-        "of the training loss over the last tenth of the steps. Less time: to bf16's final loss, steps that make up the gap "
-        f"included. {ASSUMPTION}."
+        f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of bf16's loss. "
+        f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
+        "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
+        "loss: over the last tenth of the steps, and its gap. Less time: to bf16's final loss, steps that make up the gap "
+        f"included. {found.study.assumption}."
     )
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
@@ -23,18 +26,30 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
     c, claims, speed = finding.judgement.comparison, finding.judgement.claims, finding.speedup
+    percent = found.gap_percent(finding)
+    trained = list(finding.arm.trained.values()) if c else []
+    numbers = {
+        "Pairs": number(len(finding.seeds), text.count),
+        "Correlation": number(c.correlation if c else None, text.signed),
+    }
+    if found.study.pool is not None:
+        numbers = {
+            "Runs": number(c.n if c else None, text.count),
+            "Of bf16": number(c.n_control if c else None, text.count),
+        }
     return {
         "Configuration": word(finding.arm.name),
         "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
         "Gap, nat": number(c.gap if c else None, text.signed),
+        "Gap, %": number(percent, lambda value: f"{value or 0:+.2f}"),
         _level(found.alpha): word(_interval(c.interval if c else None)),
         "By t": word(_interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
-        "Pairs": number(len(finding.seeds), text.count),
-        "Correlation": number(c.correlation if c else None, text.signed),
+        **numbers,
         "Power": number(c.power if c else None, text.percent),
         "Detectable": number(c.detectable if c else None),
         "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
+        "Training loss": number(fmean(trained) if trained else None, text.loss),
         "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
         "Less time": number(speed.less_time if speed else None, text.percent),
         "95 % of it": word(_percents(speed.less_time_interval if speed else None)),
@@ -83,7 +98,8 @@ def brief(found: StudyVerdict) -> Table | None:
     whole = gaps(found)
     if whole is None:
         return None
-    narrow = ("Configuration", "Verdict", "Gap, nat", _level(found.alpha), "p, Holm", "Pairs", "Less time")
+    runs = "Pairs" if found.study.pool is None else "Runs"
+    narrow = ("Configuration", "Verdict", "Gap, nat", _level(found.alpha), "p, Holm", runs, "Less time")
     return whole.only(narrow)
 
 
