@@ -41,7 +41,7 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
 def _rounds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
     """The same of a plan whose recipes share a pool of bf16 runs."""
     design = design_of(one, earlier)
-    if design.planned.seconds is None:
+    if design.seconds(1) is None:
         missing = [trial.name for trial in one.trials]
         raise ValueError(_ask_for_pilot(one, asked, earlier.machine, out, missing))
     assert asked.budget_s is not None
@@ -66,9 +66,11 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     words += [] if asked.cache is None else ["--cache", str(asked.cache)]
     # As many beside each other as in the run.
     seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
-    words += ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
+    short = ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem))]
+    words += ["--as-pilot"] if "pool" in one.judgement else short  # a pool's pilot tells the spread too, and counts
+    words += ["--out", folder]
     unknown = f"{len(missing)} of {len(one.trials)} configurations, such as {missing[0]}"
     return (
-        f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a short pilot\n"
+        f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a pilot\n"
         f"  {shlex.join(words)}\nand give the same command again with --pilot {shlex.quote(folder)}"
     )

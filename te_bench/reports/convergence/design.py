@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from te_bench.experiments.spec import Experiment, Scalar, Trial
+from te_bench.experiments.suites.convergence import BROKEN
 from te_bench.reports.convergence import planning, pooled, power
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.skewed import FEWEST
@@ -86,7 +87,6 @@ class Design:
     rounds: int
     ratio: int
     recipes: int
-    few: int  # runs of the broken recipe
     margin: float
     alpha: float
     spread: RunSpread | None
@@ -98,14 +98,17 @@ class Design:
     pilot: bool
 
     def option(self, rounds: int) -> Option:
-        runs = rounds * (self.recipes + self.ratio) + min(rounds, self.few)
-        seconds = None
-        if self.round_s is not None and self.broken_s is not None:
-            seconds = rounds * self.round_s + min(rounds, self.few) * self.broken_s
+        runs = rounds * (self.recipes + self.ratio) + min(rounds, BROKEN)
         shown = None
         if self.spread is not None:
             shown = tuple(self.power(rounds, share * self.margin) for share in GAPS)
-        return Option(rounds=rounds, runs=runs, seconds=seconds, power=shown)
+        return Option(rounds=rounds, runs=runs, seconds=self.seconds(rounds), power=shown)
+
+    def seconds(self, rounds: int) -> float | None:
+        """Of one run at a time."""
+        if self.round_s is None or self.broken_s is None:
+            return None
+        return rounds * self.round_s + min(rounds, BROKEN) * self.broken_s
 
     def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
         """Of a recipe after Holm, the mean over all, by the spread that is planned for."""
@@ -143,10 +146,10 @@ class Design:
         """The most rounds that a budget holds. Raises ValueError for fewer than a verdict takes."""
         budget = budget_s * self.machine.slots
         rounds = 0
-        while rounds < MOST_ROUNDS and (self.option(rounds + 1).seconds or math.inf) <= budget:
+        while rounds < MOST_ROUNDS and (self.seconds(rounds + 1) or math.inf) <= budget:
             rounds += 1
         if rounds < FEWEST:
-            least = self.option(FEWEST).seconds or 0.0
+            least = self.seconds(FEWEST) or 0.0
             raise ValueError(
                 f"--budget {planning.duration(budget_s)}: a verdict needs {FEWEST} rounds, which take about "
                 f"{planning.duration(least / self.machine.slots)}{self.machine.on}"
@@ -164,7 +167,7 @@ class Design:
         needed = self.needed()
         ways = []
         if needed is not None:
-            cost = self.option(needed).seconds
+            cost = self.seconds(needed)
             ways.append(f"--seeds {needed}" + (f" ({self._hours(cost)})" if cost else ""))
         hardest = self.alpha / self.recipes
         if self.rounds >= FEWEST:
@@ -181,7 +184,7 @@ class Design:
     def to_json(self) -> dict[str, Any]:
         spread = None if self.spread is None else {**dataclasses.asdict(self.spread), "at_most": self.spread.at_most}
         rows = [{**dataclasses.asdict(o), "gpu_h": self._gpu_h(o)} for o in self.options]
-        seconds = self.planned.seconds
+        seconds = self.seconds(self.rounds)
         estimate = {
             "device_s": None if seconds is None else seconds / self.machine.share,
             "elapsed_s": None if seconds is None else seconds / self.machine.slots,
@@ -246,7 +249,7 @@ class Design:
             said += self._table()
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         assumed = f" (assumed: {self.time_from})" if self.time_from else ""
-        seconds = self.planned.seconds
+        seconds = self.seconds(self.rounds)
         if seconds is None:
             said.append("  time: not known; --pilot DIR would tell")
         else:
@@ -302,7 +305,6 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         rounds=int(judged["seeds"]),
         ratio=ratio,
         recipes=sum(trial.problem.get("arm") == "recipe" for trial in kinds),
-        few=sum(trial.problem.get("arm") == "broken" for trial in trials),
         margin=judged["margin"],
         alpha=judged["alpha"],
         spread=spread or (assumption.spread if assumption else None),

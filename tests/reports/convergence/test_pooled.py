@@ -119,7 +119,8 @@ def test_early_looks_claim_only_what_is_overwhelming_and_the_last_has_almost_all
         first, second, last = pooled.critical(rounds, 3, 0.05)
         assert first < second < last < -1.9
         fixed = min(  # a test without looks, of the worst shape
-            np.quantile(_statistics(shape, rounds, 3), 0.05) for shape in ("twice", "exponential", "one in ten 4 sd high")
+            np.quantile(_statistics(shape, rounds, 3), 0.05)
+            for shape in ("twice", "exponential", "one in ten 4 sd high")
         )
         assert last == pytest.approx(fixed, rel=0.08)
 
@@ -210,7 +211,7 @@ def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
 @pytest.mark.parametrize("shape", ["normal", "exponential", "one in ten 4 sd high"])
 def test_studies_at_the_margin_end_in_a_false_claim_in_at_most_alpha_of_cases(shape):
     """Runs in, verdicts out: any of four recipes EQUIVALENT or NON_INFERIOR though each one's gap is the margin."""
-    draw, count, wrong = np.random.default_rng(6), 600, 0
+    draw, count, wrong = np.random.default_rng(6), 300, 0
     for _ in range(count):
         found = pool_study.judge_recipes(study(draw, [MARGIN] * 4, rounds=6, shape=shape), MARGIN, 0.05, {})
         wrong += any(judged.verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR) for judged in found.values())
@@ -227,7 +228,9 @@ def test_rounds_that_a_pilot_s_spread_chose_cost_no_error(sd):
     for _ in range(simulations):
         ours, pool = sd * draw.standard_normal(60) + MARGIN, sd * draw.standard_normal(180)
         others = sd * draw.standard_normal((4, pilot))
-        squares = ours[:pilot].var() * pilot + pool[: ratio * pilot].var() * ratio * pilot + others.var(axis=1).sum() * pilot
+        squares = (
+            ours[:pilot].var() * pilot + pool[: ratio * pilot].var() * ratio * pilot + others.var(axis=1).sum() * pilot
+        )
         spread = math.sqrt(squares / (5 * (pilot - 1) + ratio * pilot - 1))
         key = round(spread, 2)
         if key not in chosen:
