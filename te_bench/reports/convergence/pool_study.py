@@ -6,6 +6,7 @@ of them is A/A's, an ulp away. Runs are compared unpaired, so that a common seed
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from scipy.special import ndtr, stdtrit
@@ -117,41 +118,9 @@ def _compared(
     if not looked:
         return None
     n = pooled.looks(study.rounds)[len(looked) - 1]
-    last, ours, theirs = looked[-1], np.array(candidate[:n]), np.array(pool[: ratio * n])
+    ours, theirs, last = np.array(candidate[:n]), np.array(pool[: ratio * n]), looked[-1]
     gap, se, df = float(last.gap), float(last.se), n + ratio * n - 2
-    why = next((side for side in (ours, theirs) if copies(side)), None)
-    if why is not None or se == 0:
-        return _untold(gap, n, ratio, margin, alpha)
-    sd = se / math.sqrt(1 / n + 1 / (ratio * n))  # of one run, as the test takes it
-    bound = -pooled.critical(study.rounds, ratio, alpha)[len(looked) - 1]
-    student = float(stdtrit(df, 1 - alpha)) * se
-    hardest = alpha / family
-    return LossComparison(
-        n=n,
-        n_control=ratio * n,
-        paired=False,
-        margin=margin,
-        alpha=alpha,
-        gap=gap,
-        sd=sd * math.sqrt(2),
-        df=df,
-        interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
-        t_interval=(gap - student, gap + student),
-        claims=pooled.claims(looked, margin, study.rounds, ratio),
-        correlation=None,
-        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
-        detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
-        seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
-        seeds_needed_at_gap=None,
-        outliers=(),
-        verdict=Verdict.INCONCLUSIVE,
-        reason="",
-    )
-
-
-def _untold(gap: float, n: int, ratio: int, margin: float, alpha: float) -> LossComparison:
-    """Of runs that are one run under several seeds, which say nothing of how far seeds move it."""
-    return LossComparison(
+    untold = LossComparison(
         n=n,
         n_control=ratio * n,
         paired=False,
@@ -171,6 +140,23 @@ def _untold(gap: float, n: int, ratio: int, margin: float, alpha: float) -> Loss
         outliers=(),
         verdict=Verdict.INCONCLUSIVE,
         reason="two of its runs ended on the very same loss: they are one run",
+    )
+    if se == 0 or copies(ours) or copies(theirs):
+        return untold
+    sd = se / math.sqrt(1 / n + 1 / (ratio * n))  # of one run, as the test takes it
+    bound = -pooled.critical(study.rounds, ratio, alpha)[len(looked) - 1]
+    student, hardest = float(stdtrit(df, 1 - alpha)) * se, alpha / family
+    return replace(
+        untold,
+        sd=sd * math.sqrt(2),
+        df=df,
+        interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
+        t_interval=(gap - student, gap + student),
+        claims=pooled.claims(looked, margin, study.rounds, ratio),
+        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
+        detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
+        seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
+        reason="",
     )
 
 
