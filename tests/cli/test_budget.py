@@ -413,6 +413,8 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
     assert pool("--budget", "20h", command=command)[0] == 0
     code, _, why = pool("--budget", "1h", command=command)
     assert (code, "--budget 60 min: a verdict needs 3 rounds, which take about 94 min" in why) == (2, True)
+    for only in ("*/bf16/*", "*recipe*"):  # a part of the plan
+        assert pool("--only", only, command=command)[0] == 0
     code, said, _ = pool("--as-pilot", command=command)
     assert (code, "The pilot: 3 rounds" in said) == (0, True)
 

@@ -293,7 +293,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     """The design of an experiment with a pool, by what earlier runs recorded."""
     judged = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds", "pool")}
     trials = experiment.trials
-    control = next(trial for trial in trials if trial.problem.get("arm") == "control")
+    control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
     assumption = next((a for a in ASSUMED if all(control.problem.get(key) == of for key, of in a.of.items())), None)
     spread = run_spread(earlier.studies, control)
     unused = None
@@ -304,7 +304,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
-        recipes=sum(trial.problem.get("arm") == "recipe" for trial in kinds),
+        recipes=max(1, sum(trial.problem.get("arm") == "recipe" for trial in kinds)),
         margin=judged["margin"],
         alpha=judged["alpha"],
         spread=spread or (assumption.spread if assumption else None),
