@@ -172,6 +172,18 @@ def test_rounds_that_would_hardly_tell_are_spared(tmp_path: Path) -> None:
     assert "the other 2 rounds would hardly tell" in str(by_name(found)["rowwise_scaling"])
 
 
+def test_a_run_that_ended_far_from_the_others_is_named(tmp_path: Path) -> None:
+    records = pool_records(TRUTH, ROUNDS, RATIO, sd=0.0002)
+    place = next(i for i, one in enumerate(records) if one.trial.recipe == "delayed_scaling" and one.trial.seed == 6)
+    values = records[place].to_json()
+    losses = values["samples"]["val_loss"]
+    values["samples"] = {**values["samples"], "val_loss": [*losses[:-1], losses[-1] + 0.01]}
+    records[place] = Record.from_json(values)
+    [note] = judge_study(study_of(tmp_path, records, POOLED)).notes
+    assert note.startswith("delayed_scaling, seed 6: its loss 3.29")
+    assert "lies far from the others'" in note
+
+
 def test_a_look_waits_for_all_runs_before_it(tmp_path: Path) -> None:
     waiting = study(tmp_path / "a", sd=0.00001, outcomes={("control", 1): "interrupted"})
     assert set(by_name(waiting).values()) == {None}

@@ -20,6 +20,7 @@ from te_bench.reports.convergence.equivalence import (
     Verdict,
     copies,
     holm,
+    outliers,
 )
 from te_bench.reports.convergence.study import Study, StudyArm
 
@@ -156,6 +157,7 @@ def _compared(
         power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
         detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
         seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
+        outliers=outliers(ours),
         reason="",
     )
 

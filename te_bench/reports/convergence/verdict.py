@@ -76,12 +76,19 @@ def _of_pilot(study: Study, margin: float, alpha: float) -> StudyVerdict:
 
 
 def _note_outliers(control: StudyArm, findings: Sequence[ArmVerdict | None]) -> list[str]:
-    """A note of each gap that lies far from the others of its arm: the mean rests on it."""
+    """A note of each gap, or beside a pool each loss, that lies far from the others of its arm: the mean rests on it."""
     said = []
     for finding in findings:
         if finding is None or (c := finding.judgement.comparison) is None:
             continue
         for place in c.outliers:
+            if not c.paired:
+                seed, loss = list(finding.arm.finals.items())[place]
+                said.append(
+                    f"{finding.arm.name}, seed {seed}: its loss {loss:.4f} lies far from the others'; where such outliers "
+                    "are common the error rate may not hold"
+                )
+                continue
             seed = finding.seeds[place]
             gap = finding.arm.finals[seed] - control.finals[seed]
             said.append(
