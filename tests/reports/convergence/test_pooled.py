@@ -51,7 +51,7 @@ def test_a_gap_of_the_margin_is_called_good_in_at_most_alpha_of_cases(pair):
         assert called_good(*pair, rounds, ratio, alpha, 10_000) <= most(alpha, 10_000), rounds
 
 
-@pytest.mark.slow
+@pytest.mark.simulations
 @pytest.mark.parametrize("pair", PAIRS, ids="/".join)
 @pytest.mark.parametrize("ratio", pooled.RATIOS)
 def test_the_same_of_more_designs(pair, ratio):
@@ -208,7 +208,13 @@ def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["normal", "exponential", "one in ten 4 sd high"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *(pytest.param(name, marks=pytest.mark.simulations) for name in ("normal", "exponential")),
+        "one in ten 4 sd high",
+    ],
+)
 def test_studies_at_the_margin_end_in_a_false_claim_in_at_most_alpha_of_cases(shape):
     """Runs in, verdicts out: any of four recipes EQUIVALENT or NON_INFERIOR though each one's gap is the margin."""
     draw, count, wrong = np.random.default_rng(6), 300, 0
