@@ -37,6 +37,10 @@ def _unsupported(recipe: Recipe) -> str | None:
     return recipe.unsupported("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
+def _emulated(name: str) -> str:
+    return f"te_bench multiplies no {name}; te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs"
+
+
 def is_fp8_available(return_reason: bool = False) -> Answer:
     """Whether te.autocast takes per-tensor recipes here: on the GPU where there is one, else emulated, so always."""
     return _answer(_unsupported(DelayedScaling()), return_reason)
@@ -48,11 +52,13 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    return _answer("te_bench has no MXFP8", return_reason)
+    """False: te.autocast takes MXFP8BlockScaling, but emulates it."""
+    return _answer(_emulated("MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    return _answer("te_bench has no NVFP4", return_reason)
+    """False: te.autocast takes NVFP4BlockScaling, but emulates it."""
+    return _answer(_emulated("NVFP4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:

@@ -36,7 +36,7 @@ from te_bench.kernels.linear_cross_entropy import tied
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
-from te_bench.kernels.quantize import Layout, Operand, fine_kernels, history, joined
+from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined
 from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary import kernels as rotary
@@ -133,6 +133,11 @@ QUANTIZE: dict[str, Call] = {
     "row": lambda: fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
     "block": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
     "tile": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),
+    "mxfp8": lambda: block_kernels.mxfp8(matrix(M, F), E4M3, 1, *BOTH),
+    "mxfp8, weight": lambda: block_kernels.mxfp8(matrix(F, D), E4M3, 32, *BOTH),
+    "nvfp4": lambda: block_kernels.nvfp4(matrix(M, F), 1, *BOTH, True, None),
+    "nvfp4, gradient": lambda: block_kernels.nvfp4(matrix(M, F), 1, *BOTH, True, one(torch.int64)),
+    "nvfp4, weight": lambda: block_kernels.nvfp4(matrix(F, D, FP32), 16, *BOTH, False, None),
     "history": lambda: history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
 }
 

@@ -134,7 +134,10 @@ class Recipe:
 
     emulate: bool = field(default=False, kw_only=True)
 
-    granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"
+    granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"; "mxfp8" or "nvfp4"
+    by_half_gemms: ClassVar[bool] = (
+        False  # whether its GEMMs are half precision's on every device: it emulates a format
+    )
     # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
@@ -173,12 +176,12 @@ class Recipe:
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """False: te_bench has no MXFP8."""
+        """Whether it is MXFP8."""
         return False
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """False: te_bench has no NVFP4."""
+        """Whether it is NVFP4."""
         return False
 
     @classmethod
