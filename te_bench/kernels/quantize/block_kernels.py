@@ -20,8 +20,12 @@ from te_bench.kernels.tile import FP8, INTERPRETED, rounded
 
 # Products stay rounded: fused with an addition they would have more digits than the rules say.
 TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8, "enable_fp_fusion": False}
+#: Of four warps the transform would go by wgmma, for which ptxas 12.8 waits one by one.
+AMAX_TILE: dict[str, Any] = {**TILE, "ROWS": 32, "num_warps": 2}
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23: what is added to that many steps is rounded to a step, ties to even
+# Of float32, as the rules have them.
+PER_E4M3, PER_E5M2, PER_E2M1 = (tl.constexpr(torch.tensor(1 / limit).item()) for limit in (448, 57344, 6))
 LARGEST = tl.constexpr(3.4028234663852886e38)
 NEGATIVE = tl.constexpr(0xD7E8)  # bit i: the sign of element i, as block_formats.SIGNS
 UNALIGNED = ["seed", "amaxes", "scale_inv", "scale_inv_t"]
@@ -55,9 +59,7 @@ def _signed(size, x):
 @triton.jit
 def _mxfp8(v, dtype: tl.constexpr):
     """v (blocks, width) through MXFP8; block_formats.mxfp8_elements times its scales."""
-    INVERSE: tl.constexpr = (
-        0.0022321429569274187 if dtype == tl.float8e4nv else 1.7438617942389101e-05
-    )  # fl(1 / FP8_MAX)
+    INVERSE: tl.constexpr = PER_E4M3 if dtype == tl.float8e4nv else PER_E5M2
     bits = (tl.max(_size(v), 1) * INVERSE).to(tl.int32, bitcast=True)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
@@ -73,10 +75,14 @@ def _step(size):
 
 
 @triton.jit
+def _per_step(size):
+    return tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+
+
+@triton.jit
 def _nvfp4(v, encode, random):
     """v (blocks, 16) through NVFP4; block_formats.nvfp4_elements times its scales. random: None, or bytes."""
-    SIXTH: tl.constexpr = 0.1666666716337204  # fl(1/6)
-    scale = _nearest(tl.minimum(tl.max(_size(v), 1) * (encode * SIXTH), 448.0), tl.float8e4nv)
+    scale = _nearest(tl.minimum(tl.max(_size(v), 1) * (encode * PER_E2M1), 448.0), tl.float8e4nv)
     inverse = tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)), LARGEST)
     y = v * inverse[:, None]
     size = tl.where(y == y, tl.abs(y), 8.0)
@@ -88,7 +94,7 @@ def _nvfp4(v, encode, random):
         size = tl.minimum(size, 8.0)
         size += random * (_step(size) * 0.00390625)
         step = _step(size)
-        size = tl.minimum(tl.floor(tl.div_rn(size, step)) * step, 6.0)
+        size = tl.minimum(tl.floor(size * _per_step(size)) * step, 6.0)
     return tl.where(y == y, _signed(size, y), size) * scale[:, None]
 
 
@@ -262,8 +268,8 @@ def nvfp4(
     transform = transform and columnwise
     amaxes = torch.zeros(2, dtype=torch.int32, device=x.device)
     key = (*traits(x), stride, m, n, rowwise, columnwise, transform)
-    constants = {"PLAIN": rowwise or not transform, "TRANSFORM": transform, "WIDTH": NVFP4_BLOCK, **TILE}
-    launch(nvfp4_amax_kernel, _tiles(m, n), key, device, (x, amaxes, stride, m, n), constants)
+    constants = {"PLAIN": rowwise or not transform, "TRANSFORM": transform, "WIDTH": NVFP4_BLOCK, **AMAX_TILE}
+    launch(nvfp4_amax_kernel, _tiles(m, n, AMAX_TILE), key, device, (x, amaxes, stride, m, n), constants)
     high = -(-m // NVFP4_BLOCK) * NVFP4_BLOCK if transform else m
     data = x.new_empty(m, n, dtype=torch.bfloat16) if rowwise else None
     columns = x.new_empty(high, n, dtype=torch.bfloat16) if columnwise else None
@@ -275,6 +281,6 @@ def nvfp4(
     return data, columns, scale_inv, scale_inv_t
 
 
-def _tiles(m: int, n: int) -> int:
-    """Programs; NVFP4's last row of tiles holds the zeros that a transform adds, for 64 is a multiple of 16."""
-    return -(-m // TILE["ROWS"]) * -(-n // TILE["COLUMNS"])
+def _tiles(m: int, n: int, tile: dict[str, Any] = TILE) -> int:
+    """Programs; NVFP4's last row of tiles holds the zeros that a transform adds, for its height is a multiple of 16."""
+    return -(-m // tile["ROWS"]) * -(-n // tile["COLUMNS"])
