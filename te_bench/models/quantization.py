@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_bench.kernels import architecture
 from te_bench.models import fp8
 from te_bench.models.fp8 import autocast, fp8_autocast
 from te_bench.models.recipe import DelayedScaling, Float8BlockScaling, Recipe
@@ -63,8 +64,8 @@ def is_nvfp4_available(return_reason: bool = False) -> Answer:
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
     """Whether the GPU has bf16 tensor cores; a CPU computes in bf16 anyway."""
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
-    return _answer(None if has_bf16 else "bf16 needs a GPU of compute capability 8.0", return_reason)
+    lack = architecture.lacks_bf16(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return _answer(lack, return_reason)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

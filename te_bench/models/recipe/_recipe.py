@@ -237,7 +237,7 @@ class Recipe:
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Why this device cannot run the recipe, or None."""
-        lack = architecture.lacks_fp8(capability)
+        lack = (architecture.lacks_bf16 if self.by_half_gemms else architecture.lacks_fp8)(capability)
         if device != "cuda" or self.emulate or lack is None:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
