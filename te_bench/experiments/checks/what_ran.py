@@ -153,11 +153,16 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     config = trial_model.config_of(trial)
     p, made = StepProblem.of(trial), _made_of(config)
     accumulate = trial_model.optim_of(trial).accumulate
-    expected = _gemms(trial, made.linears * accumulate)
+    linears = len(made.linears)
+    kept = 0 if trial.recipe is None else len(recipes.load(trial.recipe).keeps(made.linears))
+    expected = _gemms(trial, (linears - kept) * accumulate)
+    expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
     if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
-        again = (made.linears - made.parts) * accumulate
-        expected[_linears(trial)] = (least + again, None if most is None else most + made.linears * accumulate)
+        again = (linears - kept - made.parts) * accumulate
+        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate)
+        if expected["block_format_casts"] != NONE:
+            expected["block_format_casts"] = (expected["block_format_casts"][0], None)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
@@ -205,12 +210,12 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
 class MadeOf:
     """How many of what a model has in all its blocks, as it describes itself.
 
-    linears: the head apart. turns: of queries and keys, and back. rows: gated activations and norms of heads, each a kernel
-    that goes by rows.
+    linears: their names, the head's apart. turns: of queries and keys, and back. rows: gated activations and norms of heads,
+    each a kernel that goes by rows.
     """
 
     parts: int
-    linears: int
+    linears: tuple[str, ...]
     attentions: int
     turns: int
     rows: int
@@ -226,7 +231,8 @@ def _made_of(config: DecoderConfig) -> MadeOf:
     gated = [part for part in parts if isinstance(part, MLPPart) and KINDS[part.activation][1]]
     normed = [norm for part in attentions for norm in (part.q_norm, part.k_norm) if norm is not None]
     turns = 2 * len(attentions) if rotary else 0
-    linears = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1
+    named = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = tuple(name for name in named if name != model.head_name)
     return MadeOf(len(parts), linears, len(attentions), turns, len(gated) + len(normed))
 
 
@@ -271,7 +277,7 @@ def _gemms(trial: Trial, linears: int) -> Expected:
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
     casts = PASSES * linears if _by_half_gemms(trial) else 0  # of x, W and dy
-    expected["block_format_casts"] = (casts, None if casts else 0)
+    expected["block_format_casts"] = (casts, casts)
     return _plus(expected, _linears(trial), PASSES * linears)
 
 

@@ -4,7 +4,7 @@ Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "w
 and never for its name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +18,7 @@ from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import Backend, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
+from te_bench.models.recipe._blocks import in_last_blocks
 
 DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
@@ -130,9 +131,15 @@ saved_names: dict[str, None] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device."""
+    """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device.
+
+    bf16_last: the share of a model's blocks, the last ones, whose Linears stay in the activations' precision, rounded up to
+    whole blocks; te.convert(model, recipe) and te_bench's own models heed it, for te.autocast knows no blocks. Raises
+    ValueError for what is not from 0 to 1.
+    """
 
     emulate: bool = field(default=False, kw_only=True)
+    bf16_last: float = field(default=0.0, kw_only=True)
 
     granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"; "mxfp8" or "nvfp4"
     by_half_gemms: ClassVar[bool] = (
@@ -188,6 +195,11 @@ class Recipe:
     def custom(cls) -> bool:
         """False: a recipe of the user's own is a subclass of Recipe."""
         return False
+
+    def keeps(self, names: Iterable[str]) -> frozenset[str]:
+        """Of a model's Linears, by name, those that stay in the activations' precision."""
+        self._reject(not 0 <= self.bf16_last <= 1, "bf16_last", "a share of the blocks, 0 to 1")
+        return in_last_blocks(names, self.bf16_last)
 
     def by_given_scale(self) -> "Recipe | None":
         """What casts by a scale that is given as this recipe does by the tensor's own; None where none does."""

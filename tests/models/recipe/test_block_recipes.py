@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import te_bench.models as te
 from te_bench.kernels.gemm import block_formats as gemms
 from te_bench.kernels.quantize import Operand
-from te_bench.models import recipe
+from te_bench.models import decoder, recipe
+from te_bench.models.configs import configs
 from te_bench.models.recipe import Format, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Slot
 
 ROLES = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
@@ -178,3 +179,36 @@ def test_transformer_engine_s_questions_say_that_it_is_emulated() -> None:
         assert reason.startswith(
             f"te_bench multiplies no {name}; te.recipe.{name}BlockScaling() has its numbers on any device"
         )
+
+
+BLOCKS = [f"transformer.h.{block}.{name}" for block in range(12) for name in ("attn.proj", "mlp.fc")] + [
+    "experts.0",
+    "head",
+]
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, set()), (1 / 6, {10, 11}), (0.01, {11}), (1.0, set(range(12)))])
+def test_a_recipe_keeps_whole_blocks_from_the_last(share: float, kept: set[int]) -> None:
+    found = NVFP4BlockScaling(bf16_last=share).keeps(BLOCKS)
+    assert found == {name for name in BLOCKS if name.split(".")[0] == "transformer" and int(name.split(".")[2]) in kept}
+
+
+def test_a_share_that_no_blocks_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="in no numbered blocks; leave it at 0"):
+        NVFP4BlockScaling(bf16_last=0.5).keeps(["up", "down"])
+    with pytest.raises(ValueError, match="bf16_last=2 is not possible: a share of the blocks, 0 to 1"):
+        NVFP4BlockScaling(bf16_last=2).keeps(["blocks.0"])
+
+
+def test_convert_and_models_leave_the_last_blocks_in_bf16() -> None:
+    asked = NVFP4BlockScaling(bf16_last=0.5)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in range(3)))
+    report = te.convert(model, asked)
+    assert [entry.name for entry in report.kept] == ["1.0", "2.0"]
+    assert {entry.reason for entry in report.kept} == {"kept by the recipe"}
+    assert isinstance(model[0][0], te.Linear)
+    config = configs()["tiny"]
+    for made, fp8 in ((decoder.build(config, recipe=asked), 4), (decoder.build(config, recipe=NVFP4BlockScaling()), 8)):
+        assert sum(isinstance(module, te.Linear) for module in made.modules()) == fp8
+    with pytest.raises(ValueError, match="blocks fused: the recipe keeps some blocks in bf16"):
+        decoder.build(config, recipe=asked, blocks="fused")
