@@ -117,8 +117,6 @@ class Decoder(nn.Module):
 
     def _keep(self, names: Collection[str]) -> None:
         """Have these Linears compute in the activations' precision, whatever the recipe."""
-        if names and self.blocks == "fused":
-            raise ValueError("blocks fused: the recipe keeps some blocks in bf16 (bf16_last); leave blocks out")
         for name in names:
             parent, _, attribute = name.rpartition(".")
             old: Any = self.get_submodule(name)

@@ -494,6 +494,11 @@ def test_wrong_block_formats_fail(mutation: str, monkeypatch: pytest.MonkeyPatch
         checked(a_trial("fp8", 0, f"{name}_block_scaling"))
 
 
+@pytest.mark.parametrize("problem", [{}, {"blocks": "fused", "optimizer": "reference"}], ids=["eager", "fused"])
+def test_a_true_step_with_blocks_in_bf16_passes(problem: dict[str, Any]) -> None:
+    checked(a_trial("fp8", recipe="nvfp4_block_scaling_bf16_end", **problem))
+
+
 def test_the_mutations_of_block_formats_are_right_but_for_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     for recipe in ("mxfp8_block_scaling", "nvfp4_block_scaling"):
         for harmless in (asked_otherwise("input"), of_operand("wgrad", lambda b: b)):
