@@ -1,6 +1,6 @@
 """MXFP8, Blackwell's: blocks of 32 with scales that are powers of two, emulated exactly by bf16 GEMMs on any device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    enable_2d_quantization: bool = False
+    enable_2d_quantization: bool = field(default=False, kw_only=True)
 
     granularity: ClassVar[str] = "mxfp8"
     by_half_gemms: ClassVar[bool] = True

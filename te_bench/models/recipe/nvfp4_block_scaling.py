@@ -1,6 +1,6 @@
 """NVFP4, Blackwell's: 4-bit elements in blocks of 16 with E4M3 scales, emulated exactly by bf16 GEMMs on any device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.block_formats import NVFP4_BLOCK
 from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
-INT64 = torch.iinfo(torch.int64)
+LARGEST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = False
     nvfp4_4over6: str = "none"
-    fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
+    fp8_format: Format = field(default=Format.E4M3, kw_only=True)
+    fp8_dpa: bool = field(default=False, kw_only=True)
+    fp8_mha: bool = field(default=False, kw_only=True)
 
     granularity: ClassVar[str] = "nvfp4"
     by_half_gemms: ClassVar[bool] = True
@@ -57,7 +57,7 @@ class NVFP4BlockScaling(Recipe):
             column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
         weight, seed = role == "weight", None
         if role == "grad_output" and not self.disable_stochastic_rounding:
-            seed = torch.randint(INT64.min, INT64.max, (), dtype=torch.int64, device=x.device)
+            seed = torch.randint(LARGEST, (), dtype=torch.int64, device=x.device)
         return block_casts.nvfp4(
             x,
             rows=NVFP4_BLOCK if weight and not self.disable_2d_quantization else 1,
