@@ -134,8 +134,8 @@ class Recipe:
     """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device.
 
     bf16_last: the share of a model's blocks, the last ones, whose Linears stay in the activations' precision, rounded up to
-    whole blocks; te.convert(model, recipe) and te_bench's own models heed it, for te.autocast knows no blocks. Raises
-    ValueError for what is not from 0 to 1.
+    whole blocks, and with them Linears in no block, a head. te.convert(model, recipe) and te_bench's own models heed it, for
+    te.autocast knows no blocks. Raises ValueError for what is not from 0 to 1.
     """
 
     emulate: bool = field(default=False, kw_only=True)

@@ -188,9 +188,10 @@ BLOCKS = [f"transformer.h.{block}.{name}" for block in range(12) for name in ("a
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, set()), (1 / 6, {10, 11}), (0.01, {11}), (1.0, set(range(12)))])
-def test_a_recipe_keeps_whole_blocks_from_the_last(share: float, kept: set[int]) -> None:
+def test_a_recipe_keeps_whole_blocks_from_the_last_and_the_head(share: float, kept: set[int]) -> None:
     found = NVFP4BlockScaling(bf16_last=share).keeps(BLOCKS)
-    assert found == {name for name in BLOCKS if name.split(".")[0] == "transformer" and int(name.split(".")[2]) in kept}
+    expected = {name for name in BLOCKS if name.split(".")[0] == "transformer" and int(name.split(".")[2]) in kept}
+    assert found == expected | ({"head"} if kept else set())
 
 
 def test_a_share_that_no_blocks_have_is_refused() -> None:
