@@ -478,10 +478,16 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
         ("gluon_attention_forward_kernel", None),
         ("_cast_kernel", None),
         ("te_bench::policy_gemm", None),  # the host's
+        *((name, None) for name in ("mxfp8_cast_kernel", "nvfp4_cast_kernel", "block_formats_finish_kernel")),
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
     assert what_ran.gemm_of(kernel) == kind
+
+
+def test_a_gpu_s_casts_to_block_formats_are_told_by_their_kernels() -> None:
+    seen = {"mxfp8_cast_kernel": 2, "nvfp4_cast_kernel": 3, "nvfp4_amax_kernel": 3, "te_bench::nvfp4_cast": 3}
+    assert what_ran.parts(seen, "cuda")["block_format_casts"] == 5
 
 
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
