@@ -77,20 +77,21 @@ def e2m1(y: Tensor, random: Tensor | None = None) -> Tensor:
     random: bytes of y's shape. |y| + byte / 256 of a step is then rounded down: up with the probability of where |y| lies
     between its neighbours, to 1/256. The step is 0.5 below 2, 1 below 4, else 2.
     """
-    size = torch.where(y.isnan(), torch.inf, y).abs()
+    y = y.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    size = y.abs()
     if random is None:
-        size = size.clamp(max=E2M1_LARGEST)
         step = _step(size)
-        size = (size / step).round() * step
+        size = (size / step).round_() * step
     else:
         size = size + random * (_step(size) / 256)
         step = _step(size)
-        size = ((size / step).floor() * step).clamp(max=E2M1_LARGEST)
-    return torch.where(y.isnan(), size, size.copysign(y))
+        size = (size / step).floor_() * step
+    return size.clamp_(max=E2M1_LARGEST).copysign_(y)
 
 
 def _step(size: Tensor) -> Tensor:
-    return 2.0 - 1.0 * (size < 4) - 0.5 * (size < 2)
+    """0.5 below 2, 1 below 4, else 2: half of the power of two below size, by its bits."""
+    return (size.clamp(1, 7).view(torch.int32) & 0x7F800000).view(torch.float32) / 2
 
 
 def hadamard(v: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def mxfp8(
     data = cast(v, True) if rowwise or rows > 1 else None
     data_t = None
     if columnwise:
-        data_t = data.t() if rows > 1 and data is not None else _as_columns(cast(v.t(), not rowwise))
+        data_t = data.t() if rows > 1 and data is not None else _as_columns(cast(v.t().contiguous(), not rowwise))
     return Quantized(data if rowwise else None, None, data_t, None, MXFP8_LAYOUT)
 
 
@@ -187,7 +188,7 @@ def nvfp4(
     if columnwise and rows > 1 and data is not None:
         data_t, scale_inv_t = data.t(), scale_inv
     elif columnwise:
-        data_t, scale_inv_t = cast(v.t(), 1, not rowwise)
+        data_t, scale_inv_t = cast(v.t().contiguous(), 1, not rowwise)
         data_t = _as_columns(data_t)
     if not rowwise:
         data = scale_inv = None
@@ -201,17 +202,18 @@ def random_bytes(seed: Tensor, blocks: int, stream: int) -> Tensor:
     """
     block = torch.arange(blocks, device=seed.device)
     zero = torch.zeros_like(block)
-    c = [block & _WORD, zero + stream, zero, zero]
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    even, odd = torch.stack([block & _WORD, zero]), torch.stack([zero + stream, zero])  # counter 0 and 2, 1 and 3
+    factors, more = (torch.tensor(pair, device=seed.device) for pair in (_FACTORS, _MORE))
+    key = torch.stack([seed & _WORD, (seed >> 32) & _WORD])
     for _ in range(10):
-        low, high = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # past int64's sign: their bits are right
-        c = [((high >> 32) ^ c[1] ^ k0) & _WORD, high & _WORD, ((low >> 32) ^ c[3] ^ k1) & _WORD, low & _WORD]
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    words = torch.stack(c, 1)[:, :, None] >> torch.arange(0, 32, 8, device=seed.device)
-    return (words & 0xFF).float().flatten(1)
+        product = even * factors[:, None]  # past int64's sign: its bits are right
+        even, odd = ((product >> 32).flip(0) ^ odd ^ key[:, None]) & _WORD, (product & _WORD).flip(0)
+        key = (key + more) & _WORD
+    words = torch.stack([even[0], odd[0], even[1], odd[1]], 1)
+    return words.to(torch.int32).view(torch.uint8).float()
 
 
-_WORD = 0xFFFFFFFF
+_WORD, _FACTORS, _MORE = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
