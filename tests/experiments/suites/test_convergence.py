@@ -14,7 +14,9 @@ from te_bench.experiments.suites import convergence
 from te_bench.models.configs import configs
 from te_bench.reports.analysis.rows import arm_name
 
+EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
+RECIPES = [name for name in RECIPES if name not in EMULATED]
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -226,6 +228,14 @@ def test_attention_in_fp8_is_an_arm_of_its_own_where_it_is_asked_for() -> None:
     plain, in_fp8 = (t for t in arms if t.problem["arm"] == "recipe")
     assert dataclasses.replace(in_fp8, recipe=plain.recipe) == plain
     assert len({t.cell for t in arms}) == len(arms)
+
+
+@pytest.mark.parametrize("suite", ["convergence", "stress", "fp8"])
+def test_emulated_recipes_run_where_they_are_asked_for(suite: str) -> None:
+    data = {} if suite == "fp8" else {"": "random"}
+    asked = {trial.recipe for trial in resolve(suite, recipes=EMULATED, seeds=1, data=data).trials}
+    assert asked - {None, "float8_current_scaling"} == set(EMULATED)  # in which convergence plants its fault
+    assert not {trial.recipe for trial in resolve(suite, seeds=1, data=data).trials} & set(EMULATED)
 
 
 def test_recipes_are_those_asked_for() -> None:
