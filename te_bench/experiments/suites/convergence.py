@@ -76,8 +76,7 @@ def _ways(options: Options, preset: str) -> list[tuple[str, Settings]]:
     if preset in presets.FUSED:  # bf16 too runs through the fused step
         found: list[tuple[str, Settings]] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
-            found.append((suite_trials.FP8_RECIPE, {"head": "fp8"}))
-            found += [(recipe, {}) for recipe in sorted(suite_trials.ON_REQUEST)]
+            found += [(suite_trials.FP8_RECIPE, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return found
