@@ -14,13 +14,19 @@ import argparse
 import contextlib
 import hashlib
 import importlib.metadata
+import itertools
+import lzma
 import tarfile
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SHORTEST = 200  # bytes: most shorter files are empty or import names
+
+#: What zipfile and tarfile raise for archives that are cut, corrupt, encrypted (RuntimeError) or packed in an unknown way.
+UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
 
 
 def of_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -43,7 +49,7 @@ def of_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
                             yield name, file.read()
             elif path.suffix == ".py" and path.is_file():
                 yield name.partition("/")[0], path.read_bytes()
-        except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        except UNREADABLE as error:
             raise ValueError(
                 f"{path} cannot be read: {error}; download it again, or take it out of {folder}"
             ) from error
@@ -98,12 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> str:
             )
         else:
             files = of_packages(chosen.sources, shuffled=chosen.shuffled)
+        if (first := next(files, None)) is None:
+            raise ValueError(
+                f"{', '.join(chosen.sources)}: no .py file of {SHORTEST} bytes or more; links to folders are not followed"
+            )
         with chosen.out.open("wb") as out:
-            for name, source in files:
+            for name, source in itertools.chain([first], files):
                 text = source + b"\n\n"
                 total.update(text)
                 sizes[name] += out.write(text)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     for name, size in sizes.items():
         print(f"{name}: {size / 1e6:.1f} MB")

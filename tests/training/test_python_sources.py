@@ -5,6 +5,7 @@ import io
 import re
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,51 @@ def test_what_cannot_be_read_is_told(wheels: Path, tmp_path: Path, capsys: pytes
         with pytest.raises(SystemExit):
             main([str(tmp_path / "none.txt"), *sources])
         assert message in capsys.readouterr().err
+
+
+def corrupt(path: Path) -> None:
+    """A zip whose compressed data are overwritten, and its directory is not."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.py", source("a"))
+    body = bytearray(path.read_bytes())
+    body[40:80] = b"\xff" * 40
+    path.write_bytes(body)
+
+
+def encrypted(path: Path) -> None:
+    """A zip that says it is."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.py", source("a"))
+    body = bytearray(path.read_bytes())
+    body[6] |= 1
+    body[body.find(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize("spoil", [corrupt, encrypted])
+def test_an_archive_that_cannot_be_unpacked_is_told(
+    spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil(tmp_path / "bad.whl")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.txt"), str(tmp_path)])
+    assert "bad.whl cannot be read" in capsys.readouterr().err
+
+
+def test_a_text_that_would_be_empty_or_has_no_place_is_told(
+    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "wheels").symlink_to(wheels)
+    for out, folder, message in (
+        (tmp_path / "none.txt", tmp_path / "linked", "no .py file of 200 bytes or more"),
+        (tmp_path / "missing" / "none.txt", wheels, "No such file or directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(out), str(folder)])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+        assert not out.exists()
 
 
 def test_every_package_of_the_list_has_one_version() -> None:
