@@ -118,7 +118,7 @@ def convert(
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
-        others = tuple(conversion_parts.convert(model, asked, filter, undo))
+        others = tuple(conversion_parts.convert(model, asked, filter, undo, left))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
         if recipe is not None:

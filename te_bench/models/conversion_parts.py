@@ -40,10 +40,19 @@ def check(parts: str | Collection[str] | None) -> tuple[str, ...]:
 
 
 def convert(
-    model: nn.Module, parts: Collection[str], filter: Filter | None, undo: contextlib.ExitStack
+    model: nn.Module,
+    parts: Collection[str],
+    filter: Filter | None,
+    undo: contextlib.ExitStack,
+    left: Collection[str] = (),
 ) -> Iterator[ConvertedPart]:
-    """Replace the parts that are asked for, and tell of each what it is now, or why it stays."""
-    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "head": _heads}
+    """Replace the parts that are asked for, and tell of each what it is now, or why it stays.
+
+    left: the names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8.
+    """
+    heads = functools.partial(_heads, left=left)
+    convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
+    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "head": heads}
     for part, convertor in convertors.items():
         if part not in parts:
             continue
@@ -85,14 +94,16 @@ def _attention(model: nn.Module, filter: Filter | None, undo: contextlib.ExitSta
         yield _attempt("attention", name, inner, None, _set_attention, undo)
 
 
-def _heads(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+def _heads(
+    model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack, left: Collection[str]
+) -> Iterator[ConvertedPart]:
     from te_bench.models.huggingface import head
 
     for name, inner in model.named_modules():
         if not type(inner).__module__.startswith("transformers.") or not hasattr(inner, "lm_head"):
             continue
         where = f"{name}.lm_head" if name else "lm_head"
-        in_fp8 = filter is None or filter(where, inner.lm_head)
+        in_fp8 = where not in left and (filter is None or filter(where, inner.lm_head))
         entry = _attempt("head", where, inner, None, functools.partial(head.convert, in_fp8=in_fp8), undo)
         own = entry.after is not None and inner._te_head_in_fp8 and not isinstance(inner.lm_head, Linear)
         yield replace(entry, parameters=inner.lm_head.weight.numel()) if own else entry

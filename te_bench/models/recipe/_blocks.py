@@ -24,5 +24,6 @@ def in_last_blocks(names: Iterable[str], share: float) -> frozenset[str]:
     if not found:
         raise ValueError(f"bf16_last={share}: the model's layers are in no numbered blocks; leave it at 0")
     blocks = max(found.values(), key=len)
-    last = sorted(blocks)[-math.ceil(share * len(blocks)) :]
+    number = max(1, math.ceil(share * len(blocks) - 1e-9))  # 0.07 x 100 blocks is 7, and a float above it
+    last = sorted(blocks)[-number:]
     return frozenset(outside).union(*(blocks[number] for number in last))

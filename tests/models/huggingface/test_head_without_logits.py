@@ -115,6 +115,14 @@ def test_in_fp8_under_a_recipe_unless_filtered_out() -> None:
     assert 0 < abs(losses[0] - plain) < 0.05
 
 
+def test_a_head_that_the_recipe_keeps_is_not_in_fp8() -> None:
+    """bf16_last leaves the head in bf16, whoever computes it."""
+    model = make("llama")
+    report = te.convert(model, recipe.Float8CurrentScaling(bf16_last=1.0), parts=("linear", "head"))
+    assert report.parts[0].after == "the loss without logits"
+    torch.testing.assert_close(model(**inputs("llama")).loss, make("llama")(**inputs("llama")).loss)
+
+
 def test_what_has_a_bias_stays() -> None:
     model = make("llama")
     model.lm_head = nn.Linear(32, 64)

@@ -194,6 +194,15 @@ def test_a_recipe_keeps_whole_blocks_from_the_last_and_the_head(share: float, ke
     assert found == expected | ({"head"} if kept else set())
 
 
+def test_a_share_of_the_blocks_is_that_many_whatever_floats_make_of_it() -> None:
+    for blocks in (6, 25, 100):
+        names = [f"h.{number}" for number in range(blocks)]
+        for kept in range(1, blocks + 1):
+            assert len(NVFP4BlockScaling(bf16_last=kept / blocks).keeps(names)) == kept
+    assert len(NVFP4BlockScaling(bf16_last=0.07).keeps([f"h.{number}" for number in range(100)])) == 7
+    assert len(NVFP4BlockScaling(bf16_last=1e-12).keeps(["h.0", "h.1"])) == 1
+
+
 def test_a_share_that_no_blocks_have_is_refused() -> None:
     with pytest.raises(ValueError, match="in no numbered blocks; leave it at 0"):
         NVFP4BlockScaling(bf16_last=0.5).keeps(["up", "down"])
