@@ -203,6 +203,17 @@ def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(
     assert again["estimate"]["device_s"]
 
 
+def test_the_pilot_of_a_pool_is_the_beginning_of_its_run(command: Command, tmp_path: Path) -> None:
+    asked = (*CONVERGENCE, "--preset", "cpu-pool", "--budget", "1h")
+    done = command("plan", *asked, "--out", "my run")
+    said = shlex.split(done.err.splitlines()[1])
+    assert said[-3:] == ["--as-pilot", "--out", "my run"]
+    assert done.err.splitlines()[-1].endswith("again with --out 'my run'")
+    write(tmp_path / "my run", [ended(t) for t in trials(None, None, preset="cpu-pool", as_pilot=True)], pilot=True)
+    again = planned(command, "--preset", "cpu-pool", "--budget", "1h", "--out", "my run")
+    assert again["judgement"]["seeds"] > 3
+
+
 def _fields(trial: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in trial.items() if key not in ("id", "name")}
 
@@ -419,6 +430,34 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
     assert (code, "The pilot: 3 rounds" in said) == (0, True)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--as-pilot", "--seeds", 1],
+            "--seeds 1: so short a pilot leaves 1 of the 6 degrees of freedom that a spread takes",
+        ),
+        (["--alpha", "1e-9"], "a pool's test of 6 recipes knows no critical values below 0.0006; give that or more"),
+    ],
+)
+def test_a_plan_that_can_tell_nothing_at_all_is_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[Any], message: str
+) -> None:
+    gpus(monkeypatch, 0)
+    code, _, why = pool(*arguments, command=command)
+    assert (code, message in why) == (2, True), why
+
+
+def test_a_pilot_that_failed_says_so(command: Command, tmp_path: Path) -> None:
+    asked = {"preset": "cpu-pool", "recipes": ("delayed_scaling",), "as_pilot": True}
+    records = [ended(trial, outcome="timeout", reason="stopped") for trial in trials(None, 40, **asked)]
+    directory = write(tmp_path / "pilot", records, seeds=3, pool=2, pilot=True)
+    said = command("plan", *CONVERGENCE, "--preset", "cpu-pool", "--steps", 40, "--pilot", directory).out
+    assert "too few runs of each of its configurations have ended, or their losses do not vary" in " ".join(
+        said.split()
+    )
+
+
 def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path: Path) -> None:
     """Whatever is added to one recipe's losses, the plan is the same, word for word."""
     asked = {"preset": "cpu-pool", "recipes": ("delayed_scaling", "float8_current_scaling"), "as_pilot": True}
@@ -442,6 +481,25 @@ def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path
             squares[trial.cell].append(noise[trial.id])
     sd = math.sqrt(sum(statistics.variance(each) for each in squares.values()) / len(squares))
     assert f"spread of single runs: sd {sd:.2g} nat" in " ".join(told[0].split())
+
+
+def test_runs_that_the_plan_s_margin_made_needless_are_not_missing_at_a_tighter_one(
+    command: Command, tmp_path: Path
+) -> None:
+    """INCONCLUSIVE at 0.02, where the wider margin stopped the recipe after three of five rounds; and no run is lost."""
+    draw, records = random.Random(5), []
+    for trial in trials(5, None, preset="cpu-pool"):
+        gap = {"broken": 2.0, "recipe": 0.018}.get(str(trial.problem["arm"]), 0.0)
+        if trial.problem["arm"] == "recipe" and trial.seed >= 6:
+            records.append(ended(trial, outcome="stopped", reason="EQUIVALENT"))
+        else:
+            wide = 0.005 if trial.problem["arm"] == "recipe" else 0.001
+            records.append(ended(trial, gap + wide * draw.gauss(0, 1)))
+    kept = {"margin": 0.1, "tighter": 0.02, "seeds": 5, "pool": 2, "steps": 150}
+    directory = write(tmp_path / "run", records, **kept)
+    assert command("verdict", directory).code == 0
+    done = command("verdict", directory, "--margin", 0.02)
+    assert (done.code, "rounds of the plan" in done.out) == (3, False), done.out
 
 
 def test_a_plan_goes_on_where_its_pilot_ended(command: Command, started: list[Started], tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def _rounds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out
 
 def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path, missing: Sequence[str]) -> str:
     """What to run first, where nothing says how long a seed takes."""
-    folder = f"{out}-pilot"
+    pooled = "pool" in one.judgement  # a pool's pilot tells the spread too, and its rounds are the first of the plan
+    folder = str(out) if pooled else f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", asked.device]
     share = None if asked.share is None else str(asked.share)
     named = ("--gpus", machine.asked), ("--model", asked.model), ("--preset", asked.preset), ("--share", share)
@@ -67,10 +68,11 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     # As many beside each other as in the run.
     seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
     short = ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem))]
-    words += ["--as-pilot"] if "pool" in one.judgement else short  # a pool's pilot tells the spread too, and counts
+    words += ["--as-pilot"] if pooled else short
     words += ["--out", folder]
+    option = "--out" if pooled else "--pilot"
     unknown = f"{len(missing)} of {len(one.trials)} configurations, such as {missing[0]}"
     return (
         f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a pilot\n"
-        f"  {shlex.join(words)}\nand give the same command again with --pilot {shlex.quote(folder)}"
+        f"  {shlex.join(words)}\nand give the same command again with {option} {shlex.quote(folder)}"
     )

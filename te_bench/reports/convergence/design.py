@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from te_bench.experiments.spec import Experiment, Scalar, Trial
-from te_bench.experiments.suites.convergence import BROKEN
+from te_bench.experiments.suites.convergence import BROKEN, PILOT
 from te_bench.reports.convergence import planning, pooled, power
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.skewed import FEWEST
@@ -159,7 +159,14 @@ class Design:
     @property
     def refused(self) -> str | None:
         """Why a run that would probably conclude nothing is not begun unless it is asked for, or None."""
-        if self.pilot or self.spread is None:
+        if self.pilot:
+            return self._pilot_refused
+        if self.alpha / self.recipes < pooled.LEAST_ALPHA:
+            return (
+                f"--alpha {self.alpha:g}: a pool's test of {self.recipes} recipes knows no critical values below "
+                f"{self.recipes * pooled.LEAST_ALPHA:g}; give that or more"
+            )
+        if self.spread is None:
             return None
         shown = self.power(self.rounds, 0.0)
         if shown >= power.POWER - planning.ROUNDING:
@@ -179,6 +186,16 @@ class Design:
             f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
             f"only, by the spread that is planned for. It takes {', or '.join(ways)}; or run it all the same with "
             "--underpowered"
+        )
+
+    @property
+    def _pilot_refused(self) -> str | None:
+        freedom = (self.ratio - 1) * self.rounds - 1 + (1 + self.recipes) * (self.rounds - 1)
+        if freedom >= FEWEST_FREEDOM:
+            return None
+        return (
+            f"--seeds {self.rounds}: so short a pilot leaves {freedom} of the {FEWEST_FREEDOM} degrees of freedom that a "
+            f"spread takes; leave --seeds out for {PILOT} rounds"
         )
 
     def to_json(self) -> dict[str, Any]:

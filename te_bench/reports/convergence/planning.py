@@ -138,6 +138,8 @@ def unlike(studies: Iterable[Study], control: Trial) -> str | None:
             if theirs.problem.get(key) != ours.problem.get(key)
         ]
         differ += [f"device {theirs.device} there, {ours.device} here"] if theirs.device != ours.device else []
+        if not differ and study.pool is not None:
+            return "too few runs of each of its configurations have ended, or their losses do not vary"
         if not differ:
             return f"fewer than {FEWEST_PAIRS} of its pairs have ended, or their gaps do not vary"
         said = f"its training is another: {', '.join(differ[:3])}"

@@ -37,6 +37,7 @@ TABLE = Path(__file__).with_name("pooled.json")
 
 _NUMBERS = (*range(3, 25), 27, 30, 35, 40, 50, 60, 80, MOST)  # rounds
 _LEVELS = (1e-4, 2e-4, 5e-4, 1e-3, 0.0025, 0.005, 0.00714, 0.00833, 0.01, 0.0125, 0.0167, 0.025, 0.05, 0.1, 0.2, 0.4)
+LEAST_ALPHA = _LEVELS[0]  # no claim at a smaller one
 _TABLED = 400_000  # cases: a level of 0.05 / 7 is off by 2 % of itself
 _CHUNK = 20_000
 DRAWS = 20_000  # of a power: 80 % is known within 0.6 points
@@ -116,7 +117,7 @@ def p_below(looked: Sequence[Look], bound: float, rounds: int, ratio: int) -> Ar
 
 def critical(rounds: int, ratio: int, alpha: float) -> tuple[float, ...]:
     """What (gap - margin) / se must not exceed at each look for a claim at the level alpha; -inf: no claim there."""
-    if alpha < _LEVELS[0]:
+    if alpha < LEAST_ALPHA:
         return (-math.inf,) * len(looks(rounds))
     log = math.log(alpha)
     found = []

@@ -218,6 +218,8 @@ def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str
     if arm.kind == "broken" or pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
     lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
+    if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
+        return None  # the plan's margin was decided, and this is a tighter one
     why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
     return f"{why} ({_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
 
