@@ -243,6 +243,15 @@ def test_what_a_rival_cannot_do_has_a_reason(
     assert re.search(reason, found)
 
 
+@pytest.mark.parametrize("name", ["te_layer", "te_basic", "te_fused"])
+def test_a_layer_by_itself_is_none_of_the_last_blocks(name: str) -> None:
+    """It would compute in the recipe's format under the name of a recipe that keeps bf16."""
+    for changes in ({"recipe": "nvfp4_block_scaling_bf16_end"}, {"settings": {"bf16_last": 1 / 6}}):
+        found = layers.load(name).unsupported(changed(**{**FP8, **changes}))
+        assert found is not None
+        assert "bf16_last 0.167: a layer by itself is none of a model's last blocks" in found
+
+
 def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in of the package: the arguments and parameter names are te.TransformerLayer's."""
     pytorch, common = types.ModuleType("transformer_engine.pytorch"), types.ModuleType("transformer_engine.common")
