@@ -26,12 +26,12 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.quantize.backends.reference import dequantize
-from te_bench.models import decoder
+from te_bench.models import decoder, rivals
 from te_bench.models.configs import LlamaConfig
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
 from te_bench.models.zoo.gpt import GPT, GPTConfig
-from te_bench.training import checkpoints, parallel
+from te_bench.training import checkpoints, parallel, ways
 from te_bench.training.data import Batches
 from te_bench.training.parallel import SINGLE, Parallel, ddp
 from te_bench.training.step import Optim, TrainStep
@@ -357,6 +357,56 @@ def sharded_table() -> dict[str, Any]:
     return found
 
 
+def theirs(mode: str, config: Any, precision: str, rival: str = "torchtitan") -> TrainStep:
+    """A rival's step, as its project divides it."""
+    torch.manual_seed(0)
+    model: Any = decoder.build(config, attention="manual", padded_vocab_size=64)
+    own = rivals.load(rival)
+    own.build(model)
+    assert own.way is not None
+    model = model.double() if precision == "fp64" else model
+    return TrainStep(model, OPTIM, precision=precision, mode="eager", parallel=ways.load(own.way, mode))
+
+
+def beside_theirs(mode: str, config: Any) -> dict[str, float]:
+    """Errors of a rival's step in float64, and of three losses of its training."""
+    ours, one = theirs(mode, config, "fp64"), theirs_alone(config)
+    loss, gradients = ours.gradients(*batch(0))
+    expected, truth = one.gradients(*batch(0))
+    assert ours.grad_norm is not None
+    assert one.grad_norm is not None
+    course = [abs(a / b - 1) for a, b in zip(losses(ours, 3), losses(one, 3), strict=True)]
+    return {
+        "loss": abs(loss / expected - 1),
+        "gradients": apart(gradients, truth),
+        "norm": abs(ours.grad_norm.item() / one.grad_norm.item() - 1),
+        "course": max(course),
+    }
+
+
+def theirs_alone(config: Any) -> TrainStep:
+    """The same model by te-bench's step in one process."""
+    torch.manual_seed(0)
+    model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
+    return TrainStep(model, OPTIM, precision="fp64", mode="eager")
+
+
+def of_rivals() -> dict[str, Any]:
+    """torchtitan's ways: beside one process in float64, and what they send in bf16."""
+    models = {"gpt": SMALL, "llama": DECODERS["llama"]}
+    found: dict[str, Any] = {}
+    for mode in ("fsdp2", "tp"):
+        errors = {name: beside_theirs(mode, config) for name, config in models.items()}
+        step = theirs(mode, DECODERS["llama"], "bf16")
+        step(*batch(0))  # the first one plans what follows
+        found[mode] = {"errors": errors, "collectives": collectives.of_call(lambda s=step: s(*batch(0)))}  # type: ignore[misc]
+    sizes = {name: p.numel() for name, p in theirs_alone(DECODERS["llama"]).model.named_parameters()}
+    found["elements"] = sum(sizes.values())
+    found["tables"] = sum(sizes[name] for name in ("model.norm.weight", "lm_head.weight"))
+    found["refused"] = [refusal(lambda c=c: theirs("tp", c, "bf16")) for c in (DECODERS["qwen 3"], REFUSED[0])]  # type: ignore[misc]
+    return found
+
+
 def refusal(call: Callable[[], object]) -> str:
     try:
         call()
@@ -384,6 +434,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["table"] = sharded_table()
     recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
     found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
+    found["rivals"] = of_rivals()
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
 
 

@@ -226,6 +226,38 @@ def test_weights_gathered_in_fp8_alone_are_not_multiplied_in_another_precision(f
     )
 
 
+@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
+def test_torchtitan_s_step_is_that_of_the_global_batch_to_rounding(found: Any, mode: str) -> None:
+    """In float64, clipped, of a GPT and of a Llama with a padded vocabulary; and what three updates made of the weights."""
+    said = found["rivals"][mode]["errors"]
+    assert said.keys() == {"gpt", "llama"}
+    assert max(error for errors in said.values() for error in errors.values()) <= 1e-12, said
+
+
+def test_torchtitan_gathers_all_weights_in_bf16(found: Any) -> None:
+    """For either pass, but for last norm and head, which it keeps; and scatters their gradients in float32."""
+    said = found["rivals"]
+    sent = {(each["name"], each["dtype"]): each["bytes"] for each in said["fsdp2"]["collectives"]}
+    assert sent["allgather_base", "bfloat16"] == 2 * (2 * said["elements"] - said["tables"])
+    assert sent["reduce_scatter_base", "float32"] == 4 * said["elements"]
+    assert {dtype for name, dtype in sent if "gather" in name} == {"bfloat16"}
+
+
+def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(found: Any) -> None:
+    """Of four pairs in two blocks and of head and embedding, in either pass; the loss's sums of each row are three."""
+    sent = {(each["name"], each["dtype"]): each for each in found["rivals"]["tp"]["collectives"]}
+    activations = 2 * 8 * 16 * 32
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert sent[name, "bfloat16"]["bytes"] == 2 * 5 * activations
+    assert sent["all_reduce", "float32"]["bytes"] == 4 * 3 * 8 * 16
+
+
+def test_torchtitan_refuses_what_is_not_its_llama_in_a_sentence(found: Any) -> None:
+    norms, heads = found["rivals"]["refused"]
+    assert norms == "tp: norms of heads are no part of torchtitan's Llama; choose fsdp2"
+    assert heads.startswith("tp: the 1 heads of 32 features do not divide into")
+
+
 @pytest.mark.parametrize(("mode", "others"), [("hsdp", ("nested",)), ("fsdp2+tp", ("planned", "qwen 3"))])
 def test_groups_make_one_process_s_step_to_rounding(in_groups: Any, mode: str, others: tuple[str, ...]) -> None:
     """Loss, gradients, norm and 50 steps, in float64; models of other forms; and what rank 0 writes."""

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional")
 #: What moves no data of the step's.
-OTHER = ("barrier", "wait_tensor", "monitored_barrier_", "wrap_tensor_autograd")
+OTHER = ("barrier", "wait_tensor", "monitored_barrier_", "_wrap_tensor_autograd")
 
 
 def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:

@@ -82,13 +82,13 @@ def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[
         rival = rivals.load(name)
         if rival.way is None or (gpt and rival.own_blocks) or not (cuda or rival.recipe is None):
             continue
-        ways: dict[str | None, tuple[str, ...]] = dict(rival.ranks)
+        ways: list[tuple[str | None, tuple[str, ...]]] = [*rival.ranks.items()]
         if world == 1:
-            ways = {ALONE: rival.ranks[ALONE]} if ALONE in rival.ranks else {None: ("eager",)}
+            ways = [(ALONE, rival.ranks[ALONE])] if ALONE in rival.ranks else [(None, ("eager",))]
         theirs = {**problem, "rival": name}
         found += [
             _step(options, theirs, parallel, world, rival.precision, rival.recipe or "", mode, seed)
-            for parallel, modes in ways.items()
+            for parallel, modes in ways
             for mode in (modes if cuda else ("eager",))
         ]
     return found

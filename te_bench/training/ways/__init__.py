@@ -1,6 +1,6 @@
-"""How other projects divide a training step over ranks, a file a project: MODES in NAME.py, {mode: its training.parallel.Parallel}.
+"""How other projects divide a training step over ranks: MODES in NAME.py, {mode: a training.parallel.Parallel}.
 
-A rival (te_bench.models.rivals) names its way; the model is te-bench's own, as the rival has built it.
+A rival (te_bench.models.rivals) names its way. The model is te-bench's own, as the rival has built it.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """torchtitan's: fully_shard with bf16 weights and float32 gradients; layers shared by DTensor; blocks and loss compiled.
 
-There is no autocast: every weight is gathered in bf16, vectors and tables too, and the residual stream is in bf16. Layers are
-shared with sequence parallelism, and with a loss of logits that each rank has a part of. Each rank's queries, keys and values
-are one product of the rows of one weight, as torchtitan's fused ones are: these rows are put in the order of the ranks.
+There is no autocast. Every weight is gathered in bf16, vectors and tables too, and the residual stream is in bf16. Where
+ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
+Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
 
 Source: torchtitan of 2026-08-21, distributed/fsdp.py and components/loss.py; v0.2.2, models/llama3/infra/parallelize.py.
 """
@@ -99,14 +99,19 @@ class SharedLayers(Sharded):
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         found: Any = model
         if reason := self._indivisible(found):
-            raise Indivisible(f"tp: {reason}; take fewer ranks, or choose fsdp2")
+            raise Indivisible(f"tp: {reason}; choose fsdp2")
         layers, tables, tied = self._both["layers"], found.tables(), found.config.shape.tied
         norms = {id(m.weight): m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
-        plans: list[tuple[nn.Module, Any]] = [(norms[id(part.norm.weight)], SequenceParallel()) for part in found.parts()]
+        plans: list[tuple[nn.Module, Any]] = [
+            (norms[id(part.norm.weight)], SequenceParallel()) for part in found.parts()
+        ]
         for cut in plan(model)[0]:
             if cut.mode == "column":
                 self._order(cut.layer, cut.pieces)
-            styles = {"column": ColwiseParallel(input_layouts=Shard(1)), "row": RowwiseParallel(output_layouts=Shard(1))}
+            styles = {
+                "column": ColwiseParallel(input_layouts=Shard(1)),
+                "row": RowwiseParallel(output_layouts=Shard(1)),
+            }
             plans.append((cut.layer, styles[cut.mode]))
         plans += [
             (tables.tokens, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
@@ -138,9 +143,11 @@ class SharedLayers(Sharded):
             "rows of the head": len(model.tables().head.weight),
         }
         for cut in plan(model)[0]:
-            sizes |= {f"heads of {cut.unit} features" if cut.unit > 1 else "features": n // cut.unit for n in cut.pieces}
+            sizes |= {
+                f"heads of {cut.unit} features" if cut.unit > 1 else "features": n // cut.unit for n in cut.pieces
+            }
             if bad := next((what for what, size in sizes.items() if size % self.world), None):
-                return f"{sizes[bad]} {bad} do not divide into {self.world} ranks"
+                return f"the {sizes[bad]} {bad} do not divide into {self.world} ranks: take fewer"
         return None
 
     def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:
@@ -156,7 +163,7 @@ class SharedLayers(Sharded):
         first = group.rank() * len(model.tables().head.weight) // self.world
 
         def entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-            loss: Tensor = _SharedEntropy.apply(_upcast(logits), targets, vocab, first, group)  # type: ignore[no-untyped-call]
+            loss: Tensor = _SharedEntropy.apply(_upcast(logits), targets, vocab, first, group)
             return loss
 
         return entropy
@@ -174,9 +181,7 @@ def _device_type() -> str:
 
 
 def _gathered() -> PrepareModuleOutput:
-    return PrepareModuleOutput(
-        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
-    )
+    return PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
 
 
 def _upcast(logits: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ class _SharedEntropy(torch.autograd.Function):
         return torch.where(kept, total.log() - picked, 0.0).sum() / kept.sum()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, place, here, kept = ctx.saved_tensors
         gradient = probabilities.scatter_add(1, place, -here[:, None].to(probabilities.dtype))
         return gradient * (dy * kept / kept.sum())[:, None], None, None, None, None
