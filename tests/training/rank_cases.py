@@ -193,6 +193,12 @@ class Planned(nn.Module):
         return (self.head(x) - y[..., :3]).square().mean()
 
 
+class Gathered(Planned):
+    """Phi 3's plan, by which each Linear gathers what the next one splits."""
+
+    tp_plan: ClassVar = {"*.up": "colwise_gather_output", "*.down": "rowwise_split_input"}
+
+
 class GatedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -424,6 +430,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["gated"] = {name: beside("tp", make, torch.float32) for name, make in kinds}
     found["decoders"] = {name: decoder_by("tp", config) for name, config in DECODERS.items()}
     found["not planned"] = refusal(lambda: nested("tp"))
+    found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
     seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
     each = [torch.empty_like(seeds) for _ in range(world)]

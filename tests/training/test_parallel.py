@@ -97,6 +97,10 @@ def test_a_user_s_blocks_lie_in_lists_of_lists(found: Any, mode: str) -> None:
 def test_a_user_s_pairs_are_divided_as_its_plan_says(found: Any) -> None:
     assert found["planned"] <= 1e-12
     assert found["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
+    assert found["whole"] == (
+        "tp: the tp_plan of Gathered leaves every layer's result whole in each rank (colwise_gather_output and "
+        "rowwise_split_input); give it one with pairs of colwise and rowwise, or choose ddp"
+    )
 
 
 def test_what_computes_in_place_of_divided_linears_adds_up_their_products(found: Any) -> None:
