@@ -116,7 +116,7 @@ class TrainStep:
         if not self.captured:
             parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.forward: Callable[..., Tensor] = model
+        self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):

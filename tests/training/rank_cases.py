@@ -6,6 +6,7 @@ which takes four ranks at least, in two groups.
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import socket
 import sys
@@ -45,6 +46,7 @@ REFUSED = [
     dataclasses.replace(SMALL, dropout=0.1),
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
+UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
 STEPS, ROWS = 50, 8
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
 
@@ -363,20 +365,22 @@ def sharded_table() -> dict[str, Any]:
     return found
 
 
-def theirs(mode: str, config: Any, precision: str, rival: str = "torchtitan") -> TrainStep:
-    """A rival's step, as its project divides it."""
+def theirs(mode: str, config: Any, rival: str = "torchtitan") -> TrainStep:
+    """A rival's step in bf16, as its project divides it."""
     torch.manual_seed(0)
-    model: Any = decoder.build(config, attention="manual", padded_vocab_size=64)
+    model = decoder.build(config, attention="manual", padded_vocab_size=64)
     own = rivals.load(rival)
     own.build(model)
     assert own.way is not None
-    model = model.double() if precision == "fp64" else model
-    return TrainStep(model, OPTIM, precision=precision, mode="eager", parallel=ways.load(own.way, mode))
+    return TrainStep(model, UNCLIPPED, precision="bf16", mode="eager", parallel=ways.load(own.way, mode))
 
 
-def beside_theirs(mode: str, config: Any) -> dict[str, float]:
-    """Errors of a rival's step in float64, and of three losses of its training."""
-    ours, one = theirs(mode, config, "fp64"), theirs_alone(config)
+def beside_theirs(mode: str, config: Any, way: str) -> dict[str, float]:
+    """Errors of a project's step in float64, by te-bench's own modules, and of three losses of its training."""
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are what all train
+    model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
+    ours = TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=ways.load(way, mode))
+    one = theirs_alone(config)
     loss, gradients = ours.gradients(*batch(0))
     expected, truth = one.gradients(*batch(0))
     assert ours.grad_norm is not None
@@ -390,26 +394,47 @@ def beside_theirs(mode: str, config: Any) -> dict[str, float]:
     }
 
 
-def theirs_alone(config: Any) -> TrainStep:
+def theirs_alone(config: Any, optim: Optim = OPTIM) -> TrainStep:
     """The same model by te-bench's step in one process."""
     torch.manual_seed(0)
     model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
-    return TrainStep(model, OPTIM, precision="fp64", mode="eager")
+    return TrainStep(model, optim, precision="fp64", mode="eager")
 
 
 def of_rivals() -> dict[str, Any]:
     """torchtitan's ways: beside one process in float64, and what they send in bf16."""
     models = {"gpt": SMALL, "llama": DECODERS["llama"]}
     found: dict[str, Any] = {}
+    found["replicated"] = {name: beside_theirs("ddp", config, "transformer_engine") for name, config in models.items()}
     for mode in ("fsdp2", "tp"):
-        errors = {name: beside_theirs(mode, config) for name, config in models.items()}
-        step = theirs(mode, DECODERS["llama"], "bf16")
+        errors = {name: beside_theirs(mode, config, "torchtitan") for name, config in models.items()}
+        step = theirs(mode, DECODERS["llama"])
         step(*batch(0))  # the first one plans what follows
         found[mode] = {"errors": errors, "collectives": collectives.of_call(lambda s=step: s(*batch(0)))}  # type: ignore[misc]
     sizes = {name: p.numel() for name, p in theirs_alone(DECODERS["llama"]).model.named_parameters()}
     found["elements"] = sum(sizes.values())
     found["tables"] = sum(sizes[name] for name in ("model.norm.weight", "lm_head.weight"))
-    found["refused"] = [refusal(lambda c=c: theirs("tp", c, "bf16")) for c in (DECODERS["qwen 3"], REFUSED[0])]  # type: ignore[misc]
+    found["refused"] = [refusal(lambda c=c: theirs("tp", c)) for c in (DECODERS["qwen 3"], REFUSED[0])]  # type: ignore[misc]
+    if importlib.util.find_spec("torchao"):
+        found["torchao"] = of_torchao()
+    return found
+
+
+def of_torchao() -> dict[str, Any]:
+    """Its recipes, emulated: gradients beside float64's, and what is sent. By a scale a tensor gloo cannot share layers."""
+    from torchao.float8 import Float8LinearConfig
+
+    usual = Float8LinearConfig.from_recipe_name
+    Float8LinearConfig.from_recipe_name = lambda name: dataclasses.replace(usual(name), emulate=True)
+    _, truth = theirs_alone(DECODERS["llama"], UNCLIPPED).gradients(*batch(0))
+    found = {}
+    for name, mode in (("tensorwise", "fsdp2"), ("rowwise", "fsdp2"), ("rowwise", "tp")):
+        step = theirs(mode, DECODERS["llama"], f"torchao_{name}")
+        _, gradients = step.gradients(*batch(0))
+        step(*batch(0))
+        sent = collectives.of_call(lambda s=step: s(*batch(0)))  # type: ignore[misc]
+        errors = [((gradients[n].double() - truth[n]).norm() / truth[n].norm()).item() for n in truth]
+        found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent}
     return found
 
 

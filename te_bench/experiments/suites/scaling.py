@@ -29,7 +29,7 @@ MODES: dict[str | None, tuple[str, ...]] = {
     "tp": ("compile",),
 }
 LEFT_OUT = (
-    "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te_bench has no such steps of theirs",
+    "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te-bench has no such steps of theirs",
     "hsdp and fsdp2+tp: they are for several hosts, and these trials are of one; speed measures them by --shard N",
 )
 

@@ -54,6 +54,10 @@ class Parallel:
         """This rank's rows of a micro-batch."""
         return x
 
+    def forward(self, model: "nn.Module") -> "Callable[..., Tensor]":
+        """What an eager pass calls."""
+        return model
+
     def compiled(self, model: "nn.Module") -> "Callable[..., Tensor]":
         """The model's forward pass as torch.compile makes it; the model itself stays as it is."""
         import torch

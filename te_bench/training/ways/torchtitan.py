@@ -108,11 +108,7 @@ class SharedLayers(Sharded):
         for cut in plan(model)[0]:
             if cut.mode == "column":
                 self._order(cut.layer, cut.pieces)
-            styles = {
-                "column": ColwiseParallel(input_layouts=Shard(1)),
-                "row": RowwiseParallel(output_layouts=Shard(1)),
-            }
-            plans.append((cut.layer, styles[cut.mode]))
+            plans.append((cut.layer, self._style(cut.layer, cut.mode)))
         plans += [
             (tables.tokens, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
             (tables.norm, SequenceParallel()),
@@ -130,6 +126,10 @@ class SharedLayers(Sharded):
         angles = found.angles
         found.angles = lambda length: angles(length * self.world)  # asked for by a rank's part of a sequence
         super()._shard(model, multiplies_in)
+
+    def _style(self, layer: nn.Module, mode: str) -> Any:
+        """How a Linear of a pair is shared."""
+        return ColwiseParallel(input_layouts=Shard(1)) if mode == "column" else RowwiseParallel(output_layouts=Shard(1))
 
     def _indivisible(self, model: Any) -> str | None:
         """Why the model's layers cannot be shared by so many ranks, or None."""
