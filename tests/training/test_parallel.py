@@ -68,6 +68,12 @@ def test_a_step_that_cannot_be_divided_so_is_refused_in_python_too(
         TrainStep(nn.Linear(4, 4), Optim(), parallel=parallel.load(mode, **options), **how)
 
 
+def test_blocks_in_a_sequential_are_gathered_one_by_one(alone: None) -> None:
+    """As they are checkpointed one by one; a lone Linear is no block."""
+    layers = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    assert parallel.load("fsdp2").gathered(nn.ModuleDict({"layers": layers}), None) == {"bfloat16": 2 * 2 * 4 * 4}
+
+
 def test_every_mode_is_tried() -> None:
     assert parallel.names() == sorted((*MODES, *parallel.GROUPED))
 

@@ -162,6 +162,11 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
     titans = {("torchtitan", parallel, "compile", world) for parallel, world in over}
     assert titans <= found(device="cuda", model="llama3-1b", batch=1)
     assert titans <= found(device="cuda")
+    engine = "transformer_engine_delayed"
+    assert {one for one in found(device="cuda", model="llama3-1b", batch=1) if one[0] == engine} == {
+        (engine, None, "eager", None),
+        *((engine, "ddp", "eager", world) for world in (2, 4, 8)),
+    }
     assert {rival.partition("_")[0] for rival, *_ in found(device="cuda")} == {"torchao", "torchtitan"}
     small = {(parallel, world) for parallel, world in over if world < 4}
     assert found(device="cpu") == {("torchtitan", parallel, "eager", world) for parallel, world in small}
