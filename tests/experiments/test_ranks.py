@@ -161,3 +161,13 @@ def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
     assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
     assert reply["work"]["ran"]["compiled"] == 10
     assert reply["work"]["ran"]["gemm_fp8"] == 10 * 4 * 3
+
+
+@pytest.mark.slow
+def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss() -> None:
+    done = Run("compiled_theirs", main=FAULTS).finish()
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    assert reply["work"]["ran"]["compiled"] == 2 + 1
