@@ -89,7 +89,7 @@ class SharedLayers(Sharded):
     def __init__(self) -> None:
         super().__init__()
         self.replicas, self.replica = 1, 0
-        self._both = init_device_mesh(_device_type(), (1, self.world), mesh_dim_names=("weights", "layers"))
+        self._both: Any = None  # the mesh: of one rank, which casts weights, by that of all, which share layers
         self._rows: dict[nn.Module, Tensor] = {}  # of a weight, in the order of the ranks
 
     def _mesh(self) -> DeviceMesh:
@@ -100,6 +100,7 @@ class SharedLayers(Sharded):
         found: Any = model
         if reason := self._indivisible(found):
             raise Indivisible(f"tp: {reason}; choose fsdp2")
+        self._both = init_device_mesh(self.device.type, (1, self.world), mesh_dim_names=("weights", "layers"))
         layers, tables, tied = self._both["layers"], found.tables(), found.config.shape.tied
         norms = {id(m.weight): m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
         plans: list[tuple[nn.Module, Any]] = [
@@ -138,16 +139,16 @@ class SharedLayers(Sharded):
             return "the model does not say its parts"
         if any(part.q_norm is not None for part in attentions):
             return "norms of heads are no part of torchtitan's Llama"
-        sizes = {
-            "tokens of a sequence": model.config.shape.length,
-            "rows of the head": len(model.tables().head.weight),
-        }
+        sizes = [
+            ("tokens of a sequence", model.config.shape.length),
+            ("rows of the head", len(model.tables().head.weight)),
+        ]
         for cut in plan(model)[0]:
-            sizes |= {
-                f"heads of {cut.unit} features" if cut.unit > 1 else "features": n // cut.unit for n in cut.pieces
-            }
-            if bad := next((what for what, size in sizes.items() if size % self.world), None):
-                return f"the {sizes[bad]} {bad} do not divide into {self.world} ranks: take fewer"
+            what = "features" if cut.unit == 1 else f"heads of {cut.unit} features"
+            sizes += [(what, size // cut.unit) for size in cut.pieces]
+        for what, size in sizes:
+            if size % self.world:
+                return f"the {size} {what} do not divide into {self.world} ranks: take fewer"
         return None
 
     def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:
@@ -174,10 +175,6 @@ class SharedLayers(Sharded):
             if any(parameter is of for parameter in layer.parameters()):
                 return x.index_select(0, rows.argsort())
         return x
-
-
-def _device_type() -> str:
-    return "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
 
 
 def _gathered() -> PrepareModuleOutput:
