@@ -20,16 +20,17 @@ SEEDS = 3
 WORLDS = {"cuda": (1, 2, 4, 8), "cpu": (1, 2)}
 RECIPES = ("delayed_scaling", "float8_current_scaling")
 #: How a step is divided, and the execution modes that it goes with on a GPU; None: one GPU, which has all of them.
-#: A way's step on one GPU is by fully_shard over a group of one rank, as torchtitan's is; others have one of their own.
-ALONE = "fsdp2"
 MODES: dict[str | None, tuple[str, ...]] = {
     None: ("compile", "cudagraph"),
     "ddp": ("compile", "cudagraph"),
     "fsdp2": ("compile",),
     "tp": ("compile",),
 }
+#: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; without it a rival has one process.
+ALONE = "fsdp2"
+RIVALS_OF_OWN = "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te-bench has no such steps of theirs"
+RIVALS_OF_A_USER = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
 LEFT_OUT = (
-    "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te-bench has no such steps of theirs",
     "hsdp and fsdp2+tp: they are for several hosts, and these trials are of one; speed measures them by --shard N",
 )
 
@@ -58,7 +59,7 @@ def experiment(options: Options) -> Experiment:
         trials=tuple(trials),
         baseline=trials[0].cell,
         heeds=frozenset({"model", "batch", "tokens", "recipes"}),
-        left_out=LEFT_OUT,
+        left_out=(RIVALS_OF_OWN if adoptee(options) is None else RIVALS_OF_A_USER, *LEFT_OUT),
     )
 
 
