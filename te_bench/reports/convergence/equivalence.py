@@ -73,6 +73,7 @@ class LossComparison:
     sd: float  # of the gap of one pair
     df: float  # that it is known with
     interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
+    interval_95: tuple[float, float] | None  # of the same tests, two-sided, whatever alpha is
     t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
     claims: Claims
     correlation: float | None  # of the pairs
@@ -140,6 +141,7 @@ def compare(
         gap=gap,
         sd=sd if mean else 0.0,
         interval=interval,
+        interval_95=mean.interval(0.025) if mean else None,
         t_interval=_student(mean, alpha) if mean else None,
         claims=claims,
         correlation=_correlation(*arms) if paired else None,

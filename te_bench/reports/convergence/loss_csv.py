@@ -1,4 +1,7 @@
-"""A user's own losses from CSV: final losses, curves by seed, and what Weights & Biases and TensorBoard export."""
+"""A user's own losses from one CSV: final losses, curves by seed, and Weights & Biases' export of several runs.
+
+A CSV of one run, its history, is a log like others: `reports/logs/csv.py`.
+"""
 
 import codecs
 import csv
@@ -7,17 +10,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
+from te_bench.reports.logs import LogFile
+from te_bench.reports.logs._rows import STEP
 
-STEP = ("step", "_step", "iter", "iteration", "global_step", "trainer/global_step", "train/global_step")
 # the first of these that a file has is the loss
 LOSS = ("val_loss", "val/loss", "validation_loss", "eval_loss", "eval/loss", "final_loss", "loss", "value")
 SEED = ("seed", "run", "run_id")
-TENSORBOARD = ("wall time", "step", "value")
 WANDB = " - "  # between the run's name and the metric's
 TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
@@ -47,12 +50,16 @@ class Losses:
     notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
     repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
     digests: frozenset[str] = frozenset()  # of the files' bytes
+    judged: str = "final loss"  # what `final` holds
+    training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
+    broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Table:
+class Table:
+    """The cells of a CSV file as text."""
+
     path: Path
-    digest: str
     header: tuple[str, ...] | None
     rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
     gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
@@ -62,33 +69,27 @@ class _Table:
         return next((lower.index(name) for name in names if name in lower), None)
 
 
-def read(path: Path | str | Sequence[Path | str]) -> Losses:
+def read(file: LogFile) -> Losses:
     """One arm's losses, in whichever of these layouts the file has; comments (#) and blank lines are skipped.
 
     One column of final losses, with or without a header, beside it a label (text) or a seed column. Whole curves:
     columns step, loss, seed, or step and a column a seed, called by its number.
-    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out.
-    TensorBoard: "Wall time", "Step", "Value", one run a file: a directory or several files. The final loss of a curve
+    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. The final loss of a curve
     is its last, so export the validation loss: the last training loss is that of one batch. Losses may be NaN or
     infinite (`broken` tells the runs); leave empty what was not logged.
 
     Raises ValueError, with file and line, for what is not a number, a step or seed given twice, fewer than two
-    seeds, runs of unequal lengths, several columns that could be meant or none, and a file that cannot be read.
+    seeds, runs of unequal lengths, several columns that could be meant or none, and a file that is no text.
     """
-    tables = [_table(each) for each in _files(path)]
-    return replace(_losses(path, tables), digests=frozenset(table.digest for table in tables))
+    found = table_of(file)
+    return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
 
 
-def _losses(path: Path | str | Sequence[Path | str], tables: Sequence[_Table]) -> Losses:
-    paths = [table.path for table in tables]
-    boards = [table.header is not None and tuple(map(str.lower, table.header)) == TENSORBOARD for table in tables]
-    source = str(path) if isinstance(path, Path | str) else ", ".join(map(str, paths))
-    if all(boards):
-        return _of_curves(source, _tensorboard(tables))
-    if len(tables) > 1:
-        other = paths[boards.index(False)]
-        raise ValueError(f"{other}: several files are read as TensorBoard's export only; put the runs into one file")
-    [table] = tables
+def digest(file: LogFile) -> str:
+    return hashlib.sha256(file.content).hexdigest()
+
+
+def _losses(source: str, table: Table) -> Losses:
     runs = [WANDB in name for name in table.header or ()]
     if any(runs) and table.column(STEP) is not None:
         return _wandb(source, table)
@@ -102,8 +103,10 @@ def _losses(path: Path | str | Sequence[Path | str], tables: Sequence[_Table]) -
 
 def broken(arm: Losses) -> dict[str, str]:
     """Why each run that diverged did, by seed: a loss that is not finite, or a rise that had not come back at the end."""
-    found = {}
+    found = dict(arm.broke)
     for seed, final in arm.final.items():
+        if seed in found:
+            continue
         curve = arm.curves.get(seed, Curve(step=(), loss=()))
         at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None)
         if at is not None:
@@ -118,26 +121,13 @@ def broken(arm: Losses) -> dict[str, str]:
     return found
 
 
-def _files(path: Path | str | Sequence[Path | str]) -> list[Path]:
-    if not isinstance(path, Path | str):
-        return [Path(each) for each in path]
-    one = Path(path)
-    if not one.is_dir():
-        return [one]
-    found = sorted(one.glob("*.csv"))
-    if not found:
-        raise ValueError(f"{one} holds no .csv file: name the directory of TensorBoard's exports, or a file")
-    return found
-
-
-def _table(path: Path) -> _Table:
+def table_of(file: LogFile) -> Table:
+    """The cells of a file. Raises ValueError, with its line, for what is no table of text."""
+    path, content = file.path, file.content
     try:
-        content = path.read_bytes()
         text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"cannot read {path}: it is not UTF-8 text; export or save it as CSV in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
     lines = [
         (n, line)
         for n, line in enumerate(text.splitlines(), start=1)
@@ -161,7 +151,7 @@ def _table(path: Path) -> _Table:
     between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
     left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
     gap = next((n for n, line in left_out.items() if not line or _numeric(line)), None)
-    return _Table(path=path, digest=hashlib.sha256(content).hexdigest(), header=header, rows=tuple(rows), gap=gap)
+    return Table(path=path, header=header, rows=tuple(rows), gap=gap)
 
 
 def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:
@@ -192,7 +182,7 @@ def _numeric(cell: str) -> bool:
     return _number(cell.replace(",", ".")) is not None
 
 
-def _loss(table: _Table, line: int, cell: str) -> float:
+def _loss(table: Table, line: int, cell: str) -> float:
     value = _number(cell)
     if not cell:
         raise ValueError(
@@ -204,18 +194,18 @@ def _loss(table: _Table, line: int, cell: str) -> float:
     return value
 
 
-def _point(table: _Table, line: int, step: str, loss: str) -> _Point:
+def _point(table: Table, line: int, step: str, loss: str) -> _Point:
     at = _loss(table, line, step)
     if not math.isfinite(at):
         raise ValueError(f"{table.path}, line {line}: the step is {step}: give a finite number")
     return line, at, _loss(table, line, loss)
 
 
-def _other_axis(table: _Table, name: str) -> ValueError:
+def _other_axis(table: Table, name: str) -> ValueError:
     return ValueError(f"{table.path}: the x-axis is {name}: export with Step as the x-axis")
 
 
-def _finals(source: str, table: _Table) -> Losses:
+def _finals(source: str, table: Table) -> Losses:
     width = len(table.rows[0][1])
     seed = table.column(SEED)
     numeric = [c for c in range(width) if c != seed and any(_numeric(row[c]) for _, row in table.rows)]
@@ -253,11 +243,34 @@ def _finals(source: str, table: _Table) -> Losses:
     return Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes))
 
 
-def _taken(table: _Table, column: int) -> str:
+def _taken(table: Table, column: int) -> str:
     return f"{table.path}: the losses are those of the column {(table.header or ())[column]}"
 
 
-def _long(source: str, table: _Table) -> Losses:
+def history(file: LogFile) -> tuple[list[tuple[int, dict[str, float]]], tuple[str, ...]] | None:
+    """The rows of a CSV of one run, (line, {column: number}), and its columns in lower case; None for any other CSV.
+
+    One run has a step, one column beside it or some with "loss" in their names, and no seeds. Raises ValueError, with the
+    line, for a step or a loss that is no number.
+    """
+    try:
+        table = table_of(file)
+    except ValueError:
+        return None
+    names = tuple(name.lower() for name in table.header or ())
+    step = table.column(STEP)
+    if step is None or table.column(SEED) is not None or any(WANDB in name for name in names):
+        return None
+    others = [c for c, name in enumerate(names) if name not in STEP and not name.startswith(TIMES)]
+    losses = [c for c in others if "loss" in names[c]] or (others if len(others) == 1 else [])
+    if not losses:
+        return None
+    wanted = [c for c, name in enumerate(names) if name in STEP or c in losses]
+    rows = [(line, {names[c]: _loss(table, line, row[c]) for c in wanted if row[c]}) for line, row in table.rows]
+    return rows, tuple(names[c] for c in losses)
+
+
+def _long(source: str, table: Table) -> Losses:
     step, loss, seed = (table.column(names) for names in (STEP, LOSS, SEED))
     assert step is not None
     assert table.header is not None
@@ -266,14 +279,10 @@ def _long(source: str, table: _Table) -> Losses:
         loss = others[0]
     if loss is None and seed is None and all(re.fullmatch(WIDE, table.header[c].lower()) for c in others):
         return _wide(source, table, {c: table.header[c] for c in others})
-    if loss is None:
+    if loss is None or seed is None:
         raise ValueError(
             f"{table.path} has the columns {', '.join(table.header)}: call the one with the losses loss, or give step and "
             "a column a seed, called by its number"
-        )
-    if seed is None:
-        raise ValueError(
-            f"{table.path} has no column seed: one seed only; a verdict needs 3 at least, told apart by a column seed"
         )
     several = sum(table.header[c].lower() in LOSS for c in others) > 1
     points: dict[str, list[_Point]] = {}
@@ -282,10 +291,10 @@ def _long(source: str, table: _Table) -> Losses:
         if row[loss] or len(others) == 1:  # beside other columns, a row that logged something else has no loss
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
-    return _of_curves(source, curves, (_taken(table, loss),) if several else ())
+    return of_curves(source, curves, (_taken(table, loss),) if several else ())
 
 
-def _wandb(source: str, table: _Table) -> Losses:
+def _wandb(source: str, table: Table) -> Losses:
     assert table.header is not None
     columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.endswith(SPAN)}
     metrics = {name.rpartition(WANDB)[2] for name in columns.values()} - {"_step", *STEP}
@@ -299,7 +308,7 @@ def _wandb(source: str, table: _Table) -> Losses:
     )
 
 
-def _wide(source: str, table: _Table, runs: Mapping[int, str]) -> Losses:
+def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:
     step = table.column(STEP)
     assert step is not None
     points: dict[int, list[_Point]] = {c: [] for c in runs}
@@ -307,29 +316,16 @@ def _wide(source: str, table: _Table, runs: Mapping[int, str]) -> Losses:
         for c in runs:
             if row[c]:  # runs that logged at other steps leave the cell empty
                 points[c].append(_point(table, line, row[step], row[c]))
-    seeds = _seeds(list(runs.values()))
+    seeds = seeds_of(list(runs.values()))
     counts = Counter(seeds)
     repeated = tuple(name for name, count in counts.items() if count > 1)
     names = [f"{name} ({seeds[: n + 1].count(name)})" if name in repeated else name for n, name in enumerate(seeds)]
     notes = tuple(f"{table.path}: {counts[name]} runs are called {name}, numbered in their order" for name in repeated)
     curves = {name: _curve(table.path, name, points[c]) for name, c in zip(names, runs, strict=True)}
-    return replace(_of_curves(source, curves, notes), repeated=repeated)
+    return replace(of_curves(source, curves, notes), repeated=repeated)
 
 
-def _tensorboard(tables: Sequence[_Table]) -> dict[str, Curve]:
-    paths = [table.path for table in tables]
-    for path, count in Counter(path.resolve() for path in paths).items():
-        if count > 1:
-            raise ValueError(f"{path} is given {count} times: a run counts once")
-    names = [path.stem for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    return {
-        seed: _curve(table.path, seed, [_point(table, n, row[1], row[2]) for n, row in table.rows])
-        for seed, table in zip(_seeds(names), tables, strict=True)
-    }
-
-
-def _seeds(runs: Sequence[str]) -> list[str]:
+def seeds_of(runs: Sequence[str]) -> list[str]:
     """The seed in each run's name ("fp8-seed3", "bf16_s3": 3), so that arms pair; the names where they do not tell."""
     hits = [re.search(r"(?<![a-z])s(?:eed)?[-_= ]?(\d+)(?!\d)", run.lower()) for run in runs]
     seeds = [str(int(hit.group(1))) for hit in hits if hit]
@@ -346,13 +342,19 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
     return Curve(step=tuple(step for _, step, _ in ordered), loss=tuple(loss for _, _, loss in ordered))
 
 
-def _of_curves(source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = ()) -> Losses:
+def of_curves(
+    source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = (), broke: Mapping[str, str] | None = None
+) -> Losses:
+    """One arm by its runs' curves; the final loss is the last. Raises ValueError for copies and runs that ended early.
+
+    `broke`: runs that are known to have diverged by other losses than these, and why.
+    """
     _two(source, len(curves))
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
-    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes)
-    broke = broken(found)  # such a run may have been stopped for it
-    ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in broke}
+    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))
+    told = broken(found)  # such a run may have been stopped for it
+    ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
         short = min(ends, key=ends.__getitem__)
         raise ValueError(

@@ -1,6 +1,5 @@
 """The tables of a convergence verdict: the gaps against the margin, and the reasons."""
 
-from te_bench.reports.convergence.equivalence import LossComparison, Verdict
 from te_bench.reports.convergence.skewed import ASSUMPTION
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
@@ -27,8 +26,8 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Configuration": word(finding.arm.name),
         "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
         "Gap, nat": number(c.gap if c else None, text.signed),
-        _level(found.alpha): word(_interval(c.interval if c else None)),
-        "By t": word(_interval(c.t_interval if c else None)),
+        level(found.alpha): word(interval(c.interval if c else None)),
+        "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
         "Pairs": number(len(finding.seeds), text.count),
         "Correlation": number(c.correlation if c else None, text.signed),
@@ -54,44 +53,20 @@ def reasons(found: StudyVerdict) -> Table | None:
     return table_of("verdict_reasons", "Why", shown, text_columns=3)
 
 
-def losses(c: LossComparison, verdict: Verdict) -> Table:
-    """A comparison that comes without a study: a user's own losses."""
-    level = _level(c.alpha)
-    rows = (
-        ("Verdict", word(verdict)),
-        ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
-        ("Mean gap, above 0 is worse", number(c.gap, text.signed)),
-        (f"{level} interval", word(_interval(c.interval))),
-        (f"{level} interval, Student's t", word(_interval(c.t_interval))),
-        ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.claims.equivalent, text.probability)),
-        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
-        ("Correlation of the pairs", number(c.correlation, text.signed)),
-        ("Power at a true gap of 0", number(c.power, text.percent)),
-        ("Smallest margin with 80 % power", number(c.detectable)),
-        ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
-        ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
-    )
-    table = table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
-    assert table is not None
-    return table
-
-
 def brief(found: StudyVerdict) -> Table | None:
     """What a terminal has room for of `gaps`."""
     whole = gaps(found)
     if whole is None:
         return None
-    narrow = ("Configuration", "Verdict", "Gap, nat", _level(found.alpha), "p, Holm", "Pairs", "Less time")
+    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "p, Holm", "Pairs", "Less time")
     return whole.only(narrow)
 
 
-def _level(alpha: float) -> str:
+def level(alpha: float) -> str:
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
-def _interval(ends: tuple[float, float] | None) -> str | None:
+def interval(ends: tuple[float, float] | None) -> str | None:
     return None if ends is None else f"[{text.signed(ends[0])}, {text.signed(ends[1])}]"
 
 

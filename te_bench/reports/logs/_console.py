@@ -1,0 +1,35 @@
+"""What a program printed: losses by regular expressions, line by line."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from te_bench.reports.logs import LogFile, Series
+
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|NaN|inf|Infinity)"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def lines_of(file: LogFile) -> list[str]:
+    """The lines without colours. What a progress bar overwrote (\\r) stands in lines of its own."""
+    return _COLOURS.sub("", file.text).splitlines(keepends=True)
+
+
+def read_lines(files: Sequence[LogFile], patterns: Mapping[str, re.Pattern[str]]) -> Series:
+    """The losses of each name's pattern, which has the groups `step` and `loss`.
+
+    A last line without its end may be torn: its loss counts only with as many characters as the last before it.
+    """
+    losses: dict[str, list[tuple[float, float]]] = {name: [] for name in patterns}
+    notes: list[str] = []
+    for file in files:
+        width = dict.fromkeys(patterns, 0)
+        for line in lines_of(file):
+            for name, pattern in patterns.items():
+                if not (hit := pattern.search(line)):
+                    continue
+                if not line.endswith(("\n", "\r")) and len(hit["loss"]) < width[name]:
+                    notes.append(f"{file.path}: the last line is torn and left out")
+                    continue
+                width[name] = len(hit["loss"])
+                losses[name].append((float(hit["step"]), float(hit["loss"])))
+    return Series(losses={name: found for name, found in losses.items() if found}, notes=tuple(notes))
