@@ -1,10 +1,8 @@
 """A user's own losses from one CSV: final losses, curves by seed, and Weights & Biases' export of several runs.
 
-A CSV of one run, its history, is a log like others: `reports/logs/csv.py`.
+A CSV of one run, its history, is a log like others: `reports/logs/formats/csv.py`.
 """
 
-import codecs
-import csv
 import hashlib
 import math
 import re
@@ -16,16 +14,13 @@ from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import LogFile
-from te_bench.reports.logs._rows import STEP
+from te_bench.reports.logs.rows import STEP
+from te_bench.reports.logs.table import SEED, TIMES, WANDB, Table, number_at, numeric, table_of
 
 # the first of these that a file has is the loss
 LOSS = ("val_loss", "val/loss", "validation_loss", "eval_loss", "eval/loss", "final_loss", "loss", "value")
-SEED = ("seed", "run", "run_id")
-WANDB = " - "  # between the run's name and the metric's
-TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
 SPAN = ("__MIN", "__MAX")  # companions of a W&B column: the extremes of the points that one row stands for
 
 _Point = tuple[int, float, float]  # line, step, loss
@@ -53,20 +48,6 @@ class Losses:
     judged: str = "final loss"  # what `final` holds
     training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
     broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """The cells of a CSV file as text."""
-
-    path: Path
-    header: tuple[str, ...] | None
-    rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
-    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
-
-    def column(self, names: Sequence[str]) -> int | None:
-        lower = [name.lower() for name in self.header or ()]
-        return next((lower.index(name) for name in names if name in lower), None)
 
 
 def read(file: LogFile) -> Losses:
@@ -121,84 +102,11 @@ def broken(arm: Losses) -> dict[str, str]:
     return found
 
 
-def table_of(file: LogFile) -> Table:
-    """The cells of a file. Raises ValueError, with its line, for what is no table of text."""
-    path, content = file.path, file.content
-    try:
-        text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: it is not UTF-8 text; export or save it as CSV in UTF-8") from error
-    lines = [
-        (n, line)
-        for n, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    if not lines:
-        raise ValueError(f"{path} is empty: give one loss a line, or columns step, loss, seed")
-    # of two as many not the comma, which may be a decimal one
-    delimiter = max("\t;,", key=lambda mark: (lines[0][1].count(mark), mark == "," and mark not in lines[0][1]))
-    rows = _cells(path, lines, delimiter)
-    head = rows[0][1]
-    wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # numbers that name seeds
-    header = rows.pop(0)[1] if wide or not any(map(_numeric, head)) else None
-    width = len(header or rows[0][1])
-    for n, row in rows:
-        if len(row) != width:
-            comma = ". A comma separates cells: write decimals with a point" if delimiter == "," else ""
-            raise ValueError(f"{path}, line {n}: {len(row)} cells where the first line has {width}{comma}")
-    if not rows:
-        raise ValueError(f"{path} has a header and no rows: nothing was logged")
-    between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
-    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
-    gap = next((n for n, line in left_out.items() if not line or _numeric(line)), None)
-    return Table(path=path, header=header, rows=tuple(rows), gap=gap)
-
-
-def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:
-    reader = csv.reader((line for _, line in lines), delimiter=delimiter, skipinitialspace=True)
-    rows: list[tuple[int, tuple[str, ...]]] = []
-    try:
-        for row in reader:
-            n = lines[len(rows)][0]
-            if reader.line_num != len(rows) + 1:
-                raise ValueError(
-                    f"{path}, line {n}: a cell does not end on its line: close its quote, take out line breaks"
-                )
-            rows.append((n, tuple(cell.strip() for cell in row)))
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {lines[reader.line_num - 1][0]}: {error}") from error
-    return rows
-
-
-def _number(cell: str) -> float | None:
-    try:
-        return None if "_" in cell else float(cell)  # Python reads 3_28 as 328
-    except ValueError:
-        return None
-
-
-def _numeric(cell: str) -> bool:
-    """A number, be it with a decimal comma, which no number read here may have: it is told as such, not taken for text."""
-    return _number(cell.replace(",", ".")) is not None
-
-
-def _loss(table: Table, line: int, cell: str) -> float:
-    value = _number(cell)
-    if not cell:
-        raise ValueError(
-            f"{table.path}, line {line}: no loss; write nan for a run that diverged, or leave the line out"
-        )
-    if value is None:
-        comma = ": write decimals with a point, not a comma" if _numeric(cell) else ""
-        raise ValueError(f"{table.path}, line {line}: {cell!r} is not a number{comma}")
-    return value
-
-
 def _point(table: Table, line: int, step: str, loss: str) -> _Point:
-    at = _loss(table, line, step)
+    at = number_at(table, line, step)
     if not math.isfinite(at):
         raise ValueError(f"{table.path}, line {line}: the step is {step}: give a finite number")
-    return line, at, _loss(table, line, loss)
+    return line, at, number_at(table, line, loss)
 
 
 def _other_axis(table: Table, name: str) -> ValueError:
@@ -208,10 +116,10 @@ def _other_axis(table: Table, name: str) -> ValueError:
 def _finals(source: str, table: Table) -> Losses:
     width = len(table.rows[0][1])
     seed = table.column(SEED)
-    numeric = [c for c in range(width) if c != seed and any(_numeric(row[c]) for _, row in table.rows)]
-    loss = table.column(LOSS) if len(numeric) > 1 else next(iter(numeric), None)
-    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in numeric]
-    if not numeric:
+    columns = [c for c in range(width) if c != seed and any(numeric(row[c]) for _, row in table.rows)]
+    loss = table.column(LOSS) if len(columns) > 1 else next(iter(columns), None)
+    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in columns]
+    if not columns:
         raise ValueError(f"{table.path} has no column of numbers: give one loss a line, or columns step, loss, seed")
     if loss is None:
         comma = "" if table.header else "; were the commas decimal ones, write points"
@@ -219,14 +127,14 @@ def _finals(source: str, table: Table) -> Losses:
             f"{table.path}: {', '.join(names)} are all numbers; call the column of final losses loss, or give columns "
             f"step, loss, seed{comma}"
         )
-    notes = [_taken(table, loss)] if len(numeric) > 1 else []
+    notes = [_taken(table, loss)] if len(columns) > 1 else []
     if seed is None and table.gap is not None:
         raise ValueError(
             f"{table.path}, line {table.gap} has no loss: without seeds rows are pairs, and every later one would be of "
             "another seed; write nan for a run that diverged, or add a column seed"
         )
     final: dict[str, float] = {}
-    texts = [c for c in range(width) if c not in (seed, *numeric)]
+    texts = [c for c in range(width) if c not in (seed, *columns)]
     for place, (line, row) in enumerate(table.rows, start=1):
         name = row[seed] if seed is not None else str(place)
         if name in final:
@@ -235,7 +143,7 @@ def _finals(source: str, table: Table) -> Losses:
             raise ValueError(
                 f"{table.path}, line {line}: seed {name} a second time; one final loss a seed, or add a column step"
             )
-        final[name] = _loss(table, line, row[loss])
+        final[name] = number_at(table, line, row[loss])
     kinds = list(dict.fromkeys(row[texts[0]] for _, row in table.rows)) if texts else []
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
@@ -245,29 +153,6 @@ def _finals(source: str, table: Table) -> Losses:
 
 def _taken(table: Table, column: int) -> str:
     return f"{table.path}: the losses are those of the column {(table.header or ())[column]}"
-
-
-def history(file: LogFile) -> tuple[list[tuple[int, dict[str, float]]], tuple[str, ...]] | None:
-    """The rows of a CSV of one run, (line, {column: number}), and its columns in lower case; None for any other CSV.
-
-    One run has a step, one column beside it or some with "loss" in their names, and no seeds. Raises ValueError, with the
-    line, for a step or a loss that is no number.
-    """
-    try:
-        table = table_of(file)
-    except ValueError:
-        return None
-    names = tuple(name.lower() for name in table.header or ())
-    step = table.column(STEP)
-    if step is None or table.column(SEED) is not None or any(WANDB in name for name in names):
-        return None
-    others = [c for c, name in enumerate(names) if name not in STEP and not name.startswith(TIMES)]
-    losses = [c for c in others if "loss" in names[c]] or (others if len(others) == 1 else [])
-    if not losses:
-        return None
-    wanted = [c for c, name in enumerate(names) if name in STEP or c in losses]
-    rows = [(line, {names[c]: _loss(table, line, row[c]) for c in wanted if row[c]}) for line, row in table.rows]
-    return rows, tuple(names[c] for c in losses)
 
 
 def _long(source: str, table: Table) -> Losses:

@@ -1,4 +1,4 @@
-"""Two arms of somebody else's trainings, from logs of any kind in `reports/logs`, or from one CSV with several runs.
+"""Two arms of somebody else's trainings, from logs of any kind in `reports/logs/formats`, or from one CSV with several runs.
 
 A file is one run; a folder is one run where a format says so, else whatever runs lie below it.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from te_bench.reports.convergence import loss_csv
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, LogFile, LogFormat, Series
-from te_bench.reports.logs._names import TRAINING, VALIDATION, plain
+from te_bench.reports.logs.names import TRAINING, VALIDATION, plain
+from te_bench.reports.logs.table import UTF_16
 
 LAST = 0.1  # the share of training whose mean training loss is judged
 NAMED = 5  # losses or files that a message names
@@ -151,7 +152,7 @@ def _format_of(file: LogFile) -> LogFormat | None:
     for form in _formats():
         if form.recognises(file):
             return form
-    if b"\0" in file.content and file.content[:2] not in loss_csv.UTF_16:
+    if b"\0" in file.content and file.content[:2] not in UTF_16:
         raise ValueError(f"{file.path} is none of the logs that are read here: {_known()}")
     return None
 
@@ -194,7 +195,8 @@ def _chosen(place: Path, series: Series, metric: str | None) -> tuple[str | None
     if metric is not None:
         if plain(metric) not in by_name:
             raise ValueError(f"--metric {metric}: {place} has no such loss; it has {_listed(list(series.losses))}")
-        return by_name[plain(metric)], None
+        name = by_name[plain(metric)]
+        return (None, name) if plain(metric) in TRAINING and series.whole else (name, None)
     validation = next((by_name[name] for name in VALIDATION if name in by_name), None)
     training = next((by_name[name] for name in TRAINING if name in by_name), None)
     if validation is None and (training is None or not series.whole):
@@ -223,9 +225,8 @@ def _curve(place: Path, points: Sequence[tuple[float, float]]) -> tuple[Curve, i
 
 
 def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
-    names = _seeds(arm.runs)
     curves, broke = {}, {}
-    for seed, run in zip(names, arm.runs, strict=True):
+    for seed, run in sorted(zip(_seeds(arm.runs), arm.runs, strict=True), key=lambda one: _in_order(one[0])):
         curve = run.validation if validated else run.training
         if run.training is not None and (why := _broke(seed, run.training)):
             broke[seed] = why
@@ -234,12 +235,8 @@ def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
         curves[seed] = curve or Curve(step=(0.0,), loss=(float("nan"),))
     notes = tuple(note for run in arm.runs for note in run.notes)
     found = of_curves(arm.source, curves, notes, broke)
-    if metric is not None:
-        judged = f"{metric}, the last"
-    elif validated:
-        judged = "the last validation loss"
-    else:
-        judged = "the training loss, its mean over the last tenth of the steps"
+    which = metric or ("validation loss" if validated else "training loss")
+    judged = f"the last {which}" if validated else f"the mean {which} over the last tenth of the steps"
     final = found.final if validated else {seed: _late(curve) for seed, curve in curves.items()}
     whole = all(run.series.whole for run in arm.runs)
     return replace(
@@ -250,6 +247,10 @@ def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
         judged=judged,
         training=not validated,
     )
+
+
+def _in_order(seed: str) -> tuple[int, str]:
+    return (int(seed), "") if seed.isdecimal() else (0, seed)
 
 
 def _broke(seed: str, curve: Curve) -> str | None:

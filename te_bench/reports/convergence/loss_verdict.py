@@ -120,7 +120,7 @@ def prices(found: LossVerdict) -> list[Price]:
 
 
 def _price(seeds: int, c: LossComparison) -> Price:
-    df = seeds - 1 if c.paired else 2 * seeds - 2
+    df = seeds - 1 if c.paired else (2 * seeds - 2) * c.df / (c.n + c.n_control - 2)  # Welch's: less of unequal spreads
     margins = [
         power.detectable(se=sd / math.sqrt(seeds), df=df, alpha=c.alpha) or math.inf
         for sd in (c.sd, power.at_most(c.sd, c.df))

@@ -1,4 +1,4 @@
-"""Logs of other people's trainings: a file here reads one kind, from the files of one run to its losses by step.
+"""Logs of other people's trainings: a file in formats/ reads one kind, from the files of one run to its losses by step.
 
 A format is a file with FORMAT. It tells its logs by what they hold or how their folder is laid out, not by their names.
 """
@@ -46,4 +46,4 @@ class LogFormat:
     run_files: Callable[[Path], Sequence[Path]] = lambda folder: _NO_FILES
 
 
-FORMATS = plugins.Family(__name__, "FORMAT", LogFormat)
+FORMATS = plugins.Family(f"{__name__}.formats", "FORMAT", LogFormat)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
-from te_bench.reports.logs._rows import series_of
+from te_bench.reports.logs.rows import series_of
 
 STATE = "trainer_state.json"
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
-from te_bench.reports.logs._names import is_loss
-from te_bench.reports.logs._protobuf import fields, one, several
+from te_bench.reports.logs.formats._protobuf import fields, one, several
+from te_bench.reports.logs.names import is_loss
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed
 MASK = 0xA282EAD8

@@ -7,7 +7,7 @@ validation loss is that of the training steps.
 import re
 
 from te_bench.reports.logs import LogFile, LogFormat
-from te_bench.reports.logs._console import NUMBER, read_lines
+from te_bench.reports.logs.formats._console import NUMBER, read_lines
 
 _PATTERNS = {
     "val loss": re.compile(rf"^\s*step (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from te_bench.reports.logs import LogFile, Series
 
-NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|NaN|inf|Infinity)"
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf))"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

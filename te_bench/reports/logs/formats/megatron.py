@@ -7,7 +7,7 @@ same way (Megatron-DeepSpeed) are read as well.
 import re
 
 from te_bench.reports.logs import LogFile, LogFormat
-from te_bench.reports.logs._console import NUMBER, read_lines
+from te_bench.reports.logs.formats._console import NUMBER, read_lines
 
 _PATTERNS = {
     "validation loss": re.compile(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
-from te_bench.reports.logs._protobuf import fields, one, several
-from te_bench.reports.logs._rows import series_of
+from te_bench.reports.logs.formats._protobuf import fields, one, several
+from te_bench.reports.logs.rows import series_of
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK, HEAD = 2**15, 7  # bytes

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from te_bench.reports.logs._names import is_loss
+from te_bench.reports.logs.names import is_loss
 
 #: What counts training steps, the best first; W&B's own _step counts calls of its log function.
 STEP = (

@@ -6,7 +6,7 @@ Source: pytorch/torchtitan, torchtitan/components/metrics.py. Its TensorBoard fo
 import re
 
 from te_bench.reports.logs import LogFile, LogFormat
-from te_bench.reports.logs._console import NUMBER, lines_of, read_lines
+from te_bench.reports.logs.formats._console import NUMBER, lines_of, read_lines
 
 _PATTERNS = {
     "validation loss": re.compile(rf"\bvalidate step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>{NUMBER})(?=\s)"),
