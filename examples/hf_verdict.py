@@ -1,4 +1,4 @@
-"""The Trainer of transformers trains a small Llama in bf16 and in FP8, some seeds each, and te-bench says whether they end alike.
+"""The Trainer of transformers trains a small Llama in bf16 and in FP8, some seeds each, and te-bench says if they end alike.
 
 pip install transformers accelerate; python examples/hf_verdict.py [--seeds 4] [--steps 60] [--margin 0.05] [--out FOLDER]
 """

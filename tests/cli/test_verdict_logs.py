@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from in_process import Command
-
 import run_logs as logs
+from in_process import Command
 
 WRITERS: dict[str, Callable[[Path, float], Path]] = {
     "nanogpt": lambda folder, end: logs.nanogpt(folder / "train.log", end),

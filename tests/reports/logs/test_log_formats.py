@@ -4,8 +4,8 @@ import base64
 import json
 from pathlib import Path
 
-import run_logs as logs
 import pytest
+import run_logs as logs
 
 from te_bench.reports.logs import FORMATS, LogFile
 from te_bench.reports.logs.formats.tensorboard import crc32c
