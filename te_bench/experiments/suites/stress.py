@@ -3,7 +3,7 @@
 from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options
 
-FACTORS = (1, 2, 4, 8)
+FACTORS = (1, 4, 16, 64, 256)
 HEEDS = frozenset({"model", "batch", "recipes", "steps", "tokens", "preset"})
 
 

@@ -3,7 +3,7 @@
 from te_bench.reports.convergence.skewed import ASSUMPTION
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, Value, number, table_of, word
+from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
 
 
 def gaps(found: StudyVerdict) -> Table | None:
@@ -12,8 +12,8 @@ def gaps(found: StudyVerdict) -> Table | None:
         f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
         f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
         "power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. In training: "
-        "of the training loss over the last tenth of the steps. Less time: to bf16's final loss, steps that make up the gap "
-        f"included. {ASSUMPTION}."
+        "of the training loss over the last tenth of the steps. To equal loss: how many times as fast it comes to bf16's "
+        f"final loss, with 95 %. {ASSUMPTION}."
     )
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
@@ -35,8 +35,7 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Detectable": number(c.detectable if c else None),
         "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
         "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
-        "Less time": number(speed.less_time if speed else None, text.percent),
-        "95 % of it": word(_percents(speed.less_time_interval if speed else None)),
+        "To equal loss": speedup(speed.to_equal_loss if speed else None),
     }
 
 
@@ -58,7 +57,7 @@ def brief(found: StudyVerdict) -> Table | None:
     whole = gaps(found)
     if whole is None:
         return None
-    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "p, Holm", "Pairs", "Less time")
+    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "p, Holm", "Pairs", "To equal loss")
     return whole.only(narrow)
 
 
@@ -68,7 +67,3 @@ def level(alpha: float) -> str:
 
 def interval(ends: tuple[float, float] | None) -> str | None:
     return None if ends is None else f"[{text.signed(ends[0])}, {text.signed(ends[1])}]"
-
-
-def _percents(ends: tuple[float, float] | None) -> str | None:
-    return None if ends is None else f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}] %"

@@ -99,7 +99,7 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     assert heading is not None
     assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
     names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
-    wanted = {"verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics-delayed_scaling"}
+    wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed_scaling"}
     assert wanted <= names
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
@@ -111,6 +111,28 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, D
     assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
     assert not any("broken" in panel for panel in panels)
     assert "within the margin 0.003" in drawn
+
+
+def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_recipe(
+    run: Path, drawings: dict[str, Drawing]
+) -> None:
+    """Steps take 0.9 of bf16's time, and a gap of almost nothing costs hardly a step."""
+    [result] = load_report([run]).groups
+    [table] = tables.tables_of(result, "equal_loss")
+    rows = texts(table)
+    assert {"delayed_scaling", "rowwise_scaling"} <= set(rows)
+    found = result.studies[0].recipes[0].speedup
+    assert found is not None
+    assert found.to_equal_loss is not None
+    assert found.to_equal_loss.value == pytest.approx(1 / (1 - found.less_time))
+    assert found.to_equal_loss.low < found.to_equal_loss.value < found.to_equal_loss.high
+    number = rows["delayed_scaling"]["To equal loss"]
+    assert re.fullmatch(r"1\.\d\d× \[\d\.\d\d, \d\.\d\d\]", number)
+    assert rows["delayed_scaling"]["Step alone"].startswith("1.11×")
+    drawn = drawings["verdict_time"].inline
+    assert f"delayed_scaling: {number}" in drawn
+    assert "seeds: smallest to largest" in drawn
+    assert all(f">{name}: " in drawn for name in rows)
 
 
 @pytest.mark.parametrize(
