@@ -120,7 +120,7 @@ def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_rec
     [result] = load_report([run]).groups
     [table] = tables.tables_of(result, "equal_loss")
     rows = texts(table)
-    assert {"delayed_scaling", "rowwise_scaling"} <= set(rows)
+    assert "rowwise_scaling" not in rows  # diverged: its survivors say nothing of time
     found = result.studies[0].recipes[0].speedup
     assert found is not None
     assert found.to_equal_loss is not None
