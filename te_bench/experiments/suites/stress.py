@@ -1,9 +1,10 @@
-"""Where each precision breaks: the learning rate times 1, 2, 4 and 8, in bf16 and every FP8 recipe."""
+"""Where each precision breaks: the learning rate times 1, 4, 16, 64 and 256, in bf16 and every FP8 recipe."""
 
 from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.spec import Experiment, Options
 
-FACTORS = (1, 4, 16, 64, 256)
+FACTORS = (1, 4, 16, 64, 256)  # at 64 a tiny GPT still learns, at 256 no precision does (CPU, 2026-11-26)
+SEEDS = 6  # the fewest whose smallest and largest hold the median in 95 % of cases
 HEEDS = frozenset({"model", "batch", "recipes", "steps", "tokens", "preset"})
 
 
@@ -13,7 +14,7 @@ def experiment(options: Options) -> Experiment:
     arms = (None, *presets.recipes_of(options))
     trials = [
         presets.arm(options, {**problem, "learning_rate": rate * factor, "lr_factor": factor}, recipe, seed)
-        for seed in suite_trials.seeds(options, 1)
+        for seed in suite_trials.seeds(options, SEEDS)
         for factor in FACTORS
         for recipe in arms
     ]

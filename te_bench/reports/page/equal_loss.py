@@ -21,9 +21,9 @@ def times(found: StudyVerdict) -> Table | None:
     """Speed-up to equal loss of every recipe with its interval, and the two factors that it is made of."""
     rows = [_row(finding, found) for finding in _timed(found)]
     note = (
-        "To equal loss: how many times as fast a configuration comes to bf16's final loss, with a 95 % interval over seeds: the "
-        "speed-up of its step divided by the steps that it needs for one of bf16's. The price of a gap in steps is an "
-        "approximation where the learning rate decays."
+        "To equal loss: how many times as fast a configuration comes to bf16's final loss, with a 95 % interval over seeds. "
+        "It is the speed-up of its step divided by the steps that it needs for one of bf16's. Where the learning rate "
+        "decays, the price of a gap in steps is an approximation."
     )
     return table_of("equal_loss", f"{found.study.title}: time to bf16's final loss", rows, note)
 

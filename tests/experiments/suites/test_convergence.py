@@ -200,13 +200,13 @@ def test_text_is_named_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
     trials = resolve("stress", device).trials
-    assert {t.seed for t in trials} == {0}
+    assert {t.seed for t in trials} == set(range(6))
     assert {(t.recipe, t.problem["lr_factor"]) for t in trials} == {
-        (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 2, 4, 8)
+        (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 4, 16, 64, 256)
     }
     rates = {t.problem["lr_factor"]: t.problem["learning_rate"] for t in trials}
     assert [rate / rates[1] for rate in rates.values()] == list(rates)  # type: ignore[operator]
-    assert len({t.name for t in trials}) == len(trials) == 4 * (1 + len(RECIPES))
+    assert len({t.name for t in trials}) == len(trials) == 6 * 5 * (1 + len(RECIPES))
     assert all(not set(ARM) & set(t.problem) for t in trials)
 
 

@@ -168,12 +168,15 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
     [table] = tables.tables_of(result, "stress")
     assert texts(table)["bf16"] == {
         "Precision": "bf16",
+        "Breaks": "above 0.008",
+        "Interval": "—",
         "1 x": "3.2900",
         "2 x": "3.3000",
         "4 x": "3.3200",
         "8 x": "3.3600",
     }
     assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
+    assert texts(table)["delayed_scaling"]["Breaks"] == "0.004 to 0.008"
     assert tables.tables_of(result, "verdict") == []  # no pairs to judge
 
 
