@@ -97,6 +97,25 @@ def test_a_candidate_that_diverged_has_a_page_without_a_gap(
     assert page.read_text().count("<figure") == 1
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_too_few_seeds_for_any_verdict_are_told_how_many_it_takes(
+    seeds: int, two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+) -> None:
+    bf16, fp8 = two("torchtitan")
+    sides = [[side / f"seed{seed}" / "console.txt" for seed in range(seeds)] for side in (bf16, fp8)]
+    page = tmp_path / "x.html"
+    asked = ["--margin", "0.003", "--html", page]
+    done = command("verdict", "--baseline", *sides[0], "--candidate", *sides[1], *asked)
+    assert done.code == 3, done.err
+    said = " ".join(done.out.split())
+    assert said.startswith("INCONCLUSIVE: one run a side" if seeds == 1 else "INCONCLUSIVE: 2 seeds do not show")
+    assert "nat (+0.03" in said
+    assert "how sure that is cannot be told" in said
+    assert "3 seeds a side are needed at least, and 8 to be worth much" in said
+    assert "the margin 0.003 takes 15 a side" in said
+    assert "the margin 0.003 takes 15 a side" in page.read_text()
+
+
 def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: Path) -> None:
     done = command("verdict", tmp_path, "--html", tmp_path / "x.html")
     assert done.code == 2

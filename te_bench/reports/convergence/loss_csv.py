@@ -176,6 +176,7 @@ def _long(source: str, table: Table) -> Losses:
         if row[loss] or len(others) == 1:  # beside other columns, a row that logged something else has no loss
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
+    _two(source, len(curves))
     return of_curves(source, curves, (_taken(table, loss),) if several else ())
 
 
@@ -207,6 +208,7 @@ def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:
     names = [f"{name} ({seeds[: n + 1].count(name)})" if name in repeated else name for n, name in enumerate(seeds)]
     notes = tuple(f"{table.path}: {counts[name]} runs are called {name}, numbered in their order" for name in repeated)
     curves = {name: _curve(table.path, name, points[c]) for name, c in zip(names, runs, strict=True)}
+    _two(source, len(curves))
     return replace(of_curves(source, curves, notes), repeated=repeated)
 
 
@@ -234,7 +236,6 @@ def of_curves(
 
     `broke`: runs that are known to have diverged by other losses than these, and why.
     """
-    _two(source, len(curves))
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
     found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))

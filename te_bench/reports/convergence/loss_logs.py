@@ -201,8 +201,8 @@ def _chosen(place: Path, series: Series, metric: str | None) -> tuple[str | None
     training = next((by_name[name] for name in TRAINING if name in by_name), None)
     if validation is None and (training is None or not series.whole):
         raise ValueError(
-            f"{place}: which loss is to be judged? It has {_listed(list(series.losses))}: say --metric NAME"
-            + ("" if series.whole else ", the last one only; of a training loss export the history")
+            f"{place}: which loss is to be judged? It has {_listed(list(series.losses))}: "
+            + ("say --metric NAME" if series.whole else "the last of each alone, so export the run's history as CSV")
         )
     return validation, training
 
