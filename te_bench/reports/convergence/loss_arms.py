@@ -149,10 +149,11 @@ def note_far(arms: Matched, place: int) -> str:
 def note_unpaired(baseline: Losses, candidate: Losses) -> str:
     """What to note where nobody asked for pairs and there are none: why."""
     if not (baseline.seeded and candidate.seeded):
-        return "the runs are not paired, for their seeds are not named; --paired takes row by row"
+        return "the runs are not paired, for their seeds are not named: --paired pairs row by row"
     for one, other in ((baseline, candidate), (candidate, baseline)):
         if only := [seed for seed in one.final if seed not in other.final]:
-            return f"the runs are not paired: {', '.join(only[:3])} of {one.source} is not in {other.source}"
+            what = "seed " if only[0].isdecimal() else ""
+            return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
     return "the runs are not paired, for several have one name"
 
 
@@ -160,7 +161,7 @@ def note_training(arm: Losses) -> str | None:
     """What to note of an arm that is judged by its training loss."""
     if not arm.training:
         return None
-    return "no validation loss in both, so training losses are judged: they do not show overfitting"
+    return "training losses are judged, which do not show overfitting"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:

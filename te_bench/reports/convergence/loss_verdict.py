@@ -190,8 +190,12 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
 
 def _shown(found: LossVerdict, c: LossComparison) -> str:
     assert c.detectable is not None
-    each = "pairs" if c.paired else "seeds a side"
+    runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
     smallest = f"{c.detectable:.2g} nat ({100 * found.relative(c.detectable):.2g} %)"
-    said = f"{min(c.n, c.n_control)} {each} of this spread can show a margin of {smallest} in 80 % of cases"
-    takes = "" if c.seeds_needed is None else f"; the margin {c.margin:g} takes {c.seeds_needed}"
+    said = f"{runs} of this spread can show a margin of {smallest} in 80 % of cases"
+    takes = (
+        ""
+        if c.seeds_needed is None
+        else f"; the margin {c.margin:g} takes {c.seeds_needed} {'pairs' if c.paired else 'a side'}"
+    )
     return f"{said}, where there is no gap{takes}."

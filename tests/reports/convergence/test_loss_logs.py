@@ -62,8 +62,8 @@ def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_te
     assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
     found = judge_losses(a, b, margin=0.003)
     assert found.matched.seeds == ()
-    assert any("the runs are not paired: 3 of " in note for note in found.notes)
-    assert any("they do not show overfitting" in note for note in found.notes)
+    assert any("the runs are not paired, for seed 3 of " in note for note in found.notes)
+    assert any("which do not show overfitting" in note for note in found.notes)
 
 
 def test_noise_of_single_batches_is_no_move_of_the_gap_but_a_trend_is(tmp_path):
