@@ -17,6 +17,7 @@ from te_bench.reports.logs.names import TRAINING, VALIDATION, plain
 from te_bench.reports.logs.table import UTF_16
 
 LAST = 0.1  # the share of training whose mean training loss is judged
+HEAD = 4096  # bytes that tell text from others
 NAMED = 5  # losses or files that a message names
 
 
@@ -106,12 +107,14 @@ def _found(path: Path) -> list[_Found]:
     if not path.is_dir():
         file = _file(path)
         return [_Found(place=path, files=(file,), format=_format_of(file))]
-    if found := list(_below(path)):
+    if found := list(_below(path, set())):
         return found
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
-def _below(folder: Path) -> Iterator[_Found]:
+def _below(folder: Path, seen: set[Path]) -> Iterator[_Found]:
+    """The runs of a folder, each folder once, whatever links lead to it (W&B has its latest run under two names)."""
+    seen.add(folder.resolve())
     claims = [(form, files) for form in _formats() if (files := form.run_files(folder))]
     if len(claims) > 1:
         both = " and ".join(f"{form.title} ({files[-1].name})" for form, files in claims)
@@ -120,16 +123,28 @@ def _below(folder: Path) -> Iterator[_Found]:
         yield _Found(place=folder, files=tuple(map(_file, files)), format=form)
     if claims:
         return
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):  # W&B's latest-run is a second name
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
+        if path.name.startswith(".") or path.resolve() in seen:
             continue
         if path.is_dir():
-            yield from _below(path)
-        elif path.is_file():
-            file = _file(path)
-            kind = next((one for one in _formats() if one.recognises(file)), None)
-            if kind is not None or path.suffix.lower() == ".csv":
-                yield _Found(place=path, files=(file,), format=kind)
+            yield from _below(path, seen)
+        elif path.is_file() and (found := _log_below(path)) is not None:
+            seen.add(path.resolve())
+            yield found
+
+
+def _log_below(path: Path) -> _Found | None:
+    """A file that was not named: a log, a CSV of several runs, or None.
+
+    A binary file is told by its beginning: checkpoints beside logs have gigabytes.
+    """
+    with path.open("rb") as stream:
+        head = stream.read(HEAD)
+    file = LogFile(path=path, content=head) if b"\0" in head else _file(path)
+    kind = next((one for one in _formats() if one.recognises(file)), None)
+    if kind is None and path.suffix.lower() != ".csv":
+        return None
+    return _Found(place=path, files=(_file(path),), format=kind)
 
 
 def _file(path: Path) -> LogFile:

@@ -6,6 +6,7 @@ import random
 import shutil
 
 import pytest
+import run_logs
 
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.loss_logs import read_arms
@@ -178,6 +179,24 @@ def test_files_that_are_no_log_are_told(two, tmp_path, name, content, message):
         message = r"seed0.log has no validation loss"
     with pytest.raises(ValueError, match=message):
         read_arms([two[0]], given)
+
+
+def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(two, tmp_path):
+    before = read_arms([two[0]], [two[1]])[0].final
+    (two[0] / "latest").symlink_to(two[0] / "seed1.log")
+    (two[0] / "round").symlink_to(two[0])
+    (two[0] / "ckpt.pt").write_bytes(b"PK\3\4\0\0step 5: train loss 1.0, val loss 1.0\n")
+    (two[0] / "notes.md").write_text("step by step, with a loss of 3.2\n")
+    assert read_arms([two[0]], [two[1]])[0].final == before
+
+
+def test_wandb_s_files_in_one_folder_are_a_run_each(tmp_path):
+    (tmp_path / "flat").mkdir()
+    for seed in range(3):
+        run_logs.wandb_binary(tmp_path / str(seed), 3 + seed * 1e-3, seed).rename(
+            tmp_path / "flat" / f"run-{seed}.wandb"
+        )
+    assert list(read_arms([tmp_path / "flat"], [tmp_path / "flat"])[0].final) == ["0", "1", "2"]
 
 
 def test_folders_that_hold_no_run_or_two_logs_of_one_are_told(two, tmp_path):

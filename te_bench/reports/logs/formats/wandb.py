@@ -23,9 +23,9 @@ HISTORY_JSON, SUMMARY_JSON = "wandb-history.jsonl", "wandb-summary.json"
 
 
 def _run_files(folder: Path) -> list[Path]:
-    """Of what a run folder has the fullest: the .wandb file, the history, the summary."""
+    """Of what a run folder has the fullest: its .wandb file, the history, the summary. Several .wandb are no one run."""
     if found := sorted(folder.glob("*.wandb")):
-        return found
+        return found if len(found) == 1 else []
     places = [folder / below / name for name in (HISTORY_JSON, SUMMARY_JSON) for below in ("", "files")]
     return [path for path in places if path.is_file()][:1]
 
