@@ -86,6 +86,8 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
         if count > 1:
             raise ValueError(f"{place} is given {count} times: a run counts once")
     digests = frozenset(digest(file) for one in found for file in one.files)
+    if tables and metric is not None:
+        raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns say the loss")
     if tables:
         return _Arm(source=source, runs=(), digests=digests, table=loss_csv.read(tables[0].files[0]))
     runs = tuple(_run(one, name, metric) for one, name in zip(found, _names(found), strict=True))
@@ -140,8 +142,7 @@ def _log_below(path: Path) -> _Found | None:
     """
     with path.open("rb") as stream:
         head = stream.read(HEAD)
-    file = LogFile(path=path, content=head) if b"\0" in head else _file(path)
-    kind = next((one for one in _formats() if one.recognises(file)), None)
+    kind = _kind(LogFile(path=path, content=head) if b"\0" in head else _file(path))
     if kind is None and path.suffix.lower() != ".csv":
         return None
     return _Found(place=path, files=(_file(path),), format=kind)
@@ -160,13 +161,18 @@ def _formats() -> list[LogFormat]:
     return [FORMATS.load(name) for name in sorted(FORMATS.names(), key=lambda name: (name == "csv", name))]
 
 
+def _kind(file: LogFile) -> LogFormat | None:
+    """The first format that takes the file; one of text takes no binary."""
+    text = b"\0" not in file.content[:HEAD]
+    return next((one for one in _formats() if (text or one.binary) and one.recognises(file)), None)
+
+
 def _format_of(file: LogFile) -> LogFormat | None:
     """The format of a file that was named; None for a table of several runs. Raises ValueError for what is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
-    for form in _formats():
-        if form.recognises(file):
-            return form
+    if (kind := _kind(file)) is not None:
+        return kind
     if b"\0" in file.content and file.content[:2] not in UTF_16:
         raise ValueError(f"{file.path} is none of the logs that are read here: {_known()}")
     return None

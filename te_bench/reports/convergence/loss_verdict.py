@@ -48,6 +48,12 @@ class LossVerdict:
         return EXIT_CODES[self.verdict]
 
     @property
+    def judged(self) -> str:
+        """Which loss of the two sides was compared."""
+        ours, theirs = self.candidate.judged, self.baseline.judged
+        return ours if ours == theirs else f"{ours}; of the baseline {theirs}"
+
+    @property
     def runs(self) -> int:
         """Of the side that has fewer."""
         return min(len(self.matched.baseline), len(self.matched.candidate))

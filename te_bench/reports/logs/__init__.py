@@ -42,6 +42,7 @@ class LogFormat:
     title: str
     recognises: Callable[[LogFile], bool]
     read: Callable[[Sequence[LogFile]], Series]
+    binary: bool = False  # whether its files may be other than text; such a one is told by its first bytes
     #: The files that make a folder one run, the earliest first; none where the format has no folders.
     run_files: Callable[[Path], Sequence[Path]] = lambda folder: _NO_FILES
 

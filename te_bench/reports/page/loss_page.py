@@ -58,7 +58,7 @@ def losses(found: LossVerdict) -> Table | None:
         ("Smallest margin with 80 % power", number(c.detectable)),
         ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
         ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
-        ("Judged", word(found.candidate.judged)),
+        ("Judged", word(found.judged)),
     )
     return table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
 

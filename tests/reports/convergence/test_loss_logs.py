@@ -199,6 +199,16 @@ def test_wandb_s_files_in_one_folder_are_a_run_each(tmp_path):
     assert list(read_arms([tmp_path / "flat"], [tmp_path / "flat"])[0].final) == ["0", "1", "2"]
 
 
+def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said(two, tmp_path):
+    path = tmp_path / "finals.csv"
+    path.write_text("seed,val_loss\n0,3.0001\n1,3.0003\n2,3.0005\n3,3.0002\n")
+    found = judge_losses(*read_arms([path], [two[1]]), margin=0.01)
+    assert found.matched.seeds == ("0", "1", "2", "3")
+    assert found.judged == "the last validation loss; of the baseline final loss"
+    with pytest.raises(ValueError, match=r"--metric x: .* is a CSV of several runs, whose columns say the loss"):
+        read_arms([path], [two[1]], metric="x")
+
+
 def test_folders_that_hold_no_run_or_two_logs_of_one_are_told(two, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="none holds no log: Hugging Face"):

@@ -127,6 +127,15 @@ def test_a_whole_last_line_counts_without_its_end(name, tmp_path):
     assert read(name, path).losses[validation][-1][0] == 100
 
 
+def test_what_a_launcher_writes_before_each_line_is_no_matter(tmp_path):
+    for name in ("nanogpt", "torchtitan", "megatron"):
+        write, _, validation, training = WRITERS[name]
+        path = write(tmp_path / name, 3.0)
+        plain = read(name, path).losses
+        path.write_text("".join(f"0: [2025-09-11 14:08] {line}" for line in path.read_text().splitlines(keepends=True)))
+        assert read(name, path).losses == plain != {validation: [], training: []}
+
+
 def test_nan_is_a_loss_in_every_console_log(tmp_path):
     lines = {
         "nanogpt": "step 1: train loss nan, val loss nan\n",

@@ -10,10 +10,10 @@ from te_bench.reports.logs import LogFile, LogFormat
 from te_bench.reports.logs.formats._console import NUMBER, read_lines
 
 _PATTERNS = {
-    "val loss": re.compile(rf"^\s*step (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})"),
-    "train loss": re.compile(rf"^\s*iter (?P<step>\d+): loss (?P<loss>{NUMBER})(?=,)"),
+    "val loss": re.compile(rf"\bstep (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})"),
+    "train loss": re.compile(rf"\biter (?P<step>\d+): loss (?P<loss>{NUMBER})(?=,)"),
 }
-_LINE = re.compile(rf"^\s*(?:step \d+: train loss {NUMBER}, val loss|iter \d+: loss {NUMBER}, time)", re.MULTILINE)
+_LINE = re.compile(rf"\b(?:step \d+: train loss {NUMBER}, val loss|iter \d+: loss {NUMBER}, time)")
 
 
 def _recognises(file: LogFile) -> bool:

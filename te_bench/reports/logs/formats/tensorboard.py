@@ -116,4 +116,6 @@ def _run_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*tfevents*"))  # the time of their making is in their names
 
 
-FORMAT = LogFormat(title="TensorBoard's event files", recognises=_recognises, read=_read, run_files=_run_files)
+FORMAT = LogFormat(
+    title="TensorBoard's event files", recognises=_recognises, read=_read, binary=True, run_files=_run_files
+)

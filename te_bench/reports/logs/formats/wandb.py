@@ -114,4 +114,6 @@ def _recognises(file: LogFile) -> bool:
     return file.content.startswith(HEADER) or file.path.name in (HISTORY_JSON, SUMMARY_JSON)
 
 
-FORMAT = LogFormat(title="Weights & Biases' run folder", recognises=_recognises, read=_read, run_files=_run_files)
+FORMAT = LogFormat(
+    title="Weights & Biases' run folder", recognises=_recognises, read=_read, binary=True, run_files=_run_files
+)
