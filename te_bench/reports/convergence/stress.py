@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import CONFIDENCE, numbers
-from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.rows import Configuration, Group, arm_name, printable
 from te_bench.reports.convergence.study import Run
 
 #: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
@@ -43,6 +43,7 @@ class StressLadder:
     factors: tuple[float, ...]
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
+    unseen: tuple[str, ...]  # those that were broken on purpose and did not break
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
@@ -79,17 +80,20 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
     by_name: dict[str, dict[float, Configuration]] = {}
     for configuration in configurations:
         factor = float(str(configuration.trial.problem["lr_factor"]))
-        by_name.setdefault(configuration.trial.recipe or configuration.trial.precision, {})[factor] = configuration
+        by_name.setdefault(printable(arm_name(configuration.trial)), {})[factor] = configuration
     runs = {name: _runs(by_factor) for name, by_factor in by_name.items()}
     reference = runs.get("bf16", {})
     found = {name: _brackets(by_seed, reference) for name, by_seed in runs.items()}
+    breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
+    faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
     problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
         rate=float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"])),
         factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
         results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
-        breaking={name: breaking_point(brackets) for name, brackets in found.items() if brackets},
+        breaking=breaking,
+        unseen=tuple(name for name in by_name if name in faults & set(breaking) and breaking[name].median[0] > 0),
     )
 
 

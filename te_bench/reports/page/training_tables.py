@@ -75,6 +75,8 @@ def stress(ladder: StressLadder) -> Table | None:
         f"confidence that so many seeds give. Then the final validation loss at so many times {ladder.rate:g}, or how many "
         "runs diverged."
     )
+    if ladder.unseen:
+        note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
     return table_of("stress", f"Learning-rate ladder: {ladder.title}", shown, note)
 
 

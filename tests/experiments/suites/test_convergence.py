@@ -199,7 +199,13 @@ def test_text_is_named_by_its_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
-    trials = resolve("stress", device).trials
+    planned = resolve("stress", device).trials
+    faults = [t for t in planned if "fault" in t.problem]
+    assert {(t.recipe, t.problem["lr_factor"], t.problem["fault"]) for t in faults} == {
+        ("delayed_scaling", 1, "nan_at_depth"),
+        ("delayed_scaling", 1, "poisoned_token"),
+    }
+    trials = [t for t in planned if t not in faults]
     assert {t.seed for t in trials} == set(range(6))
     assert {(t.recipe, t.problem["lr_factor"]) for t in trials} == {
         (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 4, 16, 64, 256)

@@ -10,6 +10,7 @@ from journals import write
 
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
+from te_bench.reports.page.training_tables import stress
 
 FACTORS = (1, 4, 16, 64)
 
@@ -28,7 +29,7 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
         )
         for arm, seeds in breaks.items()
         for seed, at in enumerate(seeds)
-        for factor in FACTORS
+        for factor in (FACTORS if arm != "broken" else FACTORS[:1])
     ]
     [group] = load_results([write(folder, records, suite="stress", title="Stress")]).groups
     [found] = stress_ladders(group)
@@ -44,6 +45,17 @@ def test_each_precision_breaks_between_two_rates_with_an_interval_over_its_seeds
     assert (bf16.median, bf16.interval) == ((16, 64), (16, math.inf))
     assert (fp8.median, fp8.interval) == ((4, 16), (1, 64))
     assert fp8.confidence == pytest.approx(0.96875)
+
+
+@pytest.mark.parametrize("at", [1, math.inf])
+def test_a_fault_that_was_planted_and_holds_is_named(tmp_path: Path, at: float) -> None:
+    found = ladder(tmp_path / "run", {"control": [math.inf] * 3, "broken": [at] * 3}, "lost")
+    name = "delayed_scaling, broken on purpose: frozen_scale"
+    assert found.unseen == (() if at == 1 else (name,))
+    assert found.breaking[name].median == ((0, 1) if at == 1 else (1, math.inf))
+    table = stress(found)
+    assert table is not None
+    assert ("Not seen" in table.note) == (at != 1)
 
 
 def test_what_never_holds_or_never_breaks_is_said_to_lie_beyond_the_ladder(tmp_path: Path) -> None:
