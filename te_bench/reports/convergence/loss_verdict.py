@@ -182,8 +182,8 @@ def _nat(gap: float, found: LossVerdict) -> str:
 def _needed(found: LossVerdict, c: LossComparison) -> str:
     if found.verdict is not Verdict.INCONCLUSIVE:
         return f"No more seeds are needed for the margin {c.margin:g}."
-    if c.verdict is not Verdict.INCONCLUSIVE:
-        return f"More seeds do not help: {found.reason}."
+    if found.reason != c.reason:  # the curves forbid a verdict, whatever their ends show
+        return f"More seeds alone do not help: {found.reason}."
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
         return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."

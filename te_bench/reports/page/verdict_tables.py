@@ -57,7 +57,7 @@ def brief(found: StudyVerdict) -> Table | None:
     whole = gaps(found)
     if whole is None:
         return None
-    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "p, Holm", "Pairs", "To equal loss")
+    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "Pairs", "To equal loss")
     return whole.only(narrow)
 
 

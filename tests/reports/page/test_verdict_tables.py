@@ -265,6 +265,7 @@ def test_curves_whose_gap_still_opens_carry_no_verdict(tmp_path: Path) -> None:
     done = verdict("--baseline", a, "--candidate", opening, "--margin", "0.003", "--paired")
     assert done.returncode == 3
     assert done.stdout.startswith("INCONCLUSIVE: the gap still moves: by +0.004 over the last 200 steps")
+    assert "More seeds alone do not help: the gap still moves" in done.stdout
 
 
 def test_a_candidate_that_broke_is_diverged_with_its_seeds(tmp_path: Path) -> None:
