@@ -15,13 +15,12 @@ from pathlib import Path
 from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import LogFile
 from te_bench.reports.logs.rows import STEP
-from te_bench.reports.logs.table import SEED, TIMES, WANDB, Table, number_at, numeric, table_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
 
 # the first of these that a file has is the loss
 LOSS = ("val_loss", "val/loss", "validation_loss", "eval_loss", "eval/loss", "final_loss", "loss", "value")
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
-SPAN = ("__MIN", "__MAX")  # companions of a W&B column: the extremes of the points that one row stands for
 
 _Point = tuple[int, float, float]  # line, step, loss
 
@@ -182,7 +181,7 @@ def _long(source: str, table: Table) -> Losses:
 
 def _wandb(source: str, table: Table) -> Losses:
     assert table.header is not None
-    columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.endswith(SPAN)}
+    columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.lower().endswith(SPAN)}
     metrics = {name.rpartition(WANDB)[2] for name in columns.values()} - {"_step", *STEP}
     if len(metrics) != 1:
         raise ValueError(f"{table.path} holds {', '.join(sorted(metrics))}: export one metric, the validation loss")

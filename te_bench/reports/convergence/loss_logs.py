@@ -13,7 +13,7 @@ from pathlib import Path
 from te_bench.reports.convergence import loss_csv
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, LogFile, LogFormat, Series
-from te_bench.reports.logs.names import TRAINING, VALIDATION, plain
+from te_bench.reports.logs.names import TRAINING, VALIDATION, is_loss, plain
 from te_bench.reports.logs.table import UTF_16
 
 LAST = 0.1  # the share of training whose mean training loss is judged
@@ -195,7 +195,7 @@ def _run(found: _Found, name: str, metric: str | None) -> _Run:
     series = found.format.read(found.files)
     place = found.place
     if not series.losses:
-        raise ValueError(f"{place} has no loss in it: it was read as {found.format.title}")
+        raise ValueError(f"{place} has no number in it: it was read as {found.format.title}")
     validation, training = _chosen(place, series, metric)
     notes = list(series.notes)
     curves = []
@@ -215,7 +215,7 @@ def _chosen(place: Path, series: Series, metric: str | None) -> tuple[str | None
     by_name = {plain(name): name for name in reversed(list(series.losses))}
     if metric is not None:
         if plain(metric) not in by_name:
-            raise ValueError(f"--metric {metric}: {place} has no such loss; it has {_listed(list(series.losses))}")
+            raise ValueError(f"--metric {metric}: {place} has no such value; it has {_listed(list(series.losses))}")
         name = by_name[plain(metric)]
         return (None, name) if plain(metric) in TRAINING and series.whole else (name, None)
     validation = next((by_name[name] for name in VALIDATION if name in by_name), None)
@@ -229,6 +229,8 @@ def _chosen(place: Path, series: Series, metric: str | None) -> tuple[str | None
 
 
 def _listed(names: Sequence[str]) -> str:
+    """The first names, those of losses before others."""
+    names = sorted(names, key=lambda name: not is_loss(name))
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 

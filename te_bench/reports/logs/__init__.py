@@ -27,7 +27,7 @@ class LogFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """The losses of one run by name, each (step, loss) in the order in which they were logged; nat as a rule."""
+    """The values of one run by name, each (step, value) in the order in which they were logged; losses in nat as a rule."""
 
     losses: Mapping[str, Sequence[tuple[float, float]]]
     seed: str | None = None  # where the log says it

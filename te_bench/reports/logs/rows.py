@@ -1,9 +1,7 @@
-"""Rows of named numbers, as Weights & Biases logs them, to losses by step."""
+"""Rows of named numbers, as Weights & Biases logs them, to values by step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-from te_bench.reports.logs.names import is_loss
 
 #: What counts training steps, the best first; W&B's own _step counts calls of its log function.
 STEP = (
@@ -17,21 +15,22 @@ STEP = (
 )
 
 
-def series_of(rows: Iterable[Mapping[str, Any]], chosen: str | None = None) -> dict[str, list[tuple[float, float]]]:
-    """{name: (step, loss) in the rows' order} of every column whose name has "loss" in it.
+def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """{name: (step, value) in the rows' order} of every column of numbers.
 
-    The step is the first of STEP that every row with that loss has, or the row's number where none is.
+    The step is the first of STEP that every row with that value has, or the row's number where none is.
     """
-    kept = list(rows)
-    names = dict.fromkeys(
-        name for row in kept for name, value in row.items() if is_loss(name) and _number(value) is not None
-    )
-    found = {}
-    for name in names:
-        logged = [(n, row) for n, row in enumerate(kept) if _number(row.get(name)) is not None]
-        axis = next((step for step in STEP if all(_number(row.get(step)) is not None for _, row in logged)), None)
-        found[name] = [(float(n if axis is None else row[axis]), float(row[name])) for n, row in logged]
-    return found
+    found: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for n, row in enumerate(rows):
+        for name, value in row.items():
+            if name not in STEP and _number(value) is not None:
+                found.setdefault(name, []).append((n, row))
+    return {name: _points(name, logged) for name, logged in found.items()}
+
+
+def _points(name: str, logged: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[float, float]]:
+    axis = next((step for step in STEP if all(_number(row.get(step)) is not None for _, row in logged)), None)
+    return [(float(n if axis is None else row[axis]), float(row[name])) for n, row in logged]
 
 
 def _number(value: Any) -> float | None:

@@ -12,6 +12,7 @@ from te_bench.reports.logs.rows import STEP
 SEED = ("seed", "run", "run_id")
 WANDB = " - "  # between the run's name and the metric's
 TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
+SPAN = ("__min", "__max")  # companions of a W&B column: the extremes of the points that one row stands for
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
 
 

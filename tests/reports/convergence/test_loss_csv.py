@@ -73,7 +73,7 @@ def test_weights_and_biases(tmp_path):
 
 
 def test_weights_and_biases_of_two_metrics_is_ambiguous(tmp_path):
-    text = "Step,a - train/loss,a - val/loss\n0,1,2\n"
+    text = "Step,a - train/loss,b - val/loss\n0,1,2\n"
     with pytest.raises(ValueError, match="holds train/loss, val/loss: export one metric"):
         read(written(tmp_path, text))
 

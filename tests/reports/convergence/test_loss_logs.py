@@ -94,7 +94,7 @@ def test_a_metric_of_any_name_is_judged_on_request(tmp_path):
         read_arms(*sides)
     a, _ = read_arms(*sides, metric="eval_books_loss")
     assert a.final["1"] == pytest.approx(3.001)
-    with pytest.raises(ValueError, match=r"--metric val: .* has no such loss; it has eval_books_loss"):
+    with pytest.raises(ValueError, match=r"--metric val: .* has no such value; it has eval_books_loss"):
         read_arms(*sides, metric="val")
 
 

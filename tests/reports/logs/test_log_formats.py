@@ -9,6 +9,7 @@ import run_logs as logs
 
 from te_bench.reports.logs import FORMATS, LogFile
 from te_bench.reports.logs.formats.tensorboard import crc32c
+from te_bench.reports.logs.names import is_loss
 
 # torch 2.13's SummaryWriter: eval/loss 4.0 at 0, 3.5 at 50 (as a tensor), 3.0 at 100; train/loss 3.25 at 50; a text.
 EVENTS = base64.b64decode(
@@ -43,7 +44,7 @@ def test_it_reads_the_losses_that_were_logged_and_no_other_format_takes_it(name,
     write, place, validation, training = WRITERS[name]
     path = write(tmp_path / place, 3.0)
     found = read(name, path)
-    assert set(found.losses) == {validation, training}
+    assert {name for name in found.losses if is_loss(name)} == {validation, training}
     both = zip((validation, training), (logs.course(3.0), logs.course(2.5, 0.01)), strict=True)
     for loss, expected in both:
         assert [step for step, _ in found.losses[loss]] == list(logs.STEPS)
@@ -94,6 +95,13 @@ def test_a_summary_of_wandb_has_one_loss_of_each_name(tmp_path):
     path = logs.written(tmp_path / "wandb-summary.json", json.dumps({"val/loss": 3.1, "_step": 7, "_wandb": {"x": 1}}))
     found = read("wandb", path)
     assert (dict(found.losses), found.whole) == ({"val/loss": [(7, 3.1)]}, False)
+
+
+def test_what_wandb_s_page_exports_of_one_run_is_a_log(tmp_path):
+    text = '"Step","fp8-seed3 - val/loss","fp8-seed3 - val/loss__MIN","fp8-seed3 - _step"\n0,4.0,3.9,0\n10,3.0,2.9,10\n'
+    assert dict(read("csv", logs.written(tmp_path / "x.csv", text)).losses) == {"val/loss": [(0, 4.0), (10, 3.0)]}
+    two = logs.written(tmp_path / "y.csv", "Step,a - val/loss,b - val/loss\n0,4,4\n")
+    assert not FORMATS.load("csv").recognises(LogFile(path=two, content=two.read_bytes()))
 
 
 @pytest.mark.parametrize(("text", "value"), [('"NaN"', "nan"), ("NaN", "nan"), ('"Infinity"', "inf")])

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
-from te_bench.reports.logs.names import is_loss
 
 POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed
 MASK = 0xA282EAD8
@@ -89,9 +88,8 @@ def _scalars(event: bytes) -> Iterator[tuple[str, float, float]]:
     for summary in summaries:
         for entry in several(summary, 1):
             tag = one(entry, 1).decode("utf-8", errors="replace")
-            if not is_loss(tag) or (number_ := _number(entry)) is None:
-                continue
-            yield tag, float(step), number_
+            if (found := _number(entry)) is not None:
+                yield tag, float(step), found
 
 
 def _number(entry: bytes) -> float | None:
