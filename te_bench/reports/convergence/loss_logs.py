@@ -17,6 +17,7 @@ from te_bench.reports.logs.names import TRAINING, VALIDATION, is_loss, plain
 from te_bench.reports.logs.table import UTF_16
 
 LAST = 0.1  # the share of training whose mean training loss is judged
+LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
 HEAD = 4096  # bytes that tell text from others
 NAMED = 5  # losses or files that a message names
 
@@ -140,6 +141,8 @@ def _log_below(path: Path) -> _Found | None:
 
     A binary file is told by its beginning: checkpoints beside logs have gigabytes.
     """
+    if path.stat().st_size > LARGEST:
+        return None
     with path.open("rb") as stream:
         head = stream.read(HEAD)
     kind = _kind(LogFile(path=path, content=head) if b"\0" in head else _file(path))

@@ -148,11 +148,11 @@ def _curves(found: LossVerdict) -> list[Drawing]:
 def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
     figure = blank(5.0)
     whole, late = figure.subplots(2)
-    for place, (arm, side) in enumerate(zip(arms, ARMS, strict=True)):
-        runs = [_thinned(curve) for curve in arm.curves.values()]
+    for place, arm in enumerate(arms):
+        runs = list(arm.curves.values())
         end = max(curve.step[-1] for curve in runs)
         for axes, start in ((whole, 0.0), (late, (1 - LATE) * end)):
-            _arm(axes, runs, start, place, side)
+            _arm(axes, runs, start, place)
     late.set_title("The second half", loc="left", fontsize=8.8)
     for axes in (whole, late):
         axes.set_ylabel(what)
@@ -164,7 +164,7 @@ def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
             [],
             color=COLOURS[place],
             linestyle="-" if place == 0 else "--",
-            label=f"{side}, mean of {len(arm.curves)}",
+            label=f"{side}, mean of {len(_ended(list(arm.curves.values())))}",
         )
         for place, (arm, side) in enumerate(zip(arms, ARMS, strict=True))
     ]
@@ -172,16 +172,22 @@ def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
     return figure
 
 
-def _arm(axes: Axes, runs: Sequence[Curve], start: float, place: int, side: str) -> None:
+def _arm(axes: Axes, runs: Sequence[Curve], start: float, place: int) -> None:
     style = "-" if place == 0 else "--"
-    for curve in runs:
+    for curve in map(_thinned, runs):
         kept = [(x, y) for x, y in zip(curve.step, curve.loss, strict=True) if x >= start and math.isfinite(y)]
         axes.plot([x for x, _ in kept], [y for _, y in kept], style, color=COLOURS[place], linewidth=0.6, alpha=0.45)
-    at = sorted({x for curve in runs for x in curve.step if x >= max(start, *(curve.step[0] for curve in runs))})
-    at = [x for x in at if x <= min(curve.step[-1] for curve in runs)]
-    if at:
-        mean = np.mean([np.interp(at, curve.step, curve.loss) for curve in runs], axis=0)
-        axes.plot(at, mean, style, color=COLOURS[place], linewidth=1.8, label=side)
+    ended = [_thinned(curve) for curve in _ended(runs)]
+    at = sorted({x for curve in ended for x in curve.step if x >= max(start, *(curve.step[0] for curve in ended))})
+    if at := [x for x in at if x <= min(curve.step[-1] for curve in ended)]:
+        mean = np.mean([np.interp(at, curve.step, curve.loss) for curve in ended], axis=0)
+        axes.plot(at, mean, style, color=COLOURS[place], linewidth=1.8)
+
+
+def _ended(runs: Sequence[Curve]) -> list[Curve]:
+    """The runs that came to the end with finite losses: of one that broke early no mean is left."""
+    end = max(curve.step[-1] for curve in runs)
+    return [curve for curve in runs if curve.step[-1] == end and all(map(math.isfinite, curve.loss))]
 
 
 def _thinned(curve: Curve) -> Curve:

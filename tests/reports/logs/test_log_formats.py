@@ -135,6 +135,14 @@ def test_a_whole_last_line_counts_without_its_end(name, tmp_path):
     assert read(name, path).losses[validation][-1][0] == 100
 
 
+@pytest.mark.parametrize(("last", "counts"), [("nan", True), ("9.1234", True), ("9.123", False)])
+def test_a_last_loss_that_is_shorter_than_others_is_torn_only_where_decimals_are_missing(last, counts, tmp_path):
+    lines = ["step 0: train loss 10.9, val loss 10.9123\n", f"step 1: train loss 9.1, val loss {last}"]
+    found = read("nanogpt", logs.written(tmp_path / "x.log", "".join(lines)))
+    assert len(found.losses["val loss"]) == 1 + counts
+    assert bool(found.notes) != counts
+
+
 def test_what_a_launcher_writes_before_each_line_is_no_matter(tmp_path):
     for name in ("nanogpt", "torchtitan", "megatron"):
         write, _, validation, training = WRITERS[name]
