@@ -7,7 +7,7 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md gpus.md plan-scaling.md)
 
-.PHONY: demo test bench lint check-tables compile-tests compile-other-gpus tables clean
+.PHONY: demo test bench simulations lint check-tables compile-tests compile-other-gpus tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
@@ -21,6 +21,10 @@ test: .venv/test.done
 # Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test`.
 compile-other-gpus: .venv/test.done
 	$(BIN)/python -m pytest -n $(JOBS) -m other_gpus tests/kernels/test_other_gpus.py
+
+# Error rates of the verdicts' tests, of more designs and by more simulated studies than in `make test`: minutes.
+simulations: .venv/test.done
+	$(BIN)/python -m pytest -n $(JOBS) -m simulations tests/reports/convergence
 
 # The kernels under pytest-benchmark, on a GPU where there is one; saved under .benchmarks/ with every round. Then for instance:
 # .venv/bin/pytest-benchmark compare 0001 0002 --group-by fullname

@@ -34,11 +34,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+SELDOM = ("other_gpus", "simulations")
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes minutes and is seldom needed runs where its mark is asked for by name."""
-    if "other_gpus" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("other_gpus")]
+    for mark in SELDOM:
+        if mark in config.option.markexpr:
+            continue
+        left_out = [item for item in items if item.get_closest_marker(mark)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     if "PYTEST_XDIST_WORKER" in os.environ:

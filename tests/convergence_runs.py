@@ -83,6 +83,28 @@ def study_records(
     return records
 
 
+def pool_records(
+    truth: Mapping[str, float],
+    rounds: int,
+    ratio: int,
+    sd: float = 0.0015,
+    outcomes: Mapping[tuple[str, int], str] | None = None,
+    **changes: Any,
+) -> list[Record]:
+    """Rounds of one run of every recipe and `ratio` of bf16, the last of them A/A's, and three of the broken recipe."""
+    records = []
+    for number in range(rounds):
+        first = number * ratio
+        for place, (arm, gap) in enumerate(truth.items()):
+            if arm == "broken" and number >= 3:
+                continue
+            seeds = {"control": range(first, first + ratio - 1), "aa": [first + ratio - 1]}.get(arm, [first])
+            for seed in seeds:
+                own = sd * np.random.default_rng([11, seed, place]).standard_normal()
+                records.append(run_record(arm, seed, gap, own, (outcomes or {}).get((arm, seed), "ok"), **changes))
+    return records
+
+
 def study_of(directory: Path, records: Sequence[Record], judgement: Mapping[str, Any] = JUDGEMENT) -> Study:
     [group] = load_results([write_study(directory, records, judgement)]).groups
     [study] = studies(group)

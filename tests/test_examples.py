@@ -1,6 +1,5 @@
 """Every example runs, and so do the programs of Transformer Engine's documents with only their imports changed."""
 
-import hashlib
 import importlib
 import re
 import runpy
@@ -44,24 +43,6 @@ def test_train_gpt_learns(main: Callable[..., Any], capsys: pytest.CaptureFixtur
     loss = main("train_gpt")
     assert loss < 4.5  # ln 256 = 5.5 is knowing nothing
     assert "validation loss" in capsys.readouterr().out
-
-
-def test_python_sources_are_a_corpus_with_a_hash(
-    main: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    digest = main("python_sources", [str(tmp_path / "sources.txt"), "pluggy", "iniconfig"])
-    text = (tmp_path / "sources.txt").read_bytes()
-    assert hashlib.sha256(text).hexdigest() == digest
-    assert text.index(b"class PluginManager") < text.index(b"class IniConfig")
-    again = main("python_sources", [str(tmp_path / "mixed.txt"), "iniconfig", "pluggy", "--shuffled"])
-    mixed = (tmp_path / "mixed.txt").read_bytes()
-    assert again != digest
-    assert again == main("python_sources", [str(tmp_path / "same.txt"), "pluggy", "iniconfig", "--shuffled"])
-    assert sorted(mixed.splitlines()) == sorted(text.splitlines())  # the same files
-    with pytest.raises(SystemExit):
-        main("python_sources", [str(tmp_path / "none.txt"), "no-such-package"])
-    assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
-    assert not (tmp_path / "none.txt").exists()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -25,7 +25,6 @@ from te_bench.cli import verdict as judge
 app = typer.Typer(
     name="te-bench",
     help="Which attention kernel and which precision to train transformers with on your GPU, with proof.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -101,30 +100,39 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+def _without_verb(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
     if version:
         print(f"te-bench {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        from te_bench.cli import welcome
+
+        print("\n".join(welcome.lines()))
 
 
-for verb in (
-    look.list_,
-    look.plan,
-    run.run,
-    advise.advise,
-    merge.merge,
-    report.report,
-    judge.verdict,
-    gate.gate,
-    evaluate.evaluate,
-    tune.tune,
-    neighbours.neighbours,
-    report.embed,
-    export.export,
-    export.import_,
-    history.history,
-    look.doctor,
-):
+#: In the list of commands, whose lines an 80-column terminal would cut.
+VERBS: dict[Callable[..., None], str] = {
+    look.doctor: "What this machine, or a GPU by its name, can run.",
+    look.list_: "Suites, models, recipes, attention kernels, rivals, data.",
+    advise.advise: "What to train your model with on this machine.",
+    look.plan: "A run's trials and how long they take; plan scaling predicts.",
+    run.run: "Measure a suite, and write the report.",
+    report.report: "Write the report of a run again.",
+    judge.verdict: "Does FP8 train like bf16? By exit code, too.",
+    gate.gate: "Is a change slower? By exit code, too.",
+    evaluate.evaluate: "Perplexity of a checkpoint, in bf16 and in FP8.",
+    history.history: "Times over commits, with change points.",
+    merge.merge: "Join the runs of several machines.",
+    neighbours.neighbours: "Do trials on other GPUs disturb a time?",
+    tune.tune: "Measure which kernel is fastest at your shapes.",
+    report.embed: "Bring the tables of Markdown files up to date.",
+    export.export: "Records as pytest-benchmark's JSON.",
+    export.import_: "pytest-benchmark's JSON as records.",
+}
+for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
     cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else None
-    app.command(verb.__name__.strip("_"), cls=cls)(_interruptible(verb))
+    app.command(verb.__name__.strip("_"), short_help=short, cls=cls)(_interruptible(verb))

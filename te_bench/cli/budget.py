@@ -1,6 +1,7 @@
 """The experiment that `run` and `plan` are asked for: its seeds from --budget, and what they can conclude."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options
+    from te_bench.reports.convergence.design import Design
     from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
 
@@ -18,43 +20,44 @@ def resolve_with_seeds(
     asked: "Options",
     *,
     out: Path,
-    timings: Path | None,
+    timings: Sequence[Path] | None,
     gpus: str | None,
     fresh: bool = False,
     in_cluster: int | None = None,
-) -> "tuple[Experiment, Forecast | None, str | None]":
+) -> "tuple[Experiment, Forecast | Design | None, str | None]":
     """The experiment, its seeds as many as --budget holds, what it can conclude, and why a run of it is refused.
 
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
     began with, and is not refused for its little power. in_cluster: how many GPUs the trials' cluster has. Raises
-    ValueError for --timings of another suite, and as `seeds_of_budget` does.
+    ValueError for --pilot of another suite, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
     budget = asked.budget_s is not None
-    of_one = dataclasses.replace(asked, budget_s=None, seeds=1, stop_early=None)
+    of_one = dataclasses.replace(asked, budget_s=None, seeds=1)
     one = resolve(suite, of_one) if budget else resolve(suite, asked, only=only)
     if not one.judgement:
-        if timings is not None:
-            raise ValueError(f"--timings: the suite {suite} gives no verdict to plan for; leave it out")
+        if timings:
+            raise ValueError(f"--pilot: the suite {suite} gives no verdict to plan for; leave it out")
         return resolve(suite, asked, only=only) if budget else one, None, None
     from te_bench.reports.convergence.budget import seeds_of_budget
+    from te_bench.reports.convergence.design import design_of
     from te_bench.reports.convergence.earlier_runs import read_earlier_runs, seeds_begun_with
     from te_bench.reports.convergence.forecast import forecast
 
-    earlier = read_earlier_runs(None if fresh else out, timings, _machine(one, asked, gpus, in_cluster))
+    earlier = read_earlier_runs(None if fresh else out, timings or (), _machine(one, asked, gpus, in_cluster))
     if budget:
         seeds = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
-    found = forecast(one, earlier)
+    found = design_of(one, earlier) if "pool" in one.judgement else forecast(one, earlier)
     return one, found, None if seeds_begun_with(one, earlier.journal) else found.refused
 
 
 def trials_at_once(experiment: "Experiment", cores: int) -> int:
-    """Its trials side by side on a CPU: where a look may spare the next ones they go one after the other."""
+    """Its trials side by side on a CPU."""
     from te_bench.experiments import runner
 
-    return 1 if "first_look" in experiment.judgement else runner.at_once(experiment.trials, cores)
+    return runner.at_once(experiment.trials, cores)
 
 
 def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cluster: int | None) -> "Machine":
@@ -70,7 +73,5 @@ def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cl
         return Machine(device=device, chip=None, slots=number * share, asked=gpus, share=share)
     chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
     here = environment.capture(device, chosen)["identity"]
-    slots = (in_cluster or len(chosen)) * share or (
-        1 if asked.stop_early else trials_at_once(experiment, here["cores"])
-    )
+    slots = (in_cluster or len(chosen)) * share or trials_at_once(experiment, here["cores"])
     return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)

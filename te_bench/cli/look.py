@@ -89,7 +89,7 @@ def plan(
     for sentence in forecast.sentences() if forecast else ():
         say(sentence, indent="    ")
     if refused:
-        print(f"`te-bench run` refuses this plan: {refused}.")
+        raise ValueError(f"no plan to run: {refused}")
 
 
 def doctor(

@@ -41,8 +41,13 @@ Only = Annotated[
     ),
 ]
 Timings = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Results, of a pilot say, that tell how long steps take and seeds vary."),
+    list[Path] | None,
+    typer.Option(
+        "--pilot",
+        "--timings",
+        metavar="DIR",
+        help="Results that tell how long steps take and runs vary; their means stay hidden.",
+    ),
 ]
 Gpus = Annotated[
     str | None,

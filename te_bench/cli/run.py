@@ -151,7 +151,6 @@ def carry_out(
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
-        stopping.check_stop_early(experiment, store.journal, here)
         store.add_plan(Plan.of(experiment, here))
         done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:

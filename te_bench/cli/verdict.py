@@ -71,7 +71,6 @@ def verdict(
 def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:
     """Print the verdict of every study in the runs; the exit code of the worst."""
     from te_bench.reports.analysis.rows import load_results
-    from te_bench.reports.convergence.skewed import ASSUMPTION
     from te_bench.reports.convergence.study import studies
     from te_bench.reports.convergence.study_verdict import INCOMPLETE
     from te_bench.reports.convergence.verdict import judge_noise, judge_study
@@ -105,7 +104,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             why, name = finding.missing or finding.judgement.reason, finding.arm.name
             said = why if why.startswith(name) else f"{name}: {why}"
             say(said, indent="  ")
-        for note in (*one.notes, ASSUMPTION):
+        for note in (*one.notes, *([] if one.study.pilot else [one.study.assumption])):
             say(f"Note: {note}.", indent="  ")
     return max((one.exit_code for one in judged), key=_SEVERITY.index)
 

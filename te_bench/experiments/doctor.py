@@ -80,8 +80,9 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         return "ok"
 
     def quantised(name: str) -> str:
-        why = recipe.load(name).unsupported(device, capability)
-        return why or ("ok" if device == "cuda" else "ok (exact emulation: right, not fast)")
+        asked = recipe.load(name)
+        runs = "ok" if device == "cuda" and not asked.by_half_gemms else "ok (exact emulation: right, not fast)"
+        return asked.unsupported(device, capability) or runs
 
     recipes = {name: quantised(name) for name in recipe.names()}
 

@@ -139,6 +139,8 @@ def _refusal(why: str | None) -> Answer | None:
 def _emulation(asked: recipe.Recipe, device: str, capability: Capability) -> Answer | None:
     """What a recipe answers where no tensor core multiplies its FP8; None where they do."""
     why = asked.unsupported(device, capability)
+    if why is None and asked.by_half_gemms and device == "cuda":
+        return f"{EMULATED}the same numbers, by bf16 GEMMs"
     if why is None:
         return f"{EMULATED}the same numbers, slowly" if device == "cpu" else None
     emulated = dataclasses.replace(asked, emulate=True).unsupported(device, capability) is None

@@ -238,6 +238,7 @@ class TrainingProblem(StepProblem):
     tokenizer: str | None = None
     corpus: str | None = None  # key of the token cache
     data_sha256: str | None = None
+    order: Literal["once"] | None = None  # of the training windows, each taken once; None: they begin anywhere
     steps: int | None = None
     budget_s: float | None = None  # in place of steps
     eval_every: int | None = None  # steps

@@ -194,7 +194,7 @@ class Options:
         unheeded="chooses its recipes itself",
     )
     preset: str | None = _option(
-        "A suite's named settings: cpu, char, gpt2, gpt2-low-rate, gpt2-short.", str, unheeded="has no presets"
+        "A suite's named settings: cpu, cpu-pool, char, gpt2, llama, gpt2-short.", str, unheeded="has no presets"
     )
     steps: int | None = _option(
         "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
@@ -217,10 +217,10 @@ class Options:
         check=_probability,
         unheeded="gives no verdict on convergence",
     )
-    stop_early: bool | None = _option(
-        "Spare configurations the seeds that a sequential test no longer needs.",
+    as_pilot: bool | None = _option(
+        "Run the first rounds of a plan for their spread alone; their means stay hidden.",
         bool,
-        unheeded="gives no verdict that could come early",
+        unheeded="has no plan that a pilot could shape",
     )
     fused: bool | None = _option(
         "Judge each recipe's fused step too, with a bf16 and with an FP8 head.",

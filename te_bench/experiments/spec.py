@@ -87,8 +87,8 @@ def matches(name: str, only: str | None) -> bool:
 class Experiment:
     """What a suite asks for: its trials in any order, and the configuration that speed-ups are quoted against.
 
-    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds, steps, and first_look
-    where configurations may stop early.
+    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps; pool, the
+    bf16 runs for each run of a recipe, where all recipes share them; pilot, where the means stay hidden.
     heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
     asked: the options that it was made for, as run_options.words says them.
     """

@@ -16,8 +16,17 @@ STEP_TOKENS = (
 KEEPS_SCORES = ("manual", "manual_fp8", "math")
 SCORES_LIMIT = 8 * 2**30
 FP8_RECIPE = "float8_current_scaling"
-#: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for.
-ON_REQUEST = frozenset({"float8_current_scaling_dpa"})
+FP8_ATTENTION = "float8_current_scaling_dpa"
+#: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for, and what is emulated by
+#: half precision's GEMMs is no faster than they are.
+ON_REQUEST = frozenset(
+    {
+        FP8_ATTENTION,
+        "mxfp8_block_scaling",
+        "nvfp4_block_scaling",
+        "nvfp4_block_scaling_bf16_end",
+    }
+)
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
 BENCH_PY: Settings = {

@@ -215,7 +215,8 @@ def batches_of(trial: Trial, corpus: Corpus | None = None) -> Callable[[int], tu
         return lambda number: made.draw(
             sizes["batch"], sizes["block"], seed=trial.seed << 32 | number, device=trial.device
         )
-    return Batches(corpus, **sizes, seed=trial.seed, device=trial.device).at
+    once = trial.problem.get("order") == "once"
+    return Batches(corpus, **sizes, seed=trial.seed, device=trial.device, once=once).at
 
 
 def recipe_of(trial: Trial) -> recipes.Recipe | None:

@@ -10,7 +10,7 @@ from te_bench import plugins
 
 Capability = tuple[int, int] | None  # None on a CPU
 
-FP8_SINCE, TMA_SINCE, HOPPER = (8, 9), (9, 0), (9, 0)
+BF16_SINCE, FP8_SINCE, TMA_SINCE, HOPPER = (8, 0), (8, 9), (9, 0), (9, 0)
 KIB, MIB = 1024, 2**20
 
 
@@ -151,6 +151,13 @@ def lacks_fp8(capability: Capability) -> str | None:
     if capability is None or capability >= FP8_SINCE:
         return None
     return f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+
+
+def lacks_bf16(capability: Capability) -> str | None:
+    """Why a GPU has no tensor cores of bf16, or None."""
+    if capability is None or capability >= BF16_SINCE:
+        return None
+    return f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
 
 
 def lacks_tma(capability: Capability) -> str | None:

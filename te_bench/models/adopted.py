@@ -283,7 +283,9 @@ class Adopted(nn.Module):
             remove_dropout(self.module)
         self.has_dropout = any(True for _ in rates(self.module))
         converts = recipe is not None or parts is not None
-        self.conversion = conversion.convert(self.module, parts=parts) if converts else None
+        left = frozenset[str]() if recipe is None else conversion.kept_by(recipe, self.module)
+        allowed = (lambda name, _: name not in left) if left else None
+        self.conversion = conversion.convert(self.module, parts=parts, filter=allowed) if converts else None
         self.changed = None if rival is None else rival.build(self.module)
         self.gemms = 0  # of the last pass under `counted`
         self.rows: set[int] = set()  # that layers in FP8 were given in it

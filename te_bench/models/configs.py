@@ -245,6 +245,10 @@ CONFIGS: dict[str, DecoderConfig] = {
         head_dim=128, block_size=8192, vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
         qk_norm=True,
     ),
+    "llama-114m": LlamaConfig(  # GPT-2 124M's width, depth and vocabulary: to train many of
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+        head_dim=64, block_size=1024, vocab_size=50257, tie_word_embeddings=True,
+    ),
     "llama-tiny": LlamaConfig(  # for a CPU
         hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, block_size=64, vocab_size=256, tie_word_embeddings=True,

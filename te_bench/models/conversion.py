@@ -83,11 +83,11 @@ def convert(
     parts: of "linear", "norm", "mlp", "rotary", "attention", "head" one or several, or "all"; None is linear and norm. The
     others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs and attentions, too,
     and for lm_head whether its part may be in FP8.
-    With `recipe` calling the model enters te.autocast(recipe=recipe) by itself, and torch.compile(fullgraph=True) can't
-    take it; without, your own te.autocast around it decides. Converting twice is harmless, and the second report tells of
-    the first's layers too. Whatever is raised, nothing has changed: ValueError for a model that is itself such a layer,
-    for a recipe that the model's device cannot run, and for one on a model whose class no other can be made of or that
-    Lightning would train without calling it.
+    With `recipe` the Linears that it keeps (bf16_last) stay, calling the model enters te.autocast(recipe=recipe) by itself,
+    and torch.compile(fullgraph=True) can't take it; without, your own te.autocast around it decides. Converting twice is
+    harmless, and the second report tells of the first's layers too. Whatever is raised, nothing has changed: ValueError for
+    a model that is itself such a layer, for a recipe that the model's device cannot run, and for one on a model whose class
+    no other can be made of or that Lightning would train without calling it.
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
@@ -96,6 +96,7 @@ def convert(
     converted: dict[int, tuple[nn.Module, ConvertedLayer]] = {}
     kept: dict[int, KeptLayer] = {}
     places = list(_find_places(model))
+    left = frozenset[str]() if recipe is None else kept_by(recipe, model)
     for name, _, _, layer in places:
         kind = _kind(layer)
         if kind is None or id(layer) in converted or id(layer) in kept:
@@ -105,6 +106,7 @@ def convert(
         else:
             allowed = filter is None or filter(name, layer)
             reason = _reason_to_keep(layer, kind, name, owners, pad) if allowed else "filtered out"
+            reason = "kept by the recipe" if reason is None and name in left else reason
         if reason is None:
             converted[id(layer)] = _make_replacement(layer, kind, name)
         else:
@@ -126,6 +128,11 @@ def convert(
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
     return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others)
+
+
+def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:
+    """The names of the Linears that the recipe leaves in the activations' precision."""
+    return recipe.keeps(name for name, layer in model.named_modules() if _kind(layer) in ("Linear", "Conv1D"))
 
 
 def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.ExitStack) -> None:

@@ -120,6 +120,7 @@ def layer(
     return tuple(cost for cost in costs if not (mlp and cost.kind == ATTENTION))
 
 
+IN_BF16 = ("mxfp8", "nvfp4")  # granularities whose recipes keep bf16: they emulate
 BLOCK = 128  # elements of a row that share a scale, and rows of a weight
 
 
@@ -152,11 +153,12 @@ def memory(
     tokens, attended = n * s.hidden, n * s.heads * s.head_dim
     statistics = (8 if s.norm == "layernorm" else 4) * n * (2 * layers + 1)  # mean and rstd, or rstd alone
     normed = n * (s.heads + s.groups) * (2 * s.head_dim + 4) if s.head_norms else 0  # what is normed, and rstd
+    size = 2 if granularity in IN_BF16 else 1
     if fp8:
-        operands = 2 * tokens + attended + (0 if known else n * s.ffn)
+        operands = size * (2 * tokens + attended + (0 if known else n * s.ffn))
     else:
         operands = 2 * (2 * tokens + (0 if s.gated else n * s.ffn))
-    weights = linear if fp8 and not known else 0  # in FP8, beside bf16
+    weights = size * linear if fp8 and not known else 0  # beside bf16
     scales, scales_of_weights = _scales(s, n, granularity) if fp8 else (0, 0)
     return (
         Held(what="weights", bytes=4 * held),
@@ -184,7 +186,7 @@ def _scales(s: Shape, n: int, granularity: str) -> tuple[int, int]:
     """Bytes of the scales that the backward pass reads: of what a layer's Linears read of n tokens, and of their weights."""
     attended, up = s.heads * s.head_dim, s.ffn * (2 if s.gated else 1)
     products = ((s.hidden, s.qkv), (attended, s.hidden), (s.hidden, up), (s.ffn, s.hidden))
-    if granularity == "tensor":
+    if granularity == "tensor" or granularity in IN_BF16:
         return 0, 0
     if granularity == "row":
         return (4 * sum(read for read, _ in products),) * 2

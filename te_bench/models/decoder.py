@@ -12,7 +12,7 @@ Shapes: B batch, T tokens, C hidden features, V vocabulary, Vp padded vocabulary
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -109,9 +109,19 @@ class Decoder(nn.Module):
         # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
         with torch.device("meta"):
             self.build(config, attention, padded, nn.Linear if recipe is None else Linear)
+            if recipe is not None:
+                self._keep(recipe.keeps(name for name, module in self.named_modules() if isinstance(module, Linear)))
         self.to_empty(device=device)
         self.init_weights()
         description.check(self)
+
+    def _keep(self, names: Collection[str]) -> None:
+        """Have these Linears compute in the activations' precision, whatever the recipe."""
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            old: Any = self.get_submodule(name)
+            plain = nn.Linear(old.in_features, old.out_features, bias=old.use_bias)
+            setattr(self.get_submodule(parent), attribute, plain)
 
     # ---- what a family says of itself
 

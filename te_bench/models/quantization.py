@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_bench.kernels import architecture
 from te_bench.models import fp8
 from te_bench.models.fp8 import autocast, fp8_autocast
 from te_bench.models.recipe import DelayedScaling, Float8BlockScaling, Recipe
@@ -37,6 +38,10 @@ def _unsupported(recipe: Recipe) -> str | None:
     return recipe.unsupported("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
+def _emulated(name: str) -> str:
+    return f"te_bench multiplies no {name}; te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs"
+
+
 def is_fp8_available(return_reason: bool = False) -> Answer:
     """Whether te.autocast takes per-tensor recipes here: on the GPU where there is one, else emulated, so always."""
     return _answer(_unsupported(DelayedScaling()), return_reason)
@@ -48,17 +53,19 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    return _answer("te_bench has no MXFP8", return_reason)
+    """False: te.autocast takes MXFP8BlockScaling, but emulates it."""
+    return _answer(_emulated("MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    return _answer("te_bench has no NVFP4", return_reason)
+    """False: te.autocast takes NVFP4BlockScaling, but emulates it."""
+    return _answer(_emulated("NVFP4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
     """Whether the GPU has bf16 tensor cores; a CPU computes in bf16 anyway."""
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
-    return _answer(None if has_bf16 else "bf16 needs a GPU of compute capability 8.0", return_reason)
+    lack = architecture.lacks_bf16(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    return _answer(lack, return_reason)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:

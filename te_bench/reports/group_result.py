@@ -65,7 +65,7 @@ def group_result(group: Group) -> GroupResult:
         fastest=fastest_of_each_kind(steps),
         floor=floor_of(group, steps),
         layers=layer_variants(group),
-        trainings=comparisons(group),
+        trainings=() if any(study.pilot for study in studies(group)) else comparisons(group),  # curves show means
         studies=tuple(judge_study(study) for study in studies(group) if study.whole),
         stress=stress_ladders(group),
         largest_batches=largest_batches(group),

@@ -145,6 +145,21 @@ def check_length(corpus: Corpus, block: int) -> None:
             )
 
 
+def check_once(corpus: Corpus, block: int, rows: int) -> None:
+    """Raise ValueError where `rows` windows of block tokens are more than the training part holds without an overlap."""
+    there = windows_once(corpus, block)
+    if rows > there:
+        raise ValueError(
+            f"each token is to be seen once: {rows * block / 1e6:.3g} M tokens a run, and the training part of data set "
+            f"{corpus.data!r} has {there * block / 1e6:.3g} M; give a longer text with --data, or fewer --tokens"
+        )
+
+
+def windows_once(corpus: Corpus, block: int) -> int:
+    """Windows of block tokens and their targets that follow each other in the training part."""
+    return max(0, corpus.train_tokens - 1) // block
+
+
 def default_cache() -> Path:
     """$XDG_CACHE_HOME/te-bench, or ~/.cache/te-bench where that is unset or not an absolute path."""
     base = os.environ.get("XDG_CACHE_HOME", "")

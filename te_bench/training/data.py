@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from te_bench.training.corpus import Corpus, check_length
+from te_bench.training.corpus import Corpus, check_length, windows_once
 
-# The first word of each stream's seed keeps the streams apart: ASCII "data" and "eval".
-TRAINING, VALIDATION = 0x64617461, 0x6576616C
+# The first word of each stream's seed keeps the streams apart: ASCII "data", "eval" and "once".
+TRAINING, VALIDATION, ORDER = 0x64617461, 0x6576616C, 0x6F6E6365
 
 RANDOM_WINDOWS = 64  # validation windows of random data, whose loss is ln(vocab) whatever the model learns
 
@@ -23,9 +23,10 @@ RANDOM_WINDOWS = 64  # validation windows of random data, whose loss is ln(vocab
 class Batches:
     """The training stream: at(step) is (x, y), int64, each (batch, block) on `device`; y is x one token later.
 
-    Windows begin anywhere in the training part with equal probability, as nanoGPT's get_batch draws them. `corpus`
-    None is random data: tokens uniform over [0, vocab). Raises ValueError for sizes below 1, a negative seed, a corpus
-    shorter than a block, or one with tokens that the model's `vocab` lacks.
+    Windows begin anywhere in the training part with equal probability, as nanoGPT's get_batch draws them; `once`, they
+    follow each other there, and each is taken once, in an order that the seed shuffles: at(step) raises ValueError after the
+    last. `corpus` None is random data: tokens uniform over [0, vocab). Raises ValueError for sizes below 1, a negative seed,
+    a corpus shorter than a block, or one with tokens that the model's `vocab` lacks.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Batches:
         vocab: int,
         seed: int,
         device: str | torch.device = "cpu",
+        once: bool = False,
     ) -> None:
         _check(corpus, block, batch, vocab)
         if seed < 0:
@@ -44,13 +46,24 @@ class Batches:
         self.block, self.batch, self.vocab, self.seed = block, batch, vocab, seed
         self.device = torch.device(device)
         self._tokens = None if corpus is None else corpus.tokens("train")
+        self._order = None
+        if once and corpus is not None:
+            self._order = _make_generator(ORDER, seed).permutation(windows_once(corpus, block))
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """The batch of step 0, 1, ..., in any order and any number of times."""
         generator = _make_generator(TRAINING, self.seed, step)
         if self._tokens is None:
             return _send_pair(_draw(generator, self.batch, self.block, self.vocab), self.device)
-        starts = generator.integers(0, len(self._tokens) - self.block, self.batch)
+        if self._order is not None:
+            starts = self.block * self._order[step * self.batch : (step + 1) * self.batch]
+            if starts.size < self.batch:
+                raise ValueError(
+                    f"step {step} of {self.batch} windows: the text has {self._order.size} that are each taken once; train "
+                    "for fewer steps, or on a longer text"
+                )
+        else:
+            starts = generator.integers(0, len(self._tokens) - self.block, self.batch)
         return _send_pair(_cut_windows(self._tokens, starts, self.block), self.device)
 
 

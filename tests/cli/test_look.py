@@ -29,7 +29,9 @@ def test_list_as_text_and_as_json(command: Command, kind: str) -> None:
 def test_list_recipes_tells_what_each_does(command: Command) -> None:
     listed = {row["name"]: row["about"] for row in json.loads(command("list", "recipes", "--json").out)}
     current = "float8_current_scaling"
-    assert set(listed) == {"delayed_scaling", "float8_block_scaling", current, f"{current}_dpa", "rowwise_scaling"}
+    known = {"delayed_scaling", "float8_block_scaling", current, f"{current}_dpa", "rowwise_scaling"}
+    assert set(listed) == known | {"mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end"}
+    assert "emulated exactly" in listed["nvfp4_block_scaling"]
     assert "amaxes of the steps before" in listed["delayed_scaling"]
     assert "transformer_engine" in command("list", "layers").out
 

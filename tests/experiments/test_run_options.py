@@ -72,7 +72,7 @@ def test_a_budget_is_seconds_unless_it_says_minutes_or_hours(said: str, seconds:
 
 
 def test_the_options_of_a_suite_are_those_of_the_verb() -> None:
-    given = {"seeds": 3, "model": "tiny", "recipes": "a, b", "stop_early": True, "suite": "quick", "retry": True}
+    given = {"seeds": 3, "model": "tiny", "recipes": "a, b", "as_pilot": True, "suite": "quick", "retry": True}
     found = run_options.read(given, "cpu")
-    assert (found.seeds, found.model, found.recipes, found.stop_early) == (3, "tiny", ("a", "b"), True)
-    assert run_options.read({"stop_early": False}, "cpu").stop_early is None  # not asked for
+    assert (found.seeds, found.model, found.recipes, found.as_pilot) == (3, "tiny", ("a", "b"), True)
+    assert run_options.read({"as_pilot": False}, "cpu").as_pilot is None  # not asked for

@@ -26,7 +26,7 @@ from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.adamw.backends import triton as adamw
 from te_bench.kernels.attention.portable import backward as attention_backward
 from te_bench.kernels.attention.portable import forward as attention
-from te_bench.kernels.gemm import Backend, half
+from te_bench.kernels.gemm import Backend, block_formats, half
 from te_bench.kernels.gemm.backends import gluon
 from te_bench.kernels.gemm.backends import triton as gemm
 from te_bench.kernels.gemm.operands import BLOCKS
@@ -36,13 +36,13 @@ from te_bench.kernels.linear_cross_entropy import tied
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
-from te_bench.kernels.quantize import Layout, Operand, fine_kernels, history, joined
+from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined
 from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary import kernels as rotary
 
 M, D, F, V = 12288, 768, 3072, 50304
-E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+E4M3, E5M2, BF16, FP32, FP64 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64
 BOTH = (True, True)
 PROCESSORS = 132
 ELEMENTS = 128 * 64 // 256  # a thread of the tile that turns logits into FP8
@@ -133,6 +133,12 @@ QUANTIZE: dict[str, Call] = {
     "row": lambda: fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
     "block": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
     "tile": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),
+    "mxfp8": lambda: block_kernels.mxfp8(matrix(M, F), E4M3, 1, *BOTH),
+    "mxfp8, weight": lambda: block_kernels.mxfp8(matrix(F, D), E4M3, 32, *BOTH),
+    "nvfp4": lambda: block_kernels.nvfp4(matrix(M, F), 1, *BOTH, True, None),
+    "nvfp4, gradient": lambda: block_kernels.nvfp4(matrix(M, F), 1, *BOTH, True, one(torch.int64)),
+    "nvfp4, product": lambda: block_formats.finish(matrix(M, F, FP32), one(FP64), one(FP64), BF16, matrix(1, F)[0]),
+    "nvfp4, weight": lambda: block_kernels.nvfp4(matrix(F, D, FP32), 16, *BOTH, False, None),
     "history": lambda: history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
 }
 

@@ -61,6 +61,7 @@ FITTED = (f"{FP8_ATTENTION}/128", "gemm/up by rows", "gemm/up by blocks", "atten
 QUICK = (
     *("norm/rmsnorm of 4096", "norm/768 in a stream, with biases, backward", "rotary/128, backward", "adamw/step"),
     *("activation/swiglu", "activation/swiglu, backward", "gate/a planted slow-down"),
+    *("quantize/mxfp8", "quantize/nvfp4, gradient", "quantize/nvfp4, product"),
     *(f"linear cross-entropy/{name}" for name in ("loss and gradient", "count", "mean", "scaled", "tied", "embedded")),
 )
 QUICK_IN_FP8 = (
@@ -78,7 +79,9 @@ def promised(gpu: str, family: str, name: str) -> bool:
         "attention": ("attention, bf16, heads of 128", "triton"),
         FP8_ATTENTION: ("attention, bf16, heads of 128", "triton_fp8"),
         "gemm": (f"gemm, FP8 by {'block' if 'block' in name else 'row'}", "triton"),
-        "quantize": ("quantize to FP8", "triton"),
+        "quantize": ("FP8 recipe", "nvfp4_block_scaling")
+        if name[:5] in ("mxfp8", "nvfp4")
+        else ("quantize to FP8", "triton"),
         "norm": (f"norm: layernorm{' into FP8' if fp8 else ', bf16'}", "triton"),
         "activation": (f"activation{' into FP8' if fp8 else ', bf16'}", "triton"),
         "rotary": ("rotary, bf16", "triton"),

@@ -85,10 +85,12 @@ LLAMA = LlamaConfig(
     block_size=72, vocab_size=50,
 )  # fmt: skip
 QWEN = dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_word_embeddings=True)
+#: Recipes of all blocks.
+WHOLE = [name for name in recipes.names() if not recipes.load(name).bf16_last]
 #: recipe -> what `memory` is told of it.
 RECIPES: dict[str | None, dict[str, Any]] = {
     None: {"fp8": False},
-    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in recipes.names()},
+    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in WHOLE},
     DELAYED: {"fp8": True},
 }
 

@@ -88,6 +88,9 @@ def test_recipes_answer_what_they_are() -> None:
         "float8_current_scaling_dpa": current,
         "float8_block_scaling": {"float8_block_scaling"},
         "rowwise_scaling": set(),
+        "mxfp8_block_scaling": {"mxfp8"},
+        "nvfp4_block_scaling": {"nvfp4"},
+        "nvfp4_block_scaling_bf16_end": {"nvfp4"},
     }
     assert recipe.DelayedScaling.delayed()
 

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
-def batches(corpus: Corpus | None, **changes: int) -> Batches:
+def batches(corpus: Corpus | None, **changes: Any) -> Batches:
     return Batches(corpus, **{"block": 8, "batch": 4, "vocab": 2000, "seed": 1, **changes})
 
 
@@ -172,3 +173,23 @@ def test_the_gpu_gets_the_batches_of_the_cpu(make: Make) -> None:
         for ours, theirs in zip(on_gpu.at(step), batches(corpus).at(step), strict=True):
             assert ours.is_cuda
             assert torch.equal(ours.cpu(), theirs)
+
+
+def test_each_window_comes_once_in_an_order_of_the_seed(make: Make) -> None:
+    corpus = make(train=8 * 12 + 1)  # 12 windows of 8 and the last one's targets
+    starts = []
+    for seed in (1, 2):
+        stream = batches(corpus, seed=seed, once=True)
+        x, y = (torch.cat(part) for part in zip(*(stream.at(step) for step in range(3)), strict=True))
+        assert sorted(x.flatten().tolist()) == list(range(96))  # each token once
+        assert torch.equal(y, x + 1)
+        starts.append(x[:, 0].tolist())
+        with pytest.raises(ValueError, match="step 3 of 4 windows: the text has 12 that are each taken once"):
+            stream.at(3)
+    assert starts[0] != starts[1] != sorted(starts[1])
+    again = batches(corpus, seed=2, once=True)
+    assert again.at(2)[0][:, 0].tolist() == starts[1][8:]  # whatever came before
+
+
+def test_random_tokens_have_no_last_window() -> None:
+    assert batches(None, once=True).at(10**6)[0].shape == (4, 8)

@@ -1,5 +1,6 @@
-"""N ranks compute what one process computes of the same global batch: loss, gradients, norm, and a course of 50 steps."""
+"""N ranks compute what one process computes of the same global batch: loss, gradients, norm, and a course of steps."""
 
+import functools
 import json
 import os
 import subprocess
@@ -26,11 +27,18 @@ def found(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="module")
+def of_two() -> Any:
+    """What more two ranks found."""
+    return _found("2")
+
+
+@pytest.fixture(scope="module")
 def in_groups() -> Any:
     """The same of hsdp, by four ranks in two groups."""
     return _found("4", "hsdp")
 
 
+@functools.cache
 def _found(*words: str) -> Any:
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -81,28 +89,31 @@ def test_a_step_is_that_of_the_global_batch_to_rounding(found: Any, mode: str, a
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fifty_steps_are_those_of_one_process_that_accumulates_the_same_slices(found: Any, mode: str) -> None:
+def test_a_course_of_steps_is_that_of_one_process_that_accumulates_the_same_slices(found: Any, mode: str) -> None:
     """AdamW divides by the root of squares, which makes 1e-16 of a gradient that is nearly 0 more: hence not 1e-12."""
     ours, slices = found[mode]["losses"]
-    assert len(ours) == 50
+    assert len(ours) == (10 if len(found[mode]["moments"]) == 4 else 50)
     assert ours == pytest.approx(slices, rel=1e-10)
     assert found[mode]["weights"] <= 1e-8
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tp"])
-def test_a_user_s_blocks_lie_in_lists_of_lists(found: Any, mode: str) -> None:
-    assert found["nested"][mode] <= 1e-12
+def test_a_user_s_blocks_lie_in_lists_of_lists(of_two: Any, mode: str) -> None:
+    assert of_two["nested"][mode] <= 1e-12
 
 
 def test_a_user_s_pairs_are_divided_as_its_plan_says(found: Any) -> None:
     assert found["planned"] <= 1e-12
-    assert found["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
 
 
-def test_what_computes_in_place_of_divided_linears_adds_up_their_products(found: Any) -> None:
+def test_a_model_without_pairs_is_told_how_to_name_them(of_two: Any) -> None:
+    assert of_two["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
+
+
+def test_what_computes_in_place_of_divided_linears_adds_up_their_products(of_two: Any) -> None:
     """te.convert's MLPs; and torch's Linears, with their hooks and in each of their places, stay out of FP8 (2e-2 there)."""
-    assert found["gated"].keys() == {"None", "mlp"}
-    assert max(found["gated"].values()) <= 1e-5
+    assert of_two["gated"].keys() == {"None", "mlp"}
+    assert max(of_two["gated"].values()) <= 1e-5
 
 
 def test_decoders_are_divided_by_their_parts(found: Any) -> None:
@@ -111,8 +122,8 @@ def test_decoders_are_divided_by_their_parts(found: Any) -> None:
     assert max(found["decoders"].values()) <= 1e-12
 
 
-def test_what_does_not_divide_is_said_in_a_sentence(found: Any) -> None:
-    heads, dropout = found["refused"]
+def test_what_does_not_divide_is_said_in_a_sentence(of_two: Any) -> None:
+    heads, dropout = of_two["refused"]
     assert "tp: the 1 + 1 + 1 heads of 32 features of c_attn do not divide into" in heads
     assert dropout == "tp: dropout 0.1 would hide the same of every rank's heads; set it to 0, or choose ddp"
 
@@ -124,8 +135,8 @@ def test_tp_adds_up_two_products_of_a_pair(found: Any) -> None:
     assert said == [{"name": "allreduce", "dtype": "float64", "times": 2 * 4 + 2, "bytes": 8 * (2 * 4 * rows + 2)}]
 
 
-def test_no_rank_of_any_seed_draws_the_masks_of_another(found: Any) -> None:
-    assert len(set(found["seeds"])) == len(found["seeds"])
+def test_no_rank_of_any_seed_draws_the_masks_of_another(of_two: Any) -> None:
+    assert len(set(of_two["seeds"])) == len(of_two["seeds"])
 
 
 def test_ddp_sends_each_gradient_once(found: Any) -> None:
@@ -148,9 +159,9 @@ def test_zero1_trains_as_ddp_and_each_rank_keeps_moments_of_its_own(found: Any) 
     assert sent["broadcast"]["times"] == len(said["moments"])
 
 
-def test_zero1_shares_out_the_triton_adamw_too(found: Any) -> None:
+def test_zero1_shares_out_the_triton_adamw_too(of_two: Any) -> None:
     """In the interpreter, and in FP8 with copies of weights: the weights are ddp's bit for bit where nothing is clipped."""
-    said = found["table"]
+    said = of_two["table"]
     assert said["triton"]
     assert said["fp8"]
     assert said["clipped"] <= 2**-21  # the norm is a sum of ranks' parts
@@ -167,9 +178,9 @@ def test_zero1_shares_out_the_triton_adamw_too(found: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["None", "reference"])
-def test_ddp_sends_buckets_while_the_backward_pass_goes_on(found: Any, optimizer: str) -> None:
+def test_ddp_sends_buckets_while_the_backward_pass_goes_on(of_two: Any, optimizer: str) -> None:
     """With the optimizer that computes with copies of the weights, too, whose gradients are bf16's."""
-    said = found["buckets"][optimizer]
+    said = of_two["buckets"][optimizer]
     assert said["during"] > 3
     assert 1 <= said["after"] <= 4  # the loss, what was left of a bucket, and tables that a head shares
     assert said["error"] < 2**-6
@@ -228,12 +239,12 @@ def test_weights_gathered_in_fp8_alone_are_not_multiplied_in_another_precision(f
 
 @pytest.mark.parametrize(("mode", "others"), [("hsdp", ("nested",)), ("fsdp2+tp", ("planned", "qwen 3"))])
 def test_groups_make_one_process_s_step_to_rounding(in_groups: Any, mode: str, others: tuple[str, ...]) -> None:
-    """Loss, gradients, norm and 50 steps, in float64; models of other forms; and what rank 0 writes."""
+    """Loss, gradients, norm and a course of steps, in float64; models of other forms; and what rank 0 writes."""
     said = in_groups[mode]
     errors = [*said["accumulate 1"].values(), *said["accumulate 2"].values(), *(in_groups[name] for name in others)]
     assert all(error <= 1e-12 for error in errors), errors
     ours, slices = said["losses"]
-    assert len(ours) == 50
+    assert len(ours) == 10
     assert ours == pytest.approx(slices, rel=1e-10)
     assert said["weights"] <= 1e-8
     assert said["saved"] is True

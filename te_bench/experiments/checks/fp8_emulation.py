@@ -52,18 +52,29 @@ class _Linear(torch.autograd.Function):
         rounded = functools.partial(_rounded, recipe=ctx.recipe)
         come = functools.partial(rounded, role="grad_output", given=ctx.gradient_scale)
         dx = come(dy) @ rounded(weight.t(), "weight").to(dy.dtype).t()
-        dw = come(dy.t()) @ rounded(x.t(), "input").t()
+        dw = come(dy.t(), tokens=True) @ rounded(x.t(), "input", tokens=True).t()
         return dx, dw.to(weight.dtype), None, None
 
 
-def _rounded(x: Tensor, role: str, recipe: recipes.Recipe, given: float | None = None) -> Tensor:
-    """x (M, K) after a trip through FP8; K is what the GEMM contracts. given: the scale, whatever the amax."""
+def _rounded(
+    x: Tensor, role: str, recipe: recipes.Recipe, given: float | None = None, *, tokens: bool = False
+) -> Tensor:
+    """x (M, K) after a trip through FP8; K is what the GEMM contracts. given: the scale, whatever the amax.
+
+    tokens: K is tokens, and role no weight.
+    """
+    if isinstance(recipe, recipes.NVFP4BlockScaling):
+        return _rounded_to_nvfp4(x, role, recipe, tokens)
     forward, backward = recipe.fp8_format.value  # not recipe.dtype(): the yardstick is to see its mistakes
     dtype = FORMATS[backward if role == "grad_output" else forward]
     rows, columns = x.shape
-    high, wide = {"tensor": (rows, columns), "row": (1, columns), "block": (128 if role == "weight" else 1, 128)}[
-        recipe.granularity
-    ]
+    square = role == "weight" and getattr(recipe, "enable_2d_quantization", False)
+    high, wide = {
+        "tensor": (rows, columns),
+        "row": (1, columns),
+        "block": (128 if role == "weight" else 1, 128),
+        "mxfp8": (32 if square else 1, 32),
+    }[recipe.granularity]
     padded = F.pad(x.float(), (0, -columns % wide, 0, -rows % high))
     blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
     scale = torch.finfo(dtype).max / blocks.abs().amax((1, 3), keepdim=True).double()
@@ -74,3 +85,42 @@ def _rounded(x: Tensor, role: str, recipe: recipes.Recipe, given: float | None =
     )
     back = (blocks * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype).float() / scale
     return back.view(padded.shape)[:rows, :columns].to(x.dtype)
+
+
+def _rounded_to_nvfp4(x: Tensor, role: str, recipe: recipes.NVFP4BlockScaling, tokens: bool) -> Tensor:
+    """x (M, K) after a trip through NVFP4; Hadamard-transformed along tokens, whose number is then a multiple of 16."""
+    (rows, columns), v = x.shape, x.double()
+    if tokens and not recipe.disable_rht:
+        columns = -(-columns // 16) * 16
+        v = F.pad(v, (0, columns - v.shape[1])).unflatten(1, (-1, 16)) @ _hadamard(v.device)
+        v = v.flatten(1).bfloat16().double()
+    high = 16 if role == "weight" and not recipe.disable_2d_quantization else 1
+    padded = F.pad(v, (0, -columns % 16, 0, -rows % high)).contiguous()
+    blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // 16, 16)
+    scale = 6 * 448 / blocks.abs().amax().clamp(min=1e-300)
+    shared = (blocks.abs().amax((1, 3), keepdim=True) * scale / 6).clamp(max=448.0).to(torch.float8_e4m3fn).double()
+    size = torch.where(shared > 0, blocks.abs() * scale / shared, 0.0).clamp(max=6.0)
+    grid = size.new_tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    below = torch.bucketize(size, grid, right=True) - 1
+    above = (below + 1).clamp(max=7)
+    share = (size - grid[below]) / (grid[above] - grid[below]).clamp(min=0.5)  # of the way to the next one
+    if role == "grad_output" and not recipe.disable_stochastic_rounding:
+        up = share > torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=_draws(size.device))
+    else:
+        up = share > 0.5  # ties, which differ by nothing in size, apart
+    back = torch.where(up, grid[above], grid[below]).copysign(blocks) * shared / scale
+    return back.view(padded.shape)[:rows, :columns].to(x.dtype)
+
+
+def _hadamard(device: torch.device) -> Tensor:
+    """Transformer Engine's, (16, 16) float64, with its signs: orthogonal."""
+    signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float64)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+    four = torch.kron(two, two)
+    return (signs[:, None] * torch.kron(four, four)).to(device)
+
+
+@functools.cache
+def _draws(device: torch.device) -> torch.Generator:
+    """The yardstick's own random numbers: the trial's stay what they would be without a check."""
+    return torch.Generator(device).manual_seed(0)

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import adopted_step, attention_rows, large
@@ -151,7 +151,9 @@ def reference(
     if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
         model.double()
     if recipe is not None:
-        emulate(model, recipe, leave=(model.head_name,))
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        left = recipe.keeps(name for name in linears if name != model.head_name)
+        emulate(model, recipe, leave=(model.head_name, *left))
     if fp8_head:
         emulate(model.tables().head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
     if as_fused:

@@ -27,6 +27,7 @@ from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
 from te_bench.kernels import adamw, attention, linear_cross_entropy
 from te_bench.kernels.activation import KINDS
 from te_bench.models import decoder, rivals
+from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
@@ -47,6 +48,7 @@ WORDS = {
     "gemm_fp8": "GEMMs in FP8",
     "gemm_half": "GEMMs in half precision",
     "gemm_float": "GEMMs in float32 or wider",
+    "block_format_casts": "casts to MXFP8 or NVFP4",
     "fused_blocks": "fused blocks",
     "rotary": "rotations of queries and keys",
     "rows": "activations and norms of heads",
@@ -69,9 +71,11 @@ IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
 PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
 EMULATED = "te_bench::reference_gemm"
 PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
+PRODUCT_HALF = "te_bench::block_formats_product"  # of what was cast to MXFP8 or NVFP4, by half precision's GEMMs
 HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
 
 #: device -> what proves a part, beside heads and optimizers, which say so themselves.
+CASTS = {"cuda": r"^(mxfp8|nvfp4)_cast_kernel$", "cpu": r"^te_bench::(mxfp8|nvfp4)_cast$"}
 FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Segment$"}
 #: Kernels that fused blocks launch beside; a compiler makes its own of what they do.
 BESIDE = {"rotary": r"^rotary_kernel$", "rows": r"^_forward(_cast)?_kernel$"}
@@ -92,6 +96,8 @@ def _product_of(operator: str, half: bool) -> str | None:
     """One of GEMMS, by a CPU's operator; half: what one counts as whose dtype the profiler does not tell."""
     if PRODUCT_FP8.match(operator):
         return "gemm_fp8"
+    if operator == PRODUCT_HALF:
+        return "gemm_half"
     if not PRODUCT.match(operator):
         return None
     if operator.endswith(HALVES) or (half and not operator.endswith(FLOATS)):
@@ -105,7 +111,12 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
     half: whether a CPU's products are in half precision where no dtype says so.
     """
     gemm: Callable[[str], str | None] = gemm_of if device == "cuda" else lambda name: _product_of(name, half)
-    patterns = {"fused_blocks": FUSED[device], "optimizer_torch": TORCH_ADAMW[device], "compiled": COMPILED}
+    patterns = {
+        "block_format_casts": CASTS[device],
+        "fused_blocks": FUSED[device],
+        "optimizer_torch": TORCH_ADAMW[device],
+        "compiled": COMPILED,
+    }
     patterns |= _kernels_of(device)
     if device == "cuda":
         patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel", **BESIDE}
@@ -142,11 +153,16 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     config = trial_model.config_of(trial)
     p, made = StepProblem.of(trial), _made_of(config)
     accumulate = trial_model.optim_of(trial).accumulate
-    expected = _gemms(trial, made.linears * accumulate)
+    linears = len(made.linears)
+    kept = 0 if trial.recipe is None else len(recipes.load(trial.recipe).keeps(made.linears))
+    expected = _gemms(trial, (linears - kept) * accumulate)
+    expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
     if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
-        again = (made.linears - made.parts) * accumulate
-        expected[_linears(trial)] = (least + again, None if most is None else most + made.linears * accumulate)
+        again = (linears - kept - made.parts) * accumulate
+        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate)
+        if expected["block_format_casts"] != NONE:
+            expected["block_format_casts"] = (expected["block_format_casts"][0], None)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
@@ -176,7 +192,9 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     """What is known of a user's step: GEMMs of its precision, a rival's kernels, the optimizer and the mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
-    expected: Expected = {"gemm_fp8": (least, None) if trial.precision == "fp8" else NONE, "fused_blocks": NONE}
+    expected: Expected = {"gemm_fp8": NONE, "block_format_casts": NONE, "fused_blocks": NONE}
+    if trial.precision == "fp8":
+        expected["block_format_casts" if _by_half_gemms(trial) else "gemm_fp8"] = (least, None)
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
         expected["gemm_half"] = SOME  # its own code may leave autocast
     chosen = f"optimizer_{p.optimizer or 'torch'}"
@@ -192,12 +210,12 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
 class MadeOf:
     """How many of what a model has in all its blocks, as it describes itself.
 
-    linears: the head apart. turns: of queries and keys, and back. rows: gated activations and norms of heads, each a kernel
-    that goes by rows.
+    linears: their names, the head's apart. turns: of queries and keys, and back. rows: gated activations and norms of heads,
+    each a kernel that goes by rows.
     """
 
     parts: int
-    linears: int
+    linears: tuple[str, ...]
     attentions: int
     turns: int
     rows: int
@@ -213,7 +231,8 @@ def _made_of(config: DecoderConfig) -> MadeOf:
     gated = [part for part in parts if isinstance(part, MLPPart) and KINDS[part.activation][1]]
     normed = [norm for part in attentions for norm in (part.q_norm, part.k_norm) if norm is not None]
     turns = 2 * len(attentions) if rotary else 0
-    linears = sum(isinstance(module, nn.Linear) for module in model.modules()) - 1
+    named = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = tuple(name for name in named if name != model.head_name)
     return MadeOf(len(parts), linears, len(attentions), turns, len(gated) + len(normed))
 
 
@@ -240,7 +259,11 @@ def _plain(trial: Trial) -> str:
 
 def _linears(trial: Trial) -> str:
     """The part that the products of the trial's Linears are."""
-    return "gemm_fp8" if trial.precision == "fp8" else _plain(trial)
+    return "gemm_fp8" if trial.precision == "fp8" and not _by_half_gemms(trial) else _plain(trial)
+
+
+def _by_half_gemms(trial: Trial) -> bool:
+    return trial.recipe is not None and recipes.load(trial.recipe).by_half_gemms
 
 
 def _plus(expected: Expected, part: str, times: int) -> Expected:
@@ -253,6 +276,8 @@ def _gemms(trial: Trial, linears: int) -> Expected:
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
+    casts = PASSES * linears if _by_half_gemms(trial) else 0  # of x, W and dy
+    expected["block_format_casts"] = (casts, casts)
     return _plus(expected, _linears(trial), PASSES * linears)
 
 

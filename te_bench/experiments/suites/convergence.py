@@ -1,37 +1,49 @@
-"""Does FP8 train like BF16? Pairs of the same weights and batches: bf16 twice, each recipe, and a planted fault."""
+"""Does FP8 train like BF16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault."""
+
+import dataclasses
 
 from te_bench.experiments import presets, suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 
 ALPHA = 0.05
-#: Nats. gpt2: 0.1 % of 3.28, and 1.5 times the sd between seeds of nanoGPT speedruns (0.0019). The tiny GPT of preset cpu
-#: ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22). gpt2-short: at step 200 of
-#: gpt2's, of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
-MARGINS = {"cpu": 0.01, "char": 0.01, "gpt2": 0.003, "gpt2-low-rate": 0.003, "gpt2-short": 0.02}
-SEEDS = {"cpu": 6, "char": 8, "gpt2": 5, "gpt2-low-rate": 5, "gpt2-short": 14}
+#: Nats. gpt2 and llama: 0.24 % of a loss near 2.1, as DeepSeek-V3's bar of 0.25 %; their TIGHTER margin is stated beside it.
+#: The tiny GPT of preset cpu ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
+#: gpt2-short: at step 200 of 2,035 of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
+MARGINS = {"cpu": 0.01, "cpu-pool": 0.05, "char": 0.01, "gpt2": 0.005, "llama": 0.005, "gpt2-short": 0.02}
+TIGHTER = {"gpt2": 0.003, "llama": 0.003}
+#: Runs of each recipe. Of a pool: the fewest rounds that its plan's assumed spread has 80 % power with at a true gap of 0.
+SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 20, "llama": 20, "gpt2-short": 14}
+#: Presets whose recipes share a pool of bf16 runs: after so long a training runs of one seed are hardly alike, and pairs buy
+#: nothing.
+POOLED = frozenset({"cpu-pool", "gpt2", "llama"})
+PILOT = 3  # rounds of a pilot: with six recipes and three bf16 runs a round, 20 degrees of freedom
 
 #: The broken arm: a fault that is seen for certain (docs/convergence.md), and the recipe that it is planted into.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
-#: Seeds before the first look of a plan that may stop early: 3 to 6 save as many on average, and an earlier look sees sooner
-#: what is broken.
-FIRST_LOOK = 4
-WORTH_LOOKING = 12  # seeds from which stopping early saves a fifth of them; of 8 a fifteenth (docs/convergence.md)
+BROKEN = 3  # runs of the broken arm beside a pool: its gap is a thousand times what runs vary by
 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
 
 HEEDS = frozenset(
-    {"model", "batch", "recipes", "steps", "tokens", "margin", "alpha", "preset", "stop_early", "fused", "share"}
+    {"model", "batch", "recipes", "steps", "tokens", "margin", "alpha", "preset", "as_pilot", "fused", "share"}
 )
 
 
 def experiment(options: Options) -> Experiment:
     preset = presets.preset_of(options)
     problem = presets.problem_of(options)
-    seeds = suite_trials.seeds(options, SEEDS[preset])
-    trials = [trial for seed in seeds for trial in _arms(options, problem, seed)]
+    if options.as_pilot and preset not in POOLED:
+        raise ValueError(f"--as-pilot: preset {preset} compares runs by pairs; take one of {', '.join(sorted(POOLED))}")
+    seeds = suite_trials.seeds(options, PILOT if options.as_pilot else SEEDS[preset])
+    ways = _ways(options, preset)
+    ratio = best_ratio(len(ways)) if preset in POOLED else None
+    if ratio is None:
+        trials = [trial for seed in seeds for trial in _arms(options, problem, ways, seed)]
+    else:
+        trials = [trial for number in seeds for trial in _round(options, problem, ways, number, ratio)]
     return Experiment(
         suite="convergence",
         title=f"Convergence: does FP8 train like BF16? {problem['model']}, {problem['steps']} steps",
@@ -42,34 +54,55 @@ def experiment(options: Options) -> Experiment:
             "alpha": ALPHA if options.alpha is None else options.alpha,
             "seeds": len(seeds),
             "steps": problem["steps"],
-            **_looks(options, len(seeds)),
+            **({} if ratio is None else {"pool": ratio}),
+            **({"tighter": TIGHTER[preset]} if preset in TIGHTER and options.margin is None else {}),
+            **({"pilot": True} if options.as_pilot else {}),
         },
         heeds=HEEDS,
     )
 
 
-def _looks(options: Options, seeds: int) -> Settings:
-    """The first look of a plan that may stop early. Raises ValueError where no seed would be left to spare after it."""
-    if not options.stop_early:
-        return {}
-    if seeds <= FIRST_LOOK:
-        raise ValueError(
-            f"--stop-early: the first look is after {FIRST_LOOK} seeds, so {seeds} leave none to spare; give --seeds "
-            f"{WORTH_LOOKING} or more ({FIRST_LOOK + 1} at least), or leave it out"
-        )
-    return {"first_look": FIRST_LOOK}
+def best_ratio(recipes: int) -> int:
+    """bf16 runs for each run of a recipe with the least variance of a gap for the same number of runs: about sqrt(recipes).
+
+    One of them is A/A's, so that there are two at least. Dunnett 1955, J. Am. Stat. Assoc. 50:1096.
+    """
+    return min((2, 3, 4), key=lambda ratio: ((recipes + ratio) * (1 + 1 / ratio), -ratio))
 
 
-def _arms(options: Options, problem: Settings, seed: int) -> list[Trial]:
-    """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
-    ways: list[Settings] = [{}]
+def _ways(options: Options, preset: str) -> list[tuple[str, Settings]]:
+    """What is judged: recipes, each with the parts that it runs through besides the problem's."""
+    recipes = presets.recipes_of(options)
+    if preset in presets.FUSED:  # bf16 too runs through the fused step
+        found: list[tuple[str, Settings]] = [(recipe, {}) for recipe in recipes]
+        if options.recipes is None:
+            found += [(suite_trials.FP8_RECIPE, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
+        elif options.fused:
+            found += [(recipe, {"head": "fp8"}) for recipe in recipes]
+        return found
+    parts: list[Settings] = [{}]
     if options.fused:
-        fast = {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
-        ways += [{**fast, "head": head} for head in FUSED_HEADS]
+        parts += [{**presets.fused_parts(options), "head": head} for head in FUSED_HEADS]
+    return [(recipe, way) for recipe in recipes for way in parts]
+
+
+def _arms(options: Options, problem: Settings, ways: list[tuple[str, Settings]], seed: int) -> list[Trial]:
+    """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
     asked: list[tuple[str | None, Settings]] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
-        *((recipe, {"arm": "recipe", **way}) for recipe in presets.recipes_of(options) for way in ways),
+        *((recipe, {"arm": "recipe", **way}) for recipe, way in ways),
         (FAULTY, {"arm": "broken", "fault": FAULT}),
     ]
     return [presets.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]
+
+
+def _round(
+    options: Options, problem: Settings, ways: list[tuple[str, Settings]], number: int, ratio: int
+) -> list[Trial]:
+    """One run of every recipe and `ratio` of bf16, each of a seed of its own: after any round the arms are balanced."""
+    first = number * ratio
+    control, aa, *recipes, broken = _arms(options, problem, ways, first)
+    bf16 = [dataclasses.replace(control, seed=seed) for seed in range(first, first + ratio - 1)]
+    bf16.append(dataclasses.replace(aa, seed=first + ratio - 1))
+    return [*bf16, *recipes, *([broken] if number < BROKEN else [])]

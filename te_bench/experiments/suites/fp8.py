@@ -15,7 +15,7 @@ def experiment(options: Options) -> Experiment:
         usual = {"model": "tiny", "batch": 2, "block": 64}
     problem = suite_trials.sized(options, usual)
     attention, modes = ("cudnn", MODES) if cuda else ("flash", ("eager",))
-    recipes = suite_trials.recipes()
+    recipes = options.recipes or suite_trials.recipes()
     configurations = [("bf16", "", mode) for mode in modes]
     configurations += [("fp8", recipe, mode) for recipe in recipes for mode in modes]
     trials = [
@@ -28,5 +28,5 @@ def experiment(options: Options) -> Experiment:
         title=f"FP8 recipes: {suite_trials.called(problem)} training step, {problem['batch']} x {problem['block']} tokens",
         trials=tuple(trials),
         baseline=trials[0].cell,
-        heeds=frozenset({"model", "batch", "tokens"}),
+        heeds=frozenset({"model", "batch", "recipes", "tokens"}),
     )

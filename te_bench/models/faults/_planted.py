@@ -4,6 +4,15 @@ import dataclasses
 
 from te_bench.models.recipe import DelayedScaling, Recipe
 
+
+def refuse_half(fault: str, recipe: Recipe) -> None:
+    """Raise ValueError for a recipe whose operands are half precision's: no scale and no FP8 format is left in them."""
+    if recipe.by_half_gemms:
+        raise ValueError(
+            f"{fault}: {type(recipe).__name__} multiplies in half precision, without scales or FP8; take flushed_gradients"
+        )
+
+
 _classes: dict[tuple[type[Recipe], type[Recipe]], type[Recipe]] = {}
 
 

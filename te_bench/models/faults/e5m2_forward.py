@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_bench.kernels.gemm.backends import reference
 from te_bench.kernels.quantize import Operand
-from te_bench.models.faults._planted import planted
+from te_bench.models.faults._planted import planted, refuse_half
 from te_bench.models.recipe import Recipe
 
 
@@ -22,4 +22,5 @@ class E5M2Forward(Recipe):
 
 
 def FAULT(recipe: Recipe) -> Recipe:
+    refuse_half("e5m2_forward", recipe)
     return planted(E5M2Forward, recipe)

@@ -14,8 +14,9 @@ class TransposedWgrad(Recipe):
     def gemm(self, a: Operand, b: Operand, gemm: str, *others: Any) -> Tensor:
         """b is the transpose of the input, (K, M), in wgrad: the same bytes in the order of (M, K)."""
         if gemm == "wgrad":
-            bytes_ = b.data.view(torch.uint8)  # not every device copies FP8
-            b = b._replace(data=bytes_.t().contiguous().view(bytes_.shape).view(b.data.dtype))
+            dtype = b.data.dtype
+            stored = b.data.view(torch.uint8) if dtype.itemsize == 1 else b.data  # not every device copies FP8
+            b = b._replace(data=stored.t().contiguous().view(stored.shape).view(dtype))
         return super().gemm(a, b, gemm, *others)
 
 

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.attention.gradients import read_at_once
@@ -114,7 +114,9 @@ def _product(
 ) -> tuple[Projection, Tensor, Tensor | None]:
     """The GEMMs of a part, its weight and its bias."""
     module, weight, bias = part.module, part.weight, part.bias
-    if not fp8.current.enabled:
+    recipe = fp8.current.recipe
+    kept = recipe is not None and recipe.bf16_last > 0 and type(module) is nn.Linear
+    if kept or not fp8.current.enabled:
         return Projection(None, None), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not isinstance(module, Fp8Module):
         raise ValueError(

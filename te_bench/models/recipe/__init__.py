@@ -6,6 +6,8 @@ from te_bench.models.recipe._recipe import Cast, Format, Recipe, Slot, State, sa
 from te_bench.models.recipe.delayed_scaling import DelayedScaling
 from te_bench.models.recipe.float8_block_scaling import Float8BlockScaling
 from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling
+from te_bench.models.recipe.mxfp8_block_scaling import MXFP8BlockScaling
+from te_bench.models.recipe.nvfp4_block_scaling import NVFP4BlockScaling
 from te_bench.models.recipe.rowwise_scaling import RowwiseScaling
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "Recipe",
     "RowwiseScaling",
     "Slot",

@@ -4,7 +4,7 @@ Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "w
 and never for its name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +18,7 @@ from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import Backend, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
+from te_bench.models.recipe._blocks import in_last_blocks
 
 DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
@@ -130,11 +131,20 @@ saved_names: dict[str, None] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device."""
+    """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device.
+
+    bf16_last: the share of a model's blocks, the last ones, whose Linears stay in the activations' precision, rounded up to
+    whole blocks, and with them Linears in no block, a head. te.convert(model, recipe) and te_bench's own models heed it, for
+    te.autocast knows no blocks. Raises ValueError for what is not from 0 to 1.
+    """
 
     emulate: bool = field(default=False, kw_only=True)
+    bf16_last: float = field(default=0.0, kw_only=True)
 
-    granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"
+    granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"; "mxfp8" or "nvfp4"
+    by_half_gemms: ClassVar[bool] = (
+        False  # whether its GEMMs are half precision's on every device: it emulates a format
+    )
     # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
@@ -173,18 +183,23 @@ class Recipe:
 
     @classmethod
     def mxfp8(cls) -> bool:
-        """False: te_bench has no MXFP8."""
+        """Whether it is MXFP8."""
         return False
 
     @classmethod
     def nvfp4(cls) -> bool:
-        """False: te_bench has no NVFP4."""
+        """Whether it is NVFP4."""
         return False
 
     @classmethod
     def custom(cls) -> bool:
         """False: a recipe of the user's own is a subclass of Recipe."""
         return False
+
+    def keeps(self, names: Iterable[str]) -> frozenset[str]:
+        """Of a model's Linears, by name, those that stay in the activations' precision."""
+        self._reject(not 0 <= self.bf16_last <= 1, "bf16_last", "a share of the blocks, 0 to 1")
+        return in_last_blocks(names, self.bf16_last)
 
     def by_given_scale(self) -> "Recipe | None":
         """What casts by a scale that is given as this recipe does by the tensor's own; None where none does."""
@@ -234,7 +249,7 @@ class Recipe:
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Why this device cannot run the recipe, or None."""
-        lack = architecture.lacks_fp8(capability)
+        lack = (architecture.lacks_bf16 if self.by_half_gemms else architecture.lacks_fp8)(capability)
         if device != "cuda" or self.emulate or lack is None:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"

@@ -17,7 +17,7 @@ TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 _VOCABULARY = ("vocab", "padded_vocab")
 _SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 #: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
-_COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "steps", "budget_s")
+_COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "budget_s")
 _SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 _LAYER = ("layer", "variant")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's

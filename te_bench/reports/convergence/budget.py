@@ -6,6 +6,7 @@ from pathlib import Path
 
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
+from te_bench.reports.convergence.design import design_of
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, seeds_begun_with
 
 
@@ -19,6 +20,8 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     first = seeds_begun_with(one, earlier.journal)
     if first is not None and asked.seeds is None:
         return first
+    if "pool" in one.judgement:
+        return _rounds_of_budget(one, asked, earlier, out)
     taken = planning.seconds(one.trials, earlier.records)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
@@ -32,6 +35,19 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
             f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is "
             f"{planning.duration(asked.budget_s)}: give --seeds {most}, or a larger budget"
         )
+    return asked.seeds or most
+
+
+def _rounds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
+    """The same of a plan whose recipes share a pool of bf16 runs."""
+    design = design_of(one, earlier)
+    if design.seconds(1) is None:
+        missing = [trial.name for trial in one.trials]
+        raise ValueError(_ask_for_pilot(one, asked, earlier.machine, out, missing))
+    assert asked.budget_s is not None
+    most = design.rounds_within(asked.budget_s)
+    if asked.seeds is not None and asked.seeds > most:
+        raise ValueError(f"--seeds {asked.seeds}: --budget {planning.duration(asked.budget_s)} holds {most} rounds")
     return asked.seeds or most
 
 
@@ -50,9 +66,11 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     words += [] if asked.cache is None else ["--cache", str(asked.cache)]
     # As many beside each other as in the run.
     seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
-    words += ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem)), "--out", folder]
+    short = ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem))]
+    words += ["--as-pilot"] if "pool" in one.judgement else short  # a pool's pilot tells the spread too, and counts
+    words += ["--out", folder]
     unknown = f"{len(missing)} of {len(one.trials)} configurations, such as {missing[0]}"
     return (
-        f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a short pilot\n"
-        f"  {shlex.join(words)}\nand give the same command again with --timings {shlex.quote(folder)}"
+        f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a pilot\n"
+        f"  {shlex.join(words)}\nand give the same command again with --pilot {shlex.quote(folder)}"
     )

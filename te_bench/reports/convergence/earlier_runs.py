@@ -38,16 +38,17 @@ class EarlierRuns:
     records: tuple[Record, ...]  # on the chip that is planned for
     studies: tuple[Study, ...]
     journal: Journal | None  # of the run itself, which may have begun
-    timings: bool = False  # --timings was given
+    timings: bool = False  # --pilot was given
     other_chips: str | None = None  # what the records are of, where none is of the chip that is planned for
 
 
-def read_earlier_runs(out: Path | None, timings: Path | None, machine: Machine) -> EarlierRuns:
-    """Read DIR of --timings, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
+def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machine) -> EarlierRuns:
+    """Read each DIR of --pilot, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
     own = load(out) if out is not None and written(out) else None
     journals = {"out": own} if own else {}
-    if timings is not None and (own is None or out is None or timings.resolve() != out.resolve()):
-        journals["timings"] = load(timings)
+    for directory in timings:
+        if own is None or out is None or directory.resolve() != out.resolve():
+            journals[str(directory)] = load(directory)
     chips = {
         key: chip_of(body.get("identity") or {}) for j in journals.values() for key, body in j.environments.items()
     }
@@ -61,7 +62,7 @@ def read_earlier_runs(out: Path | None, timings: Path | None, machine: Machine) 
         records=here,
         studies=tuple(study for group in from_journals(journals).groups for study in studies(group)),
         journal=own,
-        timings=timings is not None,
+        timings=bool(timings),
         other_chips=None if here else f"its records are of {others}, not {chip}",
     )
 
@@ -71,7 +72,7 @@ def _one_chip(chips: Sequence[str | None]) -> str | None:
     found = sorted({chip for chip in chips if chip})
     if len(found) > 1:
         raise ValueError(
-            f"--timings: its records are of {', '.join(found)}, and no GPU is here to say which is planned for"
+            f"--pilot: its records are of {', '.join(found)}, and no GPU is here to say which is planned for"
         )
     return found[0] if found else None
 
@@ -85,6 +86,7 @@ def seeds_begun_with(one: Experiment, journal: Journal | None) -> int | None:
     """The seeds that this very experiment was first planned with in --out, or None."""
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
-        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds"):
+        pilot = plan.judgement.get("pilot") and not one.judgement.get("pilot")
+        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and not pilot:
             return int(str(plan.judgement["seeds"]))
     return None

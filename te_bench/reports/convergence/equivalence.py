@@ -73,7 +73,6 @@ class LossComparison:
     sd: float  # of the gap of one pair
     df: float  # that it is known with
     interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
-    interval_95: tuple[float, float] | None  # of the same tests, two-sided, whatever alpha is
     t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
     claims: Claims
     correlation: float | None  # of the pairs
@@ -84,6 +83,7 @@ class LossComparison:
     outliers: tuple[int, ...]  # places of the pairs whose gap lies far from the others'
     verdict: Verdict
     reason: str
+    interval_95: tuple[float, float] | None = None  # by the tests of `compare`, two-sided, whatever alpha is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +184,7 @@ def judge(
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     adjusted = [
-        _holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
+        holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
         for claim in ("equivalent", "non_inferior", "inferior")
     ]
     judged = {}
@@ -295,7 +295,7 @@ def _compare_named(
         raise ValueError(f"{name}: {error}") from error
 
 
-def _holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted: max over the i-th smallest at most as large of (m - i) p_i, i from 0, at most 1 (Holm 1979).
 
     statsmodels' multipletests, which the tests hold it to, takes a second to import and collects garbage at each call.

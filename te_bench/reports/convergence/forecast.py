@@ -8,7 +8,6 @@ from te_bench.experiments.spec import Experiment
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.sequential import looks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +18,6 @@ class Forecast:
     unused: str | None  # why records that are there tell no spread
     seeds: int
     margin: float
-    looks: tuple[int, ...]  # of a plan that may stop early
     seconds: float | None
     machine: Machine
 
@@ -27,7 +25,7 @@ class Forecast:
         elapsed = None if self.seconds is None else self.seconds / self.machine.slots
         device = None if self.seconds is None else self.seconds / self.machine.share
         estimate = {"device_s": device, "elapsed_s": elapsed, "at_once": self.machine.slots}
-        conclusion = None if self.outlook is None else {**dataclasses.asdict(self.outlook), "looks": self.looks}
+        conclusion = None if self.outlook is None else dataclasses.asdict(self.outlook)
         return {"conclusion": conclusion, "estimate": estimate}
 
     @property
@@ -58,7 +56,7 @@ class Forecast:
         if outlook is None:
             said.append(
                 "  power: not known, for no record says how far gaps of this training vary; a pilot tells: run the same "
-                "with --seeds 5 --out DIR, then plan with --timings DIR"
+                "with --seeds 5 --out DIR, then plan with --pilot DIR"
             )
         else:
             spread = outlook.spread
@@ -70,20 +68,17 @@ class Forecast:
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
             said += [f"  {step}: {_conclusion(outlook.hardest)}"] if outlook.recipes > 1 else []
             said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious)}")
-        said += [f"  --timings tells nothing of the spread: {self.unused}"] if self.unused else []
-        if self.looks:
-            at = ", ".join(map(str, self.looks))
-            said.append(f"  stopping early: looks at {at} seeds, each recipe at its share of alpha over all")
+        said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said.append(f"  time: {self._time()}")
         return said
 
     def _time(self) -> str:
         if self.seconds is None:
-            return "not known; --timings DIR of a pilot would tell"
+            return "not known; --pilot DIR of a pilot would tell"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        most, minutes = "at most" if self.looks else "about", self.seconds / machine.share / 60
-        return f"{most} {minutes:.3g} {'GPU' if machine.device == 'cuda' else 'CPU'} minutes{elapsed}"
+        minutes = self.seconds / machine.share / 60
+        return f"about {minutes:.3g} {'GPU' if machine.device == 'cuda' else 'CPU'} minutes{elapsed}"
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
@@ -104,14 +99,11 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records).values()
     total = None if None in taken else sum(time or 0.0 for time in taken)
-    first = experiment.judgement.get("first_look")
-    at = looks(int(first), seeds) if isinstance(first, int) else ()
     return Forecast(
         outlook=outlook,
         unused=(unused or earlier.other_chips) if earlier.timings else None,
         seeds=seeds,
         margin=judgement["margin"],
-        looks=at,
         seconds=total,
         machine=earlier.machine,
     )

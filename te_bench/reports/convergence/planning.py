@@ -44,10 +44,6 @@ class Spread:
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     (
-        {"model": "gpt2", "steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 6e-4, "warmup": 100},
-        Spread(sd=0.0064, correlation=0.03, pairs=5, assumed="four recipes of results/h200/convergence"),
-    ),
-    (
         {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
         Spread(
             sd=0.0193,

@@ -39,7 +39,6 @@ _LEVELS = (
     *(0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 0.99, 0.999),
 )
 _TABLED = 400_000
-_DRAWS = 100_000  # for looks, which no table can hold: 5 % within 0.15 points
 _CHUNK = 20_000
 
 
@@ -80,13 +79,6 @@ class Mean:
         """What the tests of both directions at alpha leave: the claims hold for every bound outside of it."""
         limit = critical(self.df, alpha)
         return -self._mirrored._upper(limit), self._upper(limit)
-
-    def below(self, bound: float, limit: float) -> bool:
-        """Whether the claim that the true mean lies below `bound` is made at this critical value."""
-        return bool(worse((self.value - bound) / self.se, self.skewness) <= limit)
-
-    def above(self, bound: float, limit: float) -> bool:
-        return self._mirrored.below(-bound, limit)
 
     @property
     def _mirrored(self) -> "Mean":
@@ -147,29 +139,6 @@ def _table() -> dict[int, tuple[Array, Array]]:
 
 
 # ---- by simulation
-
-
-@functools.lru_cache(maxsize=64)
-def bounds(looks: tuple[int, ...], budgets: tuple[float, ...]) -> tuple[float, ...]:
-    """What `worse` of the first n gaps must not exceed at each look n, so that no SHAPE is claimed wrongly more often than
-    `budgets` says: the error rate up to each look.
-
-    Raises ValueError for looks at fewer than 3 gaps.
-    """
-    if looks[0] < FEWEST:
-        raise ValueError(f"looks at {list(looks)} gaps: give numbers that rise, from {FEWEST} or more")
-    if looks[-1] > MOST:
-        looks = tuple(max(FEWEST, n * MOST // looks[-1]) for n in looks)
-    found = [math.inf] * len(looks)
-    for shape in (*SHAPES, _normal):
-        statistics = simulated(shape, looks, _DRAWS, seed=0)
-        gone = np.zeros(_DRAWS, dtype=bool)
-        for k, budget in enumerate(budgets):
-            left = int(budget * _DRAWS) - int(gone.sum())  # cases that may be claimed wrongly at this look
-            limit = float(np.partition(statistics[k][~gone], left - 1)[left - 1]) if left > 0 else -math.inf
-            gone |= statistics[k] <= limit
-            found[k] = min(found[k], limit)
-    return tuple(found)
 
 
 def simulated(shape: Shape, looks: Sequence[int], draws: int, *, seed: int) -> Array:

@@ -7,7 +7,7 @@ from functools import cached_property
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.rows import Configuration, Group, Row, arm_name, printable, trial_of
-from te_bench.reports.convergence.sequential import looks
+from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
 LATE = 0.1  # the share of training whose mean is its end
@@ -150,10 +150,25 @@ class Study:
         return tuple(sorted({seed for arm in self.arms for seed in arm.runs}))
 
     @property
-    def looks(self) -> tuple[int, ...]:
-        """The numbers of seeds at which a sequential plan looks; empty for one that judges once, at its end."""
-        first, seeds = self.number("first_look"), self.number("seeds")
-        return looks(int(first), int(seeds)) if first and seeds else ()
+    def pool(self) -> int | None:
+        """bf16 runs for each run of a recipe, where all recipes share them; None where runs are compared by pairs."""
+        ratio = self.number("pool")
+        return None if ratio is None else int(ratio)
+
+    @property
+    def rounds(self) -> int:
+        """Planned runs of each recipe."""
+        return int(self.number("seeds") or len(self.seeds))
+
+    @property
+    def assumption(self) -> str:
+        """What the error rate of its verdicts rests on."""
+        return skewed.ASSUMPTION if self.pool is None else pooled.ASSUMPTION
+
+    @property
+    def pilot(self) -> bool:
+        """Whether no plan is there yet but that of a pilot, of which the spread is looked at and nothing else."""
+        return bool(self.judgement.get("pilot"))
 
     def number(self, setting: str) -> float | None:
         """A number of the plan's judgement."""
@@ -179,6 +194,8 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
     judgement, notes = _judgement(group, configurations)
     seeds = finite(judgement.get("seeds"))
+    if seeds is not None:
+        seeds *= finite(judgement.get("pool")) or 1
     arms = [_arm(configuration, notes, seeds) for configuration in configurations]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
@@ -201,9 +218,13 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
 
 
 def _judgement(group: Group, configurations: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
-    """What the first plan with a trial of these configurations fixed, and how later ones differ from it."""
+    """What the first plan with a trial of these configurations fixed, and how later ones differ from it.
+
+    A pilot's plan counts where there is no other: it shows nothing but the spread, by which the plan may then be made.
+    """
     own = {row.trial.id for configuration in configurations for row in configuration.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
+    plans = [plan for plan in plans if not plan.judgement.get("pilot")] or plans[:1]
     if not plans:
         return {}, []
     first = plans[0].judgement

@@ -1,6 +1,7 @@
 """The verdict on a convergence study: what is known of each configuration against bf16, and what it adds up to."""
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from te_bench.reports.convergence.band import Band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict
@@ -49,6 +50,13 @@ class StudyVerdict:
     @property
     def findings(self) -> tuple[ArmVerdict, ...]:
         return tuple(found for found in (*self.recipes, self.aa, self.broken) if found is not None)
+
+    def gap_percent(self, finding: ArmVerdict) -> float | None:
+        """The gap in per cent of the mean of bf16's final losses."""
+        c, control = finding.judgement.comparison, self.study.control
+        if c is None or control is None or not control.finals:
+            return None
+        return 100 * c.gap / fmean(control.finals.values())
 
     @property
     def exit_code(self) -> int:

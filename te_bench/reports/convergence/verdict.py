@@ -1,16 +1,16 @@
 """The convergence verdict: does each FP8 recipe train like bf16, and would this experiment have noticed if it did not?
 
-Every claim is about final validation losses, evaluated in bf16, of runs that share seeds with the bf16 control. It is void
-unless the A/A arm (bf16 again, one ulp away) is EQUIVALENT and the recipe broken on purpose is caught.
+Every claim is about final validation losses, evaluated in bf16: of runs that share seeds with the bf16 control, or of runs
+against a pool of bf16 runs that all recipes share (`pool_study`). It is void unless the A/A arm (bf16 again, one ulp away)
+is EQUIVALENT and the recipe broken on purpose is caught.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
 
-from te_bench.reports.convergence import sequential
+from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict, compare, copies, judge
 from te_bench.reports.convergence.speedup import Speedup, capability_matched
@@ -35,6 +35,8 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
     notes: list[str] = []
     bar = _setting(study, "margin", margin, MARGIN, notes)
     level = _setting(study, "alpha", alpha, ALPHA, notes)
+    if study.pilot:
+        return _of_pilot(study, bar, level)
     judged = _judge_recipes(study, control, bar, level)
     aa, broken = (
         None if arm is None else _arm_verdict(study, control, arm, _judge_alone(study, control, arm, bar, level))
@@ -54,13 +56,39 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
     )
 
 
+def _of_pilot(study: Study, margin: float, alpha: float) -> StudyVerdict:
+    """No mean of a pilot is shown, for who has seen one chooses the plan by it."""
+    why = "these runs are a pilot: te-bench plan convergence reads their spread, and their means stay hidden"
+    recipes = tuple(
+        ArmVerdict(arm=arm, seeds=(), judgement=_inconclusive("a pilot", len(study.recipes))) for arm in study.recipes
+    )
+    return StudyVerdict(
+        study=study,
+        margin=margin,
+        alpha=alpha,
+        recipes=recipes,
+        aa=None,
+        broken=None,
+        void=why,
+        exploration=False,
+        notes=study.notes,
+    )
+
+
 def _note_outliers(control: StudyArm, findings: Sequence[ArmVerdict | None]) -> list[str]:
-    """A note of each gap that lies far from the others of its arm: the mean rests on it."""
+    """A note of each gap, or beside a pool each loss, that lies far from the others of its arm: the mean rests on it."""
     said = []
     for finding in findings:
         if finding is None or (c := finding.judgement.comparison) is None:
             continue
         for place in c.outliers:
+            if not c.paired:
+                seed, loss = list(finding.arm.finals.items())[place]
+                said.append(
+                    f"{finding.arm.name}, seed {seed}: its loss {loss:.4f} lies far from the others'; where such outliers "
+                    "are common the error rate may not hold"
+                )
+                continue
             seed = finding.seeds[place]
             gap = finding.arm.finals[seed] - control.finals[seed]
             said.append(
@@ -83,7 +111,7 @@ def _setting(study: Study, name: str, asked: float | None, default: float, notes
     planned = study.number(name)
     if asked is None:
         return default if planned is None else planned
-    if planned is not None and asked != planned:
+    if planned is not None and asked not in (planned, study.number("tighter") if name == "margin" else None):
         notes.append(f"{name} {asked:g} was chosen after the plan, which says {planned:g}")
     return asked
 
@@ -105,23 +133,27 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
     """A judgement for every recipe. Holm's family is all of them, those that diverged or cannot be tested with p = 1."""
     found: dict[str, CandidateVerdict] = {}
     arms, diverged = {}, {}
-    looks = study.looks
+    family = len(study.recipes)
     for arm in study.recipes:
         if reason := why_diverged(arm):
             diverged[arm.name] = reason
-        elif reason := _why_untestable(study, arm, control, stopped=bool(looks)):
-            found[arm.name] = _inconclusive(reason, len(study.recipes))
+        elif reason := _why_untestable(study, arm, control):
+            found[arm.name] = _inconclusive(reason, family)
         else:
             arms[arm.name] = _pair(arm, control)
-    family = len(study.recipes)
-    if looks:
-        found |= {
-            name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=why, family=family)
-            for name, why in diverged.items()
-        }
-        return found | {name: _judge_sequentially(*pair, looks, margin, alpha, family) for name, pair in arms.items()}
+    if study.pool is not None:
+        broken = {n: CandidateVerdict(verdict=Verdict.DIVERGED, reason=r, family=family) for n, r in diverged.items()}
+        return pool_study.judge_recipes(study, margin, alpha, found | broken)
     untested = {name: judgement.reason for name, judgement in found.items()}
     return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested) | found
+
+
+def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerdict | None]:
+    """Every recipe and A/A of a study with a pool, by the plan's margin and alpha."""
+    assert study.control is not None
+    margin, alpha = study.number("margin") or MARGIN, study.number("alpha") or ALPHA
+    aa = None if study.aa is None else _judge_alone(study, study.control, study.aa, margin, alpha)
+    return _judge_recipes(study, study.control, margin, alpha), aa
 
 
 def _pair(arm: StudyArm, control: StudyArm) -> tuple[list[float], list[float]]:
@@ -130,39 +162,28 @@ def _pair(arm: StudyArm, control: StudyArm) -> tuple[list[float], list[float]]:
     return [arm.finals[seed] for seed in seeds], [control.finals[seed] for seed in seeds]
 
 
-def _judge_sequentially(
-    candidate: Sequence[float], control: Sequence[float], looks: Sequence[int], margin: float, alpha: float, family: int
-) -> CandidateVerdict:
-    """The first look's verdict, at the family's alpha over its size: Holm would need all arms at the same look."""
-    gaps = [a - b for a, b in zip(candidate, control, strict=True)]
-    decision = sequential.decide(gaps, looks=looks, margin=margin, alpha=alpha / family)
-    comparison = compare(candidate, control, margin=margin, alpha=alpha)
-    if decision is None:
-        reason = f"{len(gaps)} of {looks[-1]} seeds have ended, and no look has decided yet"
-        return replace(_inconclusive(reason, family), comparison=comparison)
-    return CandidateVerdict(verdict=decision.verdict, reason=decision.reason, family=family, comparison=comparison)
-
-
 def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, alpha: float) -> CandidateVerdict:
     """An arm that is no candidate: A/A and the broken recipe are tested on their own."""
-    looks = study.looks
     if reason := why_diverged(arm):
         return CandidateVerdict(verdict=Verdict.DIVERGED, reason=reason, family=1)
-    if reason := _why_untestable(study, arm, control, stopped=bool(looks)):
+    if reason := _why_untestable(study, arm, control):
         return _inconclusive(reason, 1)
-    pair = _pair(arm, control)
-    if looks:  # by the rule that stopped it: a fixed test of as many seeds as a stop left has no fixed error rate
-        return _judge_sequentially(*pair, looks, margin, alpha, 1)
-    return judge({arm.name: pair}, margin=margin, alpha=alpha)[arm.name]
+    if study.pool is not None and arm.kind == "aa":
+        return pool_study.judge_aa(study, margin, alpha)
+    if study.pool is not None:  # the broken recipe has few runs, and no look
+        pair, paired = (list(arm.finals.values()), list(control.finals.values())), False
+    else:
+        pair, paired = _pair(arm, control), True
+    return judge({arm.name: pair}, margin=margin, alpha=alpha, paired=paired)[arm.name]
 
 
-def _why_untestable(study: Study, arm: StudyArm, control: StudyArm, *, stopped: bool) -> str | None:
-    """Why no verdict may be given whatever the losses are; `stopped`: seeds may have been spared by the stopping rule."""
+def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | None:
+    """Why no verdict may be given whatever the losses are."""
     p = arm.trial.problem
     peak, least = float(p.get("learning_rate") or 0), float(p.get("min_learning_rate") or 0)
     if least > DECAYED * peak:
         return f"the learning rate came down to {least:g} of {peak:g} only: gaps before the end of a decay are of the moment"
-    if missing := _missing_seeds(study, arm, control, stopped=stopped):
+    if study.pool is None and (missing := _missing_seeds(study, arm, control)):
         return missing
     for side in (arm, control):
         seeds = list(side.finals)
@@ -171,20 +192,18 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm, *, stopped: 
                 f"{side.name}, {_seeds([seeds[i] for i in found])} ended on the very same loss, "
                 f"{side.finals[seeds[found[0]]]:.10g}: they are one run, which says nothing of how far seeds move it"
             )
+    if study.pool is not None:
+        few = min(len(arm.finals), len(control.finals))
+        return None if few > 1 else f"{few} run: the noise between runs cannot be known from fewer than 2"
     n = len(paired_seeds(arm, control))
     return None if n > 1 else f"{n} pair of seeds: the noise between seeds cannot be known from fewer than 2"
 
 
-def _missing_seeds(study: Study, arm: StudyArm, control: StudyArm, *, stopped: bool) -> str | None:
+def _missing_seeds(study: Study, arm: StudyArm, control: StudyArm) -> str | None:
     """The planned seeds whose pair has no result though neither run of it diverged, as a sentence."""
     planned = study.number("seeds")
     for side in (arm, control):
-        spared = {"stopped"} if stopped else set()
-        lost = {
-            seed: run.row.outcome
-            for seed, run in side.runs.items()
-            if run.final is None and not run.diverged and run.row.outcome not in spared
-        }
+        lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
         if lost:
             said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
             return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(said))})"
@@ -192,6 +211,15 @@ def _missing_seeds(study: Study, arm: StudyArm, control: StudyArm, *, stopped: b
             return f"{side.name} has {len(side.runs)} of the {planned:g} seeds of the plan"
     only = sorted(set(arm.runs) ^ set(control.runs))
     return f"{_seeds(only)} was run in one of {arm.name} and {control.name} only: pairs need both" if only else None
+
+
+def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
+    """Rounds of a pool's plan without a result, while no look has decided the configuration."""
+    if arm.kind == "broken" or pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
+        return None
+    lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
+    why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
+    return f"{why} ({_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
 
 
 def _inconclusive(reason: str, family: int) -> CandidateVerdict:
@@ -258,7 +286,7 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         speedup=None if c is None or not at else _speedup(control, arm, seeds, at),  # survivors are a biased choice
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), _mean_gaps(ours, theirs)),
-        missing=_missing_seeds(study, arm, control, stopped=bool(study.looks)),
+        missing=_missing_seeds(study, arm, control) if study.pool is None else _unfinished(study, arm, judgement),
     )
 
 
@@ -271,7 +299,10 @@ def _mean_gaps(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]
 def _compare_beside(
     ours: Mapping[int, float], theirs: Mapping[int, float], seeds: Sequence[int], c: LossComparison
 ) -> LossComparison | None:
-    """The same comparison of other losses, which says nothing of the verdict; None of fewer than two pairs."""
+    """The same comparison of other losses, which says nothing of the verdict; None of fewer than two pairs or runs."""
+    if not c.paired:
+        sides = list(ours.values()), list(theirs.values())
+        return compare(*sides, margin=c.margin, alpha=c.alpha, paired=False) if min(map(len, sides)) > 1 else None
     both = [seed for seed in seeds if seed in ours and seed in theirs]
     pair = [ours[seed] for seed in both], [theirs[seed] for seed in both]
     return compare(*pair, margin=c.margin, alpha=c.alpha) if len(both) > 1 else None

@@ -7,6 +7,7 @@ from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
 
+BLOCK_FORMATS = "MXFP8 and NVFP4 are emulated by bf16 GEMMs: these times say nothing about a GPU that multiplies them."
 EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
 NAMED = 4  # configurations that a sentence names; of more, the number of the rest
 
@@ -30,6 +31,8 @@ def headlines(report: ReportResult) -> list[str]:
             )
     if any(_emulated(result) for result in report.groups):
         found.append((3, EMULATED))
+    elif any(_has_block_formats(result) for result in report.groups):
+        found.append((3, BLOCK_FORMATS))
     results = report.results
     if not found and any(row.outcome == "ok" for row in results.rows):
         return [f"{results.outcomes['ok']} of {len(results.rows)} trials ended ok; none of them ranks configurations."]
@@ -37,6 +40,13 @@ def headlines(report: ReportResult) -> list[str]:
         ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
         return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
     return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
+
+
+def _has_block_formats(result: GroupResult) -> bool:
+    """Whether a time of a step whose Linears were cast to MXFP8 or NVFP4 is among the results."""
+    timed = [step for step in result.steps.steps if step.latency_s is not None]
+    ran = (record.work.get("ran", {}) for step in timed for record in step.configuration.ok)
+    return any(parts.get("block_format_casts") for parts in ran)
 
 
 def _emulated(result: GroupResult) -> bool:

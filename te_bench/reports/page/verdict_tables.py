@@ -1,6 +1,7 @@
 """The tables of a convergence verdict: the gaps against the margin, and the reasons."""
 
-from te_bench.reports.convergence.skewed import ASSUMPTION
+from statistics import fmean
+
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
@@ -8,12 +9,14 @@ from te_bench.reports.page.table import Table, Value, number, speedup, table_of,
 
 def gaps(found: StudyVerdict) -> Table | None:
     """Final losses against the control's: gap, intervals, p-values, verdict; one line a configuration."""
+    pool = found.study.pool is not None
+    against = "the mean of bf16's runs" if pool else "bf16's on the same seeds"
     note = (
-        f"Gap: final validation loss less bf16's on the same seeds, both evaluated in bf16; above 0 is worse. Margin "
-        f"{found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with 80 % "
-        "power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. In training: "
-        "of the training loss over the last tenth of the steps. To equal loss: how many times as fast it comes to bf16's "
-        f"final loss, with 95 %. {ASSUMPTION}."
+        f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of bf16's loss. "
+        f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
+        "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
+        "loss: over the last tenth of the steps, and its gap. To equal loss: how many times as fast it comes to bf16's "
+        f"final loss, with 95 %. {found.study.assumption}."
     )
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
@@ -22,18 +25,30 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
     c, claims, speed = finding.judgement.comparison, finding.judgement.claims, finding.speedup
+    percent = found.gap_percent(finding)
+    trained = list(finding.arm.trained.values()) if c else []
+    numbers = {
+        "Pairs": number(len(finding.seeds), text.count),
+        "Correlation": number(c.correlation if c else None, text.signed),
+    }
+    if found.study.pool is not None:
+        numbers = {
+            "Runs": number(c.n if c else None, text.count),
+            "Of bf16": number(c.n_control if c else None, text.count),
+        }
     return {
         "Configuration": word(finding.arm.name),
         "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
         "Gap, nat": number(c.gap if c else None, text.signed),
+        "Gap, %": number(percent, lambda value: f"{value or 0:+.2f}"),
         level(found.alpha): word(interval(c.interval if c else None)),
         "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
-        "Pairs": number(len(finding.seeds), text.count),
-        "Correlation": number(c.correlation if c else None, text.signed),
+        **numbers,
         "Power": number(c.power if c else None, text.percent),
         "Detectable": number(c.detectable if c else None),
         "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
+        "Training loss": number(fmean(trained) if trained else None, text.loss),
         "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
         "To equal loss": speedup(speed.to_equal_loss if speed else None),
     }
@@ -57,7 +72,8 @@ def brief(found: StudyVerdict) -> Table | None:
     whole = gaps(found)
     if whole is None:
         return None
-    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), "Pairs", "To equal loss")
+    runs = "Pairs" if found.study.pool is None else "Runs"
+    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
     return whole.only(narrow)
 
 

@@ -17,7 +17,7 @@ from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
-from te_bench.kernels.quantize import Operand, Quantized
+from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models import decoder
 from te_bench.models import recipe as recipes
@@ -27,7 +27,8 @@ from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
-RECIPES = recipes.names()
+RECIPES = [name for name in recipes.names() if not recipes.load(name).bf16_last]
+IN_FP8 = [name for name in RECIPES if not recipes.load(name).by_half_gemms]
 CURRENT = "float8_current_scaling"
 V, VP = 250, 256
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -432,23 +433,78 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, recipe: str, mutation: Mutatio
     monkeypatch.setattr(sys.modules[f"{recipes.__name__}.{recipe}"], "RECIPE", wrong)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", IN_FP8)
 @pytest.mark.parametrize("mutation", FP8)
 def test_wrong_fp8_fails(mutation: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A covering set: every mutation with every recipe, each of both with every one of three seeds."""
     put_in_place(monkeypatch, recipe, FP8[mutation])
-    seed = (list(FP8).index(mutation) + RECIPES.index(recipe)) % 3
+    seed = (list(FP8).index(mutation) + IN_FP8.index(recipe)) % 3
     with pytest.raises(CheckFailed):
         checked(a_trial("fp8", seed, recipe))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", IN_FP8)
 def test_the_mutations_of_fp8_are_right_but_for_what_they_change(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they might fail for being broken."""
     for harmless in (scaled_by(1.0, *EVERY_ROLE), e5m2_for(), unscaled("none")):
         with monkeypatch.context() as patched:
             put_in_place(patched, recipe, harmless)
             checked(a_trial("fp8", recipe=recipe))
+
+
+def asked_otherwise(role: str, **wrong: Any) -> Mutation:
+    """The casts of a role by other settings of `block_casts`."""
+
+    def mutation(right: type[Recipe]) -> type[Recipe]:
+        class Wrong(right):  # type: ignore[misc,valid-type]
+            def quantize(self, x: Tensor, given: str, slot: Slot, **asked: Any) -> Quantized:
+                with pytest.MonkeyPatch.context() as patched:
+                    for name in ("mxfp8", "nvfp4"):
+                        cast = getattr(block_casts, name)
+                        more = wrong if given == role else {}
+                        patched.setattr(
+                            block_casts, name, lambda *args, cast=cast, more=more, **own: cast(*args, **own | more)
+                        )
+                    return super().quantize(x, given, slot, **asked)  # type: ignore[no-any-return]
+
+        return Wrong
+
+    return mutation
+
+
+def of_operand(gemm: str, change: Callable[[Tensor], Tensor]) -> Mutation:
+    """The GEMM's second operand, changed."""
+    return multiplied_by(lambda a, a_inv, b, b_inv, name: (a, a_inv, change(b) if name == gemm else b, b_inv))
+
+
+BLOCK_FORMATS: dict[str, tuple[str, Mutation]] = {
+    "transformed on one side": ("nvfp4", asked_otherwise("input", transform=False)),
+    "nvfp4 doubled": ("nvfp4", of_operand("fprop", lambda b: 2 * b)),
+    "mxfp8 doubled": ("mxfp8", of_operand("dgrad", lambda b: 2 * b)),
+    "of the next block": ("mxfp8", of_operand("fprop", lambda b: b.roll(32, 1))),
+    "of two mantissa bits": ("mxfp8", of_operand("wgrad", lambda b: b.to(torch.float8_e5m2).to(b.dtype))),
+}
+
+
+@pytest.mark.parametrize("mutation", BLOCK_FORMATS)
+def test_wrong_block_formats_fail(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = BLOCK_FORMATS[mutation]
+    put_in_place(monkeypatch, f"{name}_block_scaling", wrong)
+    with pytest.raises(CheckFailed):
+        checked(a_trial("fp8", 0, f"{name}_block_scaling"))
+
+
+@pytest.mark.parametrize("problem", [{}, {"blocks": "fused", "optimizer": "reference"}], ids=["eager", "fused"])
+def test_a_true_step_with_blocks_in_bf16_passes(problem: dict[str, Any]) -> None:
+    checked(a_trial("fp8", recipe="nvfp4_block_scaling_bf16_end", **problem))
+
+
+def test_the_mutations_of_block_formats_are_right_but_for_what_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    for recipe in ("mxfp8_block_scaling", "nvfp4_block_scaling"):
+        for harmless in (asked_otherwise("input"), of_operand("wgrad", lambda b: b)):
+            with monkeypatch.context() as patched:
+                put_in_place(patched, recipe, harmless)
+                checked(a_trial("fp8", recipe=recipe))
 
 
 def test_e4m3_gradients_are_not_worse_than_hybrid() -> None:

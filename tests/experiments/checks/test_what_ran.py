@@ -33,7 +33,7 @@ TINY = {"model": "tiny", "batch": 2, "block": 16, "vocab": 60, "padded_vocab": 6
 TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="bf16")
 LAYER = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 16, "batch": 2}
 LAYER |= {"dropout": 0.0, "mask": "causal"}
-RECIPES = recipes.names()
+RECIPES = [name for name in recipes.names() if not recipes.load(name).bf16_last]
 FAST = {"blocks": "fused", "optimizer": "reference"}
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
 
@@ -78,18 +78,37 @@ def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> None:
     ran = observed(a_trial(recipe))
-    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (24, 3, 0)  # 8 Linears, and the head
+    emulated = 24 if recipes.load(recipe).by_half_gemms else 0
+    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (
+        24 - emulated,
+        3 + emulated,
+        0,
+    )  # 8 Linears, a head
+    assert ran["block_format_casts"] == emulated
     assert ran["optimizer_torch"] >= 1
     assert ran["fused_blocks"] == ran["compiled"] == ran["head_chunked"] == 0
 
 
 @pytest.mark.parametrize(("recipe", "count"), [*zip(RECIPES, itertools.cycle([1, 2, 4, 8]), strict=False)])
 def test_an_fp8_step_with_linears_in_bf16_fails(recipe: str, count: int) -> None:
-    with pytest.raises(CheckFailed, match=f"GEMMs in FP8: 24 expected, {24 - 3 * count} ran") as caught:
+    emulated = recipes.load(recipe).by_half_gemms
+    what = "casts to MXFP8 or NVFP4: 24" if emulated else "GEMMs in FP8: 24"
+    with pytest.raises(CheckFailed, match=f"{what} expected, {24 - 3 * count} ran") as caught:
         observed(a_trial(recipe), lambda step: in_bf16(step.model, count))
     found = caught.value.measurement
     assert found.samples == {}
-    assert found.work["ran"]["gemm_half"] == 3 + 3 * count
+    assert found.work["ran"]["gemm_half"] == (27 if emulated else 3 + 3 * count)
+
+
+def test_blocks_that_a_recipe_keeps_in_bf16_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = a_trial("nvfp4_block_scaling_bf16_end")
+    for trial in (kept, a_trial("nvfp4_block_scaling_bf16_end", **FAST)):
+        ran = observed(trial)
+        assert (ran["block_format_casts"], ran["gemm_half"]) == (12, 27)
+    step_of = trial_model.step_of
+    monkeypatch.setattr(trial_model, "step_of", lambda _: step_of(a_trial("nvfp4_block_scaling")))
+    with pytest.raises(CheckFailed, match="casts to MXFP8 or NVFP4: 12 expected, 24 ran"):
+        observed(kept)
 
 
 @pytest.mark.parametrize("fault", faults.names())
@@ -459,10 +478,16 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
         ("gluon_attention_forward_kernel", None),
         ("_cast_kernel", None),
         ("te_bench::policy_gemm", None),  # the host's
+        *((name, None) for name in ("mxfp8_cast_kernel", "nvfp4_cast_kernel", "block_formats_finish_kernel")),
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
     assert what_ran.gemm_of(kernel) == kind
+
+
+def test_a_gpu_s_casts_to_block_formats_are_told_by_their_kernels() -> None:
+    seen = {"mxfp8_cast_kernel": 2, "nvfp4_cast_kernel": 3, "nvfp4_amax_kernel": 3, "te_bench::nvfp4_cast": 3}
+    assert what_ran.parts(seen, "cuda")["block_format_casts"] == 5
 
 
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:

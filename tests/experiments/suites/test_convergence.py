@@ -1,6 +1,7 @@
 """The convergence and stress suites: what pairs share, what tells arms apart, and what the user's words change."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from te_bench import plugins
 from te_bench.experiments import plan, presets
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
+from te_bench.models.configs import configs
 from te_bench.reports.analysis.rows import arm_name
 
+EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
+RECIPES = [name for name in RECIPES if name not in EMULATED]
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -26,7 +30,7 @@ def shared(trial: Trial) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("preset", sorted(presets.PRESETS.keys() - convergence.POOLED))
 def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) -> None:
     experiment = resolve(device=device, preset=preset)
     first = experiment.trials[0]
@@ -89,7 +93,10 @@ def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
 
 
 def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
-    assert resolve(preset="gpt2").judgement == {"margin": 0.003, "alpha": 0.05, "seeds": 5, "steps": 2035}
+    fixed = {"margin": 0.005, "tighter": 0.003, "alpha": 0.05, "seeds": 20, "steps": 2035, "pool": 3}
+    assert resolve(preset="gpt2").judgement == resolve(preset="llama").judgement == fixed
+    assert "tighter" not in resolve(preset="gpt2", margin=0.01).judgement
+    assert resolve(preset="gpt2", as_pilot=True).judgement == {**fixed, "seeds": 3, "pilot": True}
     assert resolve(preset="gpt2-short").judgement == {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300}
     assert resolve(preset="char").judgement["seeds"] == 8
     mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=7)
@@ -97,11 +104,61 @@ def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
     assert all(t.problem["steps"] == 7 for t in mine.trials)
 
 
-def test_a_plan_that_may_stop_early_says_when_it_looks_first() -> None:
-    looking = resolve(seeds=convergence.FIRST_LOOK + 1, stop_early=True)
-    assert looking.judgement["first_look"] == convergence.FIRST_LOOK
-    assert [t.id for t in looking.trials] == [t.id for t in resolve(seeds=convergence.FIRST_LOOK + 1).trials]
-    assert all("first_look" not in resolve(seeds=9, stop_early=no).judgement for no in (None, False))
+@pytest.mark.parametrize("preset", sorted(convergence.POOLED))
+def test_a_round_has_a_run_of_every_recipe_and_several_of_bf16(preset: str) -> None:
+    experiment = resolve(device="cuda", preset=preset, seeds=4)
+    ratio = int(str(experiment.judgement["pool"]))
+    recipes = {t.cell for t in experiment.trials if t.problem["arm"] == "recipe"}
+    seeds: list[int] = []
+    for number in range(4):
+        own = range(number * ratio, (number + 1) * ratio)
+        trials = [t for t in experiment.trials if t.seed in own]
+        kinds = Counter(str(t.problem["arm"]) for t in trials)
+        assert kinds == Counter(control=ratio - 1, aa=1, recipe=len(recipes), broken=int(number < 3))
+        bf16 = [t.seed for t in trials if t.precision == "bf16"]
+        assert sorted(bf16) == list(own)  # each of a seed of its own
+        seeds += [t.seed for t in trials]
+    assert {t.seed for t in experiment.trials} == set(seeds)
+    order = [t.seed // ratio for t in experiment.trials]
+    assert order == sorted(order)  # a run that is stopped leaves whole rounds, and at most one that is not
+    more = {t.id for t in resolve(device="cuda", preset=preset, seeds=6).trials}
+    assert {t.id for t in experiment.trials} < more  # a plan of more rounds goes on with what is there
+    assert {t.id for t in resolve(device="cuda", preset=preset, as_pilot=True).trials} < more
+
+
+@pytest.mark.parametrize(("preset", "model"), [("gpt2", "gpt2"), ("llama", "llama-114m")])
+def test_the_verdicts_of_gpt2_and_llama_are_of_the_fused_step(preset: str, model: str) -> None:
+    trials = resolve(device="cuda", preset=preset, seeds=1).trials
+    assert {(t.problem["model"], t.problem["blocks"], t.problem["optimizer"]) for t in trials} == {
+        (model, "fused", "triton")
+    }
+    judged = {(t.recipe, t.problem["head"]) for t in trials if t.problem["arm"] == "recipe"}
+    assert judged == {
+        *((name, "chunked") for name in RECIPES),
+        ("float8_current_scaling", "fp8"),
+        ("float8_current_scaling_dpa", "chunked"),
+    }
+    assert {t.problem["head"] for t in trials if t.precision == "bf16"} == {"chunked"}
+    p = trials[0].problem
+    tokens = int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) * int(str(p["steps"]))
+    assert 100e6 <= tokens < 100.1e6
+    assert 100e6 < configs()[model].shape.weights * 12 + 50257 * 768 < 150e6
+
+
+@pytest.mark.parametrize("recipes", range(1, 17))
+def test_as_many_bf16_runs_as_tell_most(recipes: int) -> None:
+    """The variance of a gap, 1 + 1 / ratio, for a given number of runs; Dunnett's rule is sqrt(recipes)."""
+    cost = {ratio: (recipes + ratio) * (1 + 1 / ratio) for ratio in (2, 3, 4)}
+    assert cost[convergence.best_ratio(recipes)] == pytest.approx(min(cost.values()))
+
+
+def test_each_token_is_seen_once_or_the_plan_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "some.txt"
+    text.write_text("".join(f"line {n}\n" for n in range(9000)))
+    asked: dict[str, Any] = {"preset": "cpu-pool", "data": {"": f"text:{text}"}, "cache": tmp_path / "cache"}
+    assert {t.problem["order"] for t in resolve(**asked).trials} == {"once"}  # 77 k of 88 k tokens
+    with pytest.raises(ValueError, match=r"each token is to be seen once: 0.102 M tokens a run, and the training part"):
+        resolve(**asked, steps=200)
 
 
 def test_choosing_trials_keeps_the_judgement() -> None:
@@ -117,13 +174,8 @@ def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> N
     assert p["model"] == "gpt2"
     assert (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
     assert 100e6 <= tokens < 100.1e6
-    assert (p["eval_tokens"], p["early_eval_tokens"]) == (10 * 2**20, 2**18)
+    assert (p["eval_tokens"], p["early_eval_tokens"], p["order"]) == (4 * 2**20, 2**18, "once")
     assert {t.mode for t in resolve(device="cuda").trials} == {"cudagraph"}
-
-
-def test_the_low_rate_is_all_that_its_preset_changes() -> None:
-    usual, low = (resolve(preset=preset, device="cuda").trials[0].problem for preset in ("gpt2", "gpt2-low-rate"))
-    assert dict(low) == {**usual, "learning_rate": 3e-4, "warmup": 400}
 
 
 def test_without_a_preset_a_gpu_has_one_that_its_seeds_can_decide() -> None:
@@ -176,6 +228,14 @@ def test_attention_in_fp8_is_an_arm_of_its_own_where_it_is_asked_for() -> None:
     plain, in_fp8 = (t for t in arms if t.problem["arm"] == "recipe")
     assert dataclasses.replace(in_fp8, recipe=plain.recipe) == plain
     assert len({t.cell for t in arms}) == len(arms)
+
+
+@pytest.mark.parametrize("suite", ["convergence", "stress", "fp8"])
+def test_emulated_recipes_run_where_they_are_asked_for(suite: str) -> None:
+    data = {} if suite == "fp8" else {"": "random"}
+    asked = {trial.recipe for trial in resolve(suite, recipes=EMULATED, seeds=1, data=data).trials}
+    assert asked - {None, "float8_current_scaling"} == set(EMULATED)  # in which convergence plants its fault
+    assert not {trial.recipe for trial in resolve(suite, seeds=1, data=data).trials} & set(EMULATED)
 
 
 def test_recipes_are_those_asked_for() -> None:
@@ -233,13 +293,13 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
         ("convergence", {"budget_s": 5.0}, "--budget: the suite convergence has no time-budget trial"),
         (
             "convergence",
-            {"stop_early": True, "seeds": 4},
-            "--stop-early: the first look is after 4 seeds, so 4 leave none",
+            {"as_pilot": True},
+            "--as-pilot: preset cpu compares runs by pairs; take one of cpu-pool, gpt2, llama",
         ),
         (
             "stress",
-            {"stop_early": True},
-            "--stop-early: the suite stress gives no verdict that could come early; leave it",
+            {"as_pilot": True},
+            "--as-pilot: the suite stress has no plan that a pilot could shape; leave it",
         ),
         ("convergence", {"data": {"gpt2": "random"}}, "unknown model of --data 'gpt2'. Known: tiny."),
         ("stress", {"margin": 0.1}, "--margin: the suite stress gives no verdict on convergence; leave it out"),

@@ -1,14 +1,19 @@
-"""What N ranks compute with divided modules beside one rank with whole ones, for test_tensor_parallel."""
+"""What N ranks compute with divided modules beside one rank with whole ones, for test_tensor_parallel.
+
+python tensor_parallel_cases.py N FOLDER DEVICE writes FOLDER/RANK.pt. On a CPU its ranks are forks: torch is imported once.
+"""
 
 import copy
 import functools
 import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
 
 import te_bench.models as te
@@ -255,3 +260,9 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world, path, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    method = "fork" if device == "cpu" else "spawn"
+    torch.multiprocessing.start_processes(run, (world, path, device), nprocs=world, start_method=method)

@@ -23,16 +23,20 @@ def slot(x: Tensor, asked: Recipe, role: str) -> Slot:
     return Slot(scale=torch.finfo(asked.dtype(role)).max / x.abs().amax(), amax=torch.zeros(()))
 
 
+IN_FP8 = [name for name in recipe.names() if not recipe.load(name).by_half_gemms]
+
+
 def test_names() -> None:
     expected = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "float8_current_scaling_dpa"]
-    assert recipe.names() == [*expected, "rowwise_scaling"]
+    expected += ["mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end", "rowwise_scaling"]
+    assert recipe.names() == expected
     for name in recipe.names():
         assert recipe.load(name).unsupported("cpu", None) is None
         assert recipe.load(name).fp8_dpa == name.endswith("_dpa"), "off unless asked for"
     assert recipe.DelayedScaling(fp8_dpa=True).fp8_dpa
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", [name for name in recipe.names() if not recipe.load(name).nvfp4()])
 def test_quantising_and_multiplying_is_nearly_multiplying(name: str) -> None:
     asked = recipe.load(name)
     generator = torch.Generator().manual_seed(0)
@@ -114,7 +118,7 @@ def test_bias_gradients_are_summed_in_float32(name: str) -> None:
     assert total.tolist() == [4095.0] * 16
 
 
-@pytest.mark.parametrize("name", recipe.names())
+@pytest.mark.parametrize("name", IN_FP8)
 def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
@@ -130,7 +134,7 @@ def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.Mon
 
 
 def test_what_a_gpu_must_have() -> None:
-    for name in recipe.names():
+    for name in IN_FP8:
         asked = recipe.load(name)
         assert asked.unsupported("cuda", (9, 0)) is None
         assert (asked.unsupported("cuda", (8, 9)) is None) == (name != "float8_block_scaling")
@@ -138,6 +142,11 @@ def test_what_a_gpu_must_have() -> None:
         assert "(emulate=True) computes the same numbers" in str(asked.unsupported("cuda", (8, 0)))
         assert dataclasses.replace(asked, emulate=True).unsupported("cuda", (7, 5)) is None
         assert asked.unsupported("cuda", (10, 0)) is None  # block scales by Triton
+    for name in set(recipe.names()) - set(IN_FP8):  # emulated by bf16 GEMMs
+        assert recipe.load(name).unsupported("cuda", (8, 0)) is None
+        assert "bf16 needs compute capability 8.0, this GPU has 7.5; " in str(
+            recipe.load(name).unsupported("cuda", (7, 5))
+        )
     assert "9.x only, not 8.9, and Triton's TMA needs" in str(recipe.Float8BlockScaling().unsupported("cuda", (8, 9)))
 
 

@@ -8,7 +8,6 @@ from scipy import stats
 
 from te_bench.reports.convergence import skewed
 from te_bench.reports.convergence.equivalence import Verdict, compare
-from te_bench.reports.convergence.sequential import decide, spent
 
 MARGIN = 1.0
 #: Shapes of gaps with mean 0 and a standard deviation near 1.
@@ -20,7 +19,6 @@ SHAPES = {
     "one in ten 4 sd high": lambda draw, size: draw.standard_normal(size) + 4 * (draw.random(size) < 0.1) - 0.4,
     "one in ten 4 sd low": lambda draw, size: draw.standard_normal(size) - 4 * (draw.random(size) < 0.1) + 0.4,
 }
-LOOKS = (4, 6, 8, 10, 12)
 
 
 def most(rate, simulations):
@@ -38,13 +36,6 @@ def rate(shape, looks, limits, simulations=20_000):
 def test_a_gap_of_the_margin_is_called_good_in_at_most_alpha_of_cases(shape, alpha):
     for n in (3, 4, 5, 8, 13):
         assert rate(shape, (n,), (skewed.critical(n - 1, alpha),)) <= most(alpha, 20_000), n
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_looks_cost_no_error(shape):
-    for alpha in (0.05, 0.0125):
-        budgets = tuple(float(budget) for budget in spent(np.array(LOOKS) / LOOKS[-1], alpha))
-        assert rate(shape, LOOKS, skewed.bounds(LOOKS, budgets)) <= most(alpha, 20_000)
 
 
 def test_student_s_t_would_not_hold():
@@ -69,16 +60,6 @@ def test_verdicts_on_runs_at_the_margin(shape, n):
     assert sum(verdict is Verdict.INFERIOR for verdict in found) <= stats.binom.ppf(0.999, simulations, 0.052)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_stopping_early_on_runs_at_the_margin(shape):
-    simulations = 400
-    gaps = SHAPES[shape](np.random.default_rng(3), (simulations, LOOKS[-1])) / 10 + MARGIN
-    found = [decide(row, looks=LOOKS, margin=MARGIN).verdict for row in gaps]
-    good = sum(verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR) for verdict in found)
-    assert good <= stats.binom.ppf(0.999, simulations, 0.052)
-
-
 @pytest.mark.parametrize("n", [4, 13])
 def test_the_table_is_what_simulations_give(n):
     """Of other draws than those that made it."""
@@ -94,9 +75,7 @@ def test_a_claim_is_made_where_the_interval_says_so():
         low, high = mean.interval(0.05)
         assert mean.p_below(high) == pytest.approx(0.05, rel=1e-3)
         assert mean.p_above(low) == pytest.approx(0.05, rel=1e-3)
-        limit = skewed.critical(5, 0.05)
-        assert mean.below(high + 1e-9, limit)
-        assert not mean.below(high - 1e-9, limit)
+        assert mean.p_below(high + 1e-9) < 0.05 * (1 + 1e-3)
 
 
 def test_more_gaps_than_the_table_has_take_those_of_fewer():

@@ -12,7 +12,6 @@ from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.arm_stability import arm_stabilities
 from te_bench.reports.convergence.equivalence import Verdict
-from te_bench.reports.convergence.stopping import why_stopped
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
@@ -387,38 +386,3 @@ def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     assert not list(written.rglob("loss_time*"))
     assert not list(written.rglob("verdict_time*"))
     assert not any(run.step_s for arm in found.study.arms for run in arm.runs.values())
-
-
-# ---- early stopping
-
-SEQUENTIAL = {**JUDGEMENT, "seeds": 12, "first_look": 4}
-
-
-def test_a_clear_gap_and_a_clear_equality_stop_early_and_doubt_goes_on(tmp_path: Path) -> None:
-    truth = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
-    study = study_of(tmp_path / "run", study_records(truth, seeds=range(6), sd=0.00005), SEQUENTIAL)
-    assert study.looks == (4, 6, 8, 10, 12)
-    control = study.control
-    assert control is not None
-    said = {arm.name: why_stopped(arm, control, looks=study.looks, margin=0.003, alpha=0.0125) for arm in study.recipes}
-    assert str(said["float8_block_scaling"]).startswith("INFERIOR")
-    assert str(said["delayed_scaling"]).startswith("EQUIVALENT")
-    assert said["float8_current_scaling"] is None
-
-
-def test_stopped_seeds_are_spared_not_missing(tmp_path: Path) -> None:
-    outcomes = {("float8_block_scaling", seed): "stopped" for seed in range(6, 12)}
-    truth = {**TRUTH, "float8_block_scaling": 0.02}
-    records = study_records(truth, seeds=range(12), sd=0.00005, outcomes=outcomes)
-    found = judge_study(study_of(tmp_path / "run", records, SEQUENTIAL))
-    assert by_name(found)["float8_block_scaling"] is Verdict.INFERIOR
-    assert found.exit_code == 1
-    assert found.recipes[2].missing is None
-
-
-def test_a_gap_is_looked_at_in_the_order_of_its_seeds(tmp_path: Path) -> None:
-    """A later seed that ended first does not stand in for an earlier one."""
-    records = study_records(seeds=range(6), sd=0.00005, outcomes={("delayed_scaling", 1): "interrupted"})
-    study = study_of(tmp_path / "run", records, SEQUENTIAL)
-    assert study.control is not None
-    assert why_stopped(study.recipes[0], study.control, looks=study.looks, margin=0.003, alpha=0.0125) is None

@@ -45,6 +45,13 @@ def test_a_cpus_times_of_fp8_are_said_to_say_nothing_about_a_gpu(tmp_path):
     assert not said("fp16", "cpu")
 
 
+def test_a_gpus_times_of_emulated_block_formats_are_said_to_be_that(tmp_path):
+    records = [step_record(trial(precision=each, device="cuda"), 100) for each in ("bf16", "fp8")]
+    assert "emulated" not in sentences(tmp_path / "fp8", records)[-1]
+    records[1] = dataclasses.replace(records[1], work={**records[1].work, "ran": {"block_format_casts": 24}})
+    assert sentences(tmp_path / "nvfp4", records)[-1].startswith("MXFP8 and NVFP4 are emulated by bf16 GEMMs")
+
+
 def test_noise_names_no_winner_and_says_why(tmp_path):
     """Two demos half an hour apart, on a busy machine of 2 cores, each made another configuration the fastest."""
     busy = {"host_cores": 2, "cpu_others": 1.6, "cpu_idle": 0.01, "cpu_stolen": 0.0, "load_average": 5.0}

@@ -72,6 +72,8 @@ def dequantize(x: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def spread(x: Operand) -> Tensor:
     """The float32 scale_inv of each element of data, in a shape that multiplies it. Raises ValueError as dequantize."""
+    if x.layout.scales is None:
+        return torch.ones((), device=x.data.device)
     scale_inv, layout, (height, width) = x.scale_inv.float(), x.layout, x.layout.block
     if layout.order == PLAIN:
         if layout.block == TENSOR and not scale_inv.dim():

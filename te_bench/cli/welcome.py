@@ -1,0 +1,69 @@
+"""te-bench without a verb: what is here, and what to type next."""
+
+import importlib.metadata
+from collections import Counter
+from pathlib import Path
+
+from te_bench import __version__
+from te_bench.experiments import environment, store
+
+#: Other projects whose steps, layers or attention kernels te-bench measures beside its own: distributions and their names.
+RIVALS = {
+    "torchao": "torchao",
+    "liger-kernel": "Liger",
+    "transformer-engine": "Transformer Engine",
+    "flash-attn-4": "FlashAttention-4",
+}
+RUNS = Path("runs")
+LATEST = 3  # runs that are named
+
+
+def lines() -> list[str]:
+    """What an 80-column terminal shows."""
+    gpus = environment.nvidia_gpus()
+    return [
+        f"te-bench {__version__} says which attention kernel and which precision to train",
+        "your transformer with on your GPU, with proof.",
+        "",
+        f"  GPU     {_named(gpus) or 'none: FP8 is emulated, and times say nothing about a GPU'}",
+        f"  rivals  {_rivals() or 'none installed; te-bench list rivals'}",
+        f"  runs    {_runs() or 'none in this folder'}",
+        "",
+        "Next:",
+        *(f"  {command:<45} {what}" for command, what in _next(bool(gpus))),
+    ]
+
+
+def _named(gpus: list[dict[str, object]]) -> str:
+    counted = Counter(str(gpu["name"]) for gpu in gpus)
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items())
+
+
+def _rivals() -> str:
+    found = []
+    for distribution, name in RIVALS.items():
+        try:
+            found.append(f"{name} {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _runs() -> str:
+    """The folders that were written last."""
+    journals = [path for name in (store.JOURNAL, store.PACKED) for path in RUNS.glob(f"*/{name}")]
+    latest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
+    named = ", ".join(str(path.parent) for path in latest[:LATEST])
+    return f"{named} and {len(latest) - LATEST} more" if len(latest) > LATEST else named
+
+
+def _next(gpu: bool) -> list[tuple[str, str]]:
+    advise = "te-bench advise --model gpt2 --budget 3min" if gpu else "te-bench advise --model tiny"
+    seen = [("te-bench report DIR", "the report of a run, again")] if _runs() else []
+    return [
+        (advise, "what to train a model with"),
+        ("te-bench run quick", "two minutes: a first report"),
+        *seen,
+        ("te-bench doctor", "what runs here, and why not"),
+        ("te-bench --help", "all commands"),
+    ]

@@ -1,0 +1,112 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""GEMMs of what `quantize.block_formats` made, by half precision's: every product there is exact in float32."""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.quantize import Operand
+from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_LARGEST, NVFP4_LAYOUT, alpha
+from te_bench.kernels.tile import FLOATS, rounded
+
+ELEMENTS = 2048  # of a program that finishes a product
+PER_AMAXES = tl.constexpr(torch.tensor(1 / NVFP4_LARGEST**2).item())  # of float32, as every constant of alpha
+
+
+def forward(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """D = alpha (a.data @ b.data.T) + bias, in float32 until rounded; a (M, K), b (N, K) in bf16 -> (M, N) of out_dtype.
+
+    alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. Raises ValueError for other layouts,
+    and where a and b are of two.
+    """
+    if a.layout != b.layout or a.layout not in (MXFP8_LAYOUT, NVFP4_LAYOUT):
+        raise ValueError(f"{a.layout} by {b.layout}: both must be MXFP8's or both NVFP4's, of quantize.block_formats")
+    (_, k), (n, b_k) = a.data.shape, b.data.shape
+    if k != b_k:
+        raise ValueError(f"K is {k} in a and {b_k} in b {(n, b_k)}: of NVFP4 both must be transformed, or neither")
+    parts = a.data, b.data, a.scale_inv, b.scale_inv
+    if a.data.is_cuda and not torch.compiler.is_compiling():
+        return _multiply(*parts, out_dtype, bias)
+    return _operator(*parts, out_dtype, bias)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor | None,
+    b_scale_inv: Tensor | None,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        if not a.is_cuda:  # whose bf16 products are rounded on the way
+            return _finished(a.float() @ b.float().t(), a_scale_inv, b_scale_inv, out_dtype, bias)
+        if a_scale_inv is None and out_dtype is torch.bfloat16:
+            return F.linear(a, b, None if bias is None else bias.to(out_dtype))
+        out = torch.mm(a, b.t(), out_dtype=torch.float32)
+        if not out.numel() or (a_scale_inv is None and bias is None and out_dtype is torch.float32):
+            return out.to(out_dtype)
+        return finish(out, a_scale_inv, b_scale_inv, out_dtype, bias)
+
+
+def _finished(
+    out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """alpha out + bias, rounded once; out float32, the caller's own."""
+    if a_scale_inv is not None and b_scale_inv is not None:
+        out *= alpha(a_scale_inv, b_scale_inv)
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def finish(
+    out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """The same by one pass of a Triton kernel, of out (M, N), contiguous and not empty."""
+    made = out.new_empty(out.shape, dtype=out_dtype)
+    args = (out, a_scale_inv, b_scale_inv, bias, made, out.numel(), out.shape[1])
+    key = (*traits(out, bias), out.shape[0], out.shape[1], a_scale_inv is None, out_dtype)
+    constants = {"ELEMENTS": ELEMENTS, "DTYPE": FLOATS[out_dtype], "num_warps": 8, "enable_fp_fusion": False}
+    launch(block_formats_finish_kernel, -(-out.numel() // ELEMENTS), key, out.get_device(), args, constants)
+    return made
+
+
+@triton.jit(do_not_specialize_on_alignment=["a_scale_inv", "b_scale_inv"])
+def block_formats_finish_kernel(
+    out, a_scale_inv, b_scale_inv, bias, made, size, N, ELEMENTS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """made := alpha out + bias, as block_formats.alpha says."""
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    y = tl.load(out + at, mask=at < size)
+    if a_scale_inv is not None:
+        both = (tl.load(a_scale_inv) * 2688.0).to(tl.float32) * (tl.load(b_scale_inv) * 2688.0).to(tl.float32)
+        y *= both * PER_AMAXES
+    if bias is not None:
+        y += tl.load(bias + at % N, mask=at < size).to(tl.float32)
+    tl.store(made + at, rounded(y, DTYPE), mask=at < size)
+
+
+@torch.library.custom_op("te_bench::block_formats_product", mutates_args=())
+def _operator(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor | None,
+    b_scale_inv: Tensor | None,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    return _multiply(a, b, a_scale_inv, b_scale_inv, out_dtype, bias)
+
+
+@_operator.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale_inv: Tensor | None,
+    b_scale_inv: Tensor | None,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)

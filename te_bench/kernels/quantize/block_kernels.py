@@ -1,0 +1,286 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The Triton kernels of `block_formats`: one pass over x writes both orientations in bf16; NVFP4's amax takes one before it.
+
+Both lie in memory as x does, for a bf16 GEMM reads either way. No instruction of FP8 or FP4 is needed: elements are rounded
+by adding and subtracting 1.5 x 2^23 steps, so any GPU of Triton's runs them. A tile's blocks are the rows of (blocks, 16) or
+(blocks, 32), of its transpose for the other orientation.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from te_bench.kernels.launch import launch, rows_contiguous, traits
+from te_bench.kernels.quantize.block_formats import MXFP8_BLOCK, NVFP4_BLOCK
+from te_bench.kernels.quantize.kernels import load_tile
+from te_bench.kernels.tile import FP8, INTERPRETED, rounded
+
+# Products stay rounded: fused with an addition they would have more digits than the rules say.
+TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8, "enable_fp_fusion": False}
+#: Of four warps the transform would go by wgmma, for which ptxas 12.8 waits one by one.
+AMAX_TILE: dict[str, Any] = {**TILE, "ROWS": 32, "num_warps": 2}
+
+MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23: what is added to that many steps is rounded to a step, ties to even
+# Of float32, as the rules have them.
+PER_E4M3, PER_E5M2, PER_E2M1 = (tl.constexpr(torch.tensor(1 / limit).item()) for limit in (448, 57344, 6))
+LARGEST = tl.constexpr(3.4028234663852886e38)
+NEGATIVE = tl.constexpr(0xD7E8)  # bit i: the sign of element i, as block_formats.SIGNS
+UNALIGNED = ["seed", "amaxes", "scale_inv", "scale_inv_t"]
+
+
+@triton.jit
+def _size(v):
+    """|v|, 0 for NaN."""
+    return tl.where(v == v, tl.abs(v), 0.0)
+
+
+@triton.jit
+def _nearest(x, dtype: tl.constexpr):
+    """x, float32, saturated and to the nearest of an FP8 format, in float32; NaN stays."""
+    LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+    MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+    SMALLEST: tl.constexpr = 121 if dtype == tl.float8e4nv else 113  # biased exponents of 2^-6 and 2^-14, normal
+    size = tl.minimum(tl.abs(x), LIMIT)
+    exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, SMALLEST)
+    add = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True) * MAGIC
+    return tl.where(x == x, _signed((size + add) - add, x), x)
+
+
+@triton.jit
+def _signed(size, x):
+    """size with the sign of x."""
+    bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mxfp8(v, dtype: tl.constexpr):
+    """v (blocks, width) through MXFP8; block_formats.mxfp8_elements times its scales."""
+    INVERSE: tl.constexpr = PER_E4M3 if dtype == tl.float8e4nv else PER_E5M2
+    bits = (tl.max(_size(v), 1) * INVERSE).to(tl.int32, bitcast=True)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
+    code = tl.minimum(exponent + up.to(tl.int32), 254)
+    inverse = tl.maximum((254 - code) << 23, 0x400000).to(tl.float32, bitcast=True)
+    scale = tl.maximum(code << 23, 0x400000).to(tl.float32, bitcast=True)
+    return _nearest(v * inverse[:, None], dtype) * scale[:, None]
+
+
+@triton.jit
+def _step(size):
+    return tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
+
+
+@triton.jit
+def _per_step(size):
+    return tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+
+
+@triton.jit
+def _nvfp4(v, encode, random):
+    """v (blocks, 16) through NVFP4; block_formats.nvfp4_elements times its scales. random: None, or bytes."""
+    scale = _nearest(tl.minimum(tl.max(_size(v), 1) * (encode * PER_E2M1), 448.0), tl.float8e4nv)
+    inverse = tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)), LARGEST)
+    y = v * inverse[:, None]
+    size = tl.where(y == y, tl.abs(y), 8.0)
+    if random is None:
+        size = tl.minimum(size, 6.0)
+        add = _step(size) * MAGIC
+        size = (size + add) - add
+    else:
+        size = tl.minimum(size, 8.0)
+        size += random * (_step(size) * 0.00390625)
+        step = _step(size)
+        size = tl.minimum(tl.floor(size * _per_step(size)) * step, 6.0)
+    return tl.where(y == y, _signed(size, y), size) * scale[:, None]
+
+
+@triton.jit
+def _encode(bits):
+    """What the tensor is scaled by for its amax, whose bits these are."""
+    amax = bits.to(tl.float32, bitcast=True)
+    found = tl.minimum(tl.div_rn(2688.0, tl.where(bits > 0, amax, 1.0)), LARGEST)
+    return tl.where((bits > 0) & (found > 0), found, 1.0)
+
+
+@triton.jit
+def _random_bytes(seed, block, stream):
+    """block_formats.random_bytes of blocks, (blocks, 16)."""
+    zero = block * 0
+    first, second, third, fourth = tl.philox(
+        tl.load(seed).to(tl.uint64, bitcast=True), block, zero + stream, zero, zero
+    )
+    lane = tl.arange(0, 16)[None, :]
+    low = tl.where(lane < 4, first[:, None], second[:, None])
+    high = tl.where(lane < 12, third[:, None], fourth[:, None])
+    word = tl.where(lane < 8, low, high)
+    return ((word >> (lane % 4 * 8).to(tl.uint32)) & 0xFF).to(tl.int32).to(tl.float32)
+
+
+@triton.jit
+def _transformed(v):
+    """block_formats.hadamard of v (blocks, 16), in v's dtype, in float32."""
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    both = i & j
+    if INTERPRETED:  # which multiplies the bits of bf16
+        v = v.to(tl.float32)
+    odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3) ^ (NEGATIVE >> i)) & 1
+    h = tl.where(odd == 1, -0.25, 0.25).to(v.dtype)
+    return rounded(tl.dot(v, h, input_precision="ieee"), tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _lines(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """The blocks of v's columns, (blocks, width)."""
+    return tl.reshape(tl.trans(v), (COLUMNS * ROWS // WIDTH, WIDTH))
+
+
+@triton.jit
+def _put(y, to, rows, cols, M, N):
+    """to (M, N) := y, (rows, columns) float32, in bf16."""
+    mask = (rows < M)[:, None] & (cols < N)[None, :]
+    tl.store(to + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(y, tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def _put_lines(y, to, rows, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same of blocks of columns, as `_lines` made them."""
+    _put(tl.trans(tl.reshape(y, (COLUMNS, ROWS))), to, rows, cols, M, N)
+
+
+@triton.jit
+def _squared(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Square blocks of v, (blocks, width^2)."""
+    four = tl.reshape(v, (ROWS // WIDTH, WIDTH, COLUMNS // WIDTH, WIDTH))
+    return tl.reshape(tl.permute(four, (0, 2, 1, 3)), (ROWS * COLUMNS // (WIDTH * WIDTH), WIDTH * WIDTH))
+
+
+@triton.jit
+def _put_squared(y, to, rows, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """to (M, N) := square blocks, as `_squared` made them."""
+    four = tl.permute(tl.reshape(y, (ROWS // WIDTH, COLUMNS // WIDTH, WIDTH, WIDTH)), (0, 2, 1, 3))
+    _put(tl.reshape(four, (ROWS, COLUMNS)), to, rows, cols, M, N)
+
+
+@triton.jit
+def mxfp8_cast_kernel(
+    x, data, columns, stride, M, N,
+    SQUARE: tl.constexpr, TARGET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile a program: data (M, N) by blocks of its rows, or square ones, columns (M, N) by blocks of its columns."""
+    v, rows, cols = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
+    v = v.to(tl.float32)
+    if data is not None:
+        if SQUARE:
+            _put_squared(
+                _mxfp8(_squared(v, ROWS, COLUMNS, WIDTH), TARGET), data, rows, cols, M, N, ROWS, COLUMNS, WIDTH
+            )
+        else:
+            y = _mxfp8(tl.reshape(v, (ROWS * COLUMNS // WIDTH, WIDTH)), TARGET)
+            _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
+    if columns is not None:
+        _put_lines(_mxfp8(_lines(v, ROWS, COLUMNS, WIDTH), TARGET), columns, rows, cols, M, N, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def nvfp4_amax_kernel(
+    x, amaxes, stride, M, N,
+    PLAIN: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """amaxes (2,) int32, zeros before: the bits of x's amax, and of that of its Hadamard-transformed columns."""
+    v, _, _ = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
+    if PLAIN:
+        largest = tl.max(_size(v.to(tl.float32)).to(tl.int32, bitcast=True))
+        tl.atomic_max(amaxes, largest, sem="relaxed")
+    if TRANSFORM:
+        y = _size(_transformed(_lines(v, ROWS, COLUMNS, WIDTH)))
+        tl.atomic_max(amaxes + 1, tl.max(y.to(tl.int32, bitcast=True)), sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def nvfp4_cast_kernel(
+    x, amaxes, seed, data, columns, scale_inv, scale_inv_t, stride, M, N,
+    SQUARE: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As mxfp8_cast_kernel; columns has M rounded up to 16 where TRANSFORM. seed: None, or rounds stochastically."""
+    index = tl.program_id(0)
+    across = tl.cdiv(N, COLUMNS)
+    v, rows, cols = load_tile(x, index, stride, M, N, ROWS, COLUMNS)
+    block = tl.arange(0, ROWS * COLUMNS // WIDTH)
+    down, right = index // across * ROWS, index % across * COLUMNS  # of the tile's first element
+    random = None
+    if data is not None:
+        bits = tl.load(amaxes)
+        encode = _encode(bits)
+        if index == 0:
+            tl.store(scale_inv, bits.to(tl.float32, bitcast=True).to(tl.float64) / 2688.0)
+        if SQUARE:
+            y = _nvfp4(_squared(v.to(tl.float32), ROWS, COLUMNS, WIDTH), encode, None)
+            _put_squared(y, data, rows, cols, M, N, ROWS, COLUMNS, WIDTH)
+        else:
+            PER_ROW: tl.constexpr = COLUMNS // WIDTH
+            if seed is not None:
+                at = (down + block // PER_ROW) * tl.cdiv(N, WIDTH) + right // WIDTH + block % PER_ROW
+                random = _random_bytes(seed, at, 0)
+            y = _nvfp4(tl.reshape(v.to(tl.float32), (ROWS * COLUMNS // WIDTH, WIDTH)), encode, random)
+            _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
+    if columns is not None:
+        PER_COLUMN: tl.constexpr = ROWS // WIDTH
+        lines, last = _lines(v, ROWS, COLUMNS, WIDTH), M
+        if TRANSFORM:
+            bits_t = tl.load(amaxes + 1)
+            lines, last = _transformed(lines), tl.cdiv(M, WIDTH) * WIDTH
+        else:
+            bits_t = tl.load(amaxes)
+        if index == 0:
+            tl.store(scale_inv_t, bits_t.to(tl.float32, bitcast=True).to(tl.float64) / 2688.0)
+        if seed is not None:
+            at = (right + block // PER_COLUMN) * tl.cdiv(M, WIDTH) + down // WIDTH + block % PER_COLUMN
+            random = _random_bytes(seed, at, 1)
+        y = _nvfp4(lines.to(tl.float32), _encode(bits_t), random)
+        _put_lines(y, columns, rows, cols, last, N, ROWS, COLUMNS)
+
+
+def mxfp8(
+    x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """data and columns, (M, N) in bf16, of x, (M, N) and not empty; columns None for square blocks."""
+    x = rows_contiguous(x)
+    (m, n), stride, square = x.shape, x.stride(0), rows > 1
+    data = x.new_empty(m, n, dtype=torch.bfloat16) if rowwise or square else None
+    columns = x.new_empty(m, n, dtype=torch.bfloat16) if columnwise and not square else None
+    key = (*traits(x), stride, m, n, data is None, columns is None, square, dtype)
+    constants = {"SQUARE": square, "TARGET": FP8[dtype], "WIDTH": MXFP8_BLOCK, **TILE}
+    launch(mxfp8_cast_kernel, _tiles(m, n), key, x.get_device(), (x, data, columns, stride, m, n), constants)
+    return data, columns
+
+
+def nvfp4(
+    x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, seed: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """data (M, N), columns (M, N), or (M rounded up to 16, N) where transform, in bf16, and the scale_inv of either."""
+    x = rows_contiguous(x)
+    (m, n), stride, device, square = x.shape, x.stride(0), x.get_device(), rows > 1
+    rowwise, columnwise = rowwise or square, columnwise and not square
+    transform = transform and columnwise
+    amaxes = torch.zeros(2, dtype=torch.int32, device=x.device)
+    key = (*traits(x), stride, m, n, rowwise, columnwise, transform)
+    constants = {"PLAIN": rowwise or not transform, "TRANSFORM": transform, "WIDTH": NVFP4_BLOCK, **AMAX_TILE}
+    launch(nvfp4_amax_kernel, _tiles(m, n, AMAX_TILE), key, device, (x, amaxes, stride, m, n), constants)
+    high = -(-m // NVFP4_BLOCK) * NVFP4_BLOCK if transform else m
+    data = x.new_empty(m, n, dtype=torch.bfloat16) if rowwise else None
+    columns = x.new_empty(high, n, dtype=torch.bfloat16) if columnwise else None
+    scale_inv = x.new_empty((), dtype=torch.float64) if rowwise else None
+    scale_inv_t = x.new_empty((), dtype=torch.float64) if columnwise else None
+    args = (x, amaxes, seed, data, columns, scale_inv, scale_inv_t, stride, m, n)
+    constants = {"SQUARE": square, "TRANSFORM": transform, "WIDTH": NVFP4_BLOCK, **TILE}
+    launch(nvfp4_cast_kernel, _tiles(m, n), (*key, square, seed is None), device, args, constants)
+    return data, columns, scale_inv, scale_inv_t
+
+
+def _tiles(m: int, n: int, tile: dict[str, Any] = TILE) -> int:
+    """Programs; NVFP4's last row of tiles holds the zeros that a transform adds, for its height is a multiple of 16."""
+    return -(-m // tile["ROWS"]) * -(-n // tile["COLUMNS"])

@@ -1,0 +1,76 @@
+"""NVFP4, Blackwell's: 4-bit elements in blocks of 16 with E4M3 scales, emulated exactly by bf16 GEMMs on any device."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from te_bench.kernels.gemm import block_formats
+from te_bench.kernels.quantize import Operand, Quantized, block_casts
+from te_bench.kernels.quantize.block_formats import NVFP4_BLOCK
+from te_bench.models.recipe._recipe import Format, Recipe, Slot
+
+LARGEST = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 elements, an E4M3 scale for 16 of them along what the GEMM contracts, a float32 scale for the tensor.
+
+    Gradients are rounded stochastically, by bytes of torch's generator of their device; x and dy are Hadamard-transformed by
+    16 tokens for wgrad; a weight's blocks are 16 x 16, shared by both orientations: disable_stochastic_rounding,
+    disable_rht and disable_2d_quantization each do without. No GPU multiplies it here: GEMMs are bf16's, of the same
+    numbers, and keep two bytes an element for the backward pass. emulate=True casts in plain PyTorch. Raises ValueError for
+    what is impossible. Source: Transformer Engine, NVFP4BlockScaling; arXiv:2509.25149.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    fp8_format: Format = field(default=Format.E4M3, kw_only=True)
+    fp8_dpa: bool = field(default=False, kw_only=True)
+    fp8_mha: bool = field(default=False, kw_only=True)
+
+    granularity: ClassVar[str] = "nvfp4"
+    by_half_gemms: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._check_format(legal=(Format.E4M3,))
+        self._reject(
+            self.row_scaled_activation, "row_scaled_activation", "te_bench has one amax a tensor; leave it False"
+        )
+        self._reject(self.nvfp4_4over6 != "none", "nvfp4_4over6", "'none'; the others are for post-training")
+        for name in ("fp8_dpa", "fp8_mha"):
+            self._reject(getattr(self, name), name, "attention is in the activations' precision")
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return True
+
+    def quantize(
+        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
+    ) -> Quantized:
+        if column_sum is not None:
+            column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
+        weight, seed = role == "weight", None
+        if role == "grad_output" and not self.disable_stochastic_rounding:
+            seed = torch.randint(LARGEST, (), dtype=torch.int64, device=x.device)
+        return block_casts.nvfp4(
+            x,
+            rows=NVFP4_BLOCK if weight and not self.disable_2d_quantization else 1,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            transform=not (weight or self.disable_rht),
+            seed=seed,
+            counts=slot.counts,
+            portable=self.emulate,
+        )
+
+    def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias)
+
+
+RECIPE = NVFP4BlockScaling()

@@ -1,0 +1,340 @@
+"""The design of a run whose recipes share a pool of bf16 runs: what it can conclude, what that costs, and what more would.
+
+Of earlier runs, a pilot's among them, it reads how far runs of one configuration vary about their own mean, and nothing else
+of their losses: who knows a gap chooses the plan by it, and no error rate holds. Losses, margins and gaps are in nat.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from te_bench.experiments.spec import Experiment, Scalar, Trial
+from te_bench.experiments.suites.convergence import BROKEN
+from te_bench.reports.convergence import planning, pooled, power
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
+from te_bench.reports.convergence.skewed import FEWEST
+from te_bench.reports.convergence.study import Study
+
+#: True gaps that a power is said for, as shares of the margin. FP8's gaps on record are about 0.12 % of the loss: 0.0025 nat
+#: at 2.13, half of a margin of 0.005.
+GAPS = (0.0, 1 / 3, 1 / 2)
+FEWEST_FREEDOM = 6  # of a spread: of fewer its 80 % bound is 1.4 times the estimate or more
+MOST_ROUNDS = 200
+_STEPS = (4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # rounds of the table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpread:
+    """Standard deviation of the final losses of one configuration's runs, and the degrees of freedom it is known with."""
+
+    sd: float
+    df: float
+    assumed: str | None = None  # whose it is, where it is not of the user's own records
+
+    @property
+    def at_most(self) -> float:
+        """Its upper bound of 80 % confidence."""
+        return power.at_most(self.sd, self.df)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumption:
+    """What a plan is made with where no pilot tells: a spread, and seconds of a run on one GPU."""
+
+    of: Mapping[str, Scalar]  # what of the problem must agree
+    spread: RunSpread
+    trial_s: float | None = None
+    trial_from: str = ""
+
+
+ASSUMED = (
+    Assumption(
+        of={"steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 3e-4},
+        spread=RunSpread(
+            sd=0.0040,
+            df=20,
+            assumed="that of GPT-2 124M's training losses over the last 200 steps, less what seeds share, in "
+            "results/h200/convergence, at twice the rate; neither this rate nor this held-out text has been measured",
+        ),
+        trial_s=187.0,
+        trial_from="2,035 steps of 4 x 22.8 ms, GPT-2 124M's of results/h200/convergence on an H200",
+    ),
+    Assumption(
+        of={"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3, "order": "once"},
+        spread=RunSpread(sd=0.014, df=12, assumed="16 runs of this preset on a CPU, 2026-11-26"),
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A number of rounds, what it costs and what it shows; None where nothing is known of time or spread."""
+
+    rounds: int
+    runs: int
+    seconds: float | None  # of one run at a time
+    power: tuple[float, ...] | None  # at GAPS, by the spread that is planned for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """What is planned and what else could be."""
+
+    rounds: int
+    ratio: int
+    recipes: int
+    margin: float
+    alpha: float
+    spread: RunSpread | None
+    unused: str | None  # why records that are there tell no spread
+    round_s: float | None  # all runs of a round but the broken one, one at a time
+    broken_s: float | None
+    time_from: str | None  # where the seconds are assumed from
+    machine: Machine
+    pilot: bool
+
+    def option(self, rounds: int) -> Option:
+        runs = rounds * (self.recipes + self.ratio) + min(rounds, BROKEN)
+        shown = None
+        if self.spread is not None:
+            shown = tuple(self.power(rounds, share * self.margin) for share in GAPS)
+        return Option(rounds=rounds, runs=runs, seconds=self.seconds(rounds), power=shown)
+
+    def seconds(self, rounds: int) -> float | None:
+        """Of one run at a time."""
+        if self.round_s is None or self.broken_s is None:
+            return None
+        return rounds * self.round_s + min(rounds, BROKEN) * self.broken_s
+
+    def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
+        """Of a recipe after Holm, the mean over all, by the spread that is planned for."""
+        assert self.spread is not None
+        return pooled.power(
+            rounds,
+            self.spread.at_most,
+            self.margin,
+            ratio=self.ratio,
+            recipes=self.recipes,
+            gap=gap,
+            alpha=self.alpha,
+            draws=draws,
+        )
+
+    @property
+    def planned(self) -> Option:
+        return self.option(self.rounds)
+
+    def needed(self, gap: float = 0.0) -> int | None:
+        """Rounds with a power of 80 %; None where MOST_ROUNDS have less."""
+        assert self.spread is not None
+        return pooled.rounds_needed(
+            self.spread.at_most,
+            self.margin,
+            ratio=self.ratio,
+            share=power.POWER,
+            recipes=self.recipes,
+            gap=gap,
+            alpha=self.alpha,
+            most=MOST_ROUNDS,
+        )
+
+    def rounds_within(self, budget_s: float) -> int:
+        """The most rounds that a budget holds. Raises ValueError for fewer than a verdict takes."""
+        budget = budget_s * self.machine.slots
+        rounds = 0
+        while rounds < MOST_ROUNDS and (self.seconds(rounds + 1) or math.inf) <= budget:
+            rounds += 1
+        if rounds < FEWEST:
+            least = self.seconds(FEWEST) or 0.0
+            raise ValueError(
+                f"--budget {planning.duration(budget_s)}: a verdict needs {FEWEST} rounds, which take about "
+                f"{planning.duration(least / self.machine.slots)}{self.machine.on}"
+            )
+        return rounds
+
+    @property
+    def refused(self) -> str | None:
+        """Why a run that would probably conclude nothing is not begun unless it is asked for, or None."""
+        if self.pilot or self.spread is None:
+            return None
+        shown = self.power(self.rounds, 0.0)
+        if shown >= power.POWER - planning.ROUNDING:
+            return None
+        needed = self.needed()
+        ways = []
+        if needed is not None:
+            cost = self.seconds(needed)
+            ways.append(f"--seeds {needed}" + (f" ({self._hours(cost)})" if cost else ""))
+        hardest = self.alpha / self.recipes
+        if self.rounds >= FEWEST:
+            one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
+            ways.append(f"--margin {self.spread.at_most * one:.2g}")
+            ways.append(f"runs that vary by {self.margin / one:.2g} (sd) or less, not {self.spread.at_most:.2g}")
+        ways = ways or [f"{FEWEST} rounds or more"]
+        return (
+            f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
+            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; or run it all the same with "
+            "--underpowered"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        spread = None if self.spread is None else {**dataclasses.asdict(self.spread), "at_most": self.spread.at_most}
+        rows = [{**dataclasses.asdict(o), "gpu_h": self._gpu_h(o)} for o in self.options]
+        seconds = self.seconds(self.rounds)
+        estimate = {
+            "device_s": None if seconds is None else seconds / self.machine.share,
+            "elapsed_s": None if seconds is None else seconds / self.machine.slots,
+            "at_once": self.machine.slots,
+        }
+        conclusion = {
+            "rounds": self.rounds,
+            "bf16_runs": self.ratio * self.rounds,
+            "looks": pooled.looks(self.rounds) if self.rounds >= FEWEST else (),
+            "spread": spread,
+            "power": self.planned.power,
+            "options": rows,
+        }
+        return {"conclusion": conclusion, "estimate": estimate, "refused": self.refused}
+
+    @property
+    def options(self) -> list[Option]:
+        """The plan between others, so far as their power tells them apart."""
+        found = []
+        for rounds in sorted({*_STEPS, self.rounds}):
+            if rounds >= FEWEST:
+                found.append(one := self.option(rounds))
+                if one.power is not None and one.power[-1] > 0.97 and rounds >= self.rounds:
+                    break
+        return found
+
+    def _hours(self, seconds: float) -> str:
+        """Of the device, of so many seconds of one run at a time."""
+        unit, own = "GPU" if self.machine.device == "cuda" else "CPU", seconds / self.machine.share
+        return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
+
+    def _gpu_h(self, option: Option) -> float | None:
+        return None if option.seconds is None else option.seconds / self.machine.share / 3600
+
+    def sentences(self) -> list[str]:
+        """What is said of it, a line each, those of details indented."""
+        bf16, looks = self.ratio * self.rounds, ", ".join(map(str, pooled.looks(max(self.rounds, FEWEST))))
+        what = "pilot" if self.pilot else "design"
+        said = [
+            f"The {what}: {self.rounds} rounds, each of one run of every recipe ({self.recipes}) and {self.ratio} of "
+            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all "
+            "with the planted fault's",
+        ]
+        if self.pilot:
+            said.append("  its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
+        else:
+            said.append(
+                f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.recipes}, alpha {self.alpha:g}"
+            )
+        if self.spread is None:
+            said.append(
+                "  power: not known, for no record says how far runs of this training vary; a pilot tells: run the same "
+                "with --as-pilot --out DIR, then plan with --pilot DIR"
+            )
+        else:
+            of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:g} df"
+            said += [
+                f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned for {self.spread.at_most:.2g}, which "
+                "it does not exceed with 80 % confidence",
+                f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is:",
+            ]
+            said += self._table()
+        said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
+        assumed = f" (assumed: {self.time_from})" if self.time_from else ""
+        seconds = self.seconds(self.rounds)
+        if seconds is None:
+            said.append("  time: not known; --pilot DIR would tell")
+        else:
+            elapsed = planning.duration(seconds / self.machine.slots)
+            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}{assumed}")
+        return said
+
+    def _table(self) -> list[str]:
+        unit = "GPU h" if self.machine.device == "cuda" else "CPU h"
+        heads = [f"{share * self.margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
+        lines = [f"  {'rounds':>8} {'runs':>6} {unit:>7}  " + " ".join(f"{head:>7}" for head in heads)]
+        for one in self.options:
+            hours = self._gpu_h(one)
+            cost = "-" if hours is None else f"{hours:.3g}"
+            shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
+            mark = " *" if one.rounds == self.rounds else ""
+            lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
+        return lines
+
+
+def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:
+    """Pooled over the configurations of the study whose control is this trial but for its seed; else None.
+
+    sd^2 is the sum of squared deviations from each configuration's own mean over their degrees of freedom: a constant that
+    is added to a configuration's losses changes nothing.
+    """
+    found = []
+    for study in studies:
+        if study.control is None or study.control.trial.cell != control.cell:
+            continue
+        arms = [arm for arm in study.arms if arm.kind != "broken" and not arm.diverged]
+        losses = [np.array(list(arm.finals.values())) for arm in arms if len(arm.finals) > 1]
+        freedom = sum(each.size - 1 for each in losses)
+        squares = sum(float(each.var()) * each.size for each in losses)
+        if freedom >= FEWEST_FREEDOM and squares > 0:
+            found.append(RunSpread(sd=math.sqrt(squares / freedom), df=freedom))
+    return max(found, key=lambda spread: spread.df, default=None)
+
+
+def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
+    """The design of an experiment with a pool, by what earlier runs recorded."""
+    judged = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds", "pool")}
+    trials = experiment.trials
+    control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
+    assumption = next((a for a in ASSUMED if all(control.problem.get(key) == of for key, of in a.of.items())), None)
+    spread = run_spread(earlier.studies, control)
+    unused = None
+    if spread is None and earlier.timings:
+        unused = planning.unlike(earlier.studies, control) or earlier.other_chips
+    ratio, kinds = int(judged["pool"]), _cells(trials)
+    seconds, time_from = _seconds(kinds, earlier, assumption)
+    return Design(
+        rounds=int(judged["seeds"]),
+        ratio=ratio,
+        recipes=max(1, sum(trial.problem.get("arm") == "recipe" for trial in kinds)),
+        margin=judged["margin"],
+        alpha=judged["alpha"],
+        spread=spread or (assumption.spread if assumption else None),
+        unused=unused,
+        round_s=_total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1}),
+        broken_s=_total(seconds, {"broken": 1}),
+        time_from=time_from,
+        machine=earlier.machine,
+        pilot=bool(experiment.judgement.get("pilot")),
+    )
+
+
+def _cells(trials: Sequence[Trial]) -> list[Trial]:
+    """The first trial of each configuration."""
+    return list({trial.cell: trial for trial in reversed(trials)}.values())
+
+
+def _seconds(
+    kinds: Sequence[Trial], earlier: EarlierRuns, assumption: Assumption | None
+) -> tuple[list[tuple[str, float | None]], str | None]:
+    """(arm, seconds of a run) of each configuration, and where they are from if no record of this machine tells."""
+    taken = planning.seconds(kinds, earlier.records)
+    arms = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
+    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda":
+        return arms, None
+    if all(time is not None for _, time in arms):
+        return arms, None
+    return [(arm, assumption.trial_s) for arm, _ in arms], assumption.trial_from
+
+
+def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:
+    times = [(counts[arm], time) for arm, time in seconds if arm in counts]
+    return None if any(time is None for _, time in times) else sum(n * (time or 0.0) for n, time in times)

@@ -1,0 +1,212 @@
+"""A study whose recipes share a pool of bf16 runs: what its looks have shown of each configuration, by `pooled`'s test.
+
+Round r has one run of every recipe, of seed r * pool, and `pool` runs of bf16, of this seed and those that follow: the last
+of them is A/A's, an ulp away. Runs are compared unpaired, so that a common seed makes the test a little too careful.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from scipy.special import ndtr, stdtrit
+
+from te_bench.reports.convergence import pooled, power
+from te_bench.reports.convergence.equivalence import (
+    CLAIMS,
+    CandidateVerdict,
+    Claims,
+    LossComparison,
+    Verdict,
+    copies,
+    holm,
+    outliers,
+)
+from te_bench.reports.convergence.study import Study, StudyArm
+
+HOPELESS = 0.05  # the chance of a verdict, by the gap so far, below which the rounds to come are not worth running
+
+
+def pool_of(study: Study) -> list[float]:
+    """The final losses of all bf16 runs, the control's and A/A's, by their seeds up to the first without one."""
+    finals = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
+    return _in_order(finals, range((study.pool or 1) * study.rounds))
+
+
+def _of_control(study: Study) -> list[float]:
+    """The control's alone, which A/A is held to."""
+    assert study.control is not None
+    ratio = study.pool or 1
+    return _in_order(study.control.finals, [s for s in range(ratio * study.rounds) if s % ratio != ratio - 1])
+
+
+def _of_rounds(study: Study, arm: StudyArm) -> list[float]:
+    """One final loss a round."""
+    ratio = study.pool or 1
+    first = ratio - 1 if arm.kind == "aa" else 0
+    return _in_order(arm.finals, range(first, ratio * study.rounds, ratio))
+
+
+def _in_order(finals: dict[int, float], seeds: Sequence[int]) -> list[float]:
+    """Up to the first seed without a loss: a later run that ended first stands in for none."""
+    found = []
+    for seed in seeds:
+        if seed not in finals:
+            break
+        found.append(finals[seed])
+    return found
+
+
+def judge_recipes(
+    study: Study, margin: float, alpha: float, unfit: dict[str, CandidateVerdict]
+) -> dict[str, CandidateVerdict]:
+    """A judgement of every recipe after Holm; those that are `unfit` for a test stay in the family with p = 1."""
+    assert study.pool is not None
+    pool, names = pool_of(study), [arm.name for arm in study.recipes]
+    shown = {
+        arm.name: _compared(study, _of_rounds(study, arm), pool, study.pool, margin, alpha, len(names))
+        for arm in study.recipes
+        if arm.name not in unfit
+    }
+    adjusted = [
+        holm([1.0 if (c := shown.get(name)) is None else getattr(c.claims, claim) for name in names])
+        for claim in ("equivalent", "non_inferior", "inferior")
+    ]
+    found = dict(unfit)
+    for name, *p in zip(names, *adjusted, strict=True):
+        if name not in unfit:
+            found[name] = _judged(study, shown[name], Claims(*p), len(names))
+    return {name: found[name] for name in names}
+
+
+def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
+    """A/A against the control's runs, on its own."""
+    assert study.aa is not None
+    assert study.pool is not None
+    ratio = study.pool - 1
+    c = _compared(study, _of_rounds(study, study.aa), _of_control(study), ratio, margin, alpha, 1)
+    return _judged(study, c, c.claims if c else Claims(1.0, 1.0, 1.0), 1)
+
+
+def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int) -> CandidateVerdict:
+    if c is None:
+        first = pooled.looks(study.rounds)[0]
+        why = f"fewer than {first} of {study.rounds} rounds have ended, and the first look is after {first}"
+        return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
+    verdict = claims.verdict(c.alpha)
+    needed = _needed(c, study.pool or 1, c.alpha / family)
+    return CandidateVerdict(
+        verdict=verdict,
+        reason=_reason(study, c, verdict, needed),
+        family=family,
+        comparison=c,
+        claims=claims,
+        seeds_needed=needed,
+    )
+
+
+def _compared(
+    study: Study,
+    candidate: Sequence[float],
+    pool: Sequence[float],
+    ratio: int,
+    margin: float,
+    alpha: float,
+    family: int,
+) -> LossComparison | None:
+    """What the looks that were reached show; None before the first."""
+    looked = pooled.looks_at(candidate, pool, study.rounds, ratio)
+    if not looked:
+        return None
+    n = pooled.looks(study.rounds)[len(looked) - 1]
+    ours, theirs, last = np.array(candidate[:n]), np.array(pool[: ratio * n]), looked[-1]
+    gap, se, df = float(last.gap), float(last.se), n + ratio * n - 2
+    untold = LossComparison(
+        n=n,
+        n_control=ratio * n,
+        paired=False,
+        margin=margin,
+        alpha=alpha,
+        gap=gap,
+        sd=0.0,
+        df=0.0,
+        interval=None,
+        t_interval=None,
+        claims=Claims(1.0, 1.0, 1.0),
+        correlation=None,
+        power=None,
+        detectable=None,
+        seeds_needed=None,
+        seeds_needed_at_gap=None,
+        outliers=(),
+        verdict=Verdict.INCONCLUSIVE,
+        reason="two of its runs ended on the very same loss: they are one run",
+    )
+    if se == 0 or copies(ours) or copies(theirs):
+        return untold
+    sd = se / math.sqrt(1 / n + 1 / (ratio * n))  # of one run, as the test takes it
+    bound = -pooled.critical(study.rounds, ratio, alpha)[len(looked) - 1]
+    student, hardest = float(stdtrit(df, 1 - alpha)) * se, alpha / family
+    return replace(
+        untold,
+        sd=sd * math.sqrt(2),
+        df=df,
+        interval=(gap - bound * se, gap + bound * se) if math.isfinite(bound) else None,
+        t_interval=(gap - student, gap + student),
+        claims=pooled.claims(looked, margin, study.rounds, ratio),
+        power=pooled.power(study.rounds, sd, margin, ratio=ratio, alpha=alpha),
+        detectable=sd * pooled.least_margin(study.rounds, ratio, hardest, power.POWER),
+        seeds_needed=pooled.rounds_needed(sd, margin, ratio=ratio, share=power.POWER, alpha=hardest),
+        outliers=outliers(ours),
+        reason="",
+    )
+
+
+def _needed(c: LossComparison, ratio: int, alpha: float) -> int | None:
+    """Rounds that would show 80 % of the time what the measured gap is, if that is the true one."""
+    if not c.sd or abs(c.gap) >= c.margin:
+        return None
+    sd = c.sd / math.sqrt(2)
+    return pooled.rounds_needed(sd, c.margin, ratio=ratio, share=power.POWER, gap=c.gap, alpha=alpha)
+
+
+def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | None) -> str:
+    if c.interval is None:
+        return c.reason or f"after {c.n} of {study.rounds} rounds no claim is possible yet"
+    level = f"{100 * (1 - 2 * c.alpha):.3g} % interval [{c.interval[0]:+.2g}, {c.interval[1]:+.2g}]"
+    measured = f"gap {c.gap:+.2g}, {level}, after {c.n} of {study.rounds} rounds"
+    if verdict is not Verdict.INCONCLUSIVE:
+        return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
+    said = f"not told from the margin {c.margin:g}: {measured}"
+    if needed is None:
+        return said
+    return f"{said}; {needed} rounds would show it EQUIVALENT in 80 % of cases if that is its true gap"
+
+
+# ---- when no more runs are needed
+
+
+def why_decided(study: Study, judged: CandidateVerdict, *, recipe: bool) -> str | None:
+    """What the looks so far have settled, as a sentence, or None while the rounds to come may change it."""
+    c, said = judged.comparison, f"{judged.verdict} {judged.reason}"
+    if judged.verdict in (Verdict.EQUIVALENT, Verdict.INFERIOR, Verdict.DIVERGED):
+        return said
+    if c is None or c.t_interval is None:
+        return None
+    if c.n == study.rounds:
+        return said
+    ratio = (study.pool or 1) - (0 if recipe else 1)
+    chance = _chance(c, study.rounds, ratio, judged.family)
+    return f"{said}; the other {study.rounds - c.n} rounds would hardly tell" if chance < HOPELESS else None
+
+
+def _chance(c: LossComparison, rounds: int, ratio: int, family: int) -> float:
+    """Probability, by the gap so far, that the last look shows EQUIVALENT or INFERIOR at Holm's easiest step.
+
+    The gap of all rounds is predicted around that of the first n, with variance sd^2 (1 / n - 1 / rounds) (1 + 1 / ratio).
+    """
+    one = c.sd / math.sqrt(2) * math.sqrt(1 + 1 / ratio)
+    off, reach = one * math.sqrt(1 / c.n - 1 / rounds), -pooled.critical(rounds, ratio, c.alpha)[-1] * one
+    reach /= math.sqrt(rounds)
+    within = float(ndtr((c.margin - reach - c.gap) / off) - ndtr((reach - c.margin - c.gap) / off))
+    return max(within, 0.0) + float(ndtr((c.gap - c.margin - reach) / off))

@@ -1,0 +1,316 @@
+"""Runs of a recipe against a pool of bf16 runs that all recipes share, looked at while they arrive.
+
+The statistic is (gap - margin) / se. A spread is that of both sides pooled, or a side's own where that is larger: of pooling
+always, pooling unless Brown and Forsythe's test objects, and Welch's test, this one shows the smallest margin once each is
+held to its error rate for every shape below. Looks spend alpha as O'Brien and Fleming's bounds do, by Lan and DeMets 1983,
+Biometrika 70:659. Critical values are of simulated runs: `pooled.json` has them, and `python -m
+te_bench.reports.convergence.pooled` writes it.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from te_bench.reports.convergence.equivalence import Claims
+from te_bench.reports.convergence.sequential import spent
+from te_bench.reports.convergence.skewed import FEWEST
+
+Array = NDArray[np.float64]
+Draws = Callable[[np.random.Generator, tuple[int, ...]], Array]  # runs that have the mean 0
+
+#: What is printed beside every claim of this design.
+ASSUMPTION = (
+    "The error rate holds where a recipe's runs are normal, vary twice as much as bf16's, are as skewed as an exponential "
+    "distribution, or lie 4 standard deviations off in one case of ten, whether or not bf16's do"
+)
+#: Of all rounds. Earlier looks hold hardly any alpha; these cost 3 % more runs at the most (O'Brien-Fleming, normal runs).
+LOOKS = (0.4, 0.7, 1.0)
+RATIOS = (1, 2, 3, 4)  # bf16 runs for each run of a recipe
+MOST = 100  # of more rounds the critical values of so many are used, which are a little too large
+TABLE = Path(__file__).with_name("pooled.json")
+
+_NUMBERS = (*range(3, 25), 27, 30, 35, 40, 50, 60, 80, MOST)  # rounds
+_LEVELS = (1e-4, 2e-4, 5e-4, 1e-3, 0.0025, 0.005, 0.00714, 0.00833, 0.01, 0.0125, 0.0167, 0.025, 0.05, 0.1, 0.2, 0.4)
+_TABLED = 400_000  # cases: a level of 0.05 / 7 is off by 2 % of itself
+_CHUNK = 20_000
+DRAWS = 20_000  # of a power: 80 % is known within 0.6 points
+
+
+def looks(rounds: int) -> tuple[int, ...]:
+    """The rounds after which a plan of so many is looked at: two fifths of them, seven tenths, and all."""
+    return tuple(sorted({min(rounds, max(FEWEST, round(share * rounds))) for share in LOOKS}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """The first n runs of one side: their mean and the sum of their squared deviations, of one case or of many."""
+
+    n: int
+    mean: Array
+    squares: Array
+
+
+def side(runs: Array) -> Side:
+    """Of the last axis."""
+    return Side(n=runs.shape[-1], mean=runs.mean(axis=-1), squares=runs.var(axis=-1) * runs.shape[-1])
+
+
+def standard_error(one: Side, other: Side) -> Array:
+    """Of the difference of both means: a side's variance is the pooled one, or its own where that is larger."""
+    pooled = (one.squares + other.squares) / (one.n + other.n - 2)
+    parts = [np.maximum(each.squares / max(each.n - 1, 1), pooled) / each.n for each in (one, other)]
+    return np.asarray(np.sqrt(parts[0] + parts[1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Gap and standard error after so many rounds, of one study or of many."""
+
+    gap: Array
+    se: Array
+
+
+def looks_at(candidate: Sequence[float] | Array, pool: Sequence[float] | Array, rounds: int, ratio: int) -> list[Look]:
+    """The looks that the runs have reached; both in the order of their rounds, the pool `ratio` runs a round."""
+    ours, theirs = (np.asarray(runs, dtype=np.float64) for runs in (candidate, pool))
+    found = []
+    for n in looks(rounds):
+        if ours.shape[-1] >= n and theirs.shape[-1] >= ratio * n:
+            one, other = side(ours[..., :n]), side(theirs[..., : ratio * n])
+            found.append(Look(gap=np.asarray(one.mean - other.mean), se=standard_error(one, other)))
+    return found
+
+
+def claims(looked: Sequence[Look], margin: float, rounds: int, ratio: int) -> Claims:
+    """p-values over all looks so far: the least alpha whose bounds one of them crosses; 1 before the first look.
+
+    What a look has shown stays shown, so that Holm over such p-values of several recipes holds at any time and with each
+    recipe at a look of its own (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311).
+    """
+    below, above = p_below(looked, margin, rounds, ratio), p_below(_mirrored(looked), margin, rounds, ratio)
+    worse = p_below(_mirrored(looked), -margin, rounds, ratio)
+    return Claims(max(float(below), float(above)), float(below), float(worse))
+
+
+def _mirrored(looked: Sequence[Look]) -> list[Look]:
+    return [Look(gap=-look.gap, se=look.se) for look in looked]
+
+
+def p_below(looked: Sequence[Look], bound: float, rounds: int, ratio: int) -> Array:
+    """p-values of the claim that the true gap lies below `bound`."""
+    p = np.ones(np.shape(looked[0].gap) if looked else ())
+    levels = np.log(_LEVELS)
+    for look, values in zip(looked, _tabled(rounds, ratio), strict=False):
+        known = np.isfinite(values)
+        if known.any():
+            found = np.interp((look.gap - bound) / look.se, values[known], levels[known], right=0.0)
+            p = np.minimum(p, np.exp(found))
+    return np.asarray(p)
+
+
+def critical(rounds: int, ratio: int, alpha: float) -> tuple[float, ...]:
+    """What (gap - margin) / se must not exceed at each look for a claim at the level alpha; -inf: no claim there."""
+    if alpha < _LEVELS[0]:
+        return (-math.inf,) * len(looks(rounds))
+    log = math.log(alpha)
+    found = []
+    for values in _tabled(rounds, ratio):
+        known = np.isfinite(values)
+        reached = known.any() and alpha >= np.array(_LEVELS)[known][0]
+        found.append(float(np.interp(log, np.log(_LEVELS)[known], values[known])) if reached else -math.inf)
+    return tuple(found)
+
+
+def _tabled(rounds: int, ratio: int) -> Array:
+    """(looks, levels): of the next smaller number of rounds where the table has not this one."""
+    if ratio not in RATIOS:
+        raise ValueError(f"{ratio} bf16 runs for each run of a recipe: take 1 to {RATIOS[-1]}")
+    if rounds < FEWEST:
+        raise ValueError(f"{rounds} rounds: their spread cannot be known from fewer than {FEWEST}")
+    return _table()[max(n for n in _NUMBERS if n <= rounds), ratio]
+
+
+@functools.cache
+def _table() -> dict[tuple[int, int], Array]:
+    found = {}
+    for name, values in json.loads(TABLE.read_text()).items():
+        n, ratio = map(int, name.split(":"))
+        found[n, ratio] = np.array([[-math.inf if x is None else x for x in look] for look in values])
+    return found
+
+
+# ---- what a design can show
+
+
+@functools.lru_cache(maxsize=32)
+def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[Look]]:
+    """Of each recipe the looks of as many studies: normal runs of variance 1, all true gaps 0, one pool for all."""
+    draw, at = np.random.default_rng(3), looks(rounds)
+    pool = _normal_sides(draw, [ratio * n for n in at], draws)
+    arms = [_normal_sides(draw, at, draws) for _ in range(recipes)]
+    return [
+        [
+            Look(gap=ours.mean - theirs.mean, se=standard_error(ours, theirs))
+            for ours, theirs in zip(arm, pool, strict=True)
+        ]
+        for arm in arms
+    ]
+
+
+def power(
+    rounds: int,
+    sd: float,
+    margin: float,
+    *,
+    ratio: int,
+    recipes: int = 1,
+    gap: float = 0.0,
+    alpha: float = 0.05,
+    draws: int = DRAWS,
+) -> float:
+    """Probability that a recipe is EQUIVALENT after Holm, where all of them have this true gap and single runs vary by sd.
+
+    The mean over the recipes. Runs are normal: their shape costs the error rate nothing, and the power little.
+    """
+    if rounds < FEWEST:
+        return 0.0
+    shown = []
+    for looked in _simulated(rounds, ratio, recipes, draws):
+        moved = [Look(gap=sd * look.gap + gap, se=sd * look.se) for look in looked]
+        shown.append(
+            np.maximum(p_below(moved, margin, rounds, ratio), p_below(_mirrored(moved), margin, rounds, ratio))
+        )
+    ordered = np.sort(np.array(shown), axis=0)
+    steps = alpha / np.arange(recipes, 0, -1)
+    return float(np.mean(np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)))
+
+
+@functools.lru_cache(maxsize=256)
+def least_margin(rounds: int, ratio: int, alpha: float, share: float) -> float:
+    """The smallest margin, in standard deviations of a run, that holds a true gap of 0 with a power of `share`."""
+    [looked] = _simulated(rounds, ratio, 1, DRAWS)
+    bounds = critical(rounds, ratio, alpha)
+    sides = [
+        np.min([sign * look.gap - bound * look.se for look, bound in zip(looked, bounds, strict=True)], axis=0)
+        for sign in (1, -1)
+    ]
+    return float(np.quantile(np.maximum(*sides), share))
+
+
+def rounds_needed(
+    sd: float,
+    margin: float,
+    *,
+    ratio: int,
+    share: float,
+    recipes: int = 1,
+    gap: float = 0.0,
+    alpha: float = 0.05,
+    most: int = 1000,
+) -> int | None:
+    """The fewest rounds with a power of `share`; None where `most` would not do."""
+    if abs(gap) >= margin:
+        return None
+
+    def enough(rounds: int) -> bool:
+        found = power(rounds, sd, margin, ratio=ratio, recipes=recipes, gap=gap, alpha=alpha, draws=DRAWS // 2)
+        return found >= share
+
+    few, many = FEWEST - 1, FEWEST
+    while not enough(many):
+        few, many = many, 2 * many
+        if many > most:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if enough(middle) else (middle, many)
+    return many
+
+
+# ---- the table, by simulation
+
+
+def _normal(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+    return draw.standard_normal(size)
+
+
+def _twice(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+    return 2 * draw.standard_normal(size)
+
+
+def _exponential(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+    return draw.standard_exponential(size) - 1
+
+
+def _tail_below(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+    return 1 - draw.standard_exponential(size)
+
+
+def _one_in_ten(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+    return draw.standard_normal(size) + 4 * (draw.random(size) < 0.1) - 0.4
+
+
+#: Of a recipe's runs beside normal ones of bf16. Where bf16's have the same shape, or another, fewer claims are wrong, but
+#: for FEW rounds beside bf16 runs with a long tail below.
+SHAPES: tuple[Draws, ...] = (_normal, _twice, _exponential, _one_in_ten)
+FEW = 12
+
+
+def _normal_sides(draw: np.random.Generator, at: Sequence[int], draws: int) -> list[Side]:
+    """The first n normal runs, n in `at`, of as many cases: means and sums of squares of the runs between two looks."""
+    found, n = [], 0
+    mean, squares = np.zeros(draws), np.zeros(draws)
+    for look in at:
+        more = look - n
+        new = draw.standard_normal(draws) / math.sqrt(more)
+        within = draw.chisquare(more - 1, draws) if more > 1 else np.zeros(draws)
+        squares = squares + within + (new - mean) ** 2 * n * more / look
+        mean = (n * mean + more * new) / look
+        n = look
+        found.append(Side(n=n, mean=mean, squares=squares))
+    return found
+
+
+def _sides(shape: Draws, draw: np.random.Generator, at: Sequence[int], draws: int) -> list[Side]:
+    parts = []
+    for first in range(0, draws, _CHUNK):
+        runs = shape(draw, (min(_CHUNK, draws - first), at[-1]))
+        parts.append([side(runs[:, :n]) for n in at])
+    return [
+        Side(
+            n=n, mean=np.concatenate([p[i].mean for p in parts]), squares=np.concatenate([p[i].squares for p in parts])
+        )
+        for i, n in enumerate(at)
+    ]
+
+
+def tabulate(rounds: int, ratio: int, draws: int = _TABLED) -> list[list[float | None]]:
+    """Critical values at each look by level: the least over the SHAPES, so that none is claimed wrongly more often."""
+    draw, at = np.random.default_rng([rounds, ratio]), looks(rounds)
+    found = np.full((len(at), len(_LEVELS)), math.inf)
+    of_pool = [ratio * n for n in at]
+    cases = [(_sides(shape, draw, at, draws), _normal_sides(draw, of_pool, draws)) for shape in SHAPES]
+    if rounds <= FEW:
+        cases.append((_normal_sides(draw, at, draws), _sides(_tail_below, draw, of_pool, draws)))
+    for arm, pool in cases:
+        statistics = [(a.mean - p.mean) / standard_error(a, p) for a, p in zip(arm, pool, strict=True)]
+        for place, level in enumerate(_LEVELS):
+            gone = np.zeros(draws, dtype=bool)
+            for k, budget in enumerate(spent(np.array(at) / rounds, level)):
+                left = int(budget * draws) - int(gone.sum())  # cases that may be claimed wrongly at this look
+                limit = float(np.partition(statistics[k][~gone], left - 1)[left - 1]) if left > 0 else -math.inf
+                gone |= statistics[k] <= limit
+                found[k, place] = min(found[k, place], limit)
+    found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]  # a larger level is never the stricter one
+    return [[None if math.isinf(x) else round(float(x), 3) for x in look] for look in found]
+
+
+if __name__ == "__main__":
+    tables = {f"{n}:{ratio}": tabulate(n, ratio) for n in _NUMBERS for ratio in RATIOS}
+    TABLE.write_text("{\n" + ",\n".join(f'"{k}": {json.dumps(v)}' for k, v in tables.items()) + "\n}\n")

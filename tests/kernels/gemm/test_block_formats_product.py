@@ -1,0 +1,23 @@
+"""What finishes a product of NVFP4 operands on a GPU: scale, bias and rounding in one pass, bit for bit as in PyTorch."""
+
+import pytest
+import torch
+from kernel_checks import DEVICES
+
+from te_bench.kernels.gemm import block_formats
+from te_bench.kernels.quantize.block_formats import alpha
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16])
+def test_a_product_is_scaled_biased_and_rounded_once(dtype: torch.dtype, bias: torch.dtype | None, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out = (torch.randn(33, 72, generator=generator) * 1e4).to(device)
+    added = None if bias is None else torch.randn(72, generator=generator).to(bias).to(device)
+    for amaxes in ((0.37, 3.1), (0.0, 5.0)):
+        a, b = (torch.tensor(amax, dtype=torch.float32, device=device).double() / 2688 for amax in amaxes)
+        exact = out * alpha(a, b) + (0 if added is None else added.float())
+        assert torch.equal(block_formats.finish(out, a, b, dtype, added), exact.to(dtype))
+    unscaled = out + (0 if added is None else added.float())
+    assert torch.equal(block_formats.finish(out, None, None, dtype, added), unscaled.to(dtype))
