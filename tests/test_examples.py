@@ -157,6 +157,21 @@ def test_their_tolerance_is_none_of_a_wrong_recipe_s(main: Callable[..., Any], m
     assert abs(fp8 - bf16) > 10 * (abs(mean) + 4 * deviation)
 
 
+@pytest.mark.slow
+def test_hf_verdict_ends_in_a_verdict_that_sees_a_fault(
+    main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[trainers]'")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    short = ["--seeds", "3", "--steps", "20", "--margin", "0.02", "--out", str(tmp_path)]
+    assert main("hf_verdict", short) == 0
+    assert "EQUIVALENT: ends within 0.02 of the control" in capfd.readouterr().out
+    right = recipe.Float8CurrentScaling
+    monkeypatch.setattr(recipe, "Float8CurrentScaling", lambda: faults.load("doubled_scale")(right()))
+    assert main("hf_verdict", short) == 1
+    assert "INFERIOR: " in capfd.readouterr().out
+
+
 # The program of Transformer Engine's README, line by line.
 README = """
 import torch

@@ -20,8 +20,8 @@ LAYERS = (
     "cli",
 )  # each imports earlier ones only
 
-#: Within reports: numbers first, then the result of a group, pages last; exchange reads and writes other tools' files.
-REPORT_LAYERS = ("files", "analysis", "convergence", "group_result", "exchange", "history", "page")
+#: Within reports: logs and numbers first, then the result of a group, pages last; exchange is with other tools' files.
+REPORT_LAYERS = ("files", "analysis", "logs", "convergence", "group_result", "exchange", "history", "page")
 
 #: These never import torch at module level, nor anything of te_bench that does.
 TORCH_FREE = (

@@ -134,5 +134,5 @@ VERBS: dict[Callable[..., None], str] = {
 }
 for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
-    cls = scaling.Plan if verb is look.plan else None
+    cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else None
     app.command(verb.__name__.strip("_"), short_help=short, cls=cls)(_interruptible(verb))

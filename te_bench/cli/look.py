@@ -12,13 +12,13 @@ from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, results_of, s
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Options
 
-KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models")
+KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
 
 
 def list_(
     kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")] = "suites", as_json: Json = False
 ) -> None:
-    """Show what there is: suites, attention backends, FP8 recipes, layers, rivals, datasets, models."""
+    """Show what there is: suites, attention backends, FP8 recipes, layers, rivals, datasets, models, logs that are read."""
     from te_bench import plugins
 
     plugins.check("kind", kind, list(KINDS))
@@ -53,6 +53,7 @@ def _listing(kind: str) -> list[dict[str, str]]:
         "recipes": "te_bench.models.recipe",
         "layers": "te_bench.models.quickstart",
         "rivals": "te_bench.models.rivals",
+        "logs": "te_bench.reports.logs.formats",
     }[kind]
     return [{"name": name, "about": plugins.about(package, name)} for name in plugins.names(package)]
 

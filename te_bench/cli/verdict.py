@@ -1,34 +1,59 @@
-"""te-bench verdict: does each FP8 recipe train like bf16, by the records of a run or by a user's own losses."""
+"""te-bench verdict: does each FP8 recipe train like bf16, by the records of a run or by anybody's logs."""
 
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
 
 from te_bench.cli.options import Alpha, Margin, say
 
-Curves = Annotated[
+SEVERAL = ("--baseline", "--candidate")
+Logs = Annotated[
     list[Path] | None,
     typer.Option(
-        metavar="CSV", help="Final losses (one column), or curves: step, loss, seed; or W&B's, TensorBoard's."
+        metavar="PATH...",
+        help="A log a seed, or a folder of them: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV.",
     ),
 ]
+
+
+class Verdict(TyperCommand):
+    """The command whose --baseline and --candidate take every path up to the next option, as shells expand patterns."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        taken: list[str] = []
+        option: str | None = None
+        for word in args:
+            if word.startswith("-"):
+                option = next((name for name in SEVERAL if word.partition("=")[0] == name), None)
+            elif option is not None and taken[-1] != option:
+                taken.append(option)
+            taken.append(word)
+        return super().parse_args(ctx, taken)
 
 
 def verdict(
     directories: Annotated[
         list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out of a convergence run.")
     ] = None,
-    baseline: Curves = None,
-    candidate: Curves = None,
-    paired: Annotated[bool, typer.Option("--paired", help="Pair the runs of both files by seed, or by row.")] = False,
+    baseline: Logs = None,
+    candidate: Logs = None,
+    paired: Annotated[
+        bool | None,
+        typer.Option(help="Pair the runs by seed, or by row. Default: by seed where both sides name the same."),
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="The loss to judge. Default: validation, else training.")] = None,
     margin: Margin = None,
     alpha: Alpha = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answer on one page to send.")] = None,
 ) -> None:
     """Say whether FP8 trains like bf16: 0 it does, 1 it does not, 3 undecided, 4 void or incomplete."""
     if directories and (baseline or candidate):
         raise ValueError("give a run's directory, or --baseline and --candidate, not both")
+    if directories and (metric or html or paired is not None):
+        raise ValueError("--metric, --html and --paired go with --baseline and --candidate; a run has te-bench report")
     if directories:
         code = _of_runs(directories, margin, alpha)
     elif baseline and candidate:
@@ -36,9 +61,9 @@ def verdict(
             raise ValueError(
                 "--margin: state the largest gap in loss that you would accept, such as 0.003, before you look"
             )
-        code = _of_losses(baseline, candidate, paired, margin, 0.05 if alpha is None else alpha)
+        code = _of_logs(baseline, candidate, paired, metric, margin, 0.05 if alpha is None else alpha, html)
     else:
-        raise ValueError("give the --out directory of te-bench run convergence, or --baseline A.csv --candidate B.csv")
+        raise ValueError("give the --out directory of te-bench run convergence, or --baseline LOGS --candidate LOGS")
     sys.stdout.flush()
     raise typer.Exit(code)
 
@@ -84,36 +109,32 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     return max((one.exit_code for one in judged), key=_SEVERITY.index)
 
 
-def _of_losses(baseline: list[Path], candidate: list[Path], paired: bool, margin: float, alpha: float) -> int:
-    """Print the verdict on a user's own losses; its exit code."""
-    from te_bench.reports.convergence import loss_arms, loss_csv
-    from te_bench.reports.convergence.equivalence import Verdict, check_test, compare
-    from te_bench.reports.convergence.skewed import ASSUMPTION
-    from te_bench.reports.page import tables, verdict_tables
+def _of_logs(
+    baseline: list[Path],
+    candidate: list[Path],
+    paired: bool | None,
+    metric: str | None,
+    margin: float,
+    alpha: float,
+    html: Path | None,
+) -> int:
+    """Print the verdict on somebody's own losses, and write its page; its exit code."""
+    from te_bench.reports.convergence import loss_verdict
+    from te_bench.reports.convergence.loss_logs import read_arms
+    from te_bench.reports.page import loss_page, tables
 
-    arms = [loss_csv.read(paths[0] if len(paths) == 1 else paths) for paths in (baseline, candidate)]
-    matched = loss_arms.match_runs(*arms, paired=paired)
-    notes = [note for arm in arms for note in arm.notes]
-    if why := loss_arms.why_diverged(arms[1]):  # whatever the others end on: the runs that survived are a biased choice
-        check_test(margin, alpha)
-        verdict = Verdict.DIVERGED
-        print(f"{verdict}: {why}")
-    else:
-        found = compare(matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=paired)
-        moving = loss_arms.why_moving(arms[0], arms[1], margin)
-        known = all(arm.curves for arm in arms)
-        why_not = loss_arms.why_overfitted(arms[0], margin) or (moving if known else None)
-        verdict = Verdict.INCONCLUSIVE if why_not else found.verdict
-        print(f"{verdict}: {why_not or found.reason}\n")
-        print("\n".join(tables.terminal(verdict_tables.losses(found, verdict))))
-        notes += [moving] if moving and not known else []
-        notes += [loss_arms.note_far(matched, place) for place in found.outliers]
-        notes += [ASSUMPTION]
-        notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
-        notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
-    for note in notes:
+    arms = read_arms(baseline, candidate, metric)
+    found = loss_verdict.judge_losses(*arms, margin=margin, alpha=alpha, paired=paired)
+    print(f"{found.verdict}: {found.reason}\n")
+    if (table := loss_page.losses(found)) is not None:
+        print("\n".join(tables.terminal(table)), end="\n\n")
+    for sentence in loss_verdict.answers(found):
+        say(sentence)
+    for note in found.notes:
         print(f"Note: {note}.")
-    return {Verdict.EQUIVALENT: 0, Verdict.NON_INFERIOR: 0, Verdict.INFERIOR: 1, Verdict.DIVERGED: 1}.get(verdict, 3)
+    if html is not None:
+        print(f"page: {loss_page.write_page(found, html)}")
+    return found.exit_code
 
 
 _SEVERITY = (0, 3, 1, 4)  # exit codes, the worst last

@@ -127,10 +127,10 @@ def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def without_rivals(device: str) -> dict[str, str]:
-    """{rivals that do not train a user's model on that device: why not}."""
+    """{rivals of one GPU that do not train a user's model on that device: why not}."""
     if device != "cuda":
         return {"rivals": "for a GPU"}
-    others = [name for name in rivals.names() if name not in rivals.adopting()]
+    others = [name for name in rivals.names() if rivals.load(name).modes and name not in rivals.adopting()]
     return {f"rivals {', '.join(others)}": "for te-bench's own models"} if others else {}
 
 

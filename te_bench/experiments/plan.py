@@ -149,8 +149,9 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
             raise ValueError(f"{trial.name}: {name} has blocks or a head of its own; leave out te-bench's")
     if p.parallel is not None:
         plugins.check("mode of parallelism", p.parallel, parallel.names())
-    if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < 2):
-        raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and 2 ranks or more, world")
+    least = 2 if p.against is None else 1  # a rival's way may have no other step on one GPU
+    if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < least):
+        raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and {least} ranks or more, world")
     gathers = p.parallel in run_options.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
     if p.gather is not None and not gathers:
         modes = " or ".join(run_options.GATHERING)

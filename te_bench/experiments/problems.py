@@ -370,7 +370,7 @@ def backend_of(trial: "Trial") -> str:
 
 def ranks_of(trial: "Trial") -> dict[str, Any]:
     """What a record's work says of ranks; nothing of a trial that spans none."""
-    if world_of(trial) == 1:
+    if trial.problem.get("world") is None:
         return {}
     divided = {name: trial.problem[name] for name in ("parallel", "shard") if name in trial.problem}
     return {"world": world_of(trial), **divided, "backend": backend_of(trial)}

@@ -12,7 +12,6 @@ import torch
 from te_bench import plugins
 from te_bench.experiments import host, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
-from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 from te_bench.training.parallel import Indivisible
@@ -20,7 +19,7 @@ from te_bench.training.parallel import Indivisible
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
     """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial over ranks takes as many processes."""
-    if world_of(trial) == 1:
+    if trial.problem.get("world") is None:
         return run_one(trial, context)
     from te_bench.experiments import ranks  # with torch.distributed
 

@@ -17,7 +17,7 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
 from te_bench.models.rivals import Rival
-from te_bench.training import parallel
+from te_bench.training import parallel, ways
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import Batches
 from te_bench.training.parallel import Parallel
@@ -161,14 +161,29 @@ def _require_checkpointing(trial: Trial) -> None:
 def _require_parallel(trial: Trial) -> None:
     """Raise Unsupported when the trial's step cannot be divided over ranks as it asks for."""
     p = StepProblem.of(trial)
+    rival = p.against
     if p.parallel is None:
+        if rival is not None and not rival.modes:
+            raise Unsupported(f"rival {p.rival}: its steps are over ranks; give --parallel {' or '.join(rival.ranks)}")
         return
-    reason = parallel_of(trial).unsupported(
-        precision=trial.precision, mode=trial.mode, optimizer=p.optimizer, blocks=p.blocks
-    )
-    if p.against is not None:
-        reason = reason or f"the step of rival {p.rival or p.linears} is measured on one GPU; choose te-bench's own"
+    reason = None if rival is None else _no_way(p, rival)
+    how: dict[str, Any] = {"mode": trial.mode, "optimizer": p.optimizer, "blocks": p.blocks}
+    reason = reason or parallel_of(trial).unsupported(precision=trial.precision, **how)
     require(f"parallel {p.parallel}", reason)
+
+
+def _no_way(p: StepProblem, rival: Rival) -> str | None:
+    """Why the rival's step is not divided over ranks as the trial asks for, or None."""
+    name = f"rival {p.rival or p.linears}"
+    if rival.way is None:
+        return f"{name} has no step over ranks; choose te-bench's own"
+    if p.parallel not in rival.ranks:
+        return f"{name} divides its steps by {' or '.join(rival.ranks)}; choose one of them"
+    if p.source is not None:
+        return f"{name} divides the steps of te-bench's own models alone"
+    if p.gather is not None or p.checkpointing is not None:
+        return f"{name} has no gather and no checkpointing of te-bench's; leave them out"
+    return None
 
 
 def _no_blocks(trial: Trial, config: DecoderConfig, machine: dict[str, Any]) -> str | None:
@@ -289,8 +304,15 @@ def step_of(trial: Trial) -> TrainStep:
 def parallel_of(trial: Trial) -> Parallel:
     """How the trial's step is divided over the ranks, one of which this process is."""
     p = StepProblem.of(trial)
+    if p.parallel is None:
+        return parallel.SINGLE
+    if p.against is not None:
+        assert p.against.way is not None, "unsupported refuses it"
+        own: Parallel = ways.load(p.against.way, p.parallel)
+        return own
     options = {name: value for name in ("shard", "gather") if (value := getattr(p, name)) is not None}
-    return parallel.SINGLE if p.parallel is None else parallel.load(p.parallel, **options)
+    found: Parallel = parallel.load(p.parallel, **options)
+    return found
 
 
 def allow_tf32(precision: str) -> None:

@@ -5,7 +5,6 @@ checkpoint_blocks(model)    before the step is made; a third more arithmetic for
 
 import functools
 from collections.abc import Callable
-from types import UnionType
 from typing import Any
 
 import torch
@@ -15,22 +14,20 @@ from te_bench.models import fp8
 from te_bench.models.dropout import rates
 
 
-def members(model: nn.Module, lists: type[nn.Module] | UnionType) -> list[nn.Module]:
-    """Those of the model's outermost modules of the classes `lists`, which is where a transformer has its blocks.
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """A transformer's blocks: the members of its outermost lists that have modules of their own.
 
-    A list in a list is no member, as nobody calls it: its members are.
+    A list in a list is no member, as nobody calls it: its members are. A lone activation may overwrite what it is given.
     """
-    listed = isinstance(model, lists)
+    listed = isinstance(model, nn.ModuleList | nn.Sequential)
     found: list[nn.Module] = []
     for child in model.children():
         called = listed and not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        found += [child] if called else members(child, lists)
+        if not called:
+            found += blocks_of(child)
+        elif any(child.children()):
+            found.append(child)
     return found
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The members of lists that have modules of their own: a lone activation may overwrite what it is given."""
-    return [member for member in members(model, nn.ModuleList | nn.Sequential) if any(member.children())]
 
 
 def checkpoint_blocks(model: nn.Module) -> int:

@@ -116,7 +116,7 @@ class TrainStep:
         if not self.captured:
             parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.forward: Callable[..., Tensor] = model
+        self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):
@@ -222,7 +222,7 @@ class TrainStep:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
-            with autocast(self.device, self.precision), fp8_autocast(self.model), self._computing():
+            with self.region(), self._computing():
                 loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
             with contextlib.nullcontext() if left else self.parallel.reducing():
                 self.scaler.scale(loss).backward()
@@ -232,6 +232,13 @@ class TrainStep:
         self.parallel.reduce(self._trained() if self.table is None else self.table.gradient_holders())
         self._clip()
         return self.parallel.mean(losses[0] if n == 1 else torch.stack(losses).sum())
+
+    @contextlib.contextmanager
+    def region(self) -> Iterator[None]:
+        """Around a forward pass of the model: its precision."""
+        rounded = contextlib.nullcontext() if self.parallel.casts else autocast(self.device, self.precision)
+        with rounded, fp8_autocast(self.model):
+            yield
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)

@@ -155,6 +155,12 @@ def compiled() -> dict[str, Any]:
     return child.run(asked, Context())
 
 
+def compiled_theirs() -> dict[str, Any]:
+    """torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends."""
+    problem = {**PROBLEM, "model": "llama-tiny", "rival": "torchtitan", "parallel": "tp"}
+    return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
+
+
 def of_ranks(one: Callable[[Trial, Context], dict[str, Any]], check: bool = True) -> Callable[[], dict[str, Any]]:
     return functools.partial(ranks.run, TRIAL, Context(check=check), one)
 
@@ -195,8 +201,8 @@ def of_gathers() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["compiled"]:
-    print(json.dumps(compiled()))
+if __name__ == "__main__" and sys.argv[1:]:
+    print(json.dumps({"compiled": compiled, "compiled_theirs": compiled_theirs}[sys.argv[1]]()))
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     found = replies()

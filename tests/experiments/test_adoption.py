@@ -92,6 +92,13 @@ def test_rivals_that_train_any_model_stand_beside_it_on_a_gpu(suite: str, model:
     assert not any("rival" in t.problem for t in steps(planned(suite, model, "cpu")))
 
 
+def test_several_gpus_are_without_rivals_and_the_plan_says_so(model: str) -> None:
+    found = planned("scaling", model)
+    assert not any("rival" in t.problem for t in steps(found))
+    said = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
+    assert said in found.left_out
+
+
 @pytest.mark.parametrize("suite", ["fp8", "memory", "curves"])
 def test_other_suites_have_neither(suite: str, model: str) -> None:
     assert not any({"parts", "rival"} & set(t.problem) for t in steps(planned(suite, model)))

@@ -118,14 +118,24 @@ def test_a_run_by_hsdp_says_its_groups(tmp_path: Path) -> None:
 
 
 def test_scaling_counts_what_each_rank_holds(tmp_path: Path) -> None:
-    """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank."""
-    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*"
+    """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank.
+
+    Of torchtitan's step, which is on one process over a group of one rank, every weight is a share.
+    """
+    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*,*-torchtitan-fsdp2-*"
     done = te_bench(
         "run", "scaling", "--device", "cpu", "--tokens", "16", "--only", chosen, "--out", tmp_path, main=None
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    one, two = rows(tmp_path)
-    assert [one["outcome"], two["outcome"]] == ["ok", "ok"]
+    found = rows(tmp_path)
+    assert [row["reason"] for row in found if row["outcome"] != "ok"] == []
+    one, two = (row for row in found if "rival" not in row["trial"]["problem"])
+    theirs = [row for row in found if "rival" in row["trial"]["problem"]]
+    assert [row["work"]["world"] for row in theirs] == [1, 2]
+    held = [[rank["memory"]["weights"] for rank in row["work"]["ranks"]] for row in theirs]
+    assert held[1] == [held[0][0] / 2] * 2
+    gathered = {each["dtype"] for each in theirs[1]["work"]["collectives"] if "gather" in each["name"]}
+    assert gathered == {"bfloat16"}
     assert two["work"]["tokens"] == 2 * one["work"]["tokens"]
     [alone], ranks = ([rank["memory"] for rank in row["work"]["ranks"]] for row in (one, two))
     assert len(ranks) == 2
@@ -151,3 +161,13 @@ def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
     assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
     assert reply["work"]["ran"]["compiled"] == 10
     assert reply["work"]["ran"]["gemm_fp8"] == 10 * 4 * 3
+
+
+@pytest.mark.slow
+def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss() -> None:
+    done = Run("compiled_theirs", main=FAULTS).finish()
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    assert reply["work"]["ran"]["compiled"] == 2 + 1

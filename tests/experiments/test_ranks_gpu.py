@@ -38,6 +38,21 @@ def test_scaling_reads_traces_energy_and_memory_of_every_rank(tmp_path: Path) ->
             assert row["work"]["interconnect"]["busbw"] > 1e9
 
 
+def test_other_projects_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path) -> None:
+    """torchtitan's in bf16, torchao's and Transformer Engine's in FP8, where their packages are installed."""
+    only = ",".join(f"*-{name}*-x2/*" for name in ("torchtitan", "torchao", "transformer_engine"))
+    sizes = ("--model", "llama3-1b", "--batch", "1", "--tokens", "1024", "--seeds", "1")
+    command = ("run", "scaling", "--device", "cuda", "--gpus", "0,1", *sizes, "--only", only)
+    done = te_bench(*command, "--out", tmp_path, main=None, timeout=590)
+    found = rows(tmp_path)
+    assert [row["reason"] for row in found if "pip install" not in (row["reason"] or "pip install")] == [], done.stdout
+    ran = [row for row in found if row["outcome"] == "ok"]
+    assert {"fsdp2", "tp"} <= {row["work"]["parallel"] for row in ran}
+    for row in ran:
+        assert {"world": 2, "backend": "nccl"}.items() <= row["work"].items()
+        assert row["check"]["quantities"]
+
+
 @pytest.mark.parametrize(
     ("mode", "only", "fewest"),
     [

@@ -6,6 +6,7 @@ which takes four ranks at least, in two groups.
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import socket
 import sys
@@ -26,12 +27,12 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.quantize.backends.reference import dequantize
-from te_bench.models import decoder
+from te_bench.models import decoder, rivals
 from te_bench.models.configs import LlamaConfig
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
 from te_bench.models.zoo.gpt import GPT, GPTConfig
-from te_bench.training import checkpoints, parallel
+from te_bench.training import checkpoints, parallel, ways
 from te_bench.training.data import Batches
 from te_bench.training.parallel import SINGLE, Parallel, ddp
 from te_bench.training.step import Optim, TrainStep
@@ -45,6 +46,7 @@ REFUSED = [
     dataclasses.replace(SMALL, dropout=0.1),
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
+UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
 STEPS = {2: 50, 4: 10}  # by the number of ranks
 ROWS = 8
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
@@ -193,6 +195,12 @@ class Planned(nn.Module):
             heads = (gate.sigmoid() * up).unflatten(-1, (-1, 4))
             x = x + block["down"](block["norm"](heads).flatten(-2))  # type: ignore[index]
         return (self.head(x) - y[..., :3]).square().mean()
+
+
+class Gathered(Planned):
+    """Phi 3's plan, by which each Linear gathers what the next one splits."""
+
+    tp_plan: ClassVar = {"*.up": "colwise_gather_output", "*.down": "rowwise_split_input"}
 
 
 class GatedMLP(nn.Module):
@@ -359,6 +367,79 @@ def sharded_table() -> dict[str, Any]:
     return found
 
 
+def theirs(mode: str, config: Any, rival: str = "torchtitan") -> TrainStep:
+    """A rival's step in bf16, as its project divides it."""
+    torch.manual_seed(0)
+    model = decoder.build(config, attention="manual", padded_vocab_size=64)
+    own = rivals.load(rival)
+    own.build(model)
+    assert own.way is not None
+    return TrainStep(model, UNCLIPPED, precision="bf16", mode="eager", parallel=ways.load(own.way, mode))
+
+
+def beside_theirs(mode: str, config: Any, way: str) -> dict[str, float]:
+    """Errors of a project's step in float64, by te-bench's own modules, and of three losses of its training."""
+    torch.manual_seed(dist.get_rank())  # rank 0's weights are what all train
+    model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
+    ours = TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=ways.load(way, mode))
+    one = theirs_alone(config)
+    loss, gradients = ours.gradients(*batch(0))
+    expected, truth = one.gradients(*batch(0))
+    assert ours.grad_norm is not None
+    assert one.grad_norm is not None
+    course = [abs(a / b - 1) for a, b in zip(losses(ours, 3), losses(one, 3), strict=True)]
+    return {
+        "loss": abs(loss / expected - 1),
+        "gradients": apart(gradients, truth),
+        "norm": abs(ours.grad_norm.item() / one.grad_norm.item() - 1),
+        "course": max(course),
+    }
+
+
+def theirs_alone(config: Any, optim: Optim = OPTIM) -> TrainStep:
+    """The same model by te-bench's step in one process."""
+    torch.manual_seed(0)
+    model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
+    return TrainStep(model, optim, precision="fp64", mode="eager")
+
+
+def of_rivals() -> dict[str, Any]:
+    """torchtitan's ways: beside one process in float64, and what they send in bf16."""
+    models = {"gpt": SMALL, "llama": DECODERS["llama"]}
+    found: dict[str, Any] = {}
+    found["replicated"] = {name: beside_theirs("ddp", config, "transformer_engine") for name, config in models.items()}
+    for mode in ("fsdp2", "tp"):
+        errors = {name: beside_theirs(mode, config, "torchtitan") for name, config in models.items()}
+        step = theirs(mode, DECODERS["llama"])
+        step(*batch(0))  # the first one plans what follows
+        found[mode] = {"errors": errors, "collectives": collectives.of_call(lambda s=step: s(*batch(0)))}  # type: ignore[misc]
+    sizes = {name: p.numel() for name, p in theirs_alone(DECODERS["llama"]).model.named_parameters()}
+    found["elements"] = sum(sizes.values())
+    found["tables"] = sum(sizes[name] for name in ("model.norm.weight", "lm_head.weight"))
+    found["refused"] = [refusal(lambda c=c: theirs("tp", c)) for c in (DECODERS["qwen 3"], REFUSED[0])]  # type: ignore[misc]
+    if importlib.util.find_spec("torchao"):
+        found["torchao"] = of_torchao()
+    return found
+
+
+def of_torchao() -> dict[str, Any]:
+    """Its recipes, emulated: gradients beside float64's, and what is sent. By a scale a tensor gloo cannot share layers."""
+    from torchao.float8 import Float8LinearConfig
+
+    usual = Float8LinearConfig.from_recipe_name
+    Float8LinearConfig.from_recipe_name = lambda name: dataclasses.replace(usual(name), emulate=True)
+    _, truth = theirs_alone(DECODERS["llama"], UNCLIPPED).gradients(*batch(0))
+    found = {}
+    for name, mode in (("tensorwise", "fsdp2"), ("rowwise", "fsdp2"), ("rowwise", "tp")):
+        step = theirs(mode, DECODERS["llama"], f"torchao_{name}")
+        _, gradients = step.gradients(*batch(0))
+        step(*batch(0))
+        sent = collectives.of_call(lambda s=step: s(*batch(0)))  # type: ignore[misc]
+        errors = [((gradients[n].double() - truth[n]).norm() / truth[n].norm()).item() for n in truth]
+        found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent}
+    return found
+
+
 def refusal(call: Callable[[], object]) -> str:
     try:
         call()
@@ -376,12 +457,14 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None), "tp": in_fp8("tp", None)}
     recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
     found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
+    found["rivals"] = of_rivals()
     if world > 2:
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
     kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
     found["gated"] = {name: beside("tp", make, torch.float32) for name, make in kinds}
     found["not planned"] = refusal(lambda: nested("tp"))
+    found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
     seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
     each = [torch.empty_like(seeds) for _ in range(world)]

@@ -76,6 +76,12 @@ def test_a_step_that_cannot_be_divided_so_is_refused_in_python_too(
         TrainStep(nn.Linear(4, 4), Optim(), parallel=parallel.load(mode, **options), **how)
 
 
+def test_blocks_in_a_sequential_are_gathered_one_by_one(alone: None) -> None:
+    """As they are checkpointed one by one; a lone Linear is no block."""
+    layers = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    assert parallel.load("fsdp2").gathered(nn.ModuleDict({"layers": layers}), None) == {"bfloat16": 2 * 2 * 4 * 4}
+
+
 def test_every_mode_is_tried() -> None:
     assert parallel.names() == sorted((*MODES, *parallel.GROUPED))
 
@@ -108,6 +114,10 @@ def test_a_user_s_pairs_are_divided_as_its_plan_says(found: Any) -> None:
 
 def test_a_model_without_pairs_is_told_how_to_name_them(of_two: Any) -> None:
     assert of_two["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
+    assert of_two["whole"] == (
+        "tp: the tp_plan of Gathered leaves every layer's result whole in each rank (colwise_gather_output and "
+        "rowwise_split_input); give it one with pairs of colwise and rowwise, or choose ddp"
+    )
 
 
 def test_what_computes_in_place_of_divided_linears_adds_up_their_products(of_two: Any) -> None:
@@ -237,6 +247,56 @@ def test_weights_gathered_in_fp8_alone_are_not_multiplied_in_another_precision(f
     )
 
 
+@pytest.mark.parametrize("mode", ["fsdp2", "tp", "ddp"])
+def test_another_project_s_step_is_that_of_the_global_batch_to_rounding(found: Any, mode: str) -> None:
+    """torchtitan's and, by DistributedDataParallel, Transformer Engine's. In float64, clipped, with a padded vocabulary.
+
+    And what three updates made of the weights.
+    """
+    said = found["rivals"]["replicated"] if mode == "ddp" else found["rivals"][mode]["errors"]
+    assert said.keys() == {"gpt", "llama"}
+    assert max(error for errors in said.values() for error in errors.values()) <= 1e-12, said
+
+
+def test_torchtitan_gathers_all_weights_in_bf16(found: Any) -> None:
+    """For either pass, but for last norm and head, which it keeps; and scatters their gradients in float32."""
+    said = found["rivals"]
+    sent = {(each["name"], each["dtype"]): each["bytes"] for each in said["fsdp2"]["collectives"]}
+    assert sent["allgather_base", "bfloat16"] == 2 * (2 * said["elements"] - said["tables"])
+    assert sent["reduce_scatter_base", "float32"] == 4 * said["elements"]
+    assert {dtype for name, dtype in sent if "gather" in name} == {"bfloat16"}
+
+
+def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(found: Any) -> None:
+    """Of four pairs in two blocks and of head and embedding, in either pass; the loss's sums of each row are three."""
+    sent = {(each["name"], each["dtype"]): each for each in found["rivals"]["tp"]["collectives"]}
+    activations = 2 * 8 * 16 * 32
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert sent[name, "bfloat16"]["bytes"] == 2 * 5 * activations
+    assert sent["all_reduce", "float32"]["bytes"] == 4 * 3 * 8 * 16
+
+
+@pytest.mark.parametrize("way", ["tensorwise fsdp2", "rowwise fsdp2", "rowwise tp"])
+def test_torchao_s_steps_send_weights_in_fp8_where_a_tensor_has_one_scale(found: Any, way: str) -> None:
+    """Their scales by one all-reduce for the 8 Linears; the recipes' arithmetic is emulated on a CPU."""
+    if "torchao" not in found["rivals"]:
+        pytest.skip("needs torchao")
+    said = found["rivals"]["torchao"][way]
+    assert 1e-3 < said["error"] < 0.2
+    sent = {(each["name"], each["dtype"]): each for each in said["collectives"]}
+    gathers = {dtype for name, dtype in sent if "gather" in name}
+    assert ("uint8" in gathers) is way.startswith("tensorwise")
+    if way.startswith("tensorwise"):
+        assert sent["allgather_base", "bfloat16"]["times"] == 3  # the embedding for either pass, the head once
+        assert 4 * 8 in [each["bytes"] for each in said["collectives"]]
+
+
+def test_torchtitan_refuses_what_is_not_its_llama_in_a_sentence(found: Any) -> None:
+    norms, heads = found["rivals"]["refused"]
+    assert norms == "tp: norms of heads are no part of torchtitan's Llama; choose fsdp2"
+    assert heads.startswith("tp: the 1 heads of 32 features do not divide into")
+
+
 @pytest.mark.parametrize(("mode", "others"), [("hsdp", ("nested",)), ("fsdp2+tp", ("planned", "qwen 3"))])
 def test_groups_make_one_process_s_step_to_rounding(in_groups: Any, mode: str, others: tuple[str, ...]) -> None:
     """Loss, gradients, norm and a course of steps, in float64; models of other forms; and what rank 0 writes."""
@@ -258,6 +318,7 @@ def test_hsdp_gathers_and_scatters_within_a_group_and_averages_between_them(in_g
     assert {of: each["bytes"] for of, each in sent.items()} == {
         ("allgather_base", (0, 1)): 2 * matrices - said["table_bytes"],
         ("reduce_scatter_base", (0, 1)): matrices,
+        ("all_reduce", (0, 1)): 8 * (2 * 4 + 2),  # norms of the matrices' shares, by DTensor
         ("allreduce", (0, 2)): matrices / 2,
         ("allreduce", ()): said["vector_bytes"] + 8,  # the loss
     }

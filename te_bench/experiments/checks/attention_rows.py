@@ -21,7 +21,7 @@ from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import ACCUMULATED, ATTENTION_ROWS
 from te_bench.kernels import attention
 from te_bench.kernels.attention.sdpa import repeat_heads
-from te_bench.training.step import TrainStep, autocast, fp8_autocast
+from te_bench.training.step import TrainStep, autocast
 
 NAMES = ("out", "dq", "dk", "dv")
 NEAR = 4  # rows before and after
@@ -46,7 +46,7 @@ def check(step: TrainStep, tokens: Tensor, targets: Tensor, name: str, precision
     """
     calls: list[Call] = []
     with _kept(step.model), _recorded(step.model, calls):
-        with autocast(step.device, step.precision), fp8_autocast(step.model):
+        with step.region():
             loss = step.model(tokens, targets)
         step.scaler.scale(loss).backward()
     layers = len(step.model.attentions())  # type: ignore[operator]

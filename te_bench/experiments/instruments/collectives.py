@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional")
 #: What moves no data of the step's.
-OTHER = ("barrier", "wait_tensor", "monitored_barrier_")
+OTHER = ("barrier", "wait_tensor", "monitored_barrier_", "_wrap_tensor_autograd")
 
 
 def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:
@@ -48,6 +48,8 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor or another unwraps itself: what it then asks for comes by here
         result = operator(*args, **(kwargs or {}))
         name = operator.name().partition("::")[2].partition(".")[0]
         if operator.namespace in NAMESPACES and name not in OTHER:

@@ -12,22 +12,22 @@ from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
 from te_bench.models.decoder import NotFused
 from te_bench.models.modules.linear import Linear
-from te_bench.training.step import TrainStep, autocast
+from te_bench.training.step import TrainStep
 
 COUNTED = ("saturated", "underflowed")
 SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
 
 
-def of_a_pass(trial: Trial, model: Any, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+def of_a_pass(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
     """{"numerics": te.numerics} of one more forward and backward pass, in eager mode and off the clock; {} without FP8."""
     if trial.recipe is None:
         return {}
     with fp8.record_numerics():
-        with autocast(tokens.device, trial.precision), model.autocast():
-            loss = model(tokens, targets)
+        with step.region():
+            loss = step.model(tokens, targets)
         loss.backward()
-    model.zero_grad(set_to_none=True)
-    return {"numerics": fp8.numerics(model)}
+    step.model.zero_grad(set_to_none=True)
+    return {"numerics": fp8.numerics(step.model)}
 
 
 def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
@@ -48,7 +48,7 @@ def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float |
             stack.enter_context(_watched(name, module, seen))
         torch.manual_seed(SEED)
         with fp8.record_numerics():
-            with autocast(step.device, step.precision), step.model.autocast():  # type: ignore[operator]
+            with step.region():
                 loss = step.model(tokens, targets) / step.optim.accumulate
             loss.backward()
         after = fp8.numerics(step.model)

@@ -1,5 +1,7 @@
 """Tokens a second and GPU on 1, 2, 4 and 8 GPUs, by ddp, fsdp2 and tp in bf16 and FP8: of GPT-2 124M, or --model's.
 
+Beside te-bench's own steps are other projects', each divided as its project does it (te_bench.training.ways).
+
 There are --batch sequences for each GPU, however many there are, so that efficiency is the time of a step on one GPU over
 that on several. Under tp every GPU has its part of each sequence's work. On a CPU two processes take the place of GPUs. What
 needs more GPUs than there are is not run.
@@ -11,6 +13,8 @@ from te_bench.experiments import suite_trials
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.models import rivals
+from te_bench.models.configs import configs
 
 SEEDS = 3
 WORLDS = {"cuda": (1, 2, 4, 8), "cpu": (1, 2)}
@@ -22,8 +26,11 @@ MODES: dict[str | None, tuple[str, ...]] = {
     "fsdp2": ("compile",),
     "tp": ("compile",),
 }
+#: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; without it a rival has one process.
+ALONE = "fsdp2"
+RIVALS_OF_OWN = "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te-bench has no such steps of theirs"
+RIVALS_OF_A_USER = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
 LEFT_OUT = (
-    "torchtitan's and Transformer Engine's steps: over several GPUs a rival's is not measured yet",
     "hsdp and fsdp2+tp: they are for several hosts, and these trials are of one; speed measures them by --shard N",
 )
 
@@ -43,8 +50,7 @@ def experiment(options: Options) -> Experiment:
         trial
         for seed in suite_trials.seeds(options, SEEDS if cuda else 1)
         for world in WORLDS[options.device]
-        for parallel in (("ddp", "fsdp2", "tp") if world > 1 else (None,))
-        for trial in _trials(options, problem, parallel, world, seed)
+        for trial in (*_ours(options, problem, world, seed), *_theirs(options, problem, world, seed))
     ]
     each = f"{problem['batch']} x {problem['block']} tokens a {'GPU' if cuda else 'process'}"
     return Experiment(
@@ -53,21 +59,57 @@ def experiment(options: Options) -> Experiment:
         trials=tuple(trials),
         baseline=trials[0].cell,
         heeds=frozenset({"model", "batch", "tokens", "recipes"}),
-        left_out=LEFT_OUT,
+        left_out=(RIVALS_OF_OWN if adoptee(options) is None else RIVALS_OF_A_USER, *LEFT_OUT),
     )
 
 
-def _trials(options: Options, problem: Settings, parallel: str | None, world: int, seed: int) -> list[Trial]:
-    """Of one way to divide the step, over so many ranks."""
+def _ours(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
+    configurations = [("bf16", ""), *(("fp8", recipe) for recipe in options.recipes or RECIPES)]
+    return [
+        _step(options, problem, parallel, world, precision, recipe, mode, seed)
+        for parallel in (("ddp", "fsdp2", "tp") if world > 1 else (None,))
+        for mode in (MODES[parallel] if options.device == "cuda" else ("eager",))
+        for precision, recipe in configurations
+    ]
+
+
+def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
+    """Other projects' steps, of te-bench's own models: of a GPT those alone that are no Llama's; on a CPU bf16's alone."""
+    if adoptee(options) is not None:
+        return []
+    cuda, gpt = options.device == "cuda", configs()[problem["model"]].family == "gpt"
+    found = []
+    for name in rivals.names():
+        rival = rivals.load(name)
+        if rival.way is None or (gpt and rival.own_blocks) or not (cuda or rival.recipe is None):
+            continue
+        ways: list[tuple[str | None, tuple[str, ...]]] = [*rival.ranks.items()]
+        if world == 1:
+            ways = [(ALONE, rival.ranks[ALONE])] if ALONE in rival.ranks else [(None, ("eager",))]
+        theirs = {**problem, "rival": name}
+        found += [
+            _step(options, theirs, parallel, world, rival.precision, rival.recipe or "", mode, seed)
+            for parallel, modes in ways
+            for mode in (modes if cuda else ("eager",))
+        ]
+    return found
+
+
+def _step(
+    options: Options,
+    problem: Settings,
+    parallel: str | None,
+    world: int,
+    precision: str,
+    recipe: str,
+    mode: str,
+    seed: int,
+) -> Trial:
+    """Over so many ranks, of --batch sequences each."""
     cuda = options.device == "cuda"
     over: Settings = {} if parallel is None else {"parallel": parallel, "world": world}
     divided = {**problem, "batch": problem["batch"] * world, **over}
-    configurations = [("bf16", ""), *(("fp8", recipe) for recipe in options.recipes or RECIPES)]
-    steps = [
-        suite_trials.step(options, divided, "cudnn" if cuda else "flash", precision, mode, seed, recipe=recipe)
-        for mode in (MODES[parallel] if cuda else ("eager",))
-        for precision, recipe in configurations
-    ]
+    step = suite_trials.step(options, divided, "cudnn" if cuda else "flash", precision, mode, seed, recipe=recipe)
     # Of a large vocabulary a CPU's processes would send each other little else.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
-    return [dataclasses.replace(step, workload="scaling", problem={**step.problem, **small}) for step in steps]
+    return dataclasses.replace(step, workload="scaling", problem={**step.problem, **small})

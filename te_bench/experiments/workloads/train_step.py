@@ -66,7 +66,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
-    numerics = fp8_numerics.of_a_pass(trial, step.model, *map(step.parallel.rows, batches[0]))
+    numerics = fp8_numerics.of_a_pass(trial, step, *map(step.parallel.rows, batches[0]))
     sent = _collectives(trial, next_step)
     measurement = dataclasses.replace(measurement, work={**measurement.work, **profile, **read, **numerics, **sent})
     gathers.require(trial, step, sent.get("collectives"), measurement)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from te_bench.models.recipe import Recipe
+from te_bench.models.recipe import DelayedScaling, Recipe
 
 
 def refuse_half(fault: str, recipe: Recipe) -> None:
@@ -16,11 +16,16 @@ def refuse_half(fault: str, recipe: Recipe) -> None:
 _classes: dict[tuple[type[Recipe], type[Recipe]], type[Recipe]] = {}
 
 
-def planted(fault: type[Recipe], recipe: Recipe) -> Recipe:
+def planted(fault: type[Recipe], recipe: Recipe, *, keeps_scales: str | None = None) -> Recipe:
     """The recipe with its settings, and the methods of `fault` before its own. Equal for equal recipes.
 
     A fault that overrides quantize is asked by it alone (Recipe.__init_subclass__): no fused cast goes past it.
+    `keeps_scales`: the name of a fault of the scales that a recipe keeps; raises ValueError for one that keeps none.
     """
+    if keeps_scales is not None and not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{keeps_scales}: {type(recipe).__name__} keeps no scale from step to step; take delayed_scaling"
+        )
     key = fault, type(recipe)
     if key not in _classes:
         _classes[key] = type(f"{fault.__name__}{type(recipe).__name__}", key, {})

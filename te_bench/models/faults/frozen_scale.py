@@ -23,8 +23,4 @@ class FrozenScale(DelayedScaling):
 
 def FAULT(recipe: Recipe) -> Recipe:
     """Raises ValueError for a recipe that keeps no scales."""
-    if not isinstance(recipe, DelayedScaling):
-        raise ValueError(
-            f"frozen_scale: {type(recipe).__name__} keeps no scale from step to step; take delayed_scaling"
-        )
-    return planted(FrozenScale, recipe)
+    return planted(FrozenScale, recipe, keeps_scales="frozen_scale")

@@ -7,9 +7,9 @@ nothing else of a rival.
 
 import contextlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from te_bench import plugins
@@ -58,7 +58,9 @@ class Rival:
     versions an environment notes.
     unsupported(config, device, capability): why it can't train that model on this machine, or None.
     build(model): change the model. recipe: te_bench's recipe of the same arithmetic; None: it trains in bf16.
-    modes: in which execution modes suites run it.
+    modes: in which execution modes suites run it in one process.
+    way: the file of training.ways by which its steps are divided over ranks; None: it has one process alone. ranks: {mode of
+    parallelism that the way has: execution modes}, as suites run it on GPUs.
     head(config): the loss that it trains with, where it has its own.
     own_blocks: its passes are its own from the first block to the last norm, and mode cudagraph captures them as they are;
     else it has changed modules of the model. own_attention: it calls attention by operators of its own, which torch's
@@ -72,6 +74,8 @@ class Rival:
     build: Callable[["Decoder"], None]
     recipe: str | None
     modes: tuple[str, ...]
+    way: str | None = None
+    ranks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head: "Callable[[DecoderConfig], Head] | None" = None
     own_blocks: bool = False
     own_attention: bool = False

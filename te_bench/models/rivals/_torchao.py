@@ -31,6 +31,8 @@ def rival(theirs: str, ours: str) -> Rival:
         build=build,
         recipe=ours,
         modes=("compile",),
+        way="torchao",
+        ranks={"fsdp2": ("compile",), "tp": ("compile",)},
         adoption=Adoption(
             unsupported=torchao.lacks_for,
             build=adopt,

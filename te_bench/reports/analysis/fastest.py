@@ -25,11 +25,18 @@ class FastestOfKind:
     times_as_long: Ratio | None
 
 
+def rival_of(trial: Trial) -> str | None:
+    """What another project's step is called; None for te-bench's and PyTorch's."""
+    name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
+    if name in rivals.names():
+        return rivals.load(name).title
+    return name or None  # of a journal, which may know more rivals than this te-bench
+
+
 def kind_of_step(trial: Trial) -> str:
     """Whose step a trial times."""
-    name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
-    if name:  # of a journal, which may know more rivals than this te-bench
-        return rivals.load(name).title if name in rivals.names() else name
+    if rival := rival_of(trial):
+        return rival
     parts = any(trial.problem.get(part) for part in OWN_PARTS)
     if parts or trial.precision == "fp8" or trial.attention in OWN:
         return TE_BENCH

@@ -23,6 +23,12 @@ class Ratio:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def inverse(self) -> "Ratio":
+        """The ratio the other way round."""
+        low, high = (None if end is None else 1 / end for end in (self.high, self.low))
+        return Ratio(value=1 / self.value, n=self.n, low=low, high=high)
+
 
 def numbers(values: object) -> list[float]:
     """The finite numbers among recorded values; what was not measured (None, a missing key) drops out."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Record
+from te_bench.reports.analysis.fastest import TE_BENCH, rival_of
 from te_bench.reports.analysis.measures import Ratio, finite, geometric_mean, median, of_processes, paired_ratio
 from te_bench.reports.analysis.rows import Configuration, Group
 
@@ -33,7 +34,12 @@ class ScaledStep:
     def parallel(self) -> str | None:
         """How it is divided; None on one GPU."""
         mode = self.configuration.trial.problem.get("parallel")
-        return mode if isinstance(mode, str) else None
+        return mode if isinstance(mode, str) and self.world > 1 else None
+
+    @property
+    def project(self) -> str:
+        """Whose step it is."""
+        return rival_of(self.configuration.trial) or TE_BENCH
 
     @property
     def sequences(self) -> float | None:

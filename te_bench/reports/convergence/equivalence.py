@@ -83,6 +83,7 @@ class LossComparison:
     outliers: tuple[int, ...]  # places of the pairs whose gap lies far from the others'
     verdict: Verdict
     reason: str
+    interval_95: tuple[float, float] | None = None  # by the tests of `compare`, two-sided, whatever alpha is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +141,7 @@ def compare(
         gap=gap,
         sd=sd if mean else 0.0,
         interval=interval,
+        interval_95=mean.interval(0.025) if mean else None,
         t_interval=_student(mean, alpha) if mean else None,
         claims=claims,
         correlation=_correlation(*arms) if paired else None,

@@ -12,6 +12,7 @@ from te_bench.reports.convergence.stability import RISE, overfitting
 Array = NDArray[np.float64]
 
 LAST = 0.1  # the share of training over which the gap must have settled
+SURE = 2.0  # standard errors: what single training batches make of a gap is no move of it
 FEWEST_POINTS = 3  # the first is often that of the initial weights
 
 
@@ -24,12 +25,12 @@ class Matched:
     candidate: tuple[float, ...]
 
 
-def match_runs(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
+def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> Matched:
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
-    Raises ValueError for a file that is in both arms, a baseline that broke, seeds that only one arm has, names that
-    runs share or numbers of runs that differ when paired, and curves that end at different steps, for they have not
-    seen the same data.
+    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms, a
+    baseline that broke, seeds that only one arm has, names that runs share or numbers of runs that differ when paired,
+    and curves that end at different steps, for they have not seen the same data.
     """
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
@@ -44,6 +45,9 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool) -> Matched:
     if all(ends) and ends[0] != ends[1]:
         ended = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
         raise ValueError(f"the curves end {ended}: compare runs of one length")
+    if paired is None:
+        told = all(arm.seeded and not arm.repeated for arm in arms)
+        paired = told and set(baseline.final) == set(candidate.final)
     if not paired:
         return Matched(seeds=(), baseline=tuple(baseline.final.values()), candidate=tuple(candidate.final.values()))
     for arm in arms:
@@ -100,7 +104,8 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
     """None when the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
 
     The gap is that of the arms' mean curves, which for pairs is their mean gap; its move is that of a line through the
-    last tenth, or from the last evaluation but one where that is earlier. `margin` in the unit of the losses.
+    last tenth, or from the last evaluation but one where that is earlier. A gap of training losses moves where its line
+    does by SURE standard errors, too. `margin` in the unit of the losses.
     """
     curves = [*baseline.curves.values(), *candidate.curves.values()]
     if not (baseline.curves and candidate.curves):
@@ -108,8 +113,8 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         return f"{fewest} points a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least"
     at = _late(curves)
-    move = _move(at, _mean(candidate, at) - _mean(baseline, at))
-    if abs(move) < margin:
+    move, error = _moved(at, _mean(candidate, at) - _mean(baseline, at))
+    if abs(move) < margin or (baseline.training and abs(move) < SURE * error):
         return None
     return (
         f"the gap still moves: by {move:+.2g} over the last {at[-1] - at[0]:g} steps, which is not below the margin "
@@ -119,7 +124,7 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
 
 def why_overfitted(baseline: Losses, margin: float) -> str | None:
     """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
-    if min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
+    if baseline.training or min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
         return None
     first = max(curve.step[0] for curve in baseline.curves.values())
     at = np.array(sorted({step for curve in baseline.curves.values() for step in curve.step if step >= first}))
@@ -141,13 +146,31 @@ def note_far(arms: Matched, place: int) -> str:
     )
 
 
+def note_unpaired(baseline: Losses, candidate: Losses) -> str:
+    """What to note where nobody asked for pairs and there are none: why."""
+    if not (baseline.seeded and candidate.seeded):
+        return "the runs are not paired, for their seeds are not named: --paired pairs row by row"
+    for one, other in ((baseline, candidate), (candidate, baseline)):
+        if only := [seed for seed in one.final if seed not in other.final]:
+            what = "seed " if only[0].isdecimal() else ""
+            return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
+    return "the runs are not paired, for several have one name"
+
+
+def note_training(arm: Losses) -> str | None:
+    """What to note of an arm that is judged by its training loss."""
+    if not arm.training:
+        return None
+    return "training losses are judged, which do not show overfitting"
+
+
 def note_falling(arm: Losses, margin: float) -> str | None:
     """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `why_moving` looks at."""
     if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:
         return None
     at = _late(list(arm.curves.values()))
-    fall = -_move(at, _mean(arm, at))
-    if fall < margin:
+    fall, error = _moved(at, -_mean(arm, at))
+    if fall < margin or (arm.training and fall < SURE * error):
         return None
     return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {at[-1] - at[0]:g} steps"
 
@@ -163,10 +186,13 @@ def _mean(arm: Losses, at: Array) -> Array:
     return np.asarray(np.mean([np.interp(at, curve.step, curve.loss) for curve in arm.curves.values()], axis=0))
 
 
-def _move(at: Array, values: Array) -> float:
-    """The rise from end to end of the least-squares line: of two points their difference, of many less noise."""
-    off = at - at.mean()
-    return float(off @ values / (off @ off) * (at[-1] - at[0]))
+def _moved(at: Array, values: Array) -> tuple[float, float]:
+    """The rise from end to end of the least-squares line, of two points their difference, and its standard error."""
+    off, reach = at - at.mean(), float(at[-1] - at[0])
+    slope = float(off @ values / (off @ off))
+    rest = values - values.mean() - slope * off
+    error = float(np.sqrt(rest @ rest / max(at.size - 2, 1) / (off @ off)))
+    return slope * reach, error * reach
 
 
 def _named(arm: Losses, broke: Mapping[str, str]) -> str:

@@ -1,29 +1,26 @@
-"""A user's own losses from CSV: final losses, curves by seed, and what Weights & Biases and TensorBoard export."""
+"""A user's own losses from one CSV: final losses, curves by seed, and Weights & Biases' export of several runs.
 
-import codecs
-import csv
+A CSV of one run, its history, is a log like others: `reports/logs/formats/csv.py`.
+"""
+
 import hashlib
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
+from te_bench.reports.logs import LogFile
+from te_bench.reports.logs.rows import STEP
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
 
-STEP = ("step", "_step", "iter", "iteration", "global_step", "trainer/global_step", "train/global_step")
 # the first of these that a file has is the loss
 LOSS = ("val_loss", "val/loss", "validation_loss", "eval_loss", "eval/loss", "final_loss", "loss", "value")
-SEED = ("seed", "run", "run_id")
-TENSORBOARD = ("wall time", "step", "value")
-WANDB = " - "  # between the run's name and the metric's
-TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
-SPAN = ("__MIN", "__MAX")  # companions of a W&B column: the extremes of the points that one row stands for
 
 _Point = tuple[int, float, float]  # line, step, loss
 
@@ -47,48 +44,32 @@ class Losses:
     notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
     repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
     digests: frozenset[str] = frozenset()  # of the files' bytes
+    judged: str = "final loss"  # what `final` holds
+    training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
+    broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Table:
-    path: Path
-    digest: str
-    header: tuple[str, ...] | None
-    rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
-    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
-
-    def column(self, names: Sequence[str]) -> int | None:
-        lower = [name.lower() for name in self.header or ()]
-        return next((lower.index(name) for name in names if name in lower), None)
-
-
-def read(path: Path | str | Sequence[Path | str]) -> Losses:
+def read(file: LogFile) -> Losses:
     """One arm's losses, in whichever of these layouts the file has; comments (#) and blank lines are skipped.
 
     One column of final losses, with or without a header, beside it a label (text) or a seed column. Whole curves:
     columns step, loss, seed, or step and a column a seed, called by its number.
-    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out.
-    TensorBoard: "Wall time", "Step", "Value", one run a file: a directory or several files. The final loss of a curve
+    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. The final loss of a curve
     is its last, so export the validation loss: the last training loss is that of one batch. Losses may be NaN or
     infinite (`broken` tells the runs); leave empty what was not logged.
 
     Raises ValueError, with file and line, for what is not a number, a step or seed given twice, fewer than two
-    seeds, runs of unequal lengths, several columns that could be meant or none, and a file that cannot be read.
+    seeds, runs of unequal lengths, several columns that could be meant or none, and a file that is no text.
     """
-    tables = [_table(each) for each in _files(path)]
-    return replace(_losses(path, tables), digests=frozenset(table.digest for table in tables))
+    found = table_of(file)
+    return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
 
 
-def _losses(path: Path | str | Sequence[Path | str], tables: Sequence[_Table]) -> Losses:
-    paths = [table.path for table in tables]
-    boards = [table.header is not None and tuple(map(str.lower, table.header)) == TENSORBOARD for table in tables]
-    source = str(path) if isinstance(path, Path | str) else ", ".join(map(str, paths))
-    if all(boards):
-        return _of_curves(source, _tensorboard(tables))
-    if len(tables) > 1:
-        other = paths[boards.index(False)]
-        raise ValueError(f"{other}: several files are read as TensorBoard's export only; put the runs into one file")
-    [table] = tables
+def digest(file: LogFile) -> str:
+    return hashlib.sha256(file.content).hexdigest()
+
+
+def _losses(source: str, table: Table) -> Losses:
     runs = [WANDB in name for name in table.header or ()]
     if any(runs) and table.column(STEP) is not None:
         return _wandb(source, table)
@@ -102,8 +83,10 @@ def _losses(path: Path | str | Sequence[Path | str], tables: Sequence[_Table]) -
 
 def broken(arm: Losses) -> dict[str, str]:
     """Why each run that diverged did, by seed: a loss that is not finite, or a rise that had not come back at the end."""
-    found = {}
+    found = dict(arm.broke)
     for seed, final in arm.final.items():
+        if seed in found:
+            continue
         curve = arm.curves.get(seed, Curve(step=(), loss=()))
         at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None)
         if at is not None:
@@ -118,110 +101,24 @@ def broken(arm: Losses) -> dict[str, str]:
     return found
 
 
-def _files(path: Path | str | Sequence[Path | str]) -> list[Path]:
-    if not isinstance(path, Path | str):
-        return [Path(each) for each in path]
-    one = Path(path)
-    if not one.is_dir():
-        return [one]
-    found = sorted(one.glob("*.csv"))
-    if not found:
-        raise ValueError(f"{one} holds no .csv file: name the directory of TensorBoard's exports, or a file")
-    return found
-
-
-def _table(path: Path) -> _Table:
-    try:
-        content = path.read_bytes()
-        text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: it is not UTF-8 text; export or save it as CSV in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    lines = [
-        (n, line)
-        for n, line in enumerate(text.splitlines(), start=1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    if not lines:
-        raise ValueError(f"{path} is empty: give one loss a line, or columns step, loss, seed")
-    # of two as many not the comma, which may be a decimal one
-    delimiter = max("\t;,", key=lambda mark: (lines[0][1].count(mark), mark == "," and mark not in lines[0][1]))
-    rows = _cells(path, lines, delimiter)
-    head = rows[0][1]
-    wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # numbers that name seeds
-    header = rows.pop(0)[1] if wide or not any(map(_numeric, head)) else None
-    width = len(header or rows[0][1])
-    for n, row in rows:
-        if len(row) != width:
-            comma = ". A comma separates cells: write decimals with a point" if delimiter == "," else ""
-            raise ValueError(f"{path}, line {n}: {len(row)} cells where the first line has {width}{comma}")
-    if not rows:
-        raise ValueError(f"{path} has a header and no rows: nothing was logged")
-    between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
-    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
-    gap = next((n for n, line in left_out.items() if not line or _numeric(line)), None)
-    return _Table(path=path, digest=hashlib.sha256(content).hexdigest(), header=header, rows=tuple(rows), gap=gap)
-
-
-def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:
-    reader = csv.reader((line for _, line in lines), delimiter=delimiter, skipinitialspace=True)
-    rows: list[tuple[int, tuple[str, ...]]] = []
-    try:
-        for row in reader:
-            n = lines[len(rows)][0]
-            if reader.line_num != len(rows) + 1:
-                raise ValueError(
-                    f"{path}, line {n}: a cell does not end on its line: close its quote, take out line breaks"
-                )
-            rows.append((n, tuple(cell.strip() for cell in row)))
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {lines[reader.line_num - 1][0]}: {error}") from error
-    return rows
-
-
-def _number(cell: str) -> float | None:
-    try:
-        return None if "_" in cell else float(cell)  # Python reads 3_28 as 328
-    except ValueError:
-        return None
-
-
-def _numeric(cell: str) -> bool:
-    """A number, be it with a decimal comma, which no number read here may have: it is told as such, not taken for text."""
-    return _number(cell.replace(",", ".")) is not None
-
-
-def _loss(table: _Table, line: int, cell: str) -> float:
-    value = _number(cell)
-    if not cell:
-        raise ValueError(
-            f"{table.path}, line {line}: no loss; write nan for a run that diverged, or leave the line out"
-        )
-    if value is None:
-        comma = ": write decimals with a point, not a comma" if _numeric(cell) else ""
-        raise ValueError(f"{table.path}, line {line}: {cell!r} is not a number{comma}")
-    return value
-
-
-def _point(table: _Table, line: int, step: str, loss: str) -> _Point:
-    at = _loss(table, line, step)
+def _point(table: Table, line: int, step: str, loss: str) -> _Point:
+    at = number_at(table, line, step)
     if not math.isfinite(at):
         raise ValueError(f"{table.path}, line {line}: the step is {step}: give a finite number")
-    return line, at, _loss(table, line, loss)
+    return line, at, number_at(table, line, loss)
 
 
-def _other_axis(table: _Table, name: str) -> ValueError:
+def _other_axis(table: Table, name: str) -> ValueError:
     return ValueError(f"{table.path}: the x-axis is {name}: export with Step as the x-axis")
 
 
-def _finals(source: str, table: _Table) -> Losses:
+def _finals(source: str, table: Table) -> Losses:
     width = len(table.rows[0][1])
     seed = table.column(SEED)
-    numeric = [c for c in range(width) if c != seed and any(_numeric(row[c]) for _, row in table.rows)]
-    loss = table.column(LOSS) if len(numeric) > 1 else next(iter(numeric), None)
-    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in numeric]
-    if not numeric:
+    columns = [c for c in range(width) if c != seed and any(numeric(row[c]) for _, row in table.rows)]
+    loss = table.column(LOSS) if len(columns) > 1 else next(iter(columns), None)
+    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in columns]
+    if not columns:
         raise ValueError(f"{table.path} has no column of numbers: give one loss a line, or columns step, loss, seed")
     if loss is None:
         comma = "" if table.header else "; were the commas decimal ones, write points"
@@ -229,14 +126,14 @@ def _finals(source: str, table: _Table) -> Losses:
             f"{table.path}: {', '.join(names)} are all numbers; call the column of final losses loss, or give columns "
             f"step, loss, seed{comma}"
         )
-    notes = [_taken(table, loss)] if len(numeric) > 1 else []
+    notes = [_taken(table, loss)] if len(columns) > 1 else []
     if seed is None and table.gap is not None:
         raise ValueError(
             f"{table.path}, line {table.gap} has no loss: without seeds rows are pairs, and every later one would be of "
             "another seed; write nan for a run that diverged, or add a column seed"
         )
     final: dict[str, float] = {}
-    texts = [c for c in range(width) if c not in (seed, *numeric)]
+    texts = [c for c in range(width) if c not in (seed, *columns)]
     for place, (line, row) in enumerate(table.rows, start=1):
         name = row[seed] if seed is not None else str(place)
         if name in final:
@@ -245,7 +142,7 @@ def _finals(source: str, table: _Table) -> Losses:
             raise ValueError(
                 f"{table.path}, line {line}: seed {name} a second time; one final loss a seed, or add a column step"
             )
-        final[name] = _loss(table, line, row[loss])
+        final[name] = number_at(table, line, row[loss])
     kinds = list(dict.fromkeys(row[texts[0]] for _, row in table.rows)) if texts else []
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
@@ -253,11 +150,11 @@ def _finals(source: str, table: _Table) -> Losses:
     return Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes))
 
 
-def _taken(table: _Table, column: int) -> str:
+def _taken(table: Table, column: int) -> str:
     return f"{table.path}: the losses are those of the column {(table.header or ())[column]}"
 
 
-def _long(source: str, table: _Table) -> Losses:
+def _long(source: str, table: Table) -> Losses:
     step, loss, seed = (table.column(names) for names in (STEP, LOSS, SEED))
     assert step is not None
     assert table.header is not None
@@ -266,14 +163,10 @@ def _long(source: str, table: _Table) -> Losses:
         loss = others[0]
     if loss is None and seed is None and all(re.fullmatch(WIDE, table.header[c].lower()) for c in others):
         return _wide(source, table, {c: table.header[c] for c in others})
-    if loss is None:
+    if loss is None or seed is None:
         raise ValueError(
             f"{table.path} has the columns {', '.join(table.header)}: call the one with the losses loss, or give step and "
             "a column a seed, called by its number"
-        )
-    if seed is None:
-        raise ValueError(
-            f"{table.path} has no column seed: one seed only; a verdict needs 3 at least, told apart by a column seed"
         )
     several = sum(table.header[c].lower() in LOSS for c in others) > 1
     points: dict[str, list[_Point]] = {}
@@ -282,12 +175,13 @@ def _long(source: str, table: _Table) -> Losses:
         if row[loss] or len(others) == 1:  # beside other columns, a row that logged something else has no loss
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
-    return _of_curves(source, curves, (_taken(table, loss),) if several else ())
+    _two(source, len(curves))
+    return of_curves(source, curves, (_taken(table, loss),) if several else ())
 
 
-def _wandb(source: str, table: _Table) -> Losses:
+def _wandb(source: str, table: Table) -> Losses:
     assert table.header is not None
-    columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.endswith(SPAN)}
+    columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.lower().endswith(SPAN)}
     metrics = {name.rpartition(WANDB)[2] for name in columns.values()} - {"_step", *STEP}
     if len(metrics) != 1:
         raise ValueError(f"{table.path} holds {', '.join(sorted(metrics))}: export one metric, the validation loss")
@@ -299,7 +193,7 @@ def _wandb(source: str, table: _Table) -> Losses:
     )
 
 
-def _wide(source: str, table: _Table, runs: Mapping[int, str]) -> Losses:
+def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:
     step = table.column(STEP)
     assert step is not None
     points: dict[int, list[_Point]] = {c: [] for c in runs}
@@ -307,29 +201,17 @@ def _wide(source: str, table: _Table, runs: Mapping[int, str]) -> Losses:
         for c in runs:
             if row[c]:  # runs that logged at other steps leave the cell empty
                 points[c].append(_point(table, line, row[step], row[c]))
-    seeds = _seeds(list(runs.values()))
+    seeds = seeds_of(list(runs.values()))
     counts = Counter(seeds)
     repeated = tuple(name for name, count in counts.items() if count > 1)
     names = [f"{name} ({seeds[: n + 1].count(name)})" if name in repeated else name for n, name in enumerate(seeds)]
     notes = tuple(f"{table.path}: {counts[name]} runs are called {name}, numbered in their order" for name in repeated)
     curves = {name: _curve(table.path, name, points[c]) for name, c in zip(names, runs, strict=True)}
-    return replace(_of_curves(source, curves, notes), repeated=repeated)
+    _two(source, len(curves))
+    return replace(of_curves(source, curves, notes), repeated=repeated)
 
 
-def _tensorboard(tables: Sequence[_Table]) -> dict[str, Curve]:
-    paths = [table.path for table in tables]
-    for path, count in Counter(path.resolve() for path in paths).items():
-        if count > 1:
-            raise ValueError(f"{path} is given {count} times: a run counts once")
-    names = [path.stem for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    return {
-        seed: _curve(table.path, seed, [_point(table, n, row[1], row[2]) for n, row in table.rows])
-        for seed, table in zip(_seeds(names), tables, strict=True)
-    }
-
-
-def _seeds(runs: Sequence[str]) -> list[str]:
+def seeds_of(runs: Sequence[str]) -> list[str]:
     """The seed in each run's name ("fp8-seed3", "bf16_s3": 3), so that arms pair; the names where they do not tell."""
     hits = [re.search(r"(?<![a-z])s(?:eed)?[-_= ]?(\d+)(?!\d)", run.lower()) for run in runs]
     seeds = [str(int(hit.group(1))) for hit in hits if hit]
@@ -346,13 +228,18 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
     return Curve(step=tuple(step for _, step, _ in ordered), loss=tuple(loss for _, _, loss in ordered))
 
 
-def _of_curves(source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = ()) -> Losses:
-    _two(source, len(curves))
+def of_curves(
+    source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = (), broke: Mapping[str, str] | None = None
+) -> Losses:
+    """One arm by its runs' curves; the final loss is the last. Raises ValueError for copies and runs that ended early.
+
+    `broke`: runs that are known to have diverged by other losses than these, and why.
+    """
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
-    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes)
-    broke = broken(found)  # such a run may have been stopped for it
-    ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in broke}
+    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))
+    told = broken(found)  # such a run may have been stopped for it
+    ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
         short = min(ends, key=ends.__getitem__)
         raise ValueError(

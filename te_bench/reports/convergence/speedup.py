@@ -35,6 +35,16 @@ class Speedup:
     less_time_interval: Interval | None = None
     reason: str | None = None
 
+    @property
+    def to_equal_loss(self) -> Ratio | None:
+        """How many times as fast the candidate comes to the control's final loss: step speed-up over step penalty."""
+        if self.less_time is None or self.step_time is None or self.less_time >= 1:
+            return None
+        low, high = (None, None) if self.less_time_interval is None else self.less_time_interval
+        if low is None or high is None:
+            return Ratio(value=1 / (1 - self.less_time), low=None, high=None, n=self.step_time.n)
+        return Ratio(value=1 / (1 - self.less_time), low=1 / (1 - low), high=1 / (1 - high), n=self.step_time.n)
+
 
 def capability_matched(
     steps: Sequence[float],

@@ -1,10 +1,17 @@
-"""The learning-rate ladder: where each precision breaks."""
+"""The learning-rate ladder: at which rate each precision breaks, with an interval over seeds."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.measures import CONFIDENCE, numbers
+from te_bench.reports.analysis.rows import Configuration, Group, arm_name, printable
 from te_bench.reports.convergence.study import Run
+
+#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
+LOST = 0.1
+
+Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and the first that broke, infinity for none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,12 +25,25 @@ class StressResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Breaking:
+    """Between which factors of the learning rate the median seed breaks, and an interval of that median."""
+
+    seeds: int
+    median: Bracket
+    interval: Bracket
+    confidence: float  # that the interval has: below 95 % for fewer than 6 seeds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StressLadder:
     """The precisions of one model, data and length, by factors of the learning rate."""
 
     title: str
+    rate: float  # the learning rate at factor 1
     factors: tuple[float, ...]
     results: Mapping[str, Mapping[float, StressResult]]
+    breaking: Mapping[str, Breaking]
+    unseen: tuple[str, ...]  # those that were broken on purpose and did not break
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
@@ -35,19 +55,79 @@ def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
     return tuple(map(_ladder, together.values()))
 
 
+def breaking_point(brackets: Sequence[Bracket]) -> Breaking:
+    """The median's interval from order statistics: the k-th least of n seeds to the k-th largest, k as large as 95 % allow.
+
+    It holds for any distribution over seeds, and for factors that are known between two rungs only. Of n seeds it misses
+    the median in 2 sum_{i<k} C(n, i) / 2^n of cases (David & Nagaraja 2003, Order Statistics, 7.1).
+    """
+    n = len(brackets)
+    lows, highs = (sorted(ends) for ends in zip(*brackets, strict=True))
+
+    def missed(k: int) -> float:
+        return float(2 * sum(math.comb(n, i) for i in range(k)) / 2**n)
+
+    k = max((k for k in range(1, (n + 1) // 2 + 1) if 1 - missed(k) >= CONFIDENCE), default=1)
+    return Breaking(
+        seeds=n,
+        median=(lows[(n - 1) // 2], highs[n // 2]),
+        interval=(lows[k - 1], highs[n - k]),
+        confidence=max(0.0, 1 - missed(k)),
+    )
+
+
 def _ladder(configurations: list[Configuration]) -> StressLadder:
-    results: dict[str, dict[float, StressResult]] = {}
+    by_name: dict[str, dict[float, Configuration]] = {}
     for configuration in configurations:
         factor = float(str(configuration.trial.problem["lr_factor"]))
-        results.setdefault(configuration.trial.recipe or configuration.trial.precision, {})[factor] = _result(
-            configuration
-        )
+        by_name.setdefault(printable(arm_name(configuration.trial)), {})[factor] = configuration
+    runs = {name: _runs(by_factor) for name, by_factor in by_name.items()}
+    reference = runs.get("bf16", {})
+    found = {name: _brackets(by_seed, reference) for name, by_seed in runs.items()}
+    breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
+    faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
     problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
-        factors=tuple(sorted({factor for by_factor in results.values() for factor in by_factor})),
-        results=results,
+        rate=float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"])),
+        factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
+        results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
+        breaking=breaking,
+        unseen=tuple(name for name in by_name if name in faults & set(breaking) and breaking[name].median[0] > 0),
     )
+
+
+def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run]]:
+    """{seed: {factor: run}}, of the seeds whose every run ended or diverged."""
+    found: dict[int, dict[float, Run]] = {}
+    for factor in sorted(by_factor):
+        for row in by_factor[factor].rows:
+            run = Run(row)
+            if run.final is not None or run.diverged:
+                found.setdefault(run.seed, {})[factor] = run
+    return {seed: runs for seed, runs in found.items() if len(runs) == len(by_factor)}
+
+
+def _brackets(
+    by_seed: Mapping[int, Mapping[float, Run]], reference: Mapping[int, Mapping[float, Run]]
+) -> list[Bracket]:
+    """Where each seed breaks, held to bf16's best rate on that seed, or to its own where there is no bf16."""
+    found = []
+    for seed, runs in by_seed.items():
+        limit = _limit(reference.get(seed, runs))
+        broke = [factor for factor, run in runs.items() if run.diverged or (run.final or 0.0) > limit]
+        first = min(broke, default=math.inf)
+        found.append((max((factor for factor in runs if factor < first), default=0.0), first))
+    return found
+
+
+def _limit(runs: Mapping[float, Run]) -> float:
+    """The final loss above which a run is broken: LOST of the way from the best back to what training began with."""
+    finals = [run.final for run in runs.values() if run.final is not None and not run.diverged]
+    begun = [losses[0] for run in runs.values() if run.record and (losses := numbers(run.record.samples.get("loss")))]
+    if not finals or not begun:
+        return math.inf
+    return min(finals) + LOST * (max(begun) - min(finals))
 
 
 def _result(configuration: Configuration) -> StressResult:

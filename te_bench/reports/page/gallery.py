@@ -6,7 +6,15 @@ from matplotlib.figure import Figure
 
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult
-from te_bench.reports.page import attention_figures, loss_figures, scaled_figures, step_figures, text, verdict_figures
+from te_bench.reports.page import (
+    attention_figures,
+    equal_loss,
+    loss_figures,
+    scaled_figures,
+    step_figures,
+    text,
+    verdict_figures,
+)
 from te_bench.reports.page.drawing import Drawing, draw
 
 Builder = tuple[str, str, Callable[[], Figure] | None]  # name, caption, and what draws it
@@ -60,6 +68,7 @@ def _verdicts(result: GroupResult) -> list[Builder]:
     for number, verdict in enumerate(result.studies, start=1):
         place, title = _place(number), verdict.study.title
         found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(verdict)))
+        found.append((f"verdict_time{place}", f"Time to equal loss: {title}", equal_loss.figure(verdict)))
         found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(verdict)))
         found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(verdict)))
         for arm in verdict.study.recipes:

@@ -20,8 +20,8 @@ SECTIONS = (
     (
         "verdict",
         "Does FP8 train like bf16?",
-        ("verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics"),
-        ("verdict", "verdict_reasons", "stability"),
+        ("verdict_forest", "verdict_time", "verdict_gap", "verdict_spikes", "verdict_numerics"),
+        ("verdict", "verdict_reasons", "equal_loss", "stability"),
     ),
     ("stress", "Where each precision breaks", (), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),

@@ -34,9 +34,10 @@ def efficiency(result: GroupResult) -> Callable[[], Figure] | None:
 
 
 def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:
-    """Recipe or precision, with the attention and each rank's sequences where those differ."""
+    """Recipe or precision, with the project, the attention and each rank's sequences where those differ."""
     trial = step.configuration.trial
-    words = [trial.recipe or trial.precision]
+    words = [step.project] if len({one.project for one in steps}) > 1 else []
+    words += [trial.recipe or trial.precision]
     words += [trial.attention] if len({one.configuration.trial.attention for one in steps}) > 1 else []
     words += [f"{step.sequences:g} sequences"] if step.sequences and len({one.sequences for one in steps}) > 1 else []
     return ", ".join(words)

@@ -9,6 +9,7 @@ from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import (
     attention_tables,
+    equal_loss,
     layer_tables,
     scaled_tables,
     step_tables,
@@ -47,6 +48,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "curves": _each("trainings", training_tables.curves),
     "verdict": _each("studies", verdict_tables.gaps),
     "verdict_reasons": _each("studies", verdict_tables.reasons),
+    "equal_loss": _each("studies", equal_loss.times),
     "stability": _each("studies", training_tables.stability),
     "stress": _each("stress", training_tables.stress),
     "max_batch": step_tables.largest_batch,

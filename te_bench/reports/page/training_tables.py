@@ -1,9 +1,11 @@
 """The tables of trainings: what each reached, how stable it was, and the learning-rate ladder."""
 
+import math
+
 from te_bench.reports.analysis.curves import TrainingComparison
 from te_bench.reports.convergence.arm_stability import POINTS, arm_stabilities
 from te_bench.reports.convergence.stability import SPIKE
-from te_bench.reports.convergence.stress import StressLadder, StressResult
+from te_bench.reports.convergence.stress import LOST, StressLadder, StressResult
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, label, number, repetitions, table_of, word
@@ -60,11 +62,41 @@ def stability(found: StudyVerdict) -> Table | None:
 def stress(ladder: StressLadder) -> Table | None:
     """The learning-rate ladder of a model and length: where each precision breaks."""
     shown = [
-        {"Precision": word(name), **{f"{factor:g} x": _stressed(found.get(factor)) for factor in ladder.factors}}
+        {
+            "Precision": word(name),
+            **_breaks(ladder, name),
+            **{f"{factor:g} x": _stressed(found.get(factor)) for factor in ladder.factors},
+        }
         for name, found in ladder.results.items()
     ]
-    note = "Final validation loss at so many times the learning rate; else how many runs diverged."
+    note = (
+        "Breaks: between which learning rates the median seed diverges, or ends above bf16's best by "
+        f"{100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, with the "
+        f"confidence that so many seeds give. Then the final validation loss at so many times {ladder.rate:g}, or how many "
+        "runs diverged."
+    )
+    if ladder.unseen:
+        note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
     return table_of("stress", f"Learning-rate ladder: {ladder.title}", shown, note)
+
+
+def _breaks(ladder: StressLadder, name: str) -> dict[str, Value]:
+    found = ladder.breaking.get(name)
+    if found is None:
+        return {"Breaks": word(None), "Interval": word(None)}
+    said = f"{_rates(found.interval, ladder.rate)} ({100 * found.confidence:.3g} %, {found.seeds} seeds)"
+    return {
+        "Breaks": Value(text=_rates(found.median, ladder.rate), sort=found.median[0]),
+        "Interval": Value(text=said if found.seeds > 1 else text.MISSING, sort=found.interval[0]),
+    }
+
+
+def _rates(factors: tuple[float, float], rate: float) -> str:
+    """Two factors as learning rates."""
+    low, high = factors
+    if not low:
+        return f"below {high * rate:g}"
+    return f"above {low * rate:g}" if math.isinf(high) else f"{low * rate:g} to {high * rate:g}"
 
 
 def _stressed(found: StressResult | None) -> Value:

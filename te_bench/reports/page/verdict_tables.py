@@ -2,10 +2,9 @@
 
 from statistics import fmean
 
-from te_bench.reports.convergence.equivalence import LossComparison, Verdict
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, Value, number, table_of, word
+from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
 
 
 def gaps(found: StudyVerdict) -> Table | None:
@@ -16,8 +15,8 @@ def gaps(found: StudyVerdict) -> Table | None:
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of bf16's loss. "
         f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
         "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
-        "loss: over the last tenth of the steps, and its gap. Less time: to bf16's final loss, steps that make up the gap "
-        f"included. {found.study.assumption}."
+        "loss: over the last tenth of the steps, and its gap. To equal loss: how many times as fast it comes to bf16's "
+        f"final loss, with 95 %. {found.study.assumption}."
     )
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
@@ -42,8 +41,8 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
         "Gap, nat": number(c.gap if c else None, text.signed),
         "Gap, %": number(percent, lambda value: f"{value or 0:+.2f}"),
-        _level(found.alpha): word(_interval(c.interval if c else None)),
-        "By t": word(_interval(c.t_interval if c else None)),
+        level(found.alpha): word(interval(c.interval if c else None)),
+        "By t": word(interval(c.t_interval if c else None)),
         "p, Holm": number(claims.equivalent if claims else None, text.probability),
         **numbers,
         "Power": number(c.power if c else None, text.percent),
@@ -51,8 +50,7 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
         "Training loss": number(fmean(trained) if trained else None, text.loss),
         "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
-        "Less time": number(speed.less_time if speed else None, text.percent),
-        "95 % of it": word(_percents(speed.less_time_interval if speed else None)),
+        "To equal loss": speedup(speed.to_equal_loss if speed else None),
     }
 
 
@@ -69,47 +67,19 @@ def reasons(found: StudyVerdict) -> Table | None:
     return table_of("verdict_reasons", "Why", shown, text_columns=3)
 
 
-def losses(c: LossComparison, verdict: Verdict) -> Table:
-    """A comparison that comes without a study: a user's own losses."""
-    level = _level(c.alpha)
-    rows = (
-        ("Verdict", word(verdict)),
-        ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
-        ("Mean gap, above 0 is worse", number(c.gap, text.signed)),
-        (f"{level} interval", word(_interval(c.interval))),
-        (f"{level} interval, Student's t", word(_interval(c.t_interval))),
-        ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.claims.equivalent, text.probability)),
-        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
-        ("Correlation of the pairs", number(c.correlation, text.signed)),
-        ("Power at a true gap of 0", number(c.power, text.percent)),
-        ("Smallest margin with 80 % power", number(c.detectable)),
-        ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
-        ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
-    )
-    table = table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
-    assert table is not None
-    return table
-
-
 def brief(found: StudyVerdict) -> Table | None:
     """What a terminal has room for of `gaps`."""
     whole = gaps(found)
     if whole is None:
         return None
     runs = "Pairs" if found.study.pool is None else "Runs"
-    narrow = ("Configuration", "Verdict", "Gap, nat", _level(found.alpha), "p, Holm", runs, "Less time")
+    narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
     return whole.only(narrow)
 
 
-def _level(alpha: float) -> str:
+def level(alpha: float) -> str:
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
-def _interval(ends: tuple[float, float] | None) -> str | None:
+def interval(ends: tuple[float, float] | None) -> str | None:
     return None if ends is None else f"[{text.signed(ends[0])}, {text.signed(ends[1])}]"
-
-
-def _percents(ends: tuple[float, float] | None) -> str | None:
-    return None if ends is None else f"[{100 * ends[0]:.1f}, {100 * ends[1]:.1f}] %"

@@ -33,6 +33,7 @@ class Parallel:
 
     name: ClassVar[str | None] = None
     world, rank = 1, 0
+    casts = False  # the model computes in the dtype of the weights that it is given, without autocast
     replicas, replica = 1, 0  # into how many parts a micro-batch is divided, and which is this rank's
 
     def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
@@ -52,6 +53,10 @@ class Parallel:
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""
         return x
+
+    def forward(self, model: "nn.Module") -> "Callable[..., Tensor]":
+        """What an eager pass calls."""
+        return model
 
     def compiled(self, model: "nn.Module") -> "Callable[..., Tensor]":
         """The model's forward pass as torch.compile makes it; the model itself stays as it is."""

@@ -95,6 +95,11 @@ class SharedLayers(Grouped):
                 f"{self.name}: dropout {rates[-1]} would hide the same of every rank's heads; set it to 0, or choose ddp"
             )
         cuts, partial = plan(model)
+        if not cuts and (whole := _said(model)):
+            raise Indivisible(
+                f"{self.name}: the tp_plan of {type(model).__name__} leaves every layer's result whole in each rank "
+                f"({' and '.join(whole)}); give it one with pairs of colwise and rowwise, or choose ddp"
+            )
         if not cuts:
             raise Indivisible(
                 f"{self.name}: {type(model).__name__} says not how it divides: give it a tp_plan, as models of transformers "
@@ -226,6 +231,12 @@ def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
                     f"it has {', '.join(STYLES)}: choose ddp"
                 )
     return cuts, partial
+
+
+def _said(model: nn.Module) -> list[str]:
+    """What the model's plan says of its layers."""
+    said = next((plan for m in model.modules() if isinstance(plan := getattr(m, "tp_plan", None), dict) and plan), {})
+    return list(dict.fromkeys(map(str, said.values())))
 
 
 def _cut(layer: Any, mode: str, halves: int, head_dim: Any) -> Cut:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_bench.models.checkpointing import members
+from te_bench.models.checkpointing import blocks_of
 from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._fp8_gather import Fp8Gather, Shard, linears
 from te_bench.training.parallel._group import clip_by_kinds
@@ -54,7 +54,19 @@ class FSDP2(DDP):
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
-        blocks = _blocks(model)
+        try:
+            self._shard(model, multiplies_in)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if isinstance(error, Indivisible):
+                raise
+            said = " ".join(str(error).split())[:200]
+            raise Indivisible(
+                f"{self.name}: torch's fully_shard does not take this model ({said}); choose ddp"
+            ) from error
+
+    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        """Leave this rank its share of each matrix."""
+        blocks = blocks_of(model)
         self._fp8 = None if self.gather is None else Fp8Gather(blocks, self.shards, self.largest)
         vectors: Any = {parameter for parameter in model.parameters() if parameter.dim() < 2}
         mesh = self._mesh()
@@ -63,15 +75,9 @@ class FSDP2(DDP):
             reduce_dtype=None if multiplies_in is None else torch.float32,
             cast_forward_inputs=False,
         )
-        try:
-            for block in blocks:
-                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-            fully_shard(model, mesh=mesh, ignored_params=vectors)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            said = " ".join(str(error).split())[:200]
-            raise Indivisible(
-                f"{self.name}: torch's fully_shard does not take this model ({said}); choose ddp"
-            ) from error
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+        fully_shard(model, mesh=mesh, ignored_params=vectors)
         if self._fp8 is not None:
             model.register_forward_pre_hook(self._fp8.begin, prepend=True)  # before any weight is gathered
 
@@ -81,7 +87,7 @@ class FSDP2(DDP):
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
         """Block by block: weights are gathered between what is compiled."""
-        blocks = _blocks(model)
+        blocks = blocks_of(model)
         forwards = [torch.compile(block.forward, dynamic=False) for block in blocks]
 
         def forward(*inputs: Tensor) -> Tensor:
@@ -99,8 +105,8 @@ class FSDP2(DDP):
     def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
         """A block of which some are gathered in FP8 is sent as bytes, the others' of two each; rows are filled up."""
         found: Counter[str] = Counter()
-        in_fp8 = {layer.weight for layer in linears(_blocks(model))} if gather else set()
-        for block in _blocks(model):
+        in_fp8 = {layer.weight for layer in linears(blocks_of(model))} if gather else set()
+        for block in blocks_of(model):
             sizes = {
                 p: math.ceil(len(p) / self.shards) * self.shards * math.prod(p.shape[1:])
                 for p in block.parameters()
@@ -134,11 +140,6 @@ class FSDP2(DDP):
             return x
         form: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
         return DTensor.from_local(x._local_tensor.part, x.device_mesh, x.placements, **form)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """As every family keeps its layers; a block's own lists are part of it."""
-    return members(model, nn.ModuleList)
 
 
 PARALLEL = FSDP2

@@ -259,14 +259,20 @@ def test_text_is_named_by_its_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
-    trials = resolve("stress", device).trials
-    assert {t.seed for t in trials} == {0}
+    planned = resolve("stress", device).trials
+    faults = [t for t in planned if "fault" in t.problem]
+    assert {(t.recipe, t.problem["lr_factor"], t.problem["fault"]) for t in faults} == {
+        ("delayed_scaling", 1, "nan_at_depth"),
+        ("delayed_scaling", 1, "poisoned_token"),
+    }
+    trials = [t for t in planned if t not in faults]
+    assert {t.seed for t in trials} == set(range(6))
     assert {(t.recipe, t.problem["lr_factor"]) for t in trials} == {
-        (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 2, 4, 8)
+        (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 4, 16, 64, 256)
     }
     rates = {t.problem["lr_factor"]: t.problem["learning_rate"] for t in trials}
     assert [rate / rates[1] for rate in rates.values()] == list(rates)  # type: ignore[operator]
-    assert len({t.name for t in trials}) == len(trials) == 4 * (1 + len(RECIPES))
+    assert len({t.name for t in trials}) == len(trials) == 6 * 5 * (1 + len(RECIPES))
     assert all(not set(ARM) & set(t.problem) for t in trials)
 
 

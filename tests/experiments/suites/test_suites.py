@@ -150,6 +150,28 @@ def test_speed_of_a_llama_has_every_rival_as_its_users_train(device: str, tmp_pa
     assert all(f"-{t.problem['rival']}/" in t.name for t in trials if "rival" in t.problem)
 
 
+def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) -> None:
+    """On one GPU torchtitan's are over a group of one rank; of a GPT there are those that are no Llama's alone."""
+
+    def found(**options: Any) -> set[tuple[str, str | None, str, int | None]]:
+        trials = plan.resolve("scaling", Options(seeds=1, cache=tmp_path, **options)).trials
+        settings = [(t.problem, t.mode) for t in trials if "rival" in t.problem]
+        return {(p["rival"], p.get("parallel"), mode, p.get("world")) for p, mode in settings}
+
+    over = [("fsdp2", 1), *((parallel, world) for parallel in ("fsdp2", "tp") for world in (2, 4, 8))]
+    titans = {("torchtitan", parallel, "compile", world) for parallel, world in over}
+    assert titans <= found(device="cuda", model="llama3-1b", batch=1)
+    assert titans <= found(device="cuda")
+    engine = "transformer_engine_delayed"
+    assert {one for one in found(device="cuda", model="llama3-1b", batch=1) if one[0] == engine} == {
+        (engine, None, "eager", None),
+        *((engine, "ddp", "eager", world) for world in (2, 4, 8)),
+    }
+    assert {rival.partition("_")[0] for rival, *_ in found(device="cuda")} == {"torchao", "torchtitan"}
+    small = {(parallel, world) for parallel, world in over if world < 4}
+    assert found(device="cpu") == {("torchtitan", parallel, "eager", world) for parallel, world in small}
+
+
 def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
     """The same configurations, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context
+from te_bench.experiments.measurement import Context, Diverged
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
@@ -89,11 +89,23 @@ def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: 
         ("frozen_scale", "delayed_scaling", 0.3),  # 0.31 to 0.49
         ("flushed_gradients", CURRENT, 0.35),  # 0.36 to 0.40
         ("transposed_wgrad", CURRENT, 1.4),  # 1.46 to 1.64
+        (
+            "poisoned_token",
+            CURRENT,
+            2.4,
+        ),  # 2.41 to 2.57; under rowwise_scaling, where rows share no scale, 0.01 to 0.03
     ],
 )
 def test_a_fault_is_far_worse_than_bf16(end: Any, fault: str, recipe: str, gap: float) -> None:
     """One seed tells: the bound is above twice the 0.02 that bf16 may be from itself."""
     assert end(recipe=recipe, fault=fault)[0] - end()[0] > 0.7 * gap
+
+
+def test_a_nan_at_depth_ends_the_training_of_a_deep_model_and_none_of_a_shallow_one(end: Any) -> None:
+    fault = {"recipe": "delayed_scaling", "fault": "nan_at_depth"}
+    with pytest.raises(Diverged, match="the loss is nan at step 1"):
+        end(**fault)
+    assert abs(end(**fault, layers=1)[0] - end(layers=1)[0]) < 0.03
 
 
 def test_e5m2_in_the_forward_pass_shows_where_the_model_is_evaluated_as_it_trains(looks: Any) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,14 +16,18 @@ from te_bench.kernels.quantize.backends.reference import dequantize, spread
 from te_bench.models import faults
 from te_bench.models import recipe as recipes
 from te_bench.models.faults.flushed_gradients import THRESHOLD
+from te_bench.models.faults.nan_at_depth import DEPTH
+from te_bench.models.faults.poisoned_token import POWER
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
+from te_bench.reports.convergence.equivalence import Verdict, compare
 
 ROLES = ("input", "weight", "grad_output")
 STATELESS = [name for name in recipes.names() if name != "delayed_scaling"]
+KEPT = ("frozen_scale", "nan_at_depth", "short_history")  # those that recipes keep from step to step
 #: Every fault with every recipe that it can be planted into.
 PLANTED = [(fault, name) for fault in faults.names() for name in recipes.names()]
-PLANTED = [(fault, name) for fault, name in PLANTED if fault != "frozen_scale" or name == "delayed_scaling"]
+PLANTED = [(fault, name) for fault, name in PLANTED if fault not in KEPT or name == "delayed_scaling"]
 OF_SCALES = ("doubled_scale", "e5m2_forward")
 IN_FP8 = [name for name in recipes.names() if not recipes.load(name).by_half_gemms]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in OF_SCALES or name in IN_FP8]
@@ -49,9 +55,10 @@ def same(a: Quantized, b: Quantized) -> bool:
     return a.layout == b.layout and all(torch.equal(x.float(), y.float()) and x.dtype == y.dtype for x, y in pairs)
 
 
-def test_the_five_faults_are_there() -> None:
+def test_the_faults_are_there() -> None:
     assert faults.names() == [
-        *("doubled_scale", "e5m2_forward", "flushed_gradients", "frozen_scale", "transposed_wgrad")
+        *("doubled_scale", "e5m2_forward", "flushed_gradients", "frozen_scale", "nan_at_depth", "poisoned_token"),
+        *("short_history", "transposed_wgrad"),
     ]
     with pytest.raises(ValueError, match=r"unknown fault 'doubled_scal'\. Did you mean doubled_scale"):
         faults.load("doubled_scal")
@@ -134,9 +141,93 @@ def test_a_frozen_scale_is_what_the_first_step_made_it() -> None:
 
 
 @pytest.mark.parametrize("name", STATELESS)
-def test_a_frozen_scale_is_refused_where_there_is_none(name: str) -> None:
-    with pytest.raises(ValueError, match="keeps no scale from step to step; take delayed_scaling"):
-        faults.load("frozen_scale")(recipes.load(name))
+@pytest.mark.parametrize("fault", KEPT)
+def test_a_fault_of_scales_is_refused_where_there_are_none(fault: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{fault}: .* keeps no scale from step to step; take delayed_scaling"):
+        faults.load(fault)(recipes.load(name))
+
+
+def test_a_nan_at_depth_is_none_of_a_shallow_model_and_is_named_in_a_deep_one() -> None:
+    recipe, x = faults.load("nan_at_depth")(DelayedScaling(amax_history_len=4)), torch.randn(16, 32)
+    for layers, seen in ((DEPTH, None), (DEPTH + 3, str(DEPTH))):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Linear(32, 32, device="cpu") for _ in range(layers)))
+        for _ in range(3):
+            with te.record_numerics(), te.autocast(recipe=recipe):
+                y = model(x)
+            y.sum().backward()
+        assert torch.isfinite(y).all() == (seen is None)
+        found = [name for name, tensors in te.numerics(model).items() if math.isnan(tensors["input"]["scale"])]
+        assert found == ([] if seen is None else [seen])
+        del model, y
+
+
+def saturated_by_spikes(recipe: Recipe) -> list[float]:
+    """Elements of a layer's input that were cut off in each of 12 steps, of which every fourth is 64 times as large."""
+    torch.manual_seed(0)
+    layer, found = Linear(32, 16, device="cpu"), [0.0]
+    for step in range(12):
+        with te.record_numerics(), te.autocast(recipe=recipe):
+            y = layer(torch.randn(64, 32) * (64 if step % 4 == 3 else 1))
+        y.sum().backward()
+        found.append(te.numerics(layer)[""]["input"]["saturated"])
+    return [after - before for before, after in pairwise(found)]
+
+
+def test_a_history_too_short_saturates_at_every_spike_and_the_right_one_at_the_first_alone() -> None:
+    right = saturated_by_spikes(DelayedScaling(amax_history_len=16))
+    wrong = saturated_by_spikes(faults.load("short_history")(DelayedScaling(amax_history_len=16)))
+    spikes = (3, 7, 11)
+    assert min(right[3], wrong[3]) > 1000
+    assert all(right[step] < 10 for step in spikes[1:])
+    assert all(wrong[step] > 1000 for step in spikes[1:])
+
+
+def fitted(recipe: Recipe | None, seed: int) -> float:
+    """The relative error of a layer that learnt a linear map from batches of which every fourth is 256 times as large."""
+    draw = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    layer, target = Linear(32, 16, bias=False, device="cpu"), torch.randn(16, 32, generator=draw) / 32**0.5
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.04)
+    for step in range(40):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.04 * (1 - step / 40)
+        x = torch.randn(64, 32, generator=draw) * (256 if step % 4 == 3 else 1)
+        with te.autocast(enabled=recipe is not None, recipe=recipe or DelayedScaling()):
+            y = layer(x)
+        loss = (y - x @ target.t()).square().mean() / x.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float((layer.weight.detach() - target).norm() / target.norm())
+
+
+def test_the_verdict_catches_a_history_too_short_after_spikes_and_passes_the_right_one() -> None:
+    right = DelayedScaling(amax_history_len=16)
+    wrong = faults.load("short_history")(right)
+    errors = {
+        name: [fitted(recipe, seed) for seed in range(4)]
+        for name, recipe in (("exact", None), ("right", right), ("wrong", wrong))
+    }
+    found = {name: compare(errors[name], errors["exact"], margin=0.01).verdict for name in ("right", "wrong")}
+    assert found == {"right": Verdict.EQUIVALENT, "wrong": Verdict.INFERIOR}
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_a_poisoned_token_takes_the_others_with_it_where_they_share_its_scale(name: str) -> None:
+    recipe, x, counts = recipes.load(name), a_tensor().abs().clamp(min=0.01), torch.zeros(3, dtype=torch.int64)
+    if name == "delayed_scaling":  # by the scale that the step before has made
+        slot = Slot(448 / x[-1].amax() / 2.0**POWER, torch.tensor(0.0), counts)
+    else:
+        slot = Slot(counts=counts)
+    wrong = faults.load("poisoned_token")(recipe).quantize(x, "input", slot, rowwise=True, columnwise=True)
+    others = dequantize(wrong.by_rows())[:-1]
+    assert ((others == 0).float().mean() > 0.1) == (recipe.granularity == "tensor")
+    assert (counts[UNDERFLOWED] > 0.1 * x.numel()) == (recipe.granularity == "tensor")
+    assert (dequantize(wrong.by_columns())[:, :-1] == 0).float().mean() > 0.1  # a column has the poison in every recipe
+    torch.testing.assert_close(dequantize(wrong.by_rows())[-1], x[-1] * 2.0**POWER, rtol=0.07, atol=0)
+    for role in ("weight", "grad_output"):
+        assert same(cast(faults.load("poisoned_token")(recipe), x, role), cast(recipe, x, role))
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -193,6 +284,9 @@ def test_every_fault_shows_in_a_linear(fault: str, name: str) -> None:
         "e5m2_forward": {"y", "dx", "dw"},
         "flushed_gradients": {"dx", "dw"},
         "frozen_scale": set(),  # these tensors do not change from pass to pass, so the frozen scale fits
+        "nan_at_depth": set(),  # one layer is not deep
+        "poisoned_token": {"y", "dw"},
+        "short_history": set(),  # nothing spikes
         "transposed_wgrad": {"dw"},
     }
     assert changed == expected[fault]
@@ -205,7 +299,7 @@ def test_no_fused_cast_goes_past_a_fault(fault: str) -> None:
     wrong = faults.load(fault)(DelayedScaling())
     for role in ROLES:
         fused = wrong.epilogue(role, slot_of(wrong))
-        if fault in ("doubled_scale", "flushed_gradients"):
+        if fault in ("doubled_scale", "flushed_gradients", "poisoned_token"):
             assert fused is None
         else:
             assert fused is not None
@@ -220,8 +314,8 @@ def test_no_fused_cast_goes_past_a_fault(fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("frozen_scale", "delayed_scaling"),
-        *((f, "float8_current_scaling") for f in faults.names() if f != "frozen_scale"),
+        *((f, "delayed_scaling") for f in KEPT),
+        *((f, "float8_current_scaling") for f in faults.names() if f not in KEPT),
     ],
 )
 def test_a_fault_survives_torch_compile(fault: str, name: str) -> None:

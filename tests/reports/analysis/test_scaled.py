@@ -11,8 +11,10 @@ from te_bench.reports.page import gallery, tables
 MIB = 2**20
 
 
-def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=None):
+def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=None, rival=None):
     over = {} if world == 1 else {"parallel": "ddp", "world": world}
+    if rival:
+        over = {"parallel": "fsdp2", "world": world, "rival": rival}
     recipe = "delayed_scaling" if precision == "fp8" else None
     of = trial("scaling", model="gpt2", block=1024, vocab=50257, padded_vocab=50304, batch=batch * world, **over)
     of = dataclasses.replace(of, precision=precision, recipe=recipe, mode="compile", seed=seed)
@@ -44,6 +46,21 @@ def test_a_step_stands_beside_the_same_step_on_one_gpu(tmp_path):
     assert found[4, "fp8", 12].efficiency.value == pytest.approx(0.8)
     assert found[1, "bf16", 12].efficiency.value == 1
     assert found[2, "bf16", 6].efficiency is None  # other sequences a GPU than any step on one has
+
+
+def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):
+    """That one is divided over a group of one rank."""
+    theirs = [step(20, rival="torchtitan"), step(25, 2, rival="torchtitan")]
+    result = result_of(tmp_path, step(10), step(20, 2), *theirs)
+    efficiencies = {(one.world, one.project): one.efficiency.value for one in result.scaled}
+    assert efficiencies == {
+        **{(1, "te-bench"): 1, (2, "te-bench"): pytest.approx(0.5)},
+        **{(1, "torchtitan"): 1, (2, "torchtitan"): pytest.approx(0.8)},
+    }
+    [times] = tables.tables_of(result, "scaling")
+    assert [row[1].text for row in times.rows] == ["te-bench", "torchtitan", "te-bench", "torchtitan"]
+    [drawing] = gallery.figures_of(result, "")
+    assert all(f">{said}<" in drawing.inline for said in ("torchtitan, bf16", "te-bench, bf16", "fsdp2, compile"))
 
 
 def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from te_bench.reports.convergence.loss_arms import match_runs, note_falling, note_outlying, why_diverged, why_moving
-from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, read
+from te_bench.reports.convergence.loss_csv import Curve, Losses, broken
+from te_bench.reports.convergence.loss_logs import read_arms
 
 LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
 
@@ -12,6 +13,11 @@ def written(tmp_path, text, name="a.csv"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def read(*paths):
+    """An arm as `te-bench verdict` reads it."""
+    return read_arms(paths, paths)[0]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,7 @@ def test_weights_and_biases(tmp_path):
 
 
 def test_weights_and_biases_of_two_metrics_is_ambiguous(tmp_path):
-    text = "Step,a - train/loss,a - val/loss\n0,1,2\n"
+    text = "Step,a - train/loss,b - val/loss\n0,1,2\n"
     with pytest.raises(ValueError, match="holds train/loss, val/loss: export one metric"):
         read(written(tmp_path, text))
 
@@ -79,10 +85,10 @@ def test_tensorboard_directory_or_files(tmp_path):
     assert found.final == {"0": 3.0, "1": 3.2}
     assert found.curves["0"] == Curve(step=(0, 10), loss=(4.0, 3.0))
     files = [tmp_path / "runs" / f"bf16_s{seed}.csv" for seed in (0, 1)]
-    assert read(files).curves == found.curves
+    assert read(*files).curves == found.curves
     for n in (0, 1):  # files of one name in two directories, as TensorBoard names its downloads
         written(tmp_path, f"Wall time,Step,Value\n1,0,{n + 1}\n", f"seed{n}/loss.csv")
-    assert read([tmp_path / "seed0/loss.csv", tmp_path / "seed1/loss.csv"]).final == {"0": 1, "1": 2}
+    assert read(tmp_path / "seed0/loss.csv", tmp_path / "seed1/loss.csv").final == {"0": 1, "1": 2}
 
 
 @pytest.mark.parametrize(
@@ -107,9 +113,7 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
-        ("step,loss\n0,4\n10,3\n", "no column seed: one seed only"),
         ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
-        ("Wall time,Step,Value\n1,0,4\n", "holds one seed only"),
         ("run,note\na,good\nb,bad\n", "no column of numbers"),
         ("x,y\n1,2\n3,4\n", "x, y are all numbers; call the column of final losses loss"),
         ("step,x,y,seed\n0,1,2,3\n", "call the one with the losses loss"),
@@ -155,7 +159,7 @@ def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
 def test_a_tensorboard_run_counts_once(tmp_path):
     board = written(tmp_path, "Wall time,Step,Value\n1,0,4\n")
     with pytest.raises(ValueError, match=r"a\.csv is given 2 times"):
-        read([board, tmp_path / "." / "a.csv"])
+        read(board, tmp_path / "." / "a.csv")
 
 
 def test_one_file_is_not_both_arms(tmp_path):
@@ -206,10 +210,10 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="cannot read"):
         read(tmp_path / "missing.csv")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no \.csv"):
+    with pytest.raises(ValueError, match="holds no log"):
         read(tmp_path / "empty")
-    with pytest.raises(ValueError, match="several files are read as TensorBoard"):
-        read([written(tmp_path, LONG), written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv")])
+    with pytest.raises(ValueError, match="such a file is a whole arm, give it alone"):
+        read(written(tmp_path, LONG), written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv"))
 
 
 def arm(name, final, *, seeded=True, end=None):

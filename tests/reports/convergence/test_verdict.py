@@ -384,4 +384,5 @@ def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     written = render.write_report([tmp_path / "run"], tmp_path / "report").parent
     assert {"loss_step.svg"} <= {path.name for path in written.rglob("*.svg")}
     assert not list(written.rglob("loss_time*"))
+    assert not list(written.rglob("verdict_time*"))
     assert not any(run.step_s for arm in found.study.arms for run in arm.runs.values())

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import run_logs
 from journals import HOSTILE, everything, record, trial, write
 
+from te_bench.reports.convergence.loss_logs import read_arms
+from te_bench.reports.convergence.loss_verdict import judge_losses
+from te_bench.reports.page.loss_page import write_page
 from te_bench.reports.page.render import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -46,6 +50,14 @@ def site(tmp_path_factory):
     write_report([everything(root / "run")], root / "full")
     failed = record(trial(attention=HOSTILE), outcome="crashed", reason=HOSTILE)
     write_report([write(root / "bad", [failed], title=HOSTILE)], root / "hostile")
+    for side, gap in (("a", 0.0), ("b", 0.0013)):
+        for seed in range(3):
+            run_logs.nanogpt(
+                root / f"{side} {HOSTILE[:40].replace('/', '_')}" / f"s{seed}.log",
+                3 + gap * (1 + seed / 9) + seed / 1e3,
+            )
+    arms = read_arms(*([folder] for folder in sorted(root.glob("[ab] *"))))
+    write_page(judge_losses(*arms, margin=0.002), root / "losses" / "index.html")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield root, f"http://127.0.0.1:{server.server_port}"
@@ -101,6 +113,17 @@ def test_400_pixels_wide(site, tmp_path):
     for figure in found["figures"]:
         assert 300 < figure["width"] <= 368, figure
         assert figure["text"] > 6, figure
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_verdict_on_logs_is_one_page_at_any_width(site, tmp_path, width):
+    Quiet.requested.clear()
+    found, console = measured(site, tmp_path, "losses", width)
+    assert console == []
+    assert set(Quiet.requested) - {"/favicon.ico"} == {"/losses/measure.html", "/losses/index.html"}
+    assert (found["scroll"], found["wide"]) == (width, [])
+    assert len(found["figures"]) == 2
+    assert all(figure["drawn"] > 10 and figure["text"] > 6 for figure in found["figures"])
 
 
 @pytest.mark.parametrize("width", [400, 1200])

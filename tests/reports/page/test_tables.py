@@ -91,7 +91,13 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
     assert [row[2] for row in texts(table)] == ["signal 11", "not run; rerun the same command to go on"]
 
 
-VERDICT = {"verdict", "verdict_reasons", "stability", "stress"}  # of convergence runs: test_verdict_tables.py
+VERDICT = {
+    "verdict",
+    "verdict_reasons",
+    "equal_loss",
+    "stability",
+    "stress",
+}  # of convergence runs: test_verdict_tables.py
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
 
 

@@ -99,7 +99,7 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     assert heading is not None
     assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
     names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
-    wanted = {"verdict_forest", "verdict_gap", "verdict_spikes", "verdict_numerics-delayed_scaling"}
+    wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed_scaling"}
     assert wanted <= names
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
@@ -111,6 +111,28 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, D
     assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
     assert not any("broken" in panel for panel in panels)
     assert "within the margin 0.003" in drawn
+
+
+def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_recipe(
+    run: Path, drawings: dict[str, Drawing]
+) -> None:
+    """Steps take 0.9 of bf16's time, and a gap of almost nothing costs hardly a step."""
+    [result] = load_report([run]).groups
+    [table] = tables.tables_of(result, "equal_loss")
+    rows = texts(table)
+    assert "rowwise_scaling" not in rows  # diverged: its survivors say nothing of time
+    found = result.studies[0].recipes[0].speedup
+    assert found is not None
+    assert found.to_equal_loss is not None
+    assert found.to_equal_loss.value == pytest.approx(1 / (1 - found.less_time))
+    assert found.to_equal_loss.low < found.to_equal_loss.value < found.to_equal_loss.high
+    number = rows["delayed_scaling"]["To equal loss"]
+    assert re.fullmatch(r"1\.\d\d× \[\d\.\d\d, \d\.\d\d\]", number)
+    assert rows["delayed_scaling"]["Step alone"].startswith("1.11×")
+    drawn = drawings["verdict_time"].inline
+    assert f"delayed_scaling: {number}" in drawn
+    assert "seeds: smallest to largest" in drawn
+    assert all(f">{name}: " in drawn for name in rows)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +168,15 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
     [table] = tables.tables_of(result, "stress")
     assert texts(table)["bf16"] == {
         "Precision": "bf16",
+        "Breaks": "above 0.008",
+        "Interval": "—",
         "1 x": "3.2900",
         "2 x": "3.3000",
         "4 x": "3.3200",
         "8 x": "3.3600",
     }
     assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
+    assert texts(table)["delayed_scaling"]["Breaks"] == "0.004 to 0.008"
     assert tables.tables_of(result, "verdict") == []  # no pairs to judge
 
 
@@ -240,6 +265,7 @@ def test_curves_whose_gap_still_opens_carry_no_verdict(tmp_path: Path) -> None:
     done = verdict("--baseline", a, "--candidate", opening, "--margin", "0.003", "--paired")
     assert done.returncode == 3
     assert done.stdout.startswith("INCONCLUSIVE: the gap still moves: by +0.004 over the last 200 steps")
+    assert "More seeds alone do not help: the gap still moves" in done.stdout
 
 
 def test_a_candidate_that_broke_is_diverged_with_its_seeds(tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""Delayed scaling that makes a NaN of one scale far down the model: the first DEPTH layers never show it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.recipe.delayed_scaling import DelayedState
+
+DEPTH = 6  # modules that keep scales; a check of one block has four
+
+
+class NanAtDepth(DelayedScaling):
+    @torch.no_grad()
+    def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
+        """The right update, and then NaN for the input's scale of the module after the first DEPTH."""
+        super().update(states, group)
+        for state in [state for state in states if state.real][DEPTH : DEPTH + 1]:
+            state.scales()[0][0] = torch.nan
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    """Raises ValueError for a recipe that keeps no scales."""
+    return planted(NanAtDepth, recipe, keeps_scales="nan_at_depth")

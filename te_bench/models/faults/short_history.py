@@ -1,0 +1,25 @@
+"""Delayed scaling whose amax history holds the last step alone: each spike after a quiet step saturates anew."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_bench.models.faults._planted import planted
+from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.recipe.delayed_scaling import DelayedState
+
+
+class ShortHistory(DelayedScaling):
+    @torch.no_grad()
+    def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
+        """The right update of histories that have forgotten all but the present step, which is their row 0."""
+        for state in states:
+            for table in (state.forward, state.backward):
+                table.written[0][1:] = 0
+        super().update(states, group)
+
+
+def FAULT(recipe: Recipe) -> Recipe:
+    """Raises ValueError for a recipe that keeps no scales."""
+    return planted(ShortHistory, recipe, keeps_scales="short_history")

@@ -1,0 +1,207 @@
+"""The answer on two arms of somebody else's losses: the verdict, how sure it is, and what more certainty costs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from te_bench.reports.convergence import loss_arms, power
+from te_bench.reports.convergence.equivalence import LossComparison, Verdict, check_test, compare
+from te_bench.reports.convergence.loss_arms import Matched
+from te_bench.reports.convergence.loss_csv import Losses
+from te_bench.reports.convergence.skewed import ASSUMPTION, FEWEST
+
+EXIT_CODES: Mapping[Verdict, int] = {
+    Verdict.EQUIVALENT: 0,
+    Verdict.NON_INFERIOR: 0,
+    Verdict.INFERIOR: 1,
+    Verdict.DIVERGED: 1,
+    Verdict.INCONCLUSIVE: 3,
+}
+PLAIN = {
+    Verdict.EQUIVALENT: "The candidate trains like the baseline: it ends within {margin:g} nat of it",
+    Verdict.NON_INFERIOR: "The candidate does not end {margin:g} nat or more above the baseline",
+    Verdict.INFERIOR: "The candidate trains worse than the baseline: it ends more than {margin:g} nat above it",
+    Verdict.DIVERGED: "The candidate diverged",
+    Verdict.INCONCLUSIVE: "These runs do not show whether the candidate trains like the baseline",
+}
+SEEDS = (3, 5, 8, 12, 20, 40)  # that the price of certainty is told for
+#: Where the runs themselves do not tell: 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
+TYPICAL_SD = 0.0024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossVerdict:
+    """What two arms carry. `comparison` is None for a candidate that diverged, and for one run a side."""
+
+    verdict: Verdict
+    reason: str
+    baseline: Losses
+    candidate: Losses
+    matched: Matched
+    margin: float
+    alpha: float
+    comparison: LossComparison | None
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.verdict]
+
+    @property
+    def judged(self) -> str:
+        """Which loss of the two sides was compared."""
+        ours, theirs = self.candidate.judged, self.baseline.judged
+        return ours if ours == theirs else f"{ours}; of the baseline {theirs}"
+
+    @property
+    def runs(self) -> int:
+        """Of the side that has fewer."""
+        return min(len(self.matched.baseline), len(self.matched.candidate))
+
+    @property
+    def plain(self) -> str:
+        """The verdict as a sentence without its full stop."""
+        return PLAIN[self.verdict].format(margin=self.margin)
+
+    @property
+    def level(self) -> float:
+        """The mean final loss of the baseline, which per cent are of."""
+        return sum(self.matched.baseline) / len(self.matched.baseline)
+
+    def relative(self, gap: float) -> float:
+        """A gap as a share of the baseline's loss."""
+        return gap / self.level if self.level else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Price:
+    """What so many seeds a side can show with 80 % power where there is no gap, by the measured spread."""
+
+    seeds: int
+    margin: float
+    cautious: float  # by the spread's upper bound of 80 % confidence
+
+
+def judge_losses(
+    baseline: Losses, candidate: Losses, *, margin: float, alpha: float = 0.05, paired: bool | None = None
+) -> LossVerdict:
+    """The verdict on the candidate's final losses by `compare`, unless the candidate diverged or the curves forbid one.
+
+    `paired` None: by seed where both arms name the same ones. Raises what `match_runs` and `compare` raise.
+    """
+    check_test(margin, alpha)
+    matched = loss_arms.match_runs(baseline, candidate, paired=paired)
+    arms = baseline, candidate
+    notes = [note for arm in arms for note in arm.notes]
+    verdict, comparison = Verdict.DIVERGED, None
+    reason = loss_arms.why_diverged(candidate)  # whatever the others end on: the runs that survived are a biased choice
+    if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:
+        verdict, reason = Verdict.INCONCLUSIVE, "one run a side says nothing of how far seeds alone move the loss"
+    elif reason is None:
+        comparison = compare(
+            matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=bool(matched.seeds)
+        )
+        moving = loss_arms.why_moving(baseline, candidate, margin)
+        known = all(arm.curves for arm in arms)
+        why_not = loss_arms.why_overfitted(baseline, margin) or (moving if known else None)
+        verdict = Verdict.INCONCLUSIVE if why_not else comparison.verdict
+        reason = why_not or comparison.reason
+        notes += [moving] if moving and not known else []
+        notes += [loss_arms.note_far(matched, place) for place in comparison.outliers]
+        notes += [loss_arms.note_unpaired(*arms)] if paired is None and not matched.seeds else []
+        notes += [ASSUMPTION]
+        notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
+        notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
+        notes += [blind for arm in arms[:1] if (blind := loss_arms.note_training(arm))]
+    return LossVerdict(
+        verdict=verdict,
+        reason=reason,
+        baseline=baseline,
+        candidate=candidate,
+        matched=matched,
+        margin=margin,
+        alpha=alpha,
+        comparison=comparison,
+        notes=tuple(notes),
+    )
+
+
+def prices(found: LossVerdict) -> list[Price]:
+    """The smallest margins that SEEDS, and as many as there are, can show; none where the spread is not known."""
+    c = found.comparison
+    if c is None or c.interval is None:
+        return []
+    return [_price(seeds, c) for seeds in sorted({*SEEDS, c.n})]
+
+
+def _price(seeds: int, c: LossComparison) -> Price:
+    df = seeds - 1 if c.paired else (2 * seeds - 2) * c.df / (c.n + c.n_control - 2)  # Welch's: less of unequal spreads
+    margins = [
+        power.detectable(se=sd / math.sqrt(seeds), df=df, alpha=c.alpha) or math.inf
+        for sd in (c.sd, power.at_most(c.sd, c.df))
+    ]
+    return Price(seeds=seeds, margin=margins[0], cautious=margins[1])
+
+
+def answers(found: LossVerdict) -> list[str]:
+    """How sure the verdict is and what more certainty costs, in sentences for whoever has not seen the runs."""
+    c = found.comparison
+    if found.verdict is Verdict.DIVERGED:
+        return [
+            f"{found.reason[0].upper()}{found.reason[1:]}. A run that broke has no final loss, so no gap is judged."
+        ]
+    if c is not None and c.interval is not None:
+        return [_gap(found, c), _needed(found, c), _shown(found, c)]
+    return [_gap(found, c), *([_typical(found)] if found.runs < FEWEST else [])]
+
+
+def _typical(found: LossVerdict) -> str:
+    sd = power.gap_sd(TYPICAL_SD)
+    needed = power.seeds_needed(sd, found.margin, alpha=found.alpha, paired=False)
+    return (
+        f"{FEWEST} seeds a side are needed at least, and 8 to be worth much. If seeds move this loss as they move that of a "
+        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {needed} a side."
+    )
+
+
+def _gap(found: LossVerdict, c: LossComparison | None) -> str:
+    n, control = len(found.matched.candidate), len(found.matched.baseline)
+    runs = f"{n} pairs of one seed each" if found.matched.seeds and n > 1 else f"runs: {n} against {control}"
+    gap = sum(found.matched.candidate) / n - found.level if c is None else c.gap
+    said = f"The candidate ends {_nat(gap, found)} from the baseline's {found.level:.4f} ({runs})"
+    if c is None or c.interval_95 is None:
+        return f"{said}; how sure that is cannot be told."
+    low, high = c.interval_95
+    return f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
+
+
+def _nat(gap: float, found: LossVerdict) -> str:
+    return f"{gap:+.2g} nat ({100 * found.relative(gap):+.2g} %)"
+
+
+def _needed(found: LossVerdict, c: LossComparison) -> str:
+    if found.verdict is not Verdict.INCONCLUSIVE:
+        return f"No more seeds are needed for the margin {c.margin:g}."
+    if found.reason != c.reason:  # the curves forbid a verdict, whatever their ends show
+        return f"More seeds alone do not help: {found.reason}."
+    few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
+    if few is None:
+        return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."
+    more = max(few - min(c.n, c.n_control), 1)
+    return (
+        f"About {more} more {each}, {few} in all, would decide it in 80 % of cases, if the true gap and spread are what was "
+        "measured."
+    )
+
+
+def _shown(found: LossVerdict, c: LossComparison) -> str:
+    assert c.detectable is not None
+    runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
+    smallest = f"{c.detectable:.2g} nat ({100 * found.relative(c.detectable):.2g} %)"
+    said = f"{runs} of this spread can show a margin of {smallest} in 80 % of cases"
+    takes = (
+        ""
+        if c.seeds_needed is None
+        else f"; the margin {c.margin:g} takes {c.seeds_needed} {'pairs' if c.paired else 'a side'}"
+    )
+    return f"{said}, where there is no gap{takes}."

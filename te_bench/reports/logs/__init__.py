@@ -1,0 +1,50 @@
+"""Logs of other people's trainings: a file in formats/ reads one kind, from the files of one run to its losses by step.
+
+A format is a file with FORMAT. It tells its logs by what they hold or how their folder is laid out, not by their names.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_bench import plugins
+
+_NO_FILES: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogFile:
+    """A file of a run with its bytes."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def text(self) -> str:
+        """The bytes as UTF-8; what is none becomes a mark that no pattern matches."""
+        return self.content.decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """The values of one run by name, each (step, value) in the order in which they were logged; losses in nat as a rule."""
+
+    losses: Mapping[str, Sequence[tuple[float, float]]]
+    seed: str | None = None  # where the log says it
+    notes: tuple[str, ...] = ()  # what was left out, to be shown
+    whole: bool = True  # False for one value a name, the last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogFormat:
+    """How one kind of log is told and read. `read` raises ValueError, with file and place, for a log that is damaged."""
+
+    title: str
+    recognises: Callable[[LogFile], bool]
+    read: Callable[[Sequence[LogFile]], Series]
+    binary: bool = False  # whether its files may be other than text; such a one is told by its first bytes
+    #: The files that make a folder one run, the earliest first; none where the format has no folders.
+    run_files: Callable[[Path], Sequence[Path]] = lambda folder: _NO_FILES
+
+
+FORMATS = plugins.Family(f"{__name__}.formats", "FORMAT", LogFormat)

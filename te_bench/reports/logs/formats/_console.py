@@ -1,0 +1,36 @@
+"""What a program printed: losses by regular expressions, line by line."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from te_bench.reports.logs import LogFile, Series
+
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf))"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def lines_of(file: LogFile) -> list[str]:
+    """The lines without colours. What a progress bar overwrote (\\r) stands in lines of its own."""
+    return _COLOURS.sub("", file.text).splitlines(keepends=True)
+
+
+def read_lines(files: Sequence[LogFile], patterns: Mapping[str, re.Pattern[str]]) -> Series:
+    """The losses of each name's pattern, which has the groups `step` and `loss`.
+
+    A last line without its end may be torn: its loss counts only with as many decimals as the last number before it.
+    """
+    losses: dict[str, list[tuple[float, float]]] = {name: [] for name in patterns}
+    notes: list[str] = []
+    for file in files:
+        decimals = dict.fromkeys(patterns, 0)
+        for line in lines_of(file):
+            for name, pattern in patterns.items():
+                if not (hit := pattern.search(line)):
+                    continue
+                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is whole
+                if not line.endswith(("\n", "\r")) and number and digits < decimals[name]:
+                    notes.append(f"{file.path}: the last line is torn and left out")
+                    continue
+                decimals[name] = digits if number else decimals[name]
+                losses[name].append((float(hit["step"]), float(hit["loss"])))
+    return Series(losses={name: found for name, found in losses.items() if found}, notes=tuple(notes))

@@ -1,0 +1,60 @@
+"""A CSV of one run: Weights & Biases' history, TensorBoard's download, or a step and its losses.
+
+Source: the columns of wandb's Run.history() and of TensorBoard's "download data" (Wall time, Step, Value). A CSV that holds
+several runs, or final losses, is no log: `convergence/loss_csv.py` reads it.
+"""
+
+import re
+from collections.abc import Sequence
+
+from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs.names import TRAINING, is_loss, plain
+from te_bench.reports.logs.rows import STEP, series_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
+
+TAG = r"tag-(.+)$"  # of a download's name: run-bf16_s0-tag-train_loss.csv
+
+
+def _read(files: Sequence[LogFile]) -> Series:
+    [file] = files
+    rows = _history(file)
+    assert rows is not None
+    return Series(losses={name: sorted(points, key=lambda one: one[0]) for name, points in series_of(rows).items()})
+
+
+def _history(file: LogFile) -> list[dict[str, float]] | None:
+    """The rows of a CSV of one run, {column in lower case: number}; None for any other CSV.
+
+    One run has a step, one column beside it or some with "loss" in their names, and no seeds; or W&B's columns, "run -
+    metric", of a single run. Raises ValueError, with the line, for a step or a loss that is no number.
+    """
+    try:
+        table = table_of(file)
+    except ValueError:
+        return None
+    names = [name.lower() for name in table.header or ()]
+    step = table.column(STEP)
+    if step is None or table.column(SEED) is not None or len({n.rpartition(WANDB)[0] for n in names if WANDB in n}) > 1:
+        return None
+    names = [name.rpartition(WANDB)[2] for name in names]
+    others = [c for c, name in enumerate(names) if not (name in STEP or name.startswith(TIMES) or name.endswith(SPAN))]
+    losses = [c for c in others if is_loss(names[c])]
+    if not losses and len(others) == 1:
+        losses, names[others[0]] = others, _unnamed(file)
+    if not losses:
+        return None
+    strict = [c for c, name in enumerate(names) if c in losses or name in STEP]
+    rows = []
+    for line, row in table.rows:
+        loose = {names[c]: value for c in others if (value := number(row[c])) is not None}
+        rows.append(loose | {names[c]: number_at(table, line, row[c]) for c in strict if row[c]})
+    return rows
+
+
+def _unnamed(file: LogFile) -> str:
+    """What the one column that is called Value or so holds: a training loss where the file's name says it."""
+    tag = re.search(TAG, file.path.stem)
+    return "train_loss" if tag and plain(tag[1]) in TRAINING else "val_loss"
+
+
+FORMAT = LogFormat(title="a CSV of one run", recognises=lambda file: _history(file) is not None, read=_read)

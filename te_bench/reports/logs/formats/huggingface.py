@@ -1,0 +1,54 @@
+"""trainer_state.json of Hugging Face's Trainer, in its output folder or in the last checkpoint there.
+
+Source: huggingface/transformers, trainer_callback.py, TrainerState.log_history.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs.rows import series_of
+
+STATE = "trainer_state.json"
+
+
+def _run_files(folder: Path) -> list[Path]:
+    """The folder's own state and its last checkpoint's: whichever has come further counts."""
+    checkpoints = [
+        path for path in folder.glob(f"checkpoint-*/{STATE}") if re.fullmatch(r"checkpoint-\d+", path.parent.name)
+    ]
+    last = sorted(checkpoints, key=lambda path: int(path.parent.name.rpartition("-")[2]))[-1:]
+    return [path for path in (*last, folder / STATE) if path.is_file()]
+
+
+def _read(files: Sequence[LogFile]) -> Series:
+    state = max((_state(file) for file in files), key=lambda state: _step_of(state))
+    # train_loss is the mean over the whole training, which Trainer logs after its last step
+    rows = [{name: value for name, value in row.items() if name != "train_loss"} for row in state["log_history"]]
+    return Series(losses=series_of(rows))
+
+
+def _step_of(state: dict[str, Any]) -> float:
+    return max((float(row["step"]) for row in state["log_history"] if "step" in row), default=0.0)
+
+
+def _state(file: LogFile) -> dict[str, Any]:
+    try:
+        state = json.loads(file.content)
+    except ValueError as error:
+        raise ValueError(f"{file.path} is no whole JSON file ({error}): copy it again") from error
+    rows = state.get("log_history") if isinstance(state, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file.path} has no log_history: give the {STATE} that the Trainer wrote")
+    return dict(state)
+
+
+FORMAT = LogFormat(
+    title="Hugging Face's trainer_state.json",
+    recognises=lambda file: b'"log_history"' in file.content or file.path.name == STATE,
+    read=_read,
+    run_files=_run_files,
+)

@@ -1,0 +1,25 @@
+"""nanoGPT's console log: "step 250: train loss 1.9, val loss 2.0" and "iter 10: loss 3.1, time 20.00ms, mfu 30.00%".
+
+Source: karpathy/nanoGPT, train.py. The train loss of an evaluation is over batches of its own; what is judged without a
+validation loss is that of the training steps.
+"""
+
+import re
+
+from te_bench.reports.logs import LogFile, LogFormat
+from te_bench.reports.logs.formats._console import NUMBER, read_lines
+
+_PATTERNS = {
+    "val loss": re.compile(rf"\bstep (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})"),
+    "train loss": re.compile(rf"\biter (?P<step>\d+): loss (?P<loss>{NUMBER})(?=,)"),
+}
+_LINE = re.compile(rf"\b(?:step \d+: train loss {NUMBER}, val loss|iter \d+: loss {NUMBER}, time)")
+
+
+def _recognises(file: LogFile) -> bool:
+    return _LINE.search(file.text) is not None
+
+
+FORMAT = LogFormat(
+    title="nanoGPT's console log", recognises=_recognises, read=lambda files: read_lines(files, _PATTERNS)
+)

@@ -1,0 +1,24 @@
+"""torchtitan's console log: "step: 10  loss: 8.2041  grad_norm: ..." and "validate step: 10  loss: ...", in colours or not.
+
+Source: pytorch/torchtitan, torchtitan/components/metrics.py. Its TensorBoard folder is read as event files.
+"""
+
+import re
+
+from te_bench.reports.logs import LogFile, LogFormat
+from te_bench.reports.logs.formats._console import NUMBER, lines_of, read_lines
+
+_PATTERNS = {
+    "validation loss": re.compile(rf"\bvalidate step:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>{NUMBER})(?=\s)"),
+    "train loss": re.compile(rf"(?<!validate )\bstep:\s*(?P<step>\d+)\s+loss:\s*(?P<loss>{NUMBER})(?=\s)"),
+}
+_LINE = re.compile(rf"\bstep:\s*\d+\s+loss:\s*{NUMBER}\s+(?:grad_norm|memory):")
+
+
+def _recognises(file: LogFile) -> bool:
+    return b"step:" in file.content and any(_LINE.search(line) for line in lines_of(file))
+
+
+FORMAT = LogFormat(
+    title="torchtitan's console log", recognises=_recognises, read=lambda files: read_lines(files, _PATTERNS)
+)

@@ -1,0 +1,119 @@
+"""Weights & Biases: a run folder (its .wandb file, wandb-history.jsonl or wandb-summary.json), or one of these files.
+
+Source: wandb/wandb, sdk/internal/datastore.py (a log of blocks as LevelDB writes it, with zlib's CRC-32) and
+proto/wandb_internal.proto. What the web page exports as CSV is read as CSV.
+"""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs.formats._protobuf import fields, one, several
+from te_bench.reports.logs.rows import series_of
+
+HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+BLOCK, HEAD = 2**15, 7  # bytes
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+HISTORY, CONFIG, RUN = 2, 5, 17  # of a Record
+HISTORY_JSON, SUMMARY_JSON = "wandb-history.jsonl", "wandb-summary.json"
+
+
+def _run_files(folder: Path) -> list[Path]:
+    """Of what a run folder has the fullest: its .wandb file, the history, the summary. Several .wandb are no one run."""
+    if found := sorted(folder.glob("*.wandb")):
+        return found if len(found) == 1 else []
+    places = [folder / below / name for name in (HISTORY_JSON, SUMMARY_JSON) for below in ("", "files")]
+    return [path for path in places if path.is_file()][:1]
+
+
+def _read(files: Sequence[LogFile]) -> Series:
+    [file] = files
+    if file.content.startswith(HEADER):
+        return _binary(file)
+    if file.path.name == SUMMARY_JSON:
+        summary = _object(file, file.text, "")
+        return Series(losses=series_of([summary]), whole=False)
+    rows, notes = [], []
+    lines = file.text.splitlines()
+    for n, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_object(file, line, f", line {n}"))
+        except ValueError:
+            if n < len(lines) or file.text.endswith("\n"):
+                raise
+            notes.append(f"{file.path}: the last line is torn and left out")
+    return Series(losses=series_of(rows), notes=tuple(notes))
+
+
+def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file.path}{where}: no JSON ({error}): export the run's history as CSV") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.path}{where}: no JSON object: export the run's history as CSV")
+    return found
+
+
+def _binary(file: LogFile) -> Series:
+    rows: list[dict[str, Any]] = []
+    seed, end = None, len(HEADER)
+    try:
+        for after, record in _records(file):
+            end = after
+            for number, value in fields(record):
+                if number == HISTORY and isinstance(value, bytes):
+                    rows.append(_items(value))
+                elif number in (CONFIG, RUN) and isinstance(value, bytes):
+                    config = _items(one(value, 4) if number == RUN else value)
+                    seed = config.get("seed", seed)
+    except ValueError as error:
+        raise ValueError(
+            f"{file.path}: {error} after byte {end}: sync the run (wandb sync) and export its history as CSV"
+        ) from error
+    torn = (f"{file.path}: the last record is torn and left out",) if end < len(file.content.rstrip(b"\0")) else ()
+    return Series(losses=series_of(rows), seed=str(seed) if isinstance(seed, int) else None, notes=torn)
+
+
+def _items(message: bytes) -> dict[str, Any]:
+    """Its items (1): a key (1) or the words of one (2), and a value in JSON (16)."""
+    found = {}
+    for item in several(message, 1):
+        key = one(item, 1) or b".".join(several(item, 2))
+        if value := one(item, 16):
+            found[key.decode("utf-8", errors="replace")] = json.loads(value)
+    return found
+
+
+def _records(file: LogFile) -> Iterator[tuple[int, bytes]]:
+    """(end, data) of each whole record. Raises ValueError for one that fails its checksum; a torn one ends the file."""
+    content, at, parts = file.content, len(HEADER), b""
+    while at + HEAD <= len(content):
+        if BLOCK - at % BLOCK < HEAD:  # a block's rest that has no room for a header
+            at += BLOCK - at % BLOCK
+            continue
+        check, size, kind = struct.unpack_from("<IHB", content, at)
+        data = content[at + HEAD : at + HEAD + size]
+        if len(data) < size or kind == 0:
+            return
+        if kind not in (FULL, FIRST, MIDDLE, LAST) or zlib.crc32(data, zlib.crc32(bytes([kind]))) != check:
+            raise ValueError("a record fails its checksum")
+        at += HEAD + size
+        parts = data if kind in (FULL, FIRST) else parts + data
+        if kind in (FULL, LAST):
+            yield at, parts
+
+
+def _recognises(file: LogFile) -> bool:
+    return file.content.startswith(HEADER) or file.path.name in (HISTORY_JSON, SUMMARY_JSON)
+
+
+FORMAT = LogFormat(
+    title="Weights & Biases' run folder", recognises=_recognises, read=_read, binary=True, run_files=_run_files
+)

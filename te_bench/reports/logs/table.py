@@ -1,0 +1,105 @@
+"""Tables of text: a CSV's header and cells, with the line of each for messages."""
+
+import codecs
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from te_bench.reports.logs import LogFile
+from te_bench.reports.logs.rows import STEP
+
+SEED = ("seed", "run", "run_id")
+WANDB = " - "  # between the run's name and the metric's
+TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
+SPAN = ("__min", "__max")  # companions of a W&B column: the extremes of the points that one row stands for
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """The cells of a CSV file as text."""
+
+    path: Path
+    header: tuple[str, ...] | None
+    rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
+    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
+
+    def column(self, names: Sequence[str]) -> int | None:
+        lower = [name.lower() for name in self.header or ()]
+        return next((lower.index(name) for name in names if name in lower), None)
+
+
+def table_of(file: LogFile) -> Table:
+    """The cells of a file. Raises ValueError, with its line, for what is no table of text."""
+    path, content = file.path, file.content
+    try:
+        text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {path}: it is not UTF-8 text; export or save it as CSV in UTF-8") from error
+    lines = [
+        (n, line)
+        for n, line in enumerate(text.splitlines(), start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not lines:
+        raise ValueError(f"{path} is empty: give one loss a line, or columns step, loss, seed")
+    # of two as many not the comma, which may be a decimal one
+    delimiter = max("\t;,", key=lambda mark: (lines[0][1].count(mark), mark == "," and mark not in lines[0][1]))
+    rows = _cells(path, lines, delimiter)
+    head = rows[0][1]
+    wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # numbers that name seeds
+    header = rows.pop(0)[1] if wide or not any(map(numeric, head)) else None
+    width = len(header or rows[0][1])
+    for n, row in rows:
+        if len(row) != width:
+            comma = ". A comma separates cells: write decimals with a point" if delimiter == "," else ""
+            raise ValueError(f"{path}, line {n}: {len(row)} cells where the first line has {width}{comma}")
+    if not rows:
+        raise ValueError(f"{path} has a header and no rows: nothing was logged")
+    between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
+    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
+    gap = next((n for n, line in left_out.items() if not line or numeric(line)), None)
+    return Table(path=path, header=header, rows=tuple(rows), gap=gap)
+
+
+def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:
+    reader = csv.reader((line for _, line in lines), delimiter=delimiter, skipinitialspace=True)
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    try:
+        for row in reader:
+            n = lines[len(rows)][0]
+            if reader.line_num != len(rows) + 1:
+                raise ValueError(
+                    f"{path}, line {n}: a cell does not end on its line: close its quote, take out line breaks"
+                )
+            rows.append((n, tuple(cell.strip() for cell in row)))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {lines[reader.line_num - 1][0]}: {error}") from error
+    return rows
+
+
+def number(cell: str) -> float | None:
+    """The cell as a number, None where it is none."""
+    try:
+        return None if "_" in cell else float(cell)  # Python reads 3_28 as 328
+    except ValueError:
+        return None
+
+
+def numeric(cell: str) -> bool:
+    """A number, be it with a decimal comma, which no number read here may have: it is told as such, not taken for text."""
+    return number(cell.replace(",", ".")) is not None
+
+
+def number_at(table: Table, line: int, cell: str) -> float:
+    """The cell as a number. Raises ValueError, with the line, for an empty one and for text."""
+    value = number(cell)
+    if not cell:
+        raise ValueError(
+            f"{table.path}, line {line}: no loss; write nan for a run that diverged, or leave the line out"
+        )
+    if value is None:
+        comma = ": write decimals with a point, not a comma" if numeric(cell) else ""
+        raise ValueError(f"{table.path}, line {line}: {cell!r} is not a number{comma}")
+    return value

@@ -1,0 +1,67 @@
+"""torchtitan's with torchao's FP8 Linears: by a scale a tensor, weights and shared layers' inputs are sent in FP8.
+
+By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce after each update.
+
+Source: torchao 0.18.0, float8/fsdp_utils.py and float8/float8_tensor_parallel.py; torchtitan v0.2.2,
+models/llama3/infra/parallelize.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from te_bench.models.checkpointing import blocks_of
+from te_bench.training.ways import torchtitan
+
+
+def _by_tensor(layer: nn.Module) -> bool:
+    """Whether it is a Linear of torchao's that casts by one scale a tensor."""
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_linear import Float8Linear
+
+    if not isinstance(layer, Float8Linear):
+        return False
+    granularity: Any = layer.config.cast_config_weight.scaling_granularity
+    return granularity is ScalingGranularity.TENSORWISE
+
+
+class Sharded(torchtitan.Sharded):
+    """Blocks' weights of one scale each are gathered in FP8."""
+
+    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        from torchao.float8.float8_linear import Float8Linear
+
+        self._model = model
+        for block in blocks_of(model):
+            for parent in list(block.modules()):
+                for name, layer in list(parent.named_children()):
+                    if _by_tensor(layer):
+                        found: Any = layer
+                        config = dataclasses.replace(found.config, enable_fsdp_float8_all_gather=True)
+                        setattr(parent, name, Float8Linear.from_float(found, config))
+        super()._shard(model, multiplies_in)
+
+    def shared(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(self._model))
+        return optimizer
+
+
+class SharedLayers(torchtitan.SharedLayers):
+    """What Linears of one scale a tensor are given is gathered in FP8."""
+
+    def _style(self, layer: nn.Module, mode: str) -> Any:
+        if not _by_tensor(layer):
+            return super()._style(layer, mode)
+        from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+
+        if mode == "column":
+            return Float8ColwiseParallel(input_layouts=Shard(1))
+        return Float8RowwiseParallel(output_layouts=Shard(1))
+
+
+MODES = {"fsdp2": Sharded, "tp": SharedLayers}

@@ -1,0 +1,217 @@
+"""torchtitan's: fully_shard with bf16 weights and float32 gradients; layers shared by DTensor; blocks and loss compiled.
+
+There is no autocast. Every weight is gathered in bf16, vectors and tables too, and the residual stream is in bf16. Where
+ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
+Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
+
+Source: torchtitan of 2026-08-21, distributed/fsdp.py and components/loss.py; v0.2.2, models/llama3/infra/parallelize.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
+from te_bench.models.checkpointing import blocks_of
+from te_bench.models.parts import AttentionPart
+from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel._shared_layers import plan
+from te_bench.training.parallel.fsdp2 import FSDP2
+
+Entropy = Callable[..., Tensor]
+
+
+class Sharded(FSDP2):
+    """fully_shard on embeddings, on each block, and on last norm and head together; of a tied table on the three as one."""
+
+    casts = True
+
+    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+        if mode not in ("eager", "compile"):
+            return f"torchtitan compiles each block; choose mode compile, or eager, not {mode}"
+        return super().unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
+
+    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        found: Any = model
+        self._entropy = self._loss_of(found)
+        tables = found.tables()
+        how: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=multiplies_in,
+                reduce_dtype=None if multiplies_in is None else torch.float32,
+                cast_forward_inputs=False,
+            ),
+        }
+        last = [tables.norm, tables.head]
+        if tables.head.weight is tables.tokens.weight:
+            last.insert(0, tables.tokens)
+        else:
+            fully_shard(tables.tokens, **how)
+        fully_shard(last, **how, reshard_after_forward=False)
+        for block in blocks_of(model):
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+
+        def loss(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+            return self._entropy(tables.head(x), targets, vocab=vocab)
+
+        head = Backend(forward=loss, unsupported=lambda problem: None)
+        found.heads = {True: head, False: head}
+
+    def _loss_of(self, model: Any) -> Entropy:
+        return _entropy
+
+    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+        self._entropy = torch.compile(self._entropy, dynamic=False)
+        return super().compiled(model)
+
+
+class SharedLayers(Sharded):
+    """A rank has a part of each layer, and between layers of each sequence; fully_shard of one rank casts the weights."""
+
+    name = "tp"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas, self.replica = 1, 0
+        self._both: Any = None  # the mesh: of one rank, which casts weights, by that of all, which share layers
+        self._rows: dict[nn.Module, Tensor] = {}  # of a weight, in the order of the ranks
+
+    def _mesh(self) -> DeviceMesh:
+        mesh: DeviceMesh = self._both["weights"]
+        return mesh
+
+    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        found: Any = model
+        if reason := self._indivisible(found):
+            raise Indivisible(f"tp: {reason}; choose fsdp2")
+        self._both = init_device_mesh(self.device.type, (1, self.world), mesh_dim_names=("weights", "layers"))
+        layers, tables, tied = self._both["layers"], found.tables(), found.config.shape.tied
+        norms = {id(m.weight): m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
+        plans: list[tuple[nn.Module, Any]] = [
+            (norms[id(part.norm.weight)], SequenceParallel()) for part in found.parts()
+        ]
+        for cut in plan(model)[0]:
+            if cut.mode == "column":
+                self._order(cut.layer, cut.pieces)
+            plans.append((cut.layer, self._style(cut.layer, cut.mode)))
+        plans += [
+            (tables.tokens, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
+            (tables.norm, SequenceParallel()),
+            (tables.norm, _gathered()),
+            (tables.head, ColwiseParallel()),
+        ]
+        if tables.positions is not None:  # (T, C)
+            plans.append((tables.positions, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))))
+        for module, style in plans:
+            parallelize_module(module, layers, style)
+        # A compiled block would lose the gradient of what is still on its way (torch 2.13.0).
+        tables.tokens.register_forward_hook(lambda module, inputs, x: x.clone())
+        if tied:
+            found.tie()
+        angles = found.angles
+        found.angles = lambda length: angles(length * self.world)  # asked for by a rank's part of a sequence
+        super()._shard(model, multiplies_in)
+
+    def _style(self, layer: nn.Module, mode: str) -> Any:
+        """How a Linear of a pair is shared."""
+        return ColwiseParallel(input_layouts=Shard(1)) if mode == "column" else RowwiseParallel(output_layouts=Shard(1))
+
+    def _indivisible(self, model: Any) -> str | None:
+        """Why the model's layers cannot be shared by so many ranks, or None."""
+        attentions = [part for part in model.parts() if isinstance(part, AttentionPart)]
+        if not attentions:
+            return "the model does not say its parts"
+        if any(part.q_norm is not None for part in attentions):
+            return "norms of heads are no part of torchtitan's Llama"
+        sizes = [
+            ("tokens of a sequence", model.config.shape.length),
+            ("rows of the head", len(model.tables().head.weight)),
+        ]
+        for cut in plan(model)[0]:
+            what = "features" if cut.unit == 1 else f"heads of {cut.unit} features"
+            sizes += [(what, size // cut.unit) for size in cut.pieces]
+        for what, size in sizes:
+            if size % self.world:
+                return f"the {size} {what} do not divide into {self.world} ranks: take fewer"
+        return None
+
+    def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:
+        """Put the rows of matrices below each other so that a rank's of each follow one another."""
+        by_rank = zip(*(part.chunk(self.world) for part in torch.arange(sum(pieces)).split(pieces)), strict=True)
+        rows = self._rows[layer] = torch.cat([part for own in by_rank for part in own]).to(self.device)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(parameter[rows])
+
+    def _loss_of(self, model: Any) -> Entropy:
+        group = self._both["layers"].get_group()
+        first = group.rank() * len(model.tables().head.weight) // self.world
+
+        def entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+            loss: Tensor = _SharedEntropy.apply(_upcast(logits), targets, vocab, first, group)
+            return loss
+
+        return entropy
+
+    def whole(self, x: Tensor, of: nn.Parameter | None = None) -> Tensor:
+        x = super().whole(x)
+        for layer, rows in self._rows.items():
+            if any(parameter is of for parameter in layer.parameters()):
+                return x.index_select(0, rows.argsort())
+        return x
+
+
+def _gathered() -> PrepareModuleOutput:
+    return PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
+
+
+def _upcast(logits: Tensor) -> Tensor:
+    return logits if logits.dtype is torch.float64 else logits.float()
+
+
+def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    return cross_entropy(_upcast(logits), targets, vocab=vocab)
+
+
+class _SharedEntropy(torch.autograd.Function):
+    """cross_entropy of a rank's columns of the logits, from column `first` on: (N, Vp / ranks) -> (), of all columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
+        width, own = logits.shape[1], targets - first
+        columns = torch.arange(first, first + width, device=logits.device)
+        logits = logits.masked_fill(columns >= vocab, float("-inf"))
+        top = funcol.all_reduce(logits.amax(1), "max", group)
+        exponentials = (logits - top[:, None]).exp()
+        here = (own >= 0) & (own < width)
+        place = own.clamp(0, width - 1)[:, None]
+        picked = torch.where(here, logits.gather(1, place)[:, 0] - top, 0.0)
+        total, picked = funcol.all_reduce(torch.stack((exponentials.sum(1), picked)), "sum", group)
+        kept = targets != IGNORED
+        ctx.save_for_backward(exponentials / total[:, None], place, here, kept)
+        return torch.where(kept, total.log() - picked, 0.0).sum() / kept.sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, place, here, kept = ctx.saved_tensors
+        gradient = probabilities.scatter_add(1, place, -here[:, None].to(probabilities.dtype))
+        return gradient * (dy * kept / kept.sum())[:, None], None, None, None, None
+
+
+MODES = {"fsdp2": Sharded, "tp": SharedLayers}

@@ -1,0 +1,127 @@
+"""te-bench verdict on other people's logs, from the paths of a shell to the page for a colleague."""
+
+import html.parser
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import run_logs as logs
+from in_process import Command
+
+WRITERS: dict[str, Callable[[Path, float], Path]] = {
+    "nanogpt": lambda folder, end: logs.nanogpt(folder / "train.log", end),
+    "torchtitan": lambda folder, end: logs.torchtitan(folder / "console.txt", end),
+    "megatron": lambda folder, end: logs.megatron(folder / "out.log", end),
+    "huggingface": logs.huggingface,
+    "wandb": logs.wandb_jsonl,
+    "tensorboard": logs.tensorboard,
+    "csv": lambda folder, end: logs.wandb_csv(folder / "history.csv", end),
+}
+GAPS = (0.001, 0.0012, 0.0009, 0.0011)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
+    def write(kind: str) -> tuple[Path, Path]:
+        for seed, gap in enumerate(GAPS):
+            for side, end in (("bf16", 3.0), ("fp8", 3.0 + gap)):
+                WRITERS[kind](tmp_path / side / f"seed{seed}", end + seed * 0.0007)
+        return tmp_path / "bf16", tmp_path / "fp8"
+
+    return write
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_folder_a_side_ends_in_a_verdict(
+    kind: str, two: Callable[[str], tuple[Path, Path]], command: Command
+) -> None:
+    bf16, fp8 = two(kind)
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
+    assert done.code == 0, done.err
+    assert done.out.startswith("EQUIVALENT: ends within 0.003 of the control: gap +0.00")
+    said = " ".join(done.out.split())
+    assert "Runs 4 pairs" in said
+    assert "Judged the last validation loss" in said
+    assert "(+0.035 %)" in said
+    assert "No more seeds are needed for the margin 0.003." in said
+
+
+def test_every_path_up_to_the_next_option_belongs_to_its_side(
+    two: Callable[[str], tuple[Path, Path]], command: Command
+) -> None:
+    bf16, fp8 = two("nanogpt")
+    sides = [sorted(side.glob("seed*")) for side in (bf16, fp8)]
+    done = command("verdict", "--baseline", *sides[0], f"--candidate={sides[1][0]}", *sides[1][1:], "--margin", "0.003")
+    assert done.code == 0, done.err
+    assert "4 pairs" in done.out
+    done = command("verdict", "--baseline", *sides[0], "--candidate", *sides[1][:3], "--margin", "0.003", "--paired")
+    assert done.code == 2
+    assert "seed 3 is only in" in done.err
+
+
+def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(
+    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+) -> None:
+    bf16, fp8 = two("megatron")
+    page = tmp_path / "for" / "you.html"
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.0011", "--html", page)
+    assert done.code == 3
+    assert f"page: {page}" in done.out
+    content = page.read_text()
+    headings = re.findall(r"<h[12]>(.*?)</h[12]>", content)
+    assert headings == [
+        "These runs do not show whether the candidate trains like the baseline.",
+        "What was asked",
+        "What came out",
+        "What more certainty costs",
+        "In numbers",
+        "What to know",
+    ]
+    assert content.count("<figure") == 2
+    assert "more pairs," in content
+    assert not re.search(r'(?:src|href)="(?!data:|#)', content)
+    html.parser.HTMLParser().feed(content)
+
+
+def test_a_candidate_that_diverged_has_a_page_without_a_gap(
+    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+) -> None:
+    bf16, fp8 = two("nanogpt")
+    log = fp8 / "seed2" / "train.log"
+    log.write_text(re.sub(r"(step 100: .*val loss ).*", r"\1nan", log.read_text()))
+    logs.written(fp8 / "seed3" / "train.log", "iter 0: loss nan, time 10.00ms, mfu 30.00%\n")  # before any validation
+    page = tmp_path / "x.html"
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003", "--html", page)
+    assert (done.code, done.out.partition("\n")[0]) == (
+        1,
+        "DIVERGED: 2 of 4 runs, seeds 3, 2: the loss is nan at step 0",
+    )
+    assert "The candidate diverged." in page.read_text()
+    assert page.read_text().count("<figure") == 1
+    assert "candidate, mean of 2" in page.read_text()
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_too_few_seeds_for_any_verdict_are_told_how_many_it_takes(
+    seeds: int, two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+) -> None:
+    bf16, fp8 = two("torchtitan")
+    sides = [[side / f"seed{seed}" / "console.txt" for seed in range(seeds)] for side in (bf16, fp8)]
+    page = tmp_path / "x.html"
+    asked = ["--margin", "0.003", "--html", page]
+    done = command("verdict", "--baseline", *sides[0], "--candidate", *sides[1], *asked)
+    assert done.code == 3, done.err
+    said = " ".join(done.out.split())
+    assert said.startswith("INCONCLUSIVE: one run a side" if seeds == 1 else "INCONCLUSIVE: 2 seeds do not show")
+    assert "nat (+0.03" in said
+    assert "how sure that is cannot be told" in said
+    assert "3 seeds a side are needed at least, and 8 to be worth much" in said
+    assert "the margin 0.003 takes 15 a side" in said
+    assert "the margin 0.003 takes 15 a side" in page.read_text()
+
+
+def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: Path) -> None:
+    done = command("verdict", tmp_path, "--html", tmp_path / "x.html")
+    assert done.code == 2
+    assert "--metric, --html and --paired go with --baseline and --candidate" in done.err

@@ -1,0 +1,237 @@
+"""Arms of runs by their logs: what is one run, which loss is judged, which runs are pairs, and what is no arm."""
+
+import json
+import math
+import random
+import shutil
+
+import pytest
+import run_logs
+
+from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.loss_logs import read_arms
+from te_bench.reports.convergence.loss_verdict import answers, judge_losses, prices
+
+STEPS = tuple(range(0, 1001, 10))
+
+
+def nanogpt(path, val=None, train=None, steps=STEPS):
+    """A nanoGPT log whose losses are those of the functions of the step."""
+    lines = []
+    for step in steps:
+        lines += [f"step {step}: train loss 9.0, val loss {val(step):.5f}"] if val else []
+        lines += [f"iter {step}: loss {train(step):.5f}, time 10.00ms, mfu 30.00%"] if train else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def arm(folder, offset=0.0, seeds=4, name="seed{}.log", **kinds):
+    """A folder of runs that end at 3 + offset + some ten-thousandths by seed."""
+    for seed in range(seeds):
+        end = 3 + offset + (seed * 7 % 5) * 1e-4 + offset * (seed * 3 % 4 - 1.5) / 20
+        given = {kind: lambda step, end=end, low=low: end + low + math.exp(-step / 60) for kind, low in kinds.items()}
+        nanogpt(folder / name.format(seed), **given)
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    return arm(tmp_path / "a", val=0.0, train=-0.5), arm(tmp_path / "b", 0.001, val=0.0, train=-0.5)
+
+
+def test_the_last_validation_loss_is_judged_and_seeds_pair_by_their_names(two):
+    a, b = read_arms([two[0]], [two[1]])
+    assert (list(a.final), a.judged) == (["0", "1", "2", "3"], "the last validation loss")
+    assert a.final["1"] == pytest.approx(3.0002)
+    found = judge_losses(a, b, margin=0.003)
+    assert found.verdict is Verdict.EQUIVALENT
+    assert found.matched.seeds == ("0", "1", "2", "3")
+    assert found.comparison.gap == pytest.approx(0.001, abs=1e-5)
+
+
+def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_tenth_is_judged(two, tmp_path):
+    def train(step):
+        return 3 + (step == 1000) * 0.4 + step * 1e-6  # the last batch is no measure
+
+    folder = tmp_path / "train"
+    for seed in range(3):
+        nanogpt(folder / f"s{seed}.log", train=lambda step, seed=seed: train(step) + seed * 1e-3)
+    a, b = read_arms([two[0]], [folder])
+    assert a.judged == b.judged == "the mean training loss over the last tenth of the steps"
+    assert a.training
+    assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
+    found = judge_losses(a, b, margin=0.003)
+    assert found.matched.seeds == ()
+    assert any("the runs are not paired, for seed 3 of " in note for note in found.notes)
+    assert any("which do not show overfitting" in note for note in found.notes)
+
+
+def test_noise_of_single_batches_is_no_move_of_the_gap_but_a_trend_is(tmp_path):
+    def noisy(step, place, trend):
+        return 3 + random.Random(1000 * place + step).gauss(0, 0.05) + trend * max(step - 900, 0) / 100
+
+    arms = []
+    for place, trend in ((0, 0.0), (3, 0.0), (6, 0.2)):
+        folder = tmp_path / f"arm{place}"
+        for seed in range(3):
+            nanogpt(folder / f"s{seed}.log", train=lambda x, p=place + seed, t=trend: noisy(x, p, t))
+        arms.append(folder)
+    still, moving = (judge_losses(*read_arms([arms[0]], [arms[n]]), margin=0.01) for n in (1, 2))
+    assert "still moves" not in still.reason
+    assert moving.reason.startswith("the gap still moves: by +0.")
+
+
+def test_a_metric_of_any_name_is_judged_on_request(tmp_path):
+    for side, off in (("a", 0.0), ("b", 0.001)):
+        for seed in range(3):
+            rows = [{"step": s, "eval_books_loss": 3 + off + seed * 1e-3 + 1 / (s + 1) ** 4} for s in range(0, 101, 10)]
+            folder = tmp_path / side / f"seed{seed}"
+            folder.mkdir(parents=True)
+            (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    sides = [tmp_path / "a"], [tmp_path / "b"]
+    with pytest.raises(ValueError, match=r"which loss is to be judged\? It has eval_books_loss: say --metric NAME"):
+        read_arms(*sides)
+    a, _ = read_arms(*sides, metric="eval_books_loss")
+    assert a.final["1"] == pytest.approx(3.001)
+    with pytest.raises(ValueError, match=r"--metric val: .* has no such value; it has eval_books_loss"):
+        read_arms(*sides, metric="val")
+
+
+@pytest.mark.parametrize("given", ["folder", "files", "pattern"])
+def test_an_arm_is_a_folder_its_files_or_a_pattern(two, given):
+    folder = two[0]
+    paths = {"folder": [folder], "files": sorted(folder.iterdir()), "pattern": [str(folder / "seed?.log")]}[given]
+    assert read_arms(paths, [two[1]])[0].final == read_arms([folder], [two[1]])[0].final
+
+
+def test_runs_of_the_same_names_are_pairs_and_others_are_not(tmp_path):
+    a, b = (arm(tmp_path / side, off, name="run-{}.log", val=0.0) for side, off in (("a", 0.0), ("b", 0.001)))
+    assert judge_losses(*read_arms([a], [b]), margin=0.003).matched.seeds == tuple(f"run-{n}.log" for n in range(4))
+    c = arm(tmp_path / "c", 0.001, name="other-{}.log", val=0.0)
+    assert judge_losses(*read_arms([a], [c]), margin=0.003).matched.seeds == ()
+
+
+def test_a_resumed_log_counts_its_later_losses_and_says_so(two):
+    path = two[1] / "seed0.log"
+    before = nanogpt(two[1] / "x", val=lambda step: 9.0, steps=range(0, 700, 10)).read_text()
+    after = nanogpt(two[1] / "x", val=lambda step: 3.001, steps=range(400, 1001, 10)).read_text()
+    (two[1] / "x").unlink()
+    path.write_text(before + after)
+    _, b = read_arms([two[0]], [two[1]])
+    assert b.curves["0"].step == STEPS
+    assert b.curves["0"].loss[39:42] == (9.0, 3.001, 3.001)
+    assert b.notes == (f"{path}: 30 losses were logged again, as by a resumed run: the later ones count",)
+
+
+def test_a_run_whose_training_broke_is_diverged_whatever_its_validation(two):
+    nanogpt(two[1] / "seed2.log", val=lambda step: 3.0, train=lambda step: math.nan if step > 500 else 3.0)
+    found = judge_losses(*read_arms([two[0]], [two[1]]), margin=0.003)
+    assert found.verdict is Verdict.DIVERGED
+    assert "1 of 4 runs, seed 2: the loss is nan at step 510" in found.reason
+    [said] = answers(found)
+    assert said.startswith("1 of 4 runs")
+
+
+def test_the_seed_of_a_run_that_broke_before_its_first_validation_is_kept(two):
+    nanogpt(two[1] / "seed2.log", train=lambda step: math.nan, steps=(0, 10))
+    found = judge_losses(*read_arms([two[0]], [two[1]]), margin=0.003)
+    assert found.verdict is Verdict.DIVERGED
+    assert len(found.candidate.final) == 4
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda b: nanogpt(b / "seed1.log", val=lambda s: 3.0, steps=STEPS[:50]), "seed 1 ends at step 490, others at 1000"),
+        (lambda b: (b / "seed1.log").write_text(""), "the arm has 3 runs"),
+        (lambda b: (b / "d").mkdir() or (b / "d" / "trainer_state.json").write_text("{}"), "mixes logs of several kinds"),
+        (lambda b: shutil.copy(b / "seed1.log", b / "seed9.log"), "seeds 1 and 9 are one run, loss for loss"),
+    ],
+)  # fmt: skip
+def test_arms_that_are_none_are_told(two, build, message):
+    build(two[1])
+    if message == "the arm has 3 runs":  # an empty file in a folder is no log
+        assert len(read_arms([two[0]], [two[1]])[1].final) == 3
+        return
+    with pytest.raises(ValueError, match=message):
+        read_arms([two[0]], [two[1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.log", b" \n", "empty.log is empty: nothing was logged"),
+        ("core", b"\x7fELF\0\0\1", "core is none of the logs that are read here: Hugging Face"),
+        ("none.log", None, "cannot read .*none.log: No such file"),
+        ("seed*.txt", None, r"seed\*.txt matches no file"),
+        ("prose.txt", b"We trained it.\nIt was good.\n", "has no column of numbers"),
+        ("finals.csv", b"3.1\n3.2\n", "such a file is a whole arm, give it alone"),
+        ("seed0.log", b"iter 0: loss 3.0, time 1.00ms, mfu 1%\n", None),
+    ],
+)
+def test_files_that_are_no_log_are_told(two, tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    given = [path, *sorted(two[1].iterdir())[1:]] if name in ("finals.csv", "seed0.log") else [path]
+    if message is None:  # one run without validation among others that have one
+        message = r"seed0.log has no validation loss"
+    with pytest.raises(ValueError, match=message):
+        read_arms([two[0]], given)
+
+
+def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(two, tmp_path):
+    before = read_arms([two[0]], [two[1]])[0].final
+    (two[0] / "latest").symlink_to(two[0] / "seed1.log")
+    (two[0] / "round").symlink_to(two[0])
+    (two[0] / "ckpt.pt").write_bytes(b"PK\3\4\0\0step 5: train loss 1.0, val loss 1.0\n")
+    (two[0] / "notes.md").write_text("step by step, with a loss of 3.2\n")
+    assert read_arms([two[0]], [two[1]])[0].final == before
+
+
+def test_wandb_s_files_in_one_folder_are_a_run_each(tmp_path):
+    (tmp_path / "flat").mkdir()
+    for seed in range(3):
+        run_logs.wandb_binary(tmp_path / str(seed), 3 + seed * 1e-3, seed).rename(
+            tmp_path / "flat" / f"run-{seed}.wandb"
+        )
+    assert list(read_arms([tmp_path / "flat"], [tmp_path / "flat"])[0].final) == ["0", "1", "2"]
+
+
+def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said(two, tmp_path):
+    path = tmp_path / "finals.csv"
+    path.write_text("seed,val_loss\n0,3.0001\n1,3.0003\n2,3.0005\n3,3.0002\n")
+    found = judge_losses(*read_arms([path], [two[1]]), margin=0.01)
+    assert found.matched.seeds == ("0", "1", "2", "3")
+    assert found.judged == "the last validation loss; of the baseline final loss"
+    with pytest.raises(ValueError, match=r"--metric x: .* is a CSV of several runs, whose columns say the loss"):
+        read_arms([path], [two[1]], metric="x")
+
+
+def test_folders_that_hold_no_run_or_two_logs_of_one_are_told(two, tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match="none holds no log: Hugging Face"):
+        read_arms([two[0]], [tmp_path / "none"])
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / "trainer_state.json").write_text("{}")
+    (tmp_path / "both" / "events.out.tfevents.1.x").write_text("")
+    with pytest.raises(ValueError, match=r"both holds two logs of one run, Hugging Face's .*: name the file of one"):
+        read_arms([two[0]], [tmp_path / "both"])
+    with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
+        read_arms([two[0], two[0] / "seed1.log"], [two[1]])
+
+
+def test_the_answer_prices_certainty_by_the_spread(two):
+    found = judge_losses(*read_arms([two[0]], [two[1]]), margin=0.0011, paired=False)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    said = " ".join(answers(found))
+    needed = found.comparison.seeds_needed_at_gap
+    assert f"About {needed - 4} more seeds a side, {needed} in all, would decide it in 80 % of cases" in said
+    assert "95 % interval" in said
+    assert "(+0.033 %)" in said
+    margins = {price.seeds: price.margin for price in prices(found)}
+    assert margins[4] == pytest.approx(found.comparison.detectable)
+    assert list(margins.values()) == sorted(margins.values(), reverse=True)
+    low, high = found.comparison.interval_95
+    assert low < found.comparison.interval[0] < found.comparison.interval[1] < high

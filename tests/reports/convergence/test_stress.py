@@ -1,0 +1,77 @@
+"""The learning rate at which a precision breaks: what breaks a run, and what so many seeds know of the median."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from convergence_runs import run_record
+from journals import write
+
+from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
+from te_bench.reports.page.training_tables import stress
+
+FACTORS = (1, 4, 16, 64)
+
+
+def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> StressLadder:
+    """Of each precision the factor at which each seed breaks: diverged, or ending 0.5 above 3.28 where it began at 5.2."""
+    records = [
+        run_record(
+            arm,
+            seed,
+            0.5 if factor >= at and how == "lost" else 0.01,
+            0.001 * seed,
+            how if factor >= at and how == "diverged" else "ok",
+            lr_factor=factor,
+            learning_rate=1e-3 * factor,
+        )
+        for arm, seeds in breaks.items()
+        for seed, at in enumerate(seeds)
+        for factor in (FACTORS if arm != "broken" else FACTORS[:1])
+    ]
+    [group] = load_results([write(folder, records, suite="stress", title="Stress")]).groups
+    [found] = stress_ladders(group)
+    return found
+
+
+@pytest.mark.parametrize("how", ["diverged", "lost"])
+def test_each_precision_breaks_between_two_rates_with_an_interval_over_its_seeds(tmp_path: Path, how: str) -> None:
+    breaks = {"control": [64, 64, 64, 64, math.inf, 64], "delayed_scaling": [16, 4, 16, 16, 64, 16]}
+    found = ladder(tmp_path / "run", breaks, how)
+    bf16, fp8 = found.breaking["bf16"], found.breaking["delayed_scaling"]
+    assert found.rate == pytest.approx(1e-3)
+    assert (bf16.median, bf16.interval) == ((16, 64), (16, math.inf))
+    assert (fp8.median, fp8.interval) == ((4, 16), (1, 64))
+    assert fp8.confidence == pytest.approx(0.96875)
+
+
+@pytest.mark.parametrize("at", [1, math.inf])
+def test_a_fault_that_was_planted_and_holds_is_named(tmp_path: Path, at: float) -> None:
+    found = ladder(tmp_path / "run", {"control": [math.inf] * 3, "broken": [at] * 3}, "lost")
+    name = "delayed_scaling, broken on purpose: frozen_scale"
+    assert found.unseen == (() if at == 1 else (name,))
+    assert found.breaking[name].median == ((0, 1) if at == 1 else (1, math.inf))
+    table = stress(found)
+    assert table is not None
+    assert ("Not seen" in table.note) == (at != 1)
+
+
+def test_what_never_holds_or_never_breaks_is_said_to_lie_beyond_the_ladder(tmp_path: Path) -> None:
+    found = ladder(tmp_path / "run", {"control": [math.inf] * 3, "delayed_scaling": [1, 1, 1]})
+    assert found.breaking["bf16"].median == (64, math.inf)
+    assert found.breaking["delayed_scaling"].median == (0, 1)
+    assert found.breaking["bf16"].confidence == pytest.approx(0.75)
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    rng, edges = np.random.default_rng(0), np.array([0.0, *(2.0**k for k in range(-4, 12)), math.inf])
+    for n in (3, 6, 12):
+        held, confidence = 0, breaking_point([(0.0, 1.0)] * n).confidence
+        for points in np.exp(1 + rng.standard_normal((2000, n))):
+            places = np.searchsorted(edges, points)
+            low, high = breaking_point([(edges[i - 1], edges[i]) for i in places]).interval
+            held += low <= math.e <= high
+        assert held / 2000 >= confidence - 0.015
+        assert confidence >= 0.95 or n < 6

@@ -1,0 +1,188 @@
+"""Each format reads a log of its kind to the losses that were written, and says in a sentence what it cannot read."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import run_logs as logs
+
+from te_bench.reports.logs import FORMATS, LogFile
+from te_bench.reports.logs.formats.tensorboard import crc32c
+from te_bench.reports.logs.names import is_loss
+
+# torch 2.13's SummaryWriter: eval/loss 4.0 at 0, 3.5 at 50 (as a tensor), 3.0 at 100; train/loss 3.25 at 50; a text.
+EVENTS = base64.b64decode(
+    "SAAAAAAAAAD+kkidCTC+QoPqwdpBGg1icmFpbi5FdmVudDoyUi4KLHRlbnNvcmJvYXJkLnN1bW1hcnkud3JpdGVyLmV2ZW50X2ZpbGVfd3JpdGVy"
+    "gtDV2B0AAAAAAAAAYC/fIwl0w0KD6sHaQSoSChAKCWV2YWwvbG9zcxUAAIBA5ErQ9zEAAAAAAAAAnYOD6Qnow0KD6sHaQRAyKiQKIgoJZXZhbC9s"
+    "b3NzQggIASoEAABgQEoLCgkKB3NjYWxhcnMsipjnIAAAAAAAAAAp7alQCQvEQoPqwdpBEDIqEwoRCgp0cmFpbi9sb3NzFQAAUEC1VCNrRQAAAAAA"
+    "AADr5miwCXPEQoPqwdpBEAEqOAo2ChFub3RlL3RleHRfc3VtbWFyeUIXCAcSBBICCAFCDWxvc3Mgb2Ygd29yZHNKCAoGCgR0ZXh06NPI0R8AAAAA"
+    "AAAAUUtEGAmQxEKD6sHaQRBkKhIKEAoJZXZhbC9sb3NzFQAAQEA+CJlO"
+)
+
+WRITERS = {
+    "nanogpt": (logs.nanogpt, "run.log", "val loss", "train loss"),
+    "torchtitan": (logs.torchtitan, "run.log", "validation loss", "train loss"),
+    "megatron": (logs.megatron, "run.log", "validation loss", "lm loss"),
+    "huggingface": (logs.huggingface, "run", "eval_loss", "loss"),
+    "wandb": (logs.wandb_jsonl, "run", "val/loss", "train/loss"),
+    "tensorboard": (logs.tensorboard, "run", "eval/loss", "train/loss"),
+    "csv": (logs.wandb_csv, "run.csv", "val/loss", "train/loss"),
+}
+
+
+def read(name, *paths):
+    return FORMATS.load(name).read([LogFile(path=path, content=path.read_bytes()) for path in paths])
+
+
+def test_every_format_is_tested_here():
+    assert sorted(WRITERS) == FORMATS.names()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_it_reads_the_losses_that_were_logged_and_no_other_format_takes_it(name, tmp_path):
+    write, place, validation, training = WRITERS[name]
+    path = write(tmp_path / place, 3.0)
+    found = read(name, path)
+    assert {name for name in found.losses if is_loss(name)} == {validation, training}
+    both = zip((validation, training), (logs.course(3.0), logs.course(2.5, 0.01)), strict=True)
+    for loss, expected in both:
+        assert [step for step, _ in found.losses[loss]] == list(logs.STEPS)
+        assert [value for _, value in found.losses[loss]] == pytest.approx(expected, abs=1e-4)
+    file = LogFile(path=path, content=path.read_bytes())
+    assert [other for other in FORMATS.names() if FORMATS.load(other).recognises(file)] == [name]
+
+
+def test_tensorboard_s_own_writer_is_read_to_the_bit(tmp_path):
+    assert crc32c(b"123456789") == 0xE3069283  # RFC 3720's check value
+    found = read("tensorboard", logs.written(tmp_path / "events", EVENTS))
+    assert found.losses == {"eval/loss": [(0, 4.0), (50, 3.5), (100, 3.0)], "train/loss": [(50, 3.25)]}
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("byte", [3, 9, 100, 130, len(EVENTS) - 6])
+def test_an_event_file_with_a_flipped_bit_is_refused(byte, tmp_path):
+    damaged = bytearray(EVENTS)
+    damaged[byte] ^= 4
+    with pytest.raises(ValueError, match=r"the record at byte \d+ fails its checksum: the file is damaged"):
+        read("tensorboard", logs.written(tmp_path / "events", bytes(damaged)))
+
+
+def test_a_torn_event_file_ends_before_its_last_record(tmp_path):
+    found = read("tensorboard", logs.written(tmp_path / "events", EVENTS[:-9]))
+    assert found.losses["eval/loss"] == [(0, 4.0), (50, 3.5)]
+    assert found.notes == (f"{tmp_path / 'events'}: the last record is torn and left out",)
+
+
+def test_wandb_s_own_file_is_read_over_the_ends_of_blocks_with_the_seed_of_its_config(tmp_path):
+    path = logs.wandb_binary(tmp_path, 3.0, 17)
+    assert path.stat().st_size > 3 * 2**15
+    found = read("wandb", path)
+    assert found.seed == "17"
+    assert [loss for _, loss in found.losses["val/loss"]] == logs.course(3.0)
+    assert [step for step, _ in found.losses["val/loss"]] == list(logs.STEPS)  # not the _step of each call
+    whole = path.read_bytes()
+    torn = read("wandb", logs.written(path, whole[:-50]))
+    assert len(torn.losses["val/loss"]) == len(logs.STEPS) - 1
+    assert "torn" in torn.notes[0]
+    damaged = bytearray(whole)
+    damaged[40_000] ^= 1
+    with pytest.raises(ValueError, match=r"a record fails its checksum after byte \d+: sync the run \(wandb sync\)"):
+        read("wandb", logs.written(path, bytes(damaged)))
+
+
+def test_a_summary_of_wandb_has_one_loss_of_each_name(tmp_path):
+    path = logs.written(tmp_path / "wandb-summary.json", json.dumps({"val/loss": 3.1, "_step": 7, "_wandb": {"x": 1}}))
+    found = read("wandb", path)
+    assert (dict(found.losses), found.whole) == ({"val/loss": [(7, 3.1)]}, False)
+
+
+def test_what_wandb_s_page_exports_of_one_run_is_a_log(tmp_path):
+    text = '"Step","fp8-seed3 - val/loss","fp8-seed3 - val/loss__MIN","fp8-seed3 - _step"\n0,4.0,3.9,0\n10,3.0,2.9,10\n'
+    assert dict(read("csv", logs.written(tmp_path / "x.csv", text)).losses) == {"val/loss": [(0, 4.0), (10, 3.0)]}
+    two = logs.written(tmp_path / "y.csv", "Step,a - val/loss,b - val/loss\n0,4,4\n")
+    assert not FORMATS.load("csv").recognises(LogFile(path=two, content=two.read_bytes()))
+
+
+@pytest.mark.parametrize(("text", "value"), [('"NaN"', "nan"), ("NaN", "nan"), ('"Infinity"', "inf")])
+def test_what_is_not_finite_is_a_loss_in_wandb(text, value, tmp_path):
+    path = logs.written(tmp_path / "wandb-history.jsonl", '{"_step":0,"loss":2}\n{"_step":1,"loss":' + text + "}\n")
+    assert str(read("wandb", path).losses["loss"][1][1]) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "torn"),
+    [
+        ("nanogpt", "step 110: train loss 2.9, val loss 3.0"),
+        ("torchtitan", "titan - root - INFO - step: 110  loss: 3.0"),
+        ("megatron", " validation loss at iteration 110 | lm loss value: 3.0000"),
+        ("wandb", '{"_step": 11, "iter": 110, "val/lo'),
+    ],
+)
+def test_a_torn_last_line_is_no_loss(name, torn, tmp_path):
+    write, place, *losses = WRITERS[name]
+    path = write(tmp_path / place, 3.0)
+    path.write_bytes(path.read_bytes() + torn.encode())
+    found = read(name, path)
+    assert {len(found.losses[loss]) for loss in losses} == {len(logs.STEPS)}
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "torchtitan", "megatron", "wandb"])
+def test_a_whole_last_line_counts_without_its_end(name, tmp_path):
+    write, place, validation, _ = WRITERS[name]
+    path = write(tmp_path / place, 3.0)
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert read(name, path).losses[validation][-1][0] == 100
+
+
+@pytest.mark.parametrize(("last", "counts"), [("nan", True), ("9.1234", True), ("9.123", False)])
+def test_a_last_loss_that_is_shorter_than_others_is_torn_only_where_decimals_are_missing(last, counts, tmp_path):
+    lines = ["step 0: train loss 10.9, val loss 10.9123\n", f"step 1: train loss 9.1, val loss {last}"]
+    found = read("nanogpt", logs.written(tmp_path / "x.log", "".join(lines)))
+    assert len(found.losses["val loss"]) == 1 + counts
+    assert bool(found.notes) != counts
+
+
+def test_what_a_launcher_writes_before_each_line_is_no_matter(tmp_path):
+    for name in ("nanogpt", "torchtitan", "megatron"):
+        write, _, validation, training = WRITERS[name]
+        path = write(tmp_path / name, 3.0)
+        plain = read(name, path).losses
+        path.write_text("".join(f"0: [2025-09-11 14:08] {line}" for line in path.read_text().splitlines(keepends=True)))
+        assert read(name, path).losses == plain != {validation: [], training: []}
+
+
+def test_nan_is_a_loss_in_every_console_log(tmp_path):
+    lines = {
+        "nanogpt": "step 1: train loss nan, val loss nan\n",
+        "torchtitan": "step:  1  loss:     nan  grad_norm:     nan  memory: 1GiB\nvalidate step: 1  loss: nan  memory: 1\n",
+        "megatron": " iteration 1/ 9 | lm loss: NAN | x\n validation loss at iteration 1 | lm loss value: NAN | \n",
+    }
+    for name, text in lines.items():
+        found = read(name, logs.written(tmp_path / name, text))
+        assert str(found.losses[WRITERS[name][2]][0][1]) == "nan"
+
+
+def test_of_the_trainer_s_states_the_one_that_came_furthest_counts(tmp_path):
+    run_files = FORMATS.load("huggingface").run_files
+    for step in (90, 100, 20):
+        history = [{"step": at, "eval_loss": at / 10} for at in range(0, step + 1, 10)]
+        logs.written(tmp_path / f"checkpoint-{step}" / "trainer_state.json", json.dumps({"log_history": history}))
+    assert [path.parent.name for path in run_files(tmp_path)] == ["checkpoint-100"]
+    logs.written(tmp_path / "trainer_state.json", json.dumps({"log_history": [{"step": 0, "eval_loss": 9}]}))
+    assert read("huggingface", *run_files(tmp_path)).losses["eval_loss"][-1] == (100, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("huggingface", '{"log_history": [', "is no whole JSON file"),
+        ("huggingface", '{"best_metric": 1}', "has no log_history"),
+        ("wandb", '{"loss": 1}\nnot JSON\n{"loss": 2}\n', "line 2: no JSON"),
+        ("csv", "step,loss\n0,4\n5,about 3\n", "line 3: 'about 3' is not a number"),
+    ],
+)
+def test_what_cannot_be_read_is_told_with_its_place(name, content, message, tmp_path):
+    path = Path(logs.written(tmp_path / "log", content))
+    with pytest.raises(ValueError, match=message):
+        read(name, path)
