@@ -83,6 +83,10 @@ def test_without_autocast_it_is_the_same_function(family: str) -> None:
     assert after == {"gpt2": {"Linear", "LayerNorm"}}.get(family, {"Linear", "RMSNorm"})
 
 
+#: A Linear's output under NVFP4 is 14.5 % off, under E4M3 3.7 %.
+NVFP4 = 4.0
+
+
 @pytest.mark.parametrize("choice", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_fp8_it_is_near_it(family: str, choice: recipe.Recipe) -> None:
@@ -90,11 +94,14 @@ def test_in_fp8_it_is_near_it(family: str, choice: recipe.Recipe) -> None:
     logits, grads = run(model), gradients(model)
     convert(model, choice)
     gradients(model)  # delayed scaling begins with scale 1
+    noise = NVFP4 if choice.nvfp4() else 1.0
     far = error(run(model), logits)
-    assert 5e-3 < far < 0.2
+    assert (0.15 if choice.nvfp4() else 5e-3) < far < 0.2 * noise
     for name, grad in gradients(model).items():
-        assert cosine(grad, grads[name]) > 0.9, name
-        assert 0.7 < (grad.norm() / grads[name].norm()).item() < 1.4, name
+        near = cosine(grad, grads[name])
+        assert near > 0, name
+        assert (1 - near**2) ** 0.5 / near < 0.484 * noise, name  # the angle's tangent; without noise a cosine of 0.9
+        assert 0.7 < (grad.norm() / grads[name].norm()).item() < (1.4 if noise == 1 else 2.0), name
 
 
 @pytest.mark.parametrize(("family", "tied"), [("gpt2", "transformer.wte"), ("t5", "shared"), ("llama", None)])
