@@ -15,6 +15,7 @@ from te_bench.reports.page.records_csv import records_csv
 from te_bench.reports.page.table import Table
 from te_bench.reports.page.template import rendered
 
+TITLE = 72  # characters of two lines on a telephone 400 pixels wide
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     (
@@ -35,6 +36,7 @@ SECTIONS = (
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),
     ("kernels", "Kernels that ran", (), ("kernels",)),
+    ("configurations", "Configurations in full", (), ("specifications",)),
 )
 
 
@@ -101,7 +103,7 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
     """What both templates show."""
     sentences, results = headlines.headlines(report), report.results
     return {
-        "title": "; ".join(dict.fromkeys(printable(group.title) for group in results.groups)),
+        "title": _title([printable(group.title or group.suite) for group in results.groups]),
         "headline": sentences[0],
         "other_headlines": sentences[1:],
         "n_ok": results.outcomes.get("ok", 0),
@@ -112,6 +114,13 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
         "environments": [shown_environment(results, key) for key in results.environments],
         "commands": commands(results),
     }
+
+
+def _title(titles: Sequence[str]) -> str:
+    """The suites' titles, or the first with the number of the others where all are more than two lines of a telephone."""
+    different = list(dict.fromkeys(titles))
+    joined = "; ".join(different)
+    return joined if len(joined) <= TITLE or len(different) == 1 else f"{different[0]} and {len(different) - 1} more"
 
 
 def _section(

@@ -87,8 +87,8 @@ def test_desktop(site, tmp_path):
     assert descending[0] == "descending"
     assert descending[1:12] == values[::-1]
     assert by_name[0] == "ascending"
-    assert by_name[1].startswith("cudnn")
-    assert by_name[-1].startswith("mem_efficient")
+    assert by_name[1].startswith("PyTorch eager bf16, cuDNN")
+    assert by_name[-1].startswith("torch.compile bf16, note")
     assert again == ascending
 
 

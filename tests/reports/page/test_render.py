@@ -106,6 +106,7 @@ def test_page_has_its_sections_in_order(full):
         "errors",
         "failures",
         "kernels",
+        "configurations",
     ]
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
@@ -119,7 +120,9 @@ def test_markdown_links_figures_that_exist(full):
     links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
     assert len(links) == 10
     assert all((full / link).is_file() for link in links)
-    assert content(full, "report.md").startswith("# Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
+    assert content(full, "report.md").startswith(
+        "# GPT-2 124M on one GPU\n\n**Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms"
+    )
 
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
