@@ -132,7 +132,7 @@ def _always(trial: Trial, differing: Collection[str]) -> list[str]:
     elif trial.workload in SHAPED:
         begin = kernel_name(trial.attention)
     else:
-        begin = f"{whose(trial) if trial.workload in STEPS else ''} {precision_name(trial)}".strip()
+        begin = f"{whose(trial) if trial.workload in STEPS else trial.workload} {precision_name(trial)}"
     words = [begin]
     if begin.startswith((EAGER, COMPILED)) and trial.attention == "manual":  # nobody's choice today, and so the point
         words.append(_attention(trial))
