@@ -232,7 +232,7 @@ def _energy(result: GroupResult) -> list[Chart | str]:
 
 #: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
 QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], str]] = {
-    "fastest": (_fastest, "Nothing was timed: te-bench show RUN unsupported says why."),
+    "fastest": (_fastest, "No step, layer or attention was timed."),
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
     "error": (_errors, "No check has an error on record."),
     "unsupported": (_unsupported, "Every planned trial ended ok."),

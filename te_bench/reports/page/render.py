@@ -15,7 +15,7 @@ from te_bench.reports.page.records_csv import records_csv
 from te_bench.reports.page.table import Table
 from te_bench.reports.page.template import rendered
 
-TITLE = 72  # characters of two lines on a telephone 400 pixels wide
+HEADING = 60  # characters of two lines on a telephone 400 pixels wide
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     (
@@ -102,8 +102,12 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
 def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, Any]:
     """What both templates show."""
     sentences, results = headlines.headlines(report), report.results
+    titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
+    heading, rest = _headed(titles)
     return {
-        "title": _title([printable(group.title or group.suite) for group in results.groups]),
+        "title": "; ".join(titles),
+        "heading": heading,
+        "rest_of_title": rest,
         "headline": sentences[0],
         "other_headlines": sentences[1:],
         "n_ok": results.outcomes.get("ok", 0),
@@ -116,11 +120,13 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
     }
 
 
-def _title(titles: Sequence[str]) -> str:
-    """The suites' titles, or the first with the number of the others where all are more than two lines of a telephone."""
-    different = list(dict.fromkeys(titles))
-    joined = "; ".join(different)
-    return joined if len(joined) <= TITLE or len(different) == 1 else f"{different[0]} and {len(different) - 1} more"
+def _headed(titles: Sequence[str]) -> tuple[str, str]:
+    """A heading of two lines on a telephone, and what of the titles stands above it."""
+    heading = "; ".join(titles)
+    if len(heading) <= HEADING:
+        return heading, ""
+    heading, _, rest = titles[0].partition(": ")
+    return heading, "; ".join(part for part in (rest, *titles[1:]) if part)
 
 
 def _section(

@@ -97,6 +97,7 @@ def test_400_pixels_wide(site, tmp_path):
     assert console == []
     assert found["width"] == 400
     assert found["scroll"] == 400
+    assert found["title_lines"] <= 2
     assert found["wide"] == []
     for figure in found["figures"]:
         assert 300 < figure["width"] <= 368, figure

@@ -243,3 +243,12 @@ def test_reports_never_import_torch():
     modules = ["convergence.verdict", "page.history_page", "exchange.pytest_export", "page.embed", "page.render"]
     code = f"import sys, {', '.join(f'te_bench.reports.{name}' for name in modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_long_title_is_headed_by_its_beginning(tmp_path):
+    title = "Transformer Engine's quickstart layer: sequence 2048, batch 4, hidden 4096"
+    page = write_report(
+        [write(tmp_path / "run", [step_record(trial(), 10)], title=title)], tmp_path / "out"
+    ).read_text()
+    assert "<h1>Transformer Engine&#39;s quickstart layer</h1>" in page
+    assert "te-bench report: sequence 2048, batch 4, hidden 4096<" in page
