@@ -1,4 +1,5 @@
-"""The command line: a verb is a stage. list -> plan -> run -> merge, report, verdict, gate, export, history; advise; tune.
+"""The command line: a verb is a stage. list -> plan -> run -> show, merge, report, verdict, gate, export,
+history; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
@@ -19,7 +20,21 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from te_bench import __version__
-from te_bench.cli import advise, evaluate, export, gate, history, look, merge, neighbours, report, run, scaling, tune
+from te_bench.cli import (
+    advise,
+    evaluate,
+    export,
+    gate,
+    history,
+    look,
+    merge,
+    neighbours,
+    report,
+    run,
+    scaling,
+    show,
+    tune,
+)
 from te_bench.cli import verdict as judge
 
 app = typer.Typer(
@@ -120,6 +135,7 @@ VERBS: dict[Callable[..., None], str] = {
     advise.advise: "What to train your model with on this machine.",
     look.plan: "A run's trials and how long they take; plan scaling predicts.",
     run.run: "Measure a suite, and write the report.",
+    show.show: "What was fastest, smallest, wrong? Bars in the terminal.",
     report.report: "Write the report of a run again.",
     judge.verdict: "Does FP8 train like bf16? By exit code, too.",
     gate.gate: "Is a change slower? By exit code, too.",

@@ -59,7 +59,7 @@ def _runs() -> str:
 
 def _next(gpu: bool) -> list[tuple[str, str]]:
     advise = "te-bench advise --model gpt2 --budget 3min" if gpu else "te-bench advise --model tiny"
-    seen = [("te-bench report DIR", "the report of a run, again")] if _runs() else []
+    seen = [("te-bench show DIR", "the answers of a run")] if _runs() else []
     return [
         (advise, "what to train a model with"),
         ("te-bench run quick", "two minutes: a first report"),

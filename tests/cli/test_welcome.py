@@ -31,7 +31,7 @@ def test_it_says_what_is_here_and_what_to_type_next(
     assert "rivals  torchao 0.18.0\n" in empty.out
     assert "runs    none in this folder" in empty.out
     assert "te-bench advise --model tiny " in empty.out
-    assert "te-bench report" not in empty.out
+    assert "te-bench show" not in empty.out
 
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{"name": "NVIDIA H200"}] * 2)
     for number in range(5):
@@ -43,7 +43,7 @@ def test_it_says_what_is_here_and_what_to_type_next(
     assert "2 x NVIDIA H200" in there.out
     assert "runs/speed-4, runs/speed-3, runs/speed-2 and 2 more" in there.out
     assert "te-bench advise --model gpt2 " in there.out
-    assert "te-bench report DIR" in there.out
+    assert "te-bench show DIR" in there.out
     assert max(map(len, (empty.out + there.out).splitlines())) <= WIDTH
 
 

@@ -25,7 +25,7 @@ def rival(theirs: str, ours: str) -> Rival:
         return Changed(linears=torchao.adopt(module, theirs), multiple=torchao.MULTIPLE)
 
     return Rival(
-        title="torchao under torch.compile",
+        title="torchao",
         packages=("torchao",),
         unsupported=unsupported,
         build=build,

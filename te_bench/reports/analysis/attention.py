@@ -16,6 +16,7 @@ from te_bench.reports.analysis.measures import (
     paired_ratio,
     seconds_by_seed,
 )
+from te_bench.reports.analysis.naming import kernel_name
 from te_bench.reports.analysis.ranking import logarithms, rank
 from te_bench.reports.analysis.rows import Configuration, Group
 
@@ -133,9 +134,9 @@ def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttentio
     for configurations in shapes:
         best = rank([logarithms(configuration, *PASSES) for configuration in configurations]).best
         if len(best) > 1:
-            tied[" and ".join(sorted(configurations[place].trial.attention for place in best))] += 1
+            tied[" and ".join(sorted(kernel_name(configurations[place].trial.attention) for place in best))] += 1
         else:
-            (clear if best else once)[configurations[best[0] if best else 0].trial.attention] += 1
+            (clear if best else once)[kernel_name(configurations[best[0] if best else 0].trial.attention)] += 1
     return FastestAttention(shapes=len(shapes), clear=clear, tied=tied, once=once)
 
 

@@ -3,44 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from te_bench.experiments.spec import Trial
-from te_bench.experiments.suites.speed import OWN
-from te_bench.models import rivals
 from te_bench.reports.analysis.measures import Ratio, speedup
+from te_bench.reports.analysis.naming import plain_names, whose
 from te_bench.reports.analysis.steps import MeasuredStep
-
-#: Settings that only te-bench's own fast step has, and a user's model with te-bench's kernels in it.
-OWN_PARTS = ("head", "optimizer", "blocks", "parts")
-TE_BENCH, EAGER = "te-bench", "PyTorch, eager"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastestOfKind:
-    """The fastest configuration of one kind and precision, and its seconds over the fastest of all's, in pairs."""
+    """The fastest configuration of one kind and precision, and its seconds over the fastest of all's, in pairs.
+
+    name: what tells it from those of the other kinds.
+    """
 
     kind: str
-    precision: str
+    name: str
     step: MeasuredStep
     seconds: float
     times_as_long: Ratio | None
-
-
-def rival_of(trial: Trial) -> str | None:
-    """What another project's step is called; None for te-bench's and PyTorch's."""
-    name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
-    if name in rivals.names():
-        return rivals.load(name).title
-    return name or None  # of a journal, which may know more rivals than this te-bench
-
-
-def kind_of_step(trial: Trial) -> str:
-    """Whose step a trial times."""
-    if rival := rival_of(trial):
-        return rival
-    parts = any(trial.problem.get(part) for part in OWN_PARTS)
-    if parts or trial.precision == "fp8" or trial.attention in OWN:
-        return TE_BENCH
-    return EAGER if trial.mode == "eager" else "torch.compile"
 
 
 def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, ...]:
@@ -51,17 +30,18 @@ def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, 
     found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
     for step in steps:
         trial = step.configuration.trial
-        kind = kind_of_step(trial), trial.precision
+        kind = whose(trial), trial.precision
         if step.latency_s is not None and (kind not in found or step.is_baseline):
             found[kind] = step.latency_s, step
     ordered = sorted(found.items(), key=lambda item: item[1][0])
+    names = plain_names({step.configuration.id: step.configuration.trial for _, (_, step) in ordered})
     return tuple(
         FastestOfKind(
             kind=kind,
-            precision=precision,
+            name=names[step.configuration.id],
             step=step,
             seconds=seconds,
             times_as_long=speedup(step.configuration, ordered[0][1][1].configuration),
         )
-        for (kind, precision), (seconds, step) in ordered
+        for (kind, _), (seconds, step) in ordered
     )

@@ -6,24 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments import run_options
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load, understood
+from te_bench.reports.analysis.naming import SHAPED, plain_names, specification
+from te_bench.reports.analysis.naming import printable as printable
 
 NOT_RUN = "not run; rerun the same command to go on"
 #: Timed samples of a record, in seconds, and what each adds to its trial's name.
 TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
-_VOCABULARY = ("vocab", "padded_vocab")
-_SHAPE = ("batch", "heads", "length", "head_dim", "causal", "dropout")
 #: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "budget_s")
-_SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
-_LAYER = ("layer", "variant")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
-_ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
-_RANKS = ("parallel", "world", "shard")  # said together: ddp x2, hsdp x4 in groups of 2
-_NAMED = ("rival", "linears", "parts", "checkpointing")  # always: a step of these would read as one without
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """Repetitions of one trial, which differ in seed and run; `label` tells it from the others of its group."""
+    """Repetitions of one trial, which differ in seed and run; `label` is its plain name, see naming."""
 
     rows: tuple[Row, ...]
     label: str
@@ -59,6 +53,11 @@ class Configuration:
     @property
     def trial(self) -> Trial:
         return self.rows[0].trial
+
+    @property
+    def specification(self) -> str:
+        """Every setting, as the plan has it."""
+        return specification(self.trial)
 
     @property
     def ok(self) -> tuple[Record, ...]:
@@ -81,7 +80,7 @@ class Configuration:
             model, batch, sequence = (self.trial.problem.get(key) for key in _OF_MODEL)
             of_model = "" if model is None else f"{model} {batch} x {sequence}, "
             return printable(f"{of_model}{self.trial.problem.get('variant')}")
-        return shape_label(self.trial.problem) if self.trial.workload in _SHAPED else ""
+        return shape_label(self.trial.problem) if self.trial.workload in SHAPED else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,66 +292,8 @@ def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
         together = {"training": _COURSE, "layer": ("variant", *_OF_MODEL)}.get(trial.workload, ())
         course = [trial.problem.get(key) for key in together]
         comparable.setdefault((trial.workload, *course), {})[key] = trial
-    labels = {key: label for trials in comparable.values() for key, label in _labels(trials).items()}
+    labels = {key: label for trials in comparable.values() for key, label in plain_names(trials).items()}
     return tuple(Configuration(rows=tuple(found), label=labels[key]) for key, found in by_id.items())
-
-
-def _labels(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """What each is called among those it is compared with: rival, vocabulary, precision, mode, other settings."""
-    workload = next(iter(trials.values())).workload
-    shaped = workload in _SHAPED
-    named = _SHAPE if shaped else _LAYER if workload == "layer" else _VOCABULARY
-    keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem if key not in named)
-    differing = [
-        key for key in keys if key in _NAMED or len({str(trial.problem.get(key)) for trial in trials.values()}) > 1
-    ]
-    protocols = {trial.protocol for trial in trials.values()}
-    labels = {}
-    for key, trial in trials.items():
-        if "arm" in trial.problem:
-            words = [arm_name(trial)]
-            words += [f"{key}={trial.problem.get(key)}" for key in differing if key not in _ARM]
-            labels[key] = printable(", ".join(words))
-            continue
-        words = [str(trial.problem.get("layer"))] if workload == "layer" else []
-        words += [trial.attention, *([] if shaped else _vocabulary(trial.problem))]
-        # Before the recipe, for a terminal has no room for the end.
-        words += [f"head={trial.problem['head']}"] if "head" in trial.problem and "head" in differing else []
-        words += [trial.precision]
-        words += [trial.recipe] if trial.recipe else []
-        words += [] if shaped and trial.mode == "eager" else [trial.mode]
-        words += [_divided(trial.problem)] if "parallel" in trial.problem else []
-        others = [key for key in differing if key not in ("head", *_RANKS) and trial.problem.get(key) is not None]
-        words += [f"{key}={trial.problem[key]}" for key in others]
-        words += [trial.protocol] if len(protocols) > 1 else []
-        labels[key] = printable(", ".join(words))
-    return labels
-
-
-def _divided(problem: Mapping[str, Any]) -> str:
-    """How a step is divided over ranks."""
-    groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
-    return f"{problem['parallel']} x{problem['world']}{groups}"
-
-
-def arm_name(trial: Trial) -> str:
-    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose."""
-    kind = trial.problem.get("arm")
-    name = f"{trial.recipe or trial.precision}{run_options.shown(trial.problem)}"
-    fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
-    return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
-
-
-def _vocabulary(problem: Mapping[str, Any]) -> list[str]:
-    vocab, padded = (problem.get(key) for key in _VOCABULARY)
-    if padded is not None and padded != vocab:
-        return [f"Vp={padded}"]
-    return [] if vocab is None else [f"V={vocab}"]
-
-
-def printable(text: str) -> str:
-    """The text on one line, every character that cannot be shown replaced."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:

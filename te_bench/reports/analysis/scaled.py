@@ -6,8 +6,8 @@ from typing import Any
 
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis.fastest import TE_BENCH, rival_of
 from te_bench.reports.analysis.measures import Ratio, finite, geometric_mean, median, of_processes, paired_ratio
+from te_bench.reports.analysis.naming import TE_BENCH, rival_of
 from te_bench.reports.analysis.rows import Configuration, Group
 
 #: What a rank's memory is counted in, as its record has it.

@@ -6,7 +6,8 @@ from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import finite, step_seconds
-from te_bench.reports.analysis.rows import Configuration, Group, Row, arm_name, printable, trial_of
+from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 

@@ -1,6 +1,7 @@
 """The tables of attention alone: its times, by which factor a kernel is faster than its peer, and where to scale q."""
 
 from te_bench.reports.analysis.measures import median
+from te_bench.reports.analysis.naming import kernel_name
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, interval_note, label, number, repetitions, speedup, table_of, word
@@ -36,7 +37,11 @@ def ratios(result: GroupResult) -> Table | None:
     ]
     note = interval_note([ratio.n for time in found for ratio in time.speedups.values()]) if found else ""
     return table_of(
-        "attention_ratios", f"How many times as fast as {result.attention.peer}", shown, note, text_columns=2
+        "attention_ratios",
+        f"How many times as fast as {kernel_name(result.attention.peer or '')}",
+        shown,
+        note,
+        text_columns=2,
     )
 
 

@@ -8,6 +8,7 @@ from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
 
 BLOCK_FORMATS = "MXFP8 and NVFP4 are emulated by bf16 GEMMs: these times say nothing about a GPU that multiplies them."
+UNPROVEN = "Whether FP8 trains like bf16 these times do not say; te-bench run convergence does."
 EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
 NAMED = 4  # configurations that a sentence names; of more, the number of the rest
 
@@ -29,6 +30,8 @@ def headlines(report: ReportResult) -> list[str]:
             found.append(
                 (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
             )
+    if any(_unproven(result) for result in report.groups) and not any(result.studies for result in report.groups):
+        found.append((1, UNPROVEN))
     if any(_emulated(result) for result in report.groups):
         found.append((3, EMULATED))
     elif any(_has_block_formats(result) for result in report.groups):
@@ -40,6 +43,12 @@ def headlines(report: ReportResult) -> list[str]:
         ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
         return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
     return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
+
+
+def _unproven(result: GroupResult) -> bool:
+    """Whether a training step in FP8 is, or may be, the fastest."""
+    found = result.steps.fastest or [step for step in result.steps.steps if step.latency_s is not None][:1]
+    return any(step.configuration.trial.precision == "fp8" for step in found)
 
 
 def _has_block_formats(result: GroupResult) -> bool:
@@ -58,7 +67,7 @@ def _emulated(result: GroupResult) -> bool:
 
 
 def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
-    """The fastest of these, or those that are not told apart, then what is to be said of the others; nothing of none."""
+    """What to use, or those that are not told apart, then what is to be said of the others; nothing of none."""
     measured = [step for step in found.steps if step.latency_s is not None]
     if not measured:
         return []
@@ -72,7 +81,7 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(found.steps, found.fastest[0])}, on {where}.")
     else:
-        names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms/batch)" for step in found.fastest]
+        names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms)" for step in found.fastest]
         tied = f"{text.listed(names, NAMED)}, on {where} ({found.reason})"
         sentences.append(f"Not distinguished, any may be the fastest{what}: {tied}.")
         sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
@@ -84,18 +93,27 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
 
 
 def _time(step: MeasuredStep) -> str:
-    return f"{step.configuration.label}: {text.milliseconds(step.latency_s)} ms/batch"
+    return f"{step.configuration.label}: {text.milliseconds(step.latency_s)} ms"
 
 
 def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> str:
-    """A configuration, the first by default, with its speed-up over the baseline."""
+    """A configuration, the first by default, with its speed-up over the baseline and its memory beside it."""
     best = best or steps[0]
     baseline = next((step for step in steps if step.is_baseline and step.latency_s is not None), None)
     if best.is_baseline:
         return f"{_time(best)}, the baseline itself"
     if best.speedup and baseline:
-        return f"{_time(best)}, {text.speedup(best.speedup)} over {baseline.configuration.label}"
+        memory = _less_memory(best, baseline)
+        return f"{_time(best)}, {text.speedup(best.speedup)} as fast as {baseline.configuration.label}{memory}"
     return _time(best)
+
+
+def _less_memory(step: MeasuredStep, baseline: MeasuredStep) -> str:
+    """The peak as a part of the baseline's, by what both have: allocated, else reserved."""
+    pairs = [(step.peak_allocated, baseline.peak_allocated), (step.peak_reserved, baseline.peak_reserved)]
+    known = next(((ours, theirs) for ours, theirs in pairs if ours and theirs), None)
+    part = round(100 * known[0] / known[1]) if known else 100
+    return "" if part == 100 else f", with {part} % of its peak memory"
 
 
 def _scaled(result: GroupResult) -> list[str]:

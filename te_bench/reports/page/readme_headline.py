@@ -1,6 +1,7 @@
 """The answer of a run in one sentence and one picture, for a README: the fastest configuration of each kind."""
 
-from te_bench.reports.analysis.fastest import EAGER, TE_BENCH, FastestOfKind
+from te_bench.reports.analysis.fastest import FastestOfKind
+from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.bars import Bar, bars
@@ -14,17 +15,17 @@ def sentence(result: GroupResult) -> str:
     said = []
     for other in others:
         longer = f", {text.speedup(other.times_as_long)} as long" if other.times_as_long else ""
-        said.append(f"{_name(other)}: {_time(other)}{longer}.")
-    return f"**{_name(fastest)}: {_time(fastest)}. {said[0]}** {' '.join(said[1:])}".rstrip()
+        said.append(f"{other.name}: {_time(other)}{longer}.")
+    return f"**{fastest.name}: {_time(fastest)}. {said[0]}** {' '.join(said[1:])}".rstrip()
 
 
 def figure(result: GroupResult) -> Drawing:
     """A bar for each kind, ms a step. Raises ValueError where fewer than two kinds were timed."""
     found = _several(result)
-    alt = "; ".join(f"{_name(one)} {_time(one)}" for one in found)
+    alt = "; ".join(f"{one.name} {_time(one)}" for one in found)
     drawn = [
         Bar(
-            name=_name(one),
+            name=one.name,
             value=one.seconds * 1e3,
             remark=_time(one),
             colour=COLOURS[0] if one.kind == TE_BENCH else FAINT,
@@ -33,11 +34,6 @@ def figure(result: GroupResult) -> Drawing:
     ]
     caption = f"{result.group.title}, {result.group.where}"
     return draw("headline", "headline", caption, alt, lambda: bars(drawn, "ms a step"))
-
-
-def _name(one: FastestOfKind) -> str:
-    attention = f", {one.step.configuration.trial.attention} attention" if one.kind == EAGER else ""
-    return f"{one.kind}{attention}, {one.precision}"
 
 
 def _time(one: FastestOfKind) -> str:

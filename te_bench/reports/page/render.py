@@ -15,6 +15,7 @@ from te_bench.reports.page.records_csv import records_csv
 from te_bench.reports.page.table import Table
 from te_bench.reports.page.template import rendered
 
+HEADING = 60  # characters of two lines on a telephone 400 pixels wide
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     (
@@ -35,6 +36,7 @@ SECTIONS = (
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),
     ("kernels", "Kernels that ran", (), ("kernels",)),
+    ("configurations", "Configurations in full", (), ("specifications",)),
 )
 
 
@@ -100,8 +102,12 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
 def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, Any]:
     """What both templates show."""
     sentences, results = headlines.headlines(report), report.results
+    titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
+    heading, rest = _headed(titles)
     return {
-        "title": "; ".join(dict.fromkeys(printable(group.title) for group in results.groups)),
+        "title": "; ".join(titles),
+        "heading": heading,
+        "rest_of_title": rest,
         "headline": sentences[0],
         "other_headlines": sentences[1:],
         "n_ok": results.outcomes.get("ok", 0),
@@ -112,6 +118,15 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
         "environments": [shown_environment(results, key) for key in results.environments],
         "commands": commands(results),
     }
+
+
+def _headed(titles: Sequence[str]) -> tuple[str, str]:
+    """A heading of two lines on a telephone, and what of the titles stands above it."""
+    heading = "; ".join(titles)
+    if len(heading) <= HEADING:
+        return heading, ""
+    heading, _, rest = titles[0].partition(": ")
+    return heading, "; ".join(part for part in (rest, *titles[1:]) if part)
 
 
 def _section(

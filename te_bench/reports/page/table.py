@@ -13,10 +13,11 @@ from te_bench.reports.page import text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """What a table cell shows, and what it sorts by; None sorts last."""
+    """What a table cell shows, and what it sorts by; None sorts last. `detail`: what a page shows under the pointer."""
 
     text: str
     sort: float | str | None
+    detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,8 @@ def label(configuration: Configuration, *, baseline: bool = False) -> Value:
     chosen = sorted({str(record.work["chosen"]) for record in configuration.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
     remarks += [] if configuration.outcome == "ok" else [configuration.outcome]
-    return word(configuration.label + (f" ({', '.join(remarks)})" if remarks else ""))
+    shown = word(configuration.label + (f" ({', '.join(remarks)})" if remarks else ""))
+    return replace(shown, detail=configuration.specification)
 
 
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:

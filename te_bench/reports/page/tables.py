@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,
     "kernels": trial_tables.kernels,
+    "specifications": trial_tables.specifications,
 }
 
 

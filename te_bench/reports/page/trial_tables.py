@@ -40,6 +40,18 @@ def failures(result: GroupResult) -> Table | None:
     return table_of("failures", "Trials that did not end ok", shown, text_columns=4)
 
 
+def specifications(result: GroupResult) -> Table | None:
+    """What each name stands for."""
+    shown = [
+        {
+            "Configuration": word(f"{configuration.shape} {configuration.label}".strip()),
+            "Every setting but the seed": word(configuration.specification),
+        }
+        for configuration in result.group.configurations
+    ]
+    return table_of("specifications", "Configurations in full", shown, text_columns=2)
+
+
 def kernels(result: GroupResult) -> Table | None:
     """The kernels that ran in each configuration, as the profiler named them."""
     shown = []

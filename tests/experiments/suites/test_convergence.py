@@ -12,7 +12,7 @@ from te_bench.experiments import plan, presets
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
 from te_bench.models.configs import configs
-from te_bench.reports.analysis.rows import arm_name
+from te_bench.reports.analysis.naming import arm_name
 
 EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
 RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]

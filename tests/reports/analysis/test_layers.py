@@ -49,10 +49,10 @@ def test_each_variant_has_its_own_baseline_and_names(tmp_path):
     assert baseline(faithful).id == BASELINE.cell != baseline(fair).id
     assert {layer.step.configuration.shape for layer in fair.layers} == {"fair"}
     assert [layer.step.configuration.label for layer in fair.layers][:2] == [
-        "transformer_engine, cudnn, fp8, delayed_scaling, eager",
-        "te_layer, cudnn, fp8, delayed_scaling, eager",
+        "Transformer Engine FP8",
+        "te-bench FP8",
     ]
-    assert "te_layer, cudnn, bf16, eager, mask=causal" in {layer.step.configuration.label for layer in faithful.layers}
+    assert "te-bench bf16, causal mask" in {layer.step.configuration.label for layer in faithful.layers}
 
 
 def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
@@ -61,7 +61,7 @@ def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
         alone.append(dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")))
     faithful, fair, mlp = result_of(tmp_path, [*both(), *alone]).layers
     assert mlp.name == "mlp"
-    assert baseline(mlp).label == "plain, none, bf16, eager"
+    assert baseline(mlp).label == "PyTorch eager bf16"
     assert all(layer.step.speedup for layer in mlp.layers)
     assert (baseline(faithful).trial.attention, baseline(fair).trial.attention) == ("manual", "manual")
 
@@ -83,18 +83,18 @@ def test_a_models_layer_is_compared_at_its_own_sizes_alone(tmp_path):
 def test_a_layer_with_another_mask_is_marked(tmp_path):
     faithful, fair = tables_of(result_of(tmp_path, both(3)), "layer")
     shown = texts(faithful)
-    assert shown["plain, manual, bf16, eager, mask=full (baseline)"][:2] == ["23.4", "1.00×"]
-    assert shown["te_layer, cudnn, bf16, eager, mask=causal"][1].endswith("] (another mask)")
+    assert shown["PyTorch eager bf16, written-out attention, full mask (baseline)"][:2] == ["23.4", "1.00×"]
+    assert shown["te-bench bf16, causal mask"][1].endswith("] (another mask)")
     assert "another function" in faithful.note
     assert "another" not in fair.note.lower()
-    ours = texts(fair)["te_layer, cudnn, fp8, delayed_scaling, eager"]
+    ours = texts(fair)["te-bench FP8"]
     assert ours[1].startswith("1.78× [")
     assert ours[2:] == ["slower", "785.2", "2.50", "2.88", "3/3"]
 
 
 def test_a_run_of_one_variant_has_its_baseline_too(tmp_path):
     [variant] = result_of(tmp_path, layer_records()).layers  # the group's baseline is of the other one
-    assert baseline(variant).label == "plain, manual, bf16, eager"
+    assert baseline(variant).label == "PyTorch eager bf16, written-out attention"
     [variant] = result_of(tmp_path / "2", layer_records()[1:]).layers
     assert baseline(variant) is None
     assert variant.comparable
@@ -105,7 +105,7 @@ def test_a_layer_that_was_not_measured_stays_in_the_table(tmp_path):
     reason = "needs torchao: pip install torchao"
     result = result_of(tmp_path, [*layer_records(), record(missing, outcome="unsupported", reason=reason)])
     [table] = tables_of(result, "layer")
-    row = texts(table)["torchao_rowwise, cudnn, fp8, rowwise_scaling, compile (unsupported)"]
+    row = texts(table)["torchao FP8, rowwise scaling (unsupported)"]
     assert row[:-1] == ["—"] * (len(table.columns) - 2)
     assert row[-1] == "0/1"
     assert all("torchao_rowwise" not in name for name in texts(tables_of(result, "layer_kinds")[0]))
@@ -156,20 +156,20 @@ def test_kernels_by_kind_are_means_over_processes(tmp_path):
     [table] = tables_of(result, "layer_kinds")
     titles = [column.title for column in table.columns]
     assert titles[1:7] == ["attention", "GEMM", "norms, casts", "other", "Sum", "Measured"]
-    row = texts(table)["plain, manual, bf16, eager"]
+    row = texts(table)["PyTorch eager bf16, written-out attention"]
     assert row[:4] == ["2.00", "28.1", "9.36", "4.68"]  # (3 + 1) / 2 times 1, 0.6, 0.2 and 0.1 of 23.4 ms
     assert row[4] == "44.1"
     assert row[6] == "—"  # written-out attention multiplies matrices too
-    assert texts(table)["transformer_engine, cudnn, fp8, delayed_scaling, eager"][6] == "1,387"
+    assert texts(table)["Transformer Engine FP8"][6] == "1,387"
 
 
 def test_the_longest_kernels_are_those_of_the_fastest_layer_of_each_family(tmp_path):
     [table] = tables_of(result_of(tmp_path, layer_records()), "layer_kernels")
     assert list(texts(table)) == [
-        "transformer_engine, cudnn, fp8, delayed_scaling, eager",
-        "te_layer, cudnn, fp8, delayed_scaling, eager",
-        "torchao_tensorwise, cudnn, fp8, float8_current_scaling, compile",
-        "te_layer, cudnn, bf16, eager",
+        "Transformer Engine FP8",
+        "te-bench FP8",
+        "torchao FP8",
+        "te-bench bf16",
     ]
     first = [value.text for value in table.rows[0]]
     assert first[1:] == ["GEMM", "nvjet_sm90_qqtst_128x256_64x6_2x1_v_bz_TNT", "7.14"]
@@ -178,9 +178,7 @@ def test_the_longest_kernels_are_those_of_the_fastest_layer_of_each_family(tmp_p
 def test_the_headline_is_of_the_fair_variant_alone(tmp_path):
     directory = run(tmp_path, both(3))
     [sentence] = headlines(load_report([directory]))
-    assert sentence.startswith(
-        "Fastest layer, fair: transformer_engine, cudnn, fp8, delayed_scaling, eager: 11.9 ms/batch"
-    )
+    assert sentence.startswith("Fastest layer, fair: Transformer Engine FP8: 11.9 ms")
     shown = summary([directory])
     assert "One transformer layer, faithful (NVIDIA H200)" in shown
     assert max(map(len, shown.splitlines())) <= 100

@@ -138,38 +138,18 @@ def test_labels_name_what_differs(tmp_path):
     ]
     [group] = load_results([write(tmp_path / "run", [], planned=configurations)]).groups
     assert [configuration.label for configuration in group.configurations] == [
-        "flash, V=50257, bf16, eager, batch=12",
-        "flash, Vp=50304, bf16, eager, batch=12",
-        "flash, Vp=50304, fp8, current, compile, batch=12",
-        "flash, Vp=50304, bf16, eager, batch=64",
-        "cudnn, bf16",
-        "cudnn, fp16",
-        "flash, V=65, bf16, eager",
-        "flash, V=65, bf16, eager",
+        "PyTorch eager bf16, batch 12, vocabulary 50,257",
+        "PyTorch eager bf16, batch 12, vocabulary padded to 50,304",
+        "te-bench FP8, batch 12",
+        "PyTorch eager bf16, batch 64",
+        "cuDNN, bf16",
+        "cuDNN, fp16",
+        "PyTorch eager bf16",
+        "PyTorch eager bf16",
     ]
     assert [configuration.shape for configuration in group.configurations[4:6]] == [
         "B12 H12 T1024 D64 causal",
         "B12 H12 T2048 D64 causal",
-    ]
-
-
-@pytest.mark.parametrize("setting", ["rival", "linears", "parts"])
-def test_a_rival_and_parts_are_named_though_nothing_else_is_there(tmp_path, setting):
-    """A rival's step would read as te-bench's own, one with te-bench's parts as the model's."""
-    [group] = load_results([write(tmp_path / "run", [], planned=[trial(**{setting: "liger"})])]).groups
-    assert [configuration.label for configuration in group.configurations] == [
-        f"flash, Vp=50304, bf16, eager, {setting}=liger"
-    ]
-
-
-def test_a_head_is_named_before_the_precision_so_that_a_narrow_table_shows_it(tmp_path):
-    fast = {"optimizer": "triton", "mode": "cudagraph", "precision": "fp8", "recipe": "current"}
-    configurations = [trial(), trial(head="chunked", **fast), trial(head="fp8", **fast)]
-    [group] = load_results([write(tmp_path / "run", [], planned=configurations)]).groups
-    assert [configuration.label for configuration in group.configurations] == [
-        "flash, Vp=50304, bf16, eager",
-        "flash, Vp=50304, head=chunked, fp8, current, cudagraph, optimizer=triton",
-        "flash, Vp=50304, head=fp8, fp8, current, cudagraph, optimizer=triton",
     ]
 
 

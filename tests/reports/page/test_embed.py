@@ -20,7 +20,7 @@ def test_table_is_replaced_and_the_rest_is_kept(page):
     assert text.startswith(f"# Title\n\n{START}\n\n| Configuration | ms/step |")
     assert text.endswith(f"|\n\n{END}\n\nafter\n")
     assert "old" not in text
-    assert "| flash, Vp=50304, bf16, compile | 27.4 |" in text
+    assert "| torch.compile bf16, flash attention | 27.4 |" in text
 
 
 def test_check_writes_nothing(page):

@@ -23,15 +23,15 @@ def sentences(tmp_path, records, **settings):
 
 def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
     [headline] = sentences(tmp_path, ladder_records(3), baseline=baseline_cell())
-    assert headline.startswith("Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× [")
-    assert headline.endswith("] over manual, V=50257, bf16, eager, on NVIDIA H200.")
+    assert headline.startswith("Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms, 3.98× [")
+    assert headline.endswith("written-out attention, with 41 % of its peak memory, on NVIDIA H200.")
 
 
 def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp_path):
     [headline] = sentences(tmp_path, ladder_records(), baseline=baseline_cell())
     assert headline == (
-        "Fastest, which no interval confirms (one run of each): cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch, 3.98× "
-        "over manual, V=50257, bf16, eager, on NVIDIA H200."
+        "Fastest, which no interval confirms (one run of each): torch.compile bf16, cuDNN attention, CUDA graph: "
+        "26.1 ms, 3.98× as fast as PyTorch eager bf16, written-out attention, with 41 % of its peak memory, on NVIDIA H200."
     )
 
 
@@ -64,7 +64,7 @@ def test_noise_names_no_winner_and_says_why(tmp_path):
     directory = write(tmp_path / "run", records, baseline=trial(attention="manual", device="cpu").cell)
     [headline] = headlines(load_report([directory]))
     assert headline.startswith(
-        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (131.6 ms/batch), manual"
+        "Not distinguished, any may be the fastest: PyTorch eager bf16, flash attention (131.6 ms), PyTorch eager"
     )
     assert headline.endswith(
         "(only 3 runs of each; the machine was busy: other programs took 1.6 of 2 cores (load 5.0))."
@@ -80,9 +80,9 @@ def test_what_is_slower_than_all_that_are_not_told_apart_is_named(tmp_path):
         step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
     ]
     assert sentences(tmp_path, records) == [
-        "Not distinguished, any may be the fastest: flash, Vp=50304, bf16, eager (10.2 ms/batch) and cudnn, Vp=50304, "
-        "bf16, eager (10.3 ms/batch), on NVIDIA H200 (only 3 runs of each).",
-        "Fastest of the others: math, Vp=50304, bf16, eager: 20.2 ms/batch.",
+        "Not distinguished, any may be the fastest: PyTorch eager bf16, flash attention (10.2 ms) and PyTorch eager "
+        "bf16, cuDNN attention (10.3 ms), on NVIDIA H200 (only 3 runs of each).",
+        "Fastest of the others: PyTorch eager bf16, math attention: 20.2 ms.",
     ]
 
 
@@ -92,9 +92,9 @@ def test_single_runs_beside_others_are_named_apart(tmp_path):
         step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
     ]
     assert sentences(tmp_path, records) == [
-        "Fastest: flash, Vp=50304, bf16, eager: 10.1 ms/batch, on NVIDIA H200.",
-        "2 configurations ran once, so no interval compares them with these; the fastest: math, Vp=50304, bf16, eager: 9.00 "
-        "ms/batch.",
+        "Fastest: PyTorch eager bf16, flash attention: 10.1 ms, on NVIDIA H200.",
+        "2 configurations ran once, so no interval compares them with these; the fastest: PyTorch eager bf16, math "
+        "attention: 9.00 ms.",
     ]
 
 
@@ -105,14 +105,14 @@ def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
         step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
     ]
     assert sentences(tmp_path, records) == [
-        "Fastest, which no interval confirms (no two have two runs in pairs): manual, Vp=50304, bf16, eager: 15.0 "
-        "ms/batch, on NVIDIA H200."
+        "Fastest, which no interval confirms (no two have two runs in pairs): PyTorch eager bf16, written-out "
+        "attention: 15.0 ms, on NVIDIA H200."
     ]
 
 
 def test_a_single_configuration_is_not_the_fastest_of_anything(tmp_path):
     [headline] = sentences(tmp_path, [step_record(trial(), 10)], baseline=trial().cell)
-    assert headline == "One configuration was measured: flash, Vp=50304, bf16, eager: 10.0 ms/batch, on NVIDIA H200."
+    assert headline == "One configuration was measured: PyTorch eager bf16: 10.0 ms, on NVIDIA H200."
 
 
 def test_a_sweep_in_which_all_failed(tmp_path):
@@ -137,11 +137,11 @@ def test_losses_of_several_seeds_are_told_apart_or_said_not_to_be(tmp_path):
         for precision, offset, wobble in (("bf16", 0.0, 0.0), ("fp8", 0.3, 0.001))
     ]
     [headline] = sentences(tmp_path, apart)
-    assert headline.startswith("Lowest validation loss (char, text:play.txt, 500 steps): flash, V=65, bf16, eager (1.4")
+    assert headline.startswith("Lowest validation loss (char, text:play.txt, 500 steps): PyTorch eager bf16 (1.4")
     near = [one for one in curves(2) if one.trial.precision != "fp16"]
     [headline] = sentences(tmp_path / "near", near)
     assert headline.startswith(
-        "Not distinguished by their lowest validation loss (char, text:play.txt, 500 steps): flash"
+        "Not distinguished by their lowest validation loss (char, text:play.txt, 500 steps): PyTorch eager bf16"
     )
     assert headline.endswith(", on NVIDIA H200 (2 runs of each).")
 
@@ -149,6 +149,6 @@ def test_losses_of_several_seeds_are_told_apart_or_said_not_to_be(tmp_path):
 def test_attention_alone_says_who_is_the_fastest_on_how_many_shapes(tmp_path):
     [headline] = sentences(tmp_path, attention_records())
     assert headline == (
-        "Fastest attention, forward and backward, of 3 shapes: cudnn on 3 by single runs, which no interval confirms; "
+        "Fastest attention, forward and backward, of 3 shapes: cuDNN on 3 by single runs, which no interval confirms; "
         "on NVIDIA H200."
     )

@@ -99,8 +99,8 @@ def test_desktop(site, tmp_path):
     assert descending[0] == "descending"
     assert descending[1:12] == values[::-1]
     assert by_name[0] == "ascending"
-    assert by_name[1].startswith("cudnn")
-    assert by_name[-1].startswith("mem_efficient")
+    assert by_name[1].startswith("PyTorch eager bf16, cuDNN")
+    assert by_name[-1].startswith("torch.compile bf16, note")
     assert again == ascending
 
 
@@ -109,6 +109,7 @@ def test_400_pixels_wide(site, tmp_path):
     assert console == []
     assert found["width"] == 400
     assert found["scroll"] == 400
+    assert found["title_lines"] <= 2
     assert found["wide"] == []
     for figure in found["figures"]:
         assert 300 < figure["width"] <= 368, figure

@@ -106,6 +106,7 @@ def test_page_has_its_sections_in_order(full):
         "errors",
         "failures",
         "kernels",
+        "configurations",
     ]
     assert anchors == [*order, "environment", "reproduce"]
     page = Page(content(full))
@@ -119,7 +120,9 @@ def test_markdown_links_figures_that_exist(full):
     links = re.findall(r"\]\((figures/[^)]+)\)", content(full, "report.md"))
     assert len(links) == 10
     assert all((full / link).is_file() for link in links)
-    assert content(full, "report.md").startswith("# Fastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
+    assert content(full, "report.md").startswith(
+        "# GPT-2 124M on one GPU\n\n**Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms"
+    )
 
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
@@ -240,3 +243,12 @@ def test_reports_never_import_torch():
     modules = ["convergence.verdict", "page.history_page", "exchange.pytest_export", "page.embed", "page.render"]
     code = f"import sys, {', '.join(f'te_bench.reports.{name}' for name in modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_long_title_is_headed_by_its_beginning(tmp_path):
+    title = "Transformer Engine's quickstart layer: sequence 2048, batch 4, hidden 4096"
+    page = write_report(
+        [write(tmp_path / "run", [step_record(trial(), 10)], title=title)], tmp_path / "out"
+    ).read_text()
+    assert "<h1>Transformer Engine&#39;s quickstart layer</h1>" in page
+    assert "te-bench report: sequence 2048, batch 4, hidden 4096<" in page

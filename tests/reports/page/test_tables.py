@@ -34,15 +34,15 @@ def test_ladder_of_one_seed(tmp_path):
     table = table_of(tmp_path, "ladder", ladder_records(), baseline=baseline_cell())
     rows = {row[0]: row for row in texts(table)}
     assert [column.title for column in table.columns][:3] == ["Configuration", "ms/step", "Speed-up"]
-    assert rows["manual, V=50257, bf16, eager (baseline)"][1:3] == ["103.8", "1.00×"]
-    assert rows["flash, Vp=50304, bf16, compile"][1:3] == ["27.4", "3.79×"]
+    assert rows["PyTorch eager bf16, written-out attention (baseline)"][1:3] == ["103.8", "1.00×"]
+    assert rows["torch.compile bf16, flash attention"][1:3] == ["27.4", "3.79×"]
     assert "n = 1: one run of each" in table.note
     assert "The MFU of an FP8 configuration is quoted against the BF16 peak." in table.note
 
 
 def test_ladder_of_three_seeds_has_intervals(tmp_path):
     table = table_of(tmp_path, "ladder", ladder_records(3), baseline=baseline_cell())
-    row = next(row for row in texts(table) if row[0] == "flash, Vp=50304, bf16, compile")
+    row = next(row for row in texts(table) if row[0] == "torch.compile bf16, flash attention")
     assert row[2].startswith("3.78× [3.77, 3.80]")
     assert row[-1] == "3/3"
     assert "95 % t-intervals" in table.note
@@ -55,10 +55,10 @@ def test_a_baseline_of_more_seeds_gives_its_rivals_no_intervals(tmp_path):
 
 def test_attention_names_the_peer_it_is_compared_with(tmp_path):
     table = table_of(tmp_path, "attention_ratios", attention_records())
-    assert table.caption == "How many times as fast as cudnn"
+    assert table.caption == "How many times as fast as cuDNN"
     rows = {tuple(row[:2]): row[2:] for row in texts(table)}
-    assert rows["B4 H32 T2048 D128 causal", "flash, bf16"] == ["0.59×"] * 3
-    assert {kernel for _, kernel in rows} == {"flash, bf16", "mem_efficient, bf16"}
+    assert rows["B4 H32 T2048 D128 causal", "flash"] == ["0.59×"] * 3
+    assert {kernel for _, kernel in rows} == {"flash", "memory-efficient"}
     assert table.note == "n = 1: one run of each, so speed-ups have no interval."
     for of in ({"mem_efficient", "manual"}, {"cudnn"}):
         alone = result_of(tmp_path / min(of), [x for x in attention_records() if x.trial.attention in of])
@@ -69,7 +69,7 @@ def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
     failed = record(trial(attention="flex"), outcome="oom", reason="out of memory")
     table = table_of(tmp_path, "ladder", [failed, step_record(trial(), 30)])
     last = table.rows[-1]
-    assert [value.text for value in last] == ["flex, Vp=50304, bf16, eager (oom)", "—", "—", "—", "—", "0/1"]
+    assert [value.text for value in last] == ["PyTorch eager bf16, FlexAttention (oom)", "—", "—", "—", "—", "0/1"]
     assert all(value.sort is None for value in last[1:-1])
 
 
@@ -81,7 +81,7 @@ def test_columns_without_a_single_value_are_left_out(tmp_path):
 def test_memory_on_a_cpu_is_resident(tmp_path):
     table = table_of(tmp_path, "memory", [step_record(trial(device="cpu"), 900, 1.5)])
     assert [column.title for column in table.columns] == ["Configuration", "Peak resident, GiB"]
-    assert texts(table) == [["flash, Vp=50304, bf16, eager", "1.50"]]
+    assert texts(table) == [["PyTorch eager bf16", "1.50"]]
 
 
 def test_failures_list_every_trial_that_is_not_ok(tmp_path):
@@ -135,8 +135,8 @@ def test_summary_fits_a_terminal(tmp_path):
     everything(tmp_path / "run")
     text = summary([tmp_path / "run"])
     assert max(map(len, text.splitlines())) <= 100
-    assert text.startswith("72 of 84 trials ok\nFastest: cudnn, Vp=50304, bf16, cudagraph: 26.1 ms/batch")
-    assert "flash, Vp=50304, bf16, compile " in text
+    assert text.startswith("72 of 84 trials ok\nFastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms")
+    assert "torch.compile bf16, flash attention " in text
 
 
 def test_summary_of_very_long_names_still_fits(tmp_path):

@@ -95,7 +95,7 @@ def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
 
 def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
     page = render.write_report([run], tmp_path / "report").read_text()
-    heading = re.search(r"<h1>(.*?)</h1>", page, re.DOTALL)
+    heading = re.search(r'<p class="lead">(.*?)</p>', page, re.DOTALL)
     assert heading is not None
     assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
     names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}

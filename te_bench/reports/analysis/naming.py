@@ -1,0 +1,237 @@
+"""Plain names: whose step, its precision, and of its other choices the fewest that tell it from the rest of a report."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+from te_bench.experiments import run_options
+from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Scalar, Trial
+from te_bench.experiments.suites.speed import OWN
+from te_bench.models import rivals
+
+TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
+SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
+STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads whose passes are somebody's
+
+#: Settings that only te-bench's own fast step has, and a user's model with te-bench's kernels in it.
+_OWN_PARTS = ("head", "optimizer", "blocks", "parts")
+#: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
+_SHAPE = ("batch", "heads", "kv_heads", "length", "head_dim", "causal", "dropout", "window_left", "window_right")
+_ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
+_RANKS = ("parallel", "world", "shard")  # said together: ddp x4, hsdp x4 in groups of 2
+
+_KERNELS = {
+    "manual": "written-out",
+    "manual_fp8": "written-out FP8",
+    "mem_efficient": "memory-efficient",
+    "cudnn": "cuDNN",
+    "flash4": "FlashAttention-4",
+    "flex": "FlexAttention",
+    "gluon": "Gluon",
+    "triton": "Triton",
+    "triton_fp8": "Triton FP8",
+    "auto": "automatic",
+    OWN_ATTENTION: "the model's own",
+}
+#: Modes of execution; what is not here is said as it is.
+MODES = {"compile": "compiled", "compile-reduce-overhead": "reduce-overhead", "cudagraph": "CUDA graph"}
+_HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
+#: Of the quickstart's layers: whose they are, and what of Transformer Engine's interface they are made of.
+_LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
+_PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
+_BLOCK_FORMATS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+
+
+def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """A name for each of the trials that are compared with each other, by their keys; no two that differ share one.
+
+    Said always: whose step it is, its precision, how it is divided over GPUs, and what makes its work another than the
+    others'. Of its choices, in the order of `_CHOICES`, those that tell it from what would be called the same.
+    """
+    differing = _differing(trials.values())
+    precisions, protocols = ({getattr(trial, of) for trial in trials.values()} for of in ("precision", "protocol"))
+    alike: dict[str, list[str]] = {}
+    for key, trial in trials.items():
+        words = _always(trial, differing)
+        words += [precision_name(trial)] if trial.workload in SHAPED and len(precisions) > 1 else []
+        words += [f"timed as {trial.protocol}"] if len(protocols) > 1 else []
+        alike.setdefault(", ".join(words), []).append(key)
+    names = {}
+    for begin, keys in alike.items():
+        for key, words in _told_apart({key: trials[key] for key in keys}, [*_CHOICES.values(), *_rest(trials)]).items():
+            names[key] = ", ".join(word for word in (begin, *words) if word)
+    several = Counter((name, _shape_of(trials[key])) for key, name in names.items())
+    again = {key for key, name in names.items() if several[name, _shape_of(trials[key])] > 1}
+    return {key: f"{name} ({trials[key].cell[:6]})" if key in again else name for key, name in names.items()}
+
+
+def whose(trial: Trial) -> str:
+    """Whose training step or layer a trial times: te-bench's, PyTorch's, torch.compile's, another project's."""
+    layer = trial.problem.get("layer")
+    if layer is not None:
+        peer = next((name for name in _PEERS if str(layer).startswith(name)), None)
+        if peer or str(layer) in _LAYERS:
+            return _PEERS[peer] if peer else TE_BENCH
+        return EAGER if trial.mode == "eager" else COMPILED
+    if rival := rival_of(trial):
+        return rival
+    parts = any(trial.problem.get(part) for part in _OWN_PARTS)
+    if parts or trial.precision == "fp8" or trial.attention in OWN:
+        return TE_BENCH
+    return EAGER if trial.mode == "eager" else COMPILED
+
+
+def rival_of(trial: Trial) -> str | None:
+    """What another project's step is called; None for te-bench's and PyTorch's."""
+    name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
+    if name in rivals.names():
+        return rivals.load(name).title
+    return name or None  # of a journal, which may know more rivals than this te-bench
+
+
+def precision_name(trial: Trial) -> str:
+    """bf16, FP8, MXFP8, NVFP4."""
+    if trial.precision != "fp8":
+        return trial.precision
+    return _BLOCK_FORMATS.get(str(trial.recipe).partition("_")[0], "FP8")
+
+
+def kernel_name(attention: str) -> str:
+    """An attention backend by its plain name: cuDNN, te-bench Gluon."""
+    word = _KERNELS.get(attention, attention)
+    return f"{TE_BENCH} {word}" if attention.partition("_")[0] in OWN else word
+
+
+def specification(trial: Trial) -> str:
+    """Every setting of a trial but its seed: what its name leaves out."""
+    settings: dict[str, Scalar] = {"attention": trial.attention, "precision": trial.precision, "recipe": trial.recipe}
+    settings |= {"mode": trial.mode, **trial.problem, "protocol": trial.protocol, "device": trial.device}
+    said = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
+    return printable(f"{trial.workload}: {said}")
+
+
+def arm_name(trial: Trial) -> str:
+    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose."""
+    kind = trial.problem.get("arm")
+    name = f"{trial.recipe or trial.precision}{run_options.shown(trial.problem)}"
+    fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
+    return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
+
+
+def printable(text: str) -> str:
+    """The text on one line, every character that cannot be shown replaced."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _differing(trials: Collection[Trial]) -> list[str]:
+    """What differs among these and is no choice of how the same work is done: batch, model, mask."""
+    shaped = any(trial.workload in SHAPED for trial in trials)
+    chosen = {*_CHOICES, *_RANKS, "vocab", "padded_vocab", "rival", "linears", "amax_history_len", "variant"}
+    keys = dict.fromkeys(key for trial in trials for key in trial.problem)
+    named = [key for key in keys if key not in chosen and not (shaped and key in _SHAPE)]
+    return [key for key in named if len({str(trial.problem.get(key)) for trial in trials}) > 1]
+
+
+def _always(trial: Trial, differing: Collection[str]) -> list[str]:
+    """What a name says whatever the others are."""
+    problem = trial.problem
+    if "arm" in problem:
+        begin, differing = arm_name(trial), [key for key in differing if key not in _ARM]
+    elif trial.workload in SHAPED:
+        begin = kernel_name(trial.attention)
+    else:
+        begin = f"{whose(trial) if trial.workload in STEPS else trial.workload} {precision_name(trial)}"
+    words = [begin]
+    if begin.startswith((EAGER, COMPILED)) and trial.attention == "manual":  # nobody's choice today, and so the point
+        words.append(_attention(trial))
+    if "parallel" in problem:
+        groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
+        words.append(f"{problem['parallel']} x{problem['world']}{groups}")
+    return [printable(word) for word in (*words, *(_setting(trial, key) for key in differing)) if word]
+
+
+def _setting(trial: Trial, key: str) -> str:
+    value = trial.problem.get(key)
+    if value is None or key == "model":
+        return str(value or "")
+    return f"{value} {key}" if key == "mask" else f"{key.replace('_', ' ')} {value}"
+
+
+def _told_apart(trials: Mapping[str, Trial], choices: list[Callable[[Trial], str]]) -> dict[str, list[str]]:
+    """The words of the choices that split these, each within what the one before it has left together."""
+    for place, choice in enumerate(choices):
+        parts: dict[str, dict[str, Trial]] = {}
+        for key, trial in trials.items():
+            parts.setdefault(choice(trial), {})[key] = trial
+        if len(parts) > 1:
+            rest = choices[place + 1 :]
+            return {
+                key: [word, *words]
+                for word, part in parts.items()
+                for key, words in (_told_apart(part, rest) if len(part) > 1 else {one: [] for one in part}).items()
+            }
+    return {key: [] for key in trials}
+
+
+def _recipe(trial: Trial) -> str:
+    words = (trial.recipe or "").removeprefix("float8_").split("_")
+    return printable(" ".join(_BLOCK_FORMATS.get(word, word) for word in words))
+
+
+def _attention(trial: Trial) -> str:
+    if trial.workload in SHAPED or trial.attention == NO_ATTENTION:
+        return ""
+    word = _KERNELS.get(trial.attention, trial.attention)
+    return printable(word if "Attention" in word else f"{word} attention")
+
+
+def _mode(trial: Trial) -> str:
+    if trial.mode == "compile" and whose(trial) == COMPILED:
+        return "default mode"
+    return MODES.get(trial.mode, trial.mode)
+
+
+def _vocabulary(trial: Trial) -> str:
+    vocab, padded = (trial.problem.get(key) for key in ("vocab", "padded_vocab"))
+    if vocab is None and padded is None:
+        return ""
+    size, kind = (padded, "vocabulary padded to") if padded not in (None, vocab) else (vocab, "vocabulary")
+    return f"{kind} {size:,}" if isinstance(size, int) else f"{kind} {size}"
+
+
+def _one_of(key: str, words: Mapping[str | None, str]) -> Callable[[Trial], str]:
+    """A choice by the words for its values; what has no word is said as it stands."""
+
+    def word(trial: Trial) -> str:
+        value = trial.problem.get(key)
+        return printable(words.get(value if value is None else str(value), f"{key} {value}"))
+
+    return word
+
+
+#: What a user chooses, that which matters most first, with its words. The words of two values differ.
+_CHOICES: dict[str, Callable[[Trial], str]] = {
+    "recipe": _recipe,
+    "layer": lambda trial: _LAYERS.get(str(trial.problem.get("layer")), ""),
+    "attention": _attention,
+    "mode": _mode,
+    "head": _one_of("head", _HEADS),
+    "blocks": _one_of("blocks", {None: "unfused blocks", "fused": "fused blocks"}),
+    "parts": _one_of("parts", {None: "the model's kernels", "all": "te-bench's kernels"}),
+    "optimizer": _one_of("optimizer", {None: "torch's AdamW", "triton": "te-bench's AdamW"}),
+    "checkpointing": _one_of("checkpointing", {None: "no checkpointing", "blocks": "checkpointing"}),
+    "gather": _one_of("gather", {None: "gathers as used", "fp8": "FP8 gathers"}),
+    "vocabulary": _vocabulary,
+}
+
+
+def _rest(trials: Mapping[str, Trial]) -> list[Callable[[Trial], str]]:
+    """Every other setting as it stands, in case that nothing else tells two apart."""
+    keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem)
+    shaped = any(trial.workload in SHAPED for trial in trials.values())
+    others = [key for key in keys if not (shaped and key in _SHAPE)]
+    return [*(lambda trial, key=key: _setting(trial, key) for key in others), lambda trial: trial.device]
+
+
+def _shape_of(trial: Trial) -> str:
+    """What stands beside the name of an attention problem."""
+    return str([trial.problem.get(key) for key in _SHAPE]) if trial.workload in SHAPED else ""

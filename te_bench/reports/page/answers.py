@@ -1,0 +1,240 @@
+"""One question about a run, answered for a terminal: a sentence, and bars of characters below it, the best first."""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from te_bench.kernels.attention import in_fp8
+from te_bench.reports.analysis.attention import PASSES
+from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed
+from te_bench.reports.analysis.naming import kernel_name, printable
+from te_bench.reports.analysis.rows import Configuration
+from te_bench.reports.analysis.steps import MeasuredStep
+from te_bench.reports.group_result import GroupResult, ReportResult
+from te_bench.reports.page import text
+from te_bench.reports.page.headlines import headlines
+
+WIDTH, HEIGHT = 80, 24  # characters of a terminal
+LEAST_BAR = 8  # characters of the longest bar where names are long
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+#: What a terminal shows that has ASCII alone.
+PLAIN = str.maketrans({"×": "x", "—": "-", "±": "+-", "−": "-"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextBar:
+    """A name, the length of its bar in any unit, and what stands at its end."""
+
+    name: str
+    value: float
+    shown: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Bars under a heading that says their unit."""
+
+    heading: str
+    bars: tuple[TextBar, ...]
+
+
+def answer(report: ReportResult, question: str | None, *, ascii_only: bool = False) -> list[str]:
+    """At most 24 lines of 80 characters; `question` is one of QUESTIONS, None for the run's answer as a whole."""
+    lines = _whole(report) if question is None else _answered(report, question, ascii_only)
+    if ascii_only:  # before they are counted: a sign may take two characters
+        plain = [line.translate(PLAIN).encode("ascii", "replace").decode() for line in lines]
+        lines = [part for line in plain for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])]
+    if len(lines) > HEIGHT:
+        rest = len(lines) - HEIGHT + 1
+        lines = [*lines[: HEIGHT - 1], f"{rest} more lines: te-bench report shows all."]
+    return lines
+
+
+def specifications(report: ReportResult) -> list[str]:
+    """What each name stands for, of as many lines as it takes."""
+    found = []
+    for result in report.groups:
+        for configuration in result.group.configurations:
+            found.append(_named(configuration))
+            found += _wrapped(configuration.specification, indent="    ")
+    return found
+
+
+def _whole(report: ReportResult) -> list[str]:
+    results = report.results
+    lines = [line for sentence in headlines(report) for line in _wrapped(sentence)]
+    ended = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok."]
+    ask = f"Ask on: te-bench show RUN {'|'.join(QUESTIONS)}"
+    room = HEIGHT - len(ended) - 1
+    return [*lines[:room], *ended, ask]
+
+
+def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str]:
+    ask, nothing = QUESTIONS[question]
+    lines: list[str] = []
+    for result in report.groups:
+        found = ask(result)
+        if found and len(report.groups) > 1:
+            lines += _wrapped(f"{result.group.title or result.group.suite} on {result.group.where}")
+        for part in found:
+            lines += drawn(part, ascii_only) if isinstance(part, Chart) else _wrapped(part)
+    if question == "fastest" and lines:
+        lines = [*_wrapped(headlines(report)[0]), "", *lines]
+    return lines or _wrapped(nothing)
+
+
+def drawn(chart: Chart, ascii_only: bool = False) -> list[str]:
+    """The heading, and a line for each bar; a name that is longer than its room goes on below."""
+    shown = max(len(bar.shown) for bar in chart.bars)
+    names = min(max(len(bar.name) for bar in chart.bars), WIDTH - shown - LEAST_BAR - 2)
+    longest, most = WIDTH - shown - names - 2, max(bar.value for bar in chart.bars) or 1.0
+    lines = _wrapped(chart.heading)
+    for bar in chart.bars:
+        first, *more = textwrap.wrap(bar.name, names, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        filled = _filled(bar.value / most * longest, ascii_only).ljust(longest)
+        lines += [f"{first.ljust(names)} {filled} {bar.shown}".rstrip(), *more]
+    return lines
+
+
+def _filled(characters: float, ascii_only: bool) -> str:
+    """A bar so many characters long, to an eighth of one."""
+    if ascii_only:
+        return "#" * max(1, round(characters))
+    eighths = max(1, round(8 * characters))
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def _wrapped(said: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        printable(said), WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+
+
+def _named(configuration: Configuration) -> str:
+    return f"{configuration.shape} {configuration.label}".strip()
+
+
+def _interval(ratio: Ratio | None) -> str:
+    return f"  {text.speedup(ratio)}" if ratio else ""
+
+
+def _fastest(result: GroupResult) -> list[Chart | str]:
+    charts: list[Chart | str] = []
+    ranked = [("a step", result.steps.steps)]
+    layers = sorted(result.layers, key=lambda one: not one.comparable)
+    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in layers]
+    for what, steps in ranked:
+        bars = tuple(_step_bar(step) for step in steps if step.latency_s)
+        if bars:
+            charts.append(Chart(heading=f"ms {what}, and its speed-up over the baseline", bars=bars))
+    scaled = [step for step in result.scaled if step.tokens_per_s]
+    if scaled:
+        bars = tuple(
+            TextBar(name=step.configuration.label, value=step.tokens_per_s or 0.0, shown=text.count(step.tokens_per_s))
+            for step in sorted(scaled, key=lambda step: -(step.tokens_per_s or 0.0))
+        )
+        charts.append(Chart(heading="tokens a second of each GPU", bars=bars))
+    return [*charts, *_attention(result)]
+
+
+def _step_bar(step: MeasuredStep) -> TextBar:
+    faster = "  baseline" if step.is_baseline else _interval(step.speedup)
+    return TextBar(
+        name=step.configuration.label, value=step.latency_s or 0.0, shown=f"{text.milliseconds(step.latency_s)}{faster}"
+    )
+
+
+def _attention(result: GroupResult) -> list[Chart]:
+    """The fastest kernel of each shape, both passes; apart from it those that compute in FP8, with other numbers."""
+    times: dict[tuple[bool, str], list[tuple[float, TextBar]]] = {}
+    for time in result.attention.times:
+        total = geometric_mean(list(seconds_by_seed(time.configuration, *PASSES).values()))
+        if total:
+            ratio, shape = time.speedups.get("both"), time.configuration.shape
+            bar = TextBar(
+                name=f"{shape}: {time.configuration.label}",
+                value=ratio.value if ratio else 1.0,
+                shown=f"{text.milliseconds(total.value)} ms{_interval(ratio)}",
+            )
+            times.setdefault((in_fp8(time.configuration.trial.attention), shape), []).append((total.value, bar))
+    peer = kernel_name(result.attention.peer) if result.attention.peer else "no peer"
+    charts = []
+    for fp8, what in ((False, "The fastest of each shape"), (True, "In FP8, which computes with other numbers")):
+        best = tuple(min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
+        if best:
+            charts.append(Chart(heading=f"{what}, both passes, and its speed-up over {peer}", bars=best))
+    return charts
+
+
+def _memory(result: GroupResult) -> list[Chart | str]:
+    charts: list[Chart | str] = []
+    for what, peak in (
+        ("GiB allocated at the peak of a step", lambda step: step.peak_allocated),
+        ("GiB reserved at the peak of a step, where allocated is not known", _reserved_alone),
+        ("GiB resident at the peak of a step", lambda step: step.peak_rss if not step.peak_reserved else None),
+    ):
+        held = sorted((p, step.configuration.label) for step in result.steps.steps if (p := peak(step)))
+        if held:
+            bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in held)
+            charts.append(Chart(heading=what, bars=bars))
+    batches = tuple(
+        TextBar(name=one.configuration.label, value=one.max_batch, shown=text.count(one.max_batch))
+        for one in result.largest_batches
+        if one.max_batch
+    )
+    charts += [Chart(heading="Sequences of the largest batch that fits", bars=batches)] if batches else []
+    ranks = tuple(
+        TextBar(name=step.configuration.label, value=step.memory["peak"], shown=text.gib(step.memory["peak"]))
+        for step in sorted(result.scaled, key=lambda step: step.memory.get("peak", 0.0))
+        if step.memory.get("peak")
+    )
+    return [*charts, Chart(heading="GiB at the peak of the fullest rank", bars=ranks)] if ranks else charts
+
+
+def _reserved_alone(step: MeasuredStep) -> float | None:
+    return None if step.peak_allocated else step.peak_reserved
+
+
+def _errors(result: GroupResult) -> list[Chart | str]:
+    """The worst first: what is beyond its limit has failed its check."""
+    if not result.errors:
+        return []
+    worst = result.errors[0]
+    how = f"{text.scientific(worst.error)}, its limit is {text.scientific(worst.limit)}"
+    said: list[Chart | str] = [f"Nearest to its limit: {_named(worst.configuration)}, {worst.quantity}: {how}."]
+    bars = tuple(
+        TextBar(name=_named(error.configuration), value=min(error.ratio, 1.0), shown=text.plain(error.ratio))
+        for error in result.errors
+        if error.ratio is not None
+    )
+    return [*said, Chart(heading="Worst error / limit, above 1 a check fails", bars=bars)] if bars else said
+
+
+def _unsupported(result: GroupResult) -> list[Chart | str]:
+    """What did not end ok, by outcome and reason."""
+    ended: dict[tuple[str, str], dict[str, None]] = {}
+    for configuration in result.group.configurations:
+        for row in configuration.rows:
+            if row.outcome != "ok":
+                reason = printable(row.reason or "no reason was recorded")
+                ended.setdefault((row.outcome, reason), {})[_named(configuration)] = None
+    return [f"{outcome}: {text.listed(list(names), 4)}: {reason}" for (outcome, reason), names in ended.items()]
+
+
+def _energy(result: GroupResult) -> list[Chart | str]:
+    counted = [(step.energy_per_token, step) for step in result.scaled if step.energy_per_token]
+    bars = tuple(
+        TextBar(name=step.configuration.label, value=joules, shown=text.plain(joules * 1e3))
+        for joules, step in sorted(counted, key=lambda item: item[0])
+    )
+    return [Chart(heading="mJ a token, of all GPUs", bars=bars)] if bars else []
+
+
+#: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
+QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], str]] = {
+    "fastest": (_fastest, "No step, layer or attention was timed."),
+    "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
+    "error": (_errors, "No check has an error on record."),
+    "unsupported": (_unsupported, "Every planned trial ended ok."),
+    "energy": (_energy, "No energy was recorded: the suite scaling counts it, on GPUs that have a counter."),
+}

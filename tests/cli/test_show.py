@@ -1,0 +1,95 @@
+"""te-bench show: one question about a run, on a terminal of 80 columns and 24 lines."""
+
+import io
+import sys
+from pathlib import Path
+
+import journals
+import pytest
+from in_process import Command
+
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.answers import EIGHTHS, QUESTIONS, answer
+
+BLOCKS = set(EIGHTHS) - {" "}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return journals.everything(tmp_path_factory.mktemp("show") / "run")
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = [one for one in journals.ladder_records(3) if one.samples]
+    return journals.write(tmp_path_factory.mktemp("show") / "ladder", records, baseline=journals.baseline_cell())
+
+
+@pytest.mark.parametrize("question", [None, *QUESTIONS])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_every_answer_fits_a_terminal(run: Path, question: str | None, ascii_only: bool) -> None:
+    lines = answer(load_report([run]), question, ascii_only=ascii_only)
+    assert 0 < len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert not ascii_only or all(line.isascii() for line in lines)
+
+
+def test_bars_are_sorted_and_as_long_as_what_they_show(command: Command, ladder: Path) -> None:
+    done = command("show", ladder, "fastest")
+    assert done.code == 0
+    assert done.out.startswith("Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms")
+    drawn = [line for line in done.out.splitlines() if BLOCKS & set(line)]
+    times = [float(line.rpartition("█")[2].lstrip("".join(BLOCKS)).split()[0]) for line in drawn]
+    assert len(times) > 5
+    assert times == sorted(times)
+    lengths = [sum(character in BLOCKS for character in line) for line in drawn]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == pytest.approx(lengths[0] * times[-1] / times[0], rel=0.5)
+    assert "baseline" in done.out
+    assert "3.98× [" in done.out
+    assert "\x1b" not in done.out
+
+
+def test_a_terminal_without_blocks_gets_ascii(ladder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_bench import cli
+
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["te-bench", "show", str(ladder), "memory"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    sys.stdout.flush()
+    assert stopped.value.code in (0, None)
+    assert "####" in raw.getvalue().decode("ascii")
+
+
+def test_what_did_not_run_is_said_with_its_reason(command: Command, run: Path, ladder: Path) -> None:
+    assert "oom: " in command("show", run, "unsupported").out
+    assert command("show", ladder, "unsupported").out == "Every planned trial ended ok.\n"
+    assert command("show", ladder, "energy").out.startswith("No energy was recorded")
+
+
+def test_without_a_question_the_answer_and_what_can_be_asked(command: Command, ladder: Path) -> None:
+    said = command("show", ladder).out
+    assert said.startswith("Fastest: ")
+    assert said.endswith("te-bench show RUN fastest|memory|error|unsupported|energy\n")
+
+
+def test_verbose_says_every_setting(command: Command, ladder: Path) -> None:
+    said = " ".join(command("show", ladder, "fastest", "--verbose").out.split())
+    assert "attention=cudnn, precision=bf16, mode=cudagraph" in said
+    assert "padded_vocab=50304" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(["prettiest"], "unknown question 'prettiest'."), ([], "holds no journal.jsonl")],
+)
+def test_bad_input_is_one_sentence(
+    command: Command, ladder: Path, tmp_path: Path, arguments: list[str], reason: str
+) -> None:
+    done = command("show", ladder if arguments else tmp_path, *arguments)
+    assert done.code == 2
+    assert done.err.startswith("te-bench: ")
+    assert reason in done.err
+    assert done.err.count("\n") == 1
