@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import CONFIDENCE, numbers
-from te_bench.reports.analysis.rows import Configuration, Group, arm_name, printable
+from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.rows import Configuration, Group, printable
 from te_bench.reports.convergence.study import Run
 
 #: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
