@@ -70,27 +70,28 @@ def test_ranks_wait_for_a_reference_however_long_it_takes_one(replies: Any) -> N
     assert replies["slow reference"]["work_s"] > 2 * 4
 
 
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run from the command line, of one process and of two: what it printed, its records, and its report."""
+    folder = tmp_path_factory.mktemp("scaled")
+    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*,*dp*-x2/flash/bf16/*,*-torchtitan-fsdp2-*"
+    done = te_bench("run", "scaling", "--device", "cpu", "--tokens", "16", "--only", chosen, "--out", folder, main=None)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["outcome"] for row in rows(folder)] == ["ok"] * 6, done
+    ours = [row for row in rows(folder) if "rival" not in row["trial"]["problem"]]
+    theirs = [row for row in rows(folder) if "rival" in row["trial"]["problem"]]
+    found = {(row["work"].get("parallel"), row["trial"]["precision"]): row for row in ours}
+    return done.stdout, found, (folder / "report" / "report.md").read_text(), theirs
+
+
 @pytest.mark.parametrize(
     ("mode", "seen"), [("ddp", {"allreduce"}), ("fsdp2", {"allgather", "reduce_scatter", "allreduce"})]
 )
-def test_a_run_divides_its_steps_and_says_so(tmp_path: Path, mode: str, seen: set[str]) -> None:
-    """From the command line: the record says over what and by which collectives, and the check held the global batch."""
-    command = ("run", "speed", "--device", "cpu", "--model", "tiny", "--batch", "4", "--tokens", "16")
-    divided = (
-        "--gpus-per-trial",
-        "2",
-        "--parallel",
-        mode,
-        "--only",
-        f"*V256-{mode}-x2/flash/bf16/*",
-        "--out",
-        tmp_path,
-    )
-    done = te_bench(*command, *divided, main=None)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"bf16, eager, {mode} x2" in done.stdout
-    (step,) = rows(tmp_path)
-    assert step["outcome"] == "ok"
+def test_a_run_divides_its_steps_and_says_so(scaled: Any, mode: str, seen: set[str]) -> None:
+    """The record says over what and by which collectives, and the check held the global batch."""
+    said, found, *_ = scaled
+    assert f"bf16, eager, {mode} x2" in said
+    step = found[mode, "bf16"]
     assert {"world": 2, "parallel": mode, "backend": "gloo", "tokens": 4 * 16}.items() <= step["work"].items()
     assert {each["name"].removesuffix("_base") for each in step["work"]["collectives"]} == seen
     gathers = [each["dtype"] for each in step["work"]["collectives"] if "gather" in each["name"]]
@@ -117,25 +118,9 @@ def test_a_run_by_hsdp_says_its_groups(tmp_path: Path) -> None:
     assert [0, 2] in [each.get("ranks") for each in step["work"]["collectives"] if each["name"] == "allreduce"]
 
 
-def test_scaling_counts_what_each_rank_holds(tmp_path: Path) -> None:
-    """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank.
-
-    Of torchtitan's step, which is on one process over a group of one rank, every weight is a share.
-    """
-    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*,*-torchtitan-fsdp2-*"
-    done = te_bench(
-        "run", "scaling", "--device", "cpu", "--tokens", "16", "--only", chosen, "--out", tmp_path, main=None
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(tmp_path)
-    assert [row["reason"] for row in found if row["outcome"] != "ok"] == []
-    one, two = (row for row in found if "rival" not in row["trial"]["problem"])
-    theirs = [row for row in found if "rival" in row["trial"]["problem"]]
-    assert [row["work"]["world"] for row in theirs] == [1, 2]
-    held = [[rank["memory"]["weights"] for rank in row["work"]["ranks"]] for row in theirs]
-    assert held[1] == [held[0][0] / 2] * 2
-    gathered = {each["dtype"] for each in theirs[1]["work"]["collectives"] if "gather" in each["name"]}
-    assert gathered == {"bfloat16"}
+def test_scaling_counts_what_each_rank_holds(scaled: Any) -> None:
+    """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank."""
+    one, two = (scaled[1][mode, "fp8"] for mode in (None, "fsdp2"))
     assert two["work"]["tokens"] == 2 * one["work"]["tokens"]
     [alone], ranks = ([rank["memory"] for rank in row["work"]["ranks"]] for row in (one, two))
     assert len(ranks) == 2
@@ -149,7 +134,17 @@ def test_scaling_counts_what_each_rank_holds(tmp_path: Path) -> None:
     assert link["backend"] == "gloo"
     assert link["busbw"] == pytest.approx(link["bytes"] / link["seconds"])  # 2 (n - 1) / n = 1
     assert not {"exposed_s", "energy_j"} & two["work"]["ranks"][0].keys()  # a CPU has neither
-    assert "A training step on more GPUs" in (tmp_path / "report" / "report.md").read_text()
+    assert "A training step on more GPUs" in scaled[2]
+
+
+def test_of_torchtitan_s_step_every_weight_is_a_share(scaled: Any) -> None:
+    """On one process it is over a group of one rank, on two each has half."""
+    theirs = scaled[3]
+    assert [row["work"]["world"] for row in theirs] == [1, 2]
+    held = [[rank["memory"]["weights"] for rank in row["work"]["ranks"]] for row in theirs]
+    assert held[1] == [held[0][0] / 2] * 2
+    gathered = {each["dtype"] for each in theirs[1]["work"]["collectives"] if "gather" in each["name"]}
+    assert gathered == {"bfloat16"}
 
 
 @pytest.mark.slow
@@ -159,8 +154,8 @@ def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
     reply = json.loads(done.stdout)
     assert reply["outcome"] == "ok", reply["reason"]
     assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
-    assert reply["work"]["ran"]["compiled"] == 10
-    assert reply["work"]["ran"]["gemm_fp8"] == 10 * 4 * 3
+    assert reply["work"]["ran"]["compiled"] == 4
+    assert reply["work"]["ran"]["gemm_fp8"] == 4 * 4 * 3
 
 
 @pytest.mark.slow

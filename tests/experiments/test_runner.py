@@ -84,13 +84,13 @@ def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: 
 
 def test_retry_repeats_once_what_did_not_end_ok_and_its_last_record_counts(tmp_path: Path) -> None:
     where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/[sermk]*")
-    te_bench("run", "faults", *where, main=PLANTED)
+    te_bench("run", "faults", *where, main=PLANTED, env=IDLE)
     first = rows(tmp_path / "out")
     with (tmp_path / "out" / "journal.jsonl").open("ab") as journal:
         journal.write(b'{"crc32":"0')  # as a kill leaves it
     failed = [row["trial"]["id"] for row in first if row["outcome"] != "ok"]
     assert {row["outcome"] for row in first} == {"ok", "crashed", "unsupported", "interrupted"}
-    done = te_bench("run", "faults", *where, "--retry", main=PLANTED)
+    done = te_bench("run", "faults", *where, "--retry", main=PLANTED, env=IDLE)
     repeated = rows(tmp_path / "out")[len(first) :]
     assert f"{tmp_path}/out: the journal ended in the middle of a line, which is cut" in done.stdout
     assert [row["trial"]["id"] for row in repeated] == failed
@@ -187,7 +187,7 @@ def test_models_that_do_not_import_are_the_trials_fault_alone(tmp_path: Path) ->
 
 
 def test_the_plan_a_run_writes_down_is_the_plan_it_shows(tmp_path: Path) -> None:
-    assert te_bench(*NAPS, tmp_path, main=PLANTED).returncode == 0
+    assert te_bench(*NAPS, tmp_path, main=PLANTED, env=IDLE).returncode == 0
     ids = [trial["id"] for trial in planned("naps")]
     assert len(set(ids)) == 8
     assert results(tmp_path) == Counter((trial_id, "ok") for trial_id in ids)

@@ -86,21 +86,21 @@ def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(tri
 
 @pytest.mark.usefixtures("unchecked")
 def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, context: Context) -> None:
-    often, seldom = (training.run(trial(steps=30, eval_every=every), context).samples for every in (10, 30))
+    often, seldom = (training.run(trial(steps=12, eval_every=every), context).samples for every in (4, 12))
     assert often["loss"] == seldom["loss"]
     assert often["val_loss"][-1] == seldom["val_loss"][-1]
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, context: Context) -> None:
-    asked = {"steps": 40, "eval_every": 10, "evaluate": "both"}
+    asked = {"steps": 8, "eval_every": 2, "evaluate": "both"}
     few = training.run(trial(**asked, early_eval_tokens=16), context)
     whole = training.run(trial(**asked), context)
     assert few.work == whole.work
     assert few.samples["loss"] == whole.samples["loss"]
     for name in ("val_loss", "val_loss_native"):
         alike = [a == b for a, b in zip(few.samples[name], whole.samples[name], strict=True)]
-        assert alike == [False, False, True, True]  # steps 10 and 20, then 30 and 40
+        assert alike == [False, False, True, True]  # steps 2 and 4, then 6 and 8
     # what a report reads a slope or a band from is of the same tokens
     assert training.LATE == 1 - speedup.LAST == 1 - band.LAST
 
@@ -209,11 +209,11 @@ def test_a_norm_that_is_not_finite_is_null(trial: Any, context: Context, monkeyp
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, context: Context, recipe: str) -> None:
-    found = training.run(trial("fp8", recipe, steps=10, eval_every=5, evaluate="both"), context).samples
-    assert found["val_step"] == [5, 10]
+    found = training.run(trial("fp8", recipe, steps=4, eval_every=2, evaluate="both"), context).samples
+    assert found["val_step"] == [2, 4]
     assert all(a != b for a, b in zip(found["val_loss"], found["val_loss_native"], strict=True))
     assert found["val_loss"] == pytest.approx(found["val_loss_native"], rel=0.01)
-    plain = training.run(trial("fp8", recipe, steps=10, eval_every=5), context).samples
+    plain = training.run(trial("fp8", recipe, steps=4, eval_every=2), context).samples
     assert plain["val_loss"] == found["val_loss_native"]
     assert "val_loss_native" not in plain
 
@@ -234,12 +234,12 @@ def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
             training.run(trial("fp8", recipe, dropout=dropout), context)
         return
     often, never = (
-        training.run(trial("fp8", recipe, steps=20, eval_every=5, dropout=dropout, **more), context).samples
+        training.run(trial("fp8", recipe, steps=8, eval_every=2, dropout=dropout, **more), context).samples
         for more in ({"probes": 4}, {})
     )
     for name in ("loss", "grad_norm", "val_loss"):
         assert often[name] == never[name]
-    assert often["probe_step"] == [5, 10, 15, 20]
+    assert often["probe_step"] == [2, 4, 6, 8]
     assert not [name for name in never if ":" in name or name == "probe_step"]
 
 
@@ -277,9 +277,9 @@ def test_looking_at_the_numerics_leaves_a_gpus_training_alone(
 
 @pytest.mark.usefixtures("unchecked")
 def test_the_figures_of_the_numerics_are_those_of_each_tensor(trial: Any, context: Context) -> None:
-    wide = {"steps": 40, "eval_every": 4, "probes": 5, "evaluate": "both"}
+    wide = {"steps": 10, "eval_every": 1, "probes": 5, "evaluate": "both"}
     found = training.run(trial("fp8", "delayed_scaling", **wide), context).samples
-    assert found["probe_step"] == [8, 16, 24, 32, 40]
+    assert found["probe_step"] == [2, 4, 6, 8, 10]
     names = [name for name in found if ":" in name]
     layers = [
         f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -386,10 +386,10 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
     for arm in arms:
         calls.append([])
         training.run(
-            trial(**{"precision": "bf16", "steps": 12, "eval_every": 6, "dropout": 0.2, "seed": 5, **arm}), context
+            trial(**{"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}), context
         )
     control = calls[0]
-    assert len([call for call in control if call and call[0]]) == 12
+    assert len([call for call in control if call and call[0]]) == 4
     for other in calls[1:]:
         assert len(other) == len(control)
         for a, b in zip(control, other, strict=True):

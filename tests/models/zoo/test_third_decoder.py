@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments import plan, trial_model
+from te_bench.experiments import plan, trial, trial_model
+from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Options
 from te_bench.models import configs, cost, decoder, zoo
 from te_bench.models import recipe as recipes
@@ -125,24 +126,17 @@ def test_suites_measure_it_check_it_and_report_it(tmp_path: Path) -> None:
     assert "sandwich, 4 x 64 tokens" in (tmp_path / "out" / "report" / "report.md").read_text()
 
 
-@pytest.mark.usefixtures("third")
-def test_a_decoder_without_parts_has_all_but_the_fused_step(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("third", "plain_heads")
+def test_a_decoder_without_parts_has_all_but_the_fused_step() -> None:
     """third/beside.py: attention beside the MLP, six Linears a block."""
     with pytest.raises(ValueError, match="blocks fused: Beside does not say its parts"):
         decoder.load("beside", blocks="fused")
     model = decoder.load("beside")
     assert [type(module).__name__ for module in model.attentions()] == ["Block", "Block"]
     assert _parts.unlike_llama(configs.configs()["beside"]) == "it does not say its parts"
-    te_bench(
-        *("run", "speed", "--model", "beside", "--device", "cpu", "--only", "*chunked*/[bf]*[6d]*", "--out", "out"),
-        folder=tmp_path,
-    )
-    lines = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
-    found = {
-        (record["trial"]["precision"], record["trial"]["problem"].get("blocks")): record
-        for record in (line["body"] for line in lines if line["kind"] == "record")
-    }
-    assert {how: record["outcome"] for how, record in found.items()} == {
+    experiment = plan.resolve("speed", Options(device="cpu", model="beside"), only="*chunked*/[bf]*[6d]*")
+    found = {(one.precision, one.problem.get("blocks")): trial.run(one, Context()) for one in experiment.trials}
+    assert {how: reply["outcome"] for how, reply in found.items()} == {
         ("bf16", None): "ok", ("fp8", None): "ok", ("bf16", "fused"): "unsupported", ("fp8", "fused"): "unsupported",
     }  # fmt: skip
     assert found["fp8", "fused"]["reason"] == "blocks fused: beside does not say its parts"
