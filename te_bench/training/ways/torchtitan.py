@@ -156,7 +156,7 @@ class SharedLayers(Sharded):
             sizes += [(what, size // cut.unit) for size in cut.pieces]
         for what, size in sizes:
             if size % self.world:
-                return f"the {size} {what} do not divide into {self.world} ranks: take fewer"
+                return f"the {size} {what} do not divide into {self.world} ranks"
         return None
 
     def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:
