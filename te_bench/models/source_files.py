@@ -116,10 +116,8 @@ def _locate(module: str) -> ModuleSpec | None:
         spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) or importlib.util.find_spec(first)
     except ValueError:  # of __main__, which has no spec
         return None
-    name = first
-    for part in rest:
-        name += f".{part}"
+    for part in rest:  # by its last name: by its whole one a folder without __init__.py asks for an imported parent
         if spec is None or spec.submodule_search_locations is None:
             return None
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     return spec

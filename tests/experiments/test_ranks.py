@@ -166,3 +166,5 @@ def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss() -> None
     assert reply["outcome"] == "ok", reply["reason"]
     assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
     assert reply["work"]["ran"]["compiled"] == 2 + 1
+    sent = {(each["name"], each["dtype"]): each["times"] for each in reply["work"]["collectives"]}
+    assert sent["all_gather_into_tensor", "bfloat16"] == 2 * 5  # of two blocks' pairs and of the head, in either pass

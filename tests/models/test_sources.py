@@ -88,6 +88,13 @@ def test_the_hash_is_of_packages_beside_and_of_what_lies_by_a_factory_of_another
         monkeypatch.chdir(here / "nowhere")
 
 
+def test_a_package_s_folder_without_an_init_is_part_of_it(here: Path) -> None:
+    write(here, {"mine/__init__.py": "", "mine/deep/model.py": "from .part import W", "mine/deep/part.py": "W = 1"})
+    before = known("mine.deep.model:make").sha256
+    write(here, {"mine/deep/part.py": "W = 2"})
+    assert known("mine.deep.model:make").sha256 != before
+
+
 def test_versions_of_installed_packages_are_held_and_their_files_are_not(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

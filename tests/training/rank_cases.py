@@ -416,7 +416,7 @@ def of_rivals() -> dict[str, Any]:
     sizes = {name: p.numel() for name, p in theirs_alone(DECODERS["llama"]).model.named_parameters()}
     found["elements"] = sum(sizes.values())
     found["tables"] = sum(sizes[name] for name in ("model.norm.weight", "lm_head.weight"))
-    found["refused"] = [refusal(lambda c=c: theirs("tp", c)) for c in (DECODERS["qwen 3"], REFUSED[0])]  # type: ignore[misc]
+    found["refused"] = [refusal(lambda c=c: theirs("tp", c)) for c in (DECODERS["qwen 3"], *REFUSED)]  # type: ignore[misc]
     if importlib.util.find_spec("torchao"):
         found["torchao"] = of_torchao()
     return found
@@ -436,7 +436,8 @@ def of_torchao() -> dict[str, Any]:
         step(*batch(0))
         sent = collectives.of_call(lambda s=step: s(*batch(0)))  # type: ignore[misc]
         errors = [((gradients[n].double() - truth[n]).norm() / truth[n].norm()).item() for n in truth]
-        found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent}
+        asked = step.parallel.gathered(step.model, None)
+        found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent, "asked": asked}
     return found
 
 

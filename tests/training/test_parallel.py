@@ -288,13 +288,15 @@ def test_torchao_s_steps_send_weights_in_fp8_where_a_tensor_has_one_scale(found:
     assert ("uint8" in gathers) is way.startswith("tensorwise")
     if way.startswith("tensorwise"):
         assert sent["allgather_base", "bfloat16"]["times"] == 3  # the embedding for either pass, the head once
+        assert sent["allgather_base", "uint8"]["bytes"] == 2 * said["asked"]["uint8"]
         assert 4 * 8 in [each["bytes"] for each in said["collectives"]]
 
 
 def test_torchtitan_refuses_what_is_not_its_llama_in_a_sentence(found: Any) -> None:
-    norms, heads = found["rivals"]["refused"]
+    norms, heads, dropout = found["rivals"]["refused"]
     assert norms == "tp: norms of heads are no part of torchtitan's Llama; choose fsdp2"
     assert heads.startswith("tp: the 1 heads of 32 features do not divide into")
+    assert dropout == "tp: dropout 0.1 would hide the same of every rank's heads; choose fsdp2"
 
 
 @pytest.mark.parametrize(("mode", "others"), [("hsdp", ("nested",)), ("fsdp2+tp", ("planned", "qwen 3"))])

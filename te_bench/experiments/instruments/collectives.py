@@ -23,7 +23,7 @@ def of_call(call: Callable[[], object]) -> list[dict[str, Any]] | None:
     """[{"name", "dtype", "times", "bytes"}]; bytes: of all those, each by the larger of what goes in and what comes out.
 
     Of a group that is a part of all ranks also "ranks", this rank's fellows in it.
-    None where torch.compile's code is within it, as in FlexAttention, which nothing that looks on can follow.
+    None where something is within it that torch lets nobody look into.
     """
     try:
         with _Seen() as seen:
@@ -44,6 +44,11 @@ class _Seen(TorchDispatchMode):
         super().__init__()
         self.times: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self.bytes: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """That compiled code runs as it is; else torch would compute its functions one by one while this looks on."""
+        return True
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -28,7 +28,10 @@ MODES: dict[str | None, tuple[str, ...]] = {
 }
 #: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; without it a rival has one process.
 ALONE = "fsdp2"
-RIVALS_OF_OWN = "torchtitan's ddp, and Transformer Engine's fsdp2 and tp: te-bench has no such steps of theirs"
+RIVALS_OF_OWN = (
+    "torchtitan's ddp, its loss by chunks and its activation checkpointing, and Transformer Engine's fsdp2 and tp: te-bench "
+    "has no such steps of theirs"
+)
 RIVALS_OF_A_USER = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
 LEFT_OUT = (
     "hsdp and fsdp2+tp: they are for several hosts, and these trials are of one; speed measures them by --shard N",
@@ -81,7 +84,8 @@ def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[
     found = []
     for name in rivals.names():
         rival = rivals.load(name)
-        if rival.way is None or (gpt and rival.own_blocks) or not (cuda or rival.recipe is None):
+        unasked = options.recipes and rival.recipe not in (None, *options.recipes)
+        if unasked or rival.way is None or (gpt and rival.own_blocks) or not (cuda or rival.recipe is None):
             continue
         ways: list[tuple[str | None, tuple[str, ...]]] = [*rival.ranks.items()]
         if world == 1:

@@ -8,7 +8,7 @@ one process's. After each micro-batch a rank has its share of the gradients.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -103,14 +103,19 @@ class FSDP2(DDP):
         return forward
 
     def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+        in_fp8: set[Any] = {layer.weight for layer in linears(blocks_of(model))} if gather else set()
+        return self._block_bytes(model, in_fp8, lambda parameter: parameter.dim() > 1)
+
+    def _block_bytes(
+        self, model: nn.Module, in_fp8: Collection[nn.Parameter], shared: Callable[[nn.Parameter], bool]
+    ) -> dict[str, int]:
         """A block of which some are gathered in FP8 is sent as bytes, the others' of two each; rows are filled up."""
         found: Counter[str] = Counter()
-        in_fp8 = {layer.weight for layer in linears(blocks_of(model))} if gather else set()
         for block in blocks_of(model):
             sizes = {
                 p: math.ceil(len(p) / self.shards) * self.shards * math.prod(p.shape[1:])
                 for p in block.parameters()
-                if p.dim() > 1
+                if shared(p)
             }
             one, two = (sum(n for p, n in sizes.items() if (p in in_fp8) is kind) for kind in (True, False))
             found["uint8" if one else "bfloat16"] += one + 2 * two

@@ -44,6 +44,10 @@ class Sharded(torchtitan.Sharded):
                         setattr(parent, name, Float8Linear.from_float(found, config))
         super()._shard(model, multiplies_in)
 
+    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+        layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]
+        return self._block_bytes(model, {layer.weight for layer in layers}, lambda _: True) if layers else {}
+
     def shared(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -3,6 +3,8 @@
 There is no autocast. Every weight is gathered in bf16, vectors and tables too, and the residual stream is in bf16. Where
 ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
 Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
+Two defaults of its llama3_8b of 2026-08-21 are left out, as te-bench's own steps have neither: selective activation
+checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2.
 
 Source: torchtitan of 2026-08-21, distributed/fsdp.py and components/loss.py; v0.2.2, models/llama3/infra/parallelize.py.
 """
@@ -26,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
 from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
+from te_bench.models import dropout
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.parts import AttentionPart
 from te_bench.training.parallel import Indivisible
@@ -75,6 +78,9 @@ class Sharded(FSDP2):
 
     def _loss_of(self, model: Any) -> Entropy:
         return _entropy
+
+    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+        return {}  # nothing but weights in the dtype that fully_shard was given
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
         self._entropy = torch.compile(self._entropy, dynamic=False)
@@ -139,6 +145,8 @@ class SharedLayers(Sharded):
             return "the model does not say its parts"
         if any(part.q_norm is not None for part in attentions):
             return "norms of heads are no part of torchtitan's Llama"
+        if rates := sorted({getattr(holder, name) for holder, name in dropout.rates(model)}):
+            return f"dropout {rates[-1]} would hide the same of every rank's heads"
         sizes = [
             ("tokens of a sequence", model.config.shape.length),
             ("rows of the head", len(model.tables().head.weight)),
@@ -148,7 +156,7 @@ class SharedLayers(Sharded):
             sizes += [(what, size // cut.unit) for size in cut.pieces]
         for what, size in sizes:
             if size % self.world:
-                return f"the {size} {what} do not divide into {self.world} ranks: take fewer"
+                return f"the {size} {what} do not divide into {self.world} ranks"
         return None
 
     def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:

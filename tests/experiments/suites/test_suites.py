@@ -168,6 +168,8 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
         *((engine, "ddp", "eager", world) for world in (2, 4, 8)),
     }
     assert {rival.partition("_")[0] for rival, *_ in found(device="cuda")} == {"torchao", "torchtitan"}
+    asked = found(device="cuda", model="llama3-1b", batch=1, recipes=("rowwise_scaling",))
+    assert {rival for rival, *_ in asked} == {"torchao_rowwise", "torchtitan"}
     small = {(parallel, world) for parallel, world in over if world < 4}
     assert found(device="cpu") == {("torchtitan", parallel, "eager", world) for parallel, world in small}
 
