@@ -363,7 +363,10 @@ def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: An
 def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
     trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By content: every batch that the model is called with, and the state that dropout's masks come from."""
+    """By content: every batch that the model is called with, and the state that dropout's masks come from.
+
+    Stochastic rounding draws from the same state, so that the masks of such a recipe are of their own.
+    """
     calls: list[list[Any]] = []
     right = GPT.forward
 
@@ -390,11 +393,13 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
         )
     control = calls[0]
     assert len([call for call in control if call and call[0]]) == 4
-    for other in calls[1:]:
+    for arm, other in zip(arms[1:], calls[1:], strict=True):
         assert len(other) == len(control)
+        rounds = "recipe" in arm and recipes.load(str(arm["recipe"])).nvfp4()
         for a, b in zip(control, other, strict=True):
             assert a is b is None or all(
-                torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True)
+                torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+                for x, y in list(zip(a, b, strict=True))[: 4 - rounds]
             )
 
 
