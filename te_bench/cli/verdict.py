@@ -131,7 +131,7 @@ def _of_logs(
     for sentence in loss_verdict.answers(found):
         say(sentence)
     for note in found.notes:
-        print(f"Note: {note}.")
+        say(f"Note: {note}.", indent="  ")
     if html is not None:
         print(f"page: {loss_page.write_page(found, html)}")
     return found.exit_code

@@ -125,3 +125,14 @@ def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: P
     done = command("verdict", tmp_path, "--html", tmp_path / "x.html")
     assert done.code == 2
     assert "--metric, --html and --paired go with --baseline and --candidate" in done.err
+
+
+def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(
+    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
+) -> None:
+    bf16, fp8 = two("nanogpt")
+    (bf16 / "seed0").rename(bf16 / "a\udcff")  # as Python has a byte 0xff
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "1", "--html", tmp_path / "a.html")
+    assert done.code == 0, done.err
+    assert "a\ufffd" in done.out
+    assert "a?" in (tmp_path / "a.html").read_text()

@@ -187,7 +187,10 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
         return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."
-    more = max(few - min(c.n, c.n_control), 1)
+    if (more := few - min(c.n, c.n_control)) <= 0:
+        return (
+            f"{few} {each} decide it in 80 % of cases by the gap and spread as measured; these did not. Run some more."
+        )
     return (
         f"About {more} more {each}, {few} in all, would decide it in 80 % of cases, if the true gap and spread are what was "
         "measured."

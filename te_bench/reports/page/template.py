@@ -33,4 +33,4 @@ def rendered(name: str, content: Mapping[str, Any]) -> bytes:
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
     }
-    return environment.get_template(name).render({**shared, **content}).encode()
+    return environment.get_template(name).render({**shared, **content}).encode(errors="replace")  # file names
