@@ -10,7 +10,6 @@ import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl
 
 import contextlib
 import functools
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import typer
 from te_bench import __version__
 from te_bench.cli import advise, evaluate, export, gate, history, look, merge, neighbours, report, run, scaling, tune
 from te_bench.cli import verdict as judge
+from te_bench.reports import CONTROL
 
 app = typer.Typer(
     name="te-bench",
@@ -32,7 +32,6 @@ app = typer.Typer(
 
 
 USAGE, FAULT = 2, 70
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ class _Printable:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(_CONTROL.sub("\ufffd", text))
+        return self.raw.write(CONTROL.sub("\ufffd", text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -128,6 +128,7 @@ def _of_logs(
     print(f"{found.verdict}: {found.reason}\n")
     if (table := loss_page.losses(found)) is not None:
         print("\n".join(tables.terminal(table)), end="\n\n")
+    say(f"Judged: {found.judged}.")
     for sentence in loss_verdict.answers(found):
         say(sentence)
     for note in found.notes:

@@ -172,6 +172,10 @@ def _format_of(file: LogFile) -> LogFormat | None:
     """The format of a file that was named; None for a table of several runs. Raises ValueError for what is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
+    if not file.binary and len(file.content) > LARGEST:
+        raise ValueError(
+            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text: no log that is read here has so much"
+        )
     if (kind := _kind(file)) is not None:
         return kind
     if file.binary:

@@ -26,7 +26,7 @@ ARMS = ("baseline", "candidate")
 LATE = 0.5  # the share of training that the second panel shows
 POINTS = 200  # of a curve that are drawn
 MEANING = {
-    Verdict.EQUIVALENT: "Both one-sided tests reject: the gap is within the margin on either side.",
+    Verdict.EQUIVALENT: "The gap is shown to lie within the margin, above or below.",
     Verdict.NON_INFERIOR: "The gap is below the margin. How far it is below 0 is not shown.",
     Verdict.INFERIOR: "The gap is shown to be above the margin.",
     Verdict.DIVERGED: "A run broke: its loss is not finite, or rose and did not come back.",
@@ -35,13 +35,12 @@ MEANING = {
 
 
 def losses(found: LossVerdict) -> Table | None:
-    """The comparison in numbers; None of a candidate that diverged."""
+    """The comparison in numbers, as many as these runs tell; None of a candidate that diverged."""
     c = found.comparison
     if c is None:
         return None
-    tested = level(c.alpha)
+    tested, p = level(c.alpha), c.claims if c.interval else None  # without a test there is no p
     rows = (
-        ("Verdict", word(found.verdict)),
         ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
         ("Mean gap, above 0 is worse", number(c.gap, text.signed)),
         ("95 % interval", word(interval(c.interval_95))),
@@ -50,17 +49,17 @@ def losses(found: LossVerdict) -> Table | None:
         *(() if tested == "95 %" else ((f"{tested} interval, of the tests", word(interval(c.interval))),)),
         (f"{tested} interval, Student's t", word(interval(c.t_interval))),
         ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.claims.equivalent, text.probability)),
-        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
+        ("p: within the margin", number(p and p.equivalent, text.probability)),
+        ("p: not worse by the margin", number(p and p.non_inferior, text.probability)),
+        ("p: worse by the margin", number(p and p.inferior, text.probability)),
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
         ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
         ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
-        ("Judged", word(found.judged)),
     )
-    return table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
+    told = [{"What": word(name), "Value": value} for name, value in rows if value.text != text.MISSING]
+    return table_of("losses", "Final losses", told)
 
 
 def _percent(found: LossVerdict, ends: tuple[float, float] | None) -> tuple[float, float] | None:

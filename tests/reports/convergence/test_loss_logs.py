@@ -8,6 +8,7 @@ import shutil
 import pytest
 import run_logs
 
+from te_bench.reports.convergence import loss_logs
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.loss_csv import Losses
 from te_bench.reports.convergence.loss_logs import read_arms
@@ -230,7 +231,7 @@ def test_the_answer_prices_certainty_by_the_spread(two):
     needed = found.comparison.seeds_needed_at_gap
     assert f"About {needed - 4} more seeds a side, {needed} in all, would decide it in 80 % of cases" in said
     assert "95 % interval" in said
-    assert "(+0.033 %)" in said
+    assert "(0.033 %) above" in said
     margins = {price.seeds: price.margin for price in prices(found)}
     assert margins[4] == pytest.approx(found.comparison.detectable)
     assert list(margins.values()) == sorted(margins.values(), reverse=True)
@@ -272,3 +273,9 @@ def test_runs_that_were_as_many_as_it_takes_and_did_not_decide_are_not_told_to_b
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.comparison.seeds_needed_at_gap == len(gaps)
     assert "these did not. Run some more." in answers(found)[1]
+
+
+def test_a_text_of_gigabytes_is_no_log(two, monkeypatch):
+    monkeypatch.setattr(loss_logs, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text: no log"):
+        read_arms([two[0] / "seed0.log"], [two[1]])
