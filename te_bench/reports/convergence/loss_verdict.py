@@ -174,7 +174,10 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     if c is None or c.interval_95 is None:
         return f"{said}; how sure that is cannot be told."
     low, high = c.interval_95
-    return f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
+    said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
+    assert c.interval is not None
+    low, high = c.interval
+    return f"{said} The verdict goes by the {100 * (1 - 2 * c.alpha):.3g} % interval, {low:+.2g} to {high:+.2g} nat."
 
 
 def _nat(gap: float, found: LossVerdict) -> str:

@@ -39,7 +39,8 @@ def losses(found: LossVerdict) -> Table | None:
     c = found.comparison
     if c is None:
         return None
-    tested, p = level(c.alpha), c.claims if c.interval else None  # without a test there is no p
+    tested, p = level(c.alpha), c.claims
+    within, below, above = (p.equivalent, p.non_inferior, p.inferior) if c.interval else (None, None, None)
     rows = (
         ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
         ("Mean gap, above 0 is worse", number(c.gap, text.signed)),
@@ -49,9 +50,9 @@ def losses(found: LossVerdict) -> Table | None:
         *(() if tested == "95 %" else ((f"{tested} interval, of the tests", word(interval(c.interval))),)),
         (f"{tested} interval, Student's t", word(interval(c.t_interval))),
         ("Margin", number(c.margin)),
-        ("p: within the margin", number(p and p.equivalent, text.probability)),
-        ("p: not worse by the margin", number(p and p.non_inferior, text.probability)),
-        ("p: worse by the margin", number(p and p.inferior, text.probability)),
+        ("p: within the margin", number(within, text.probability)),
+        ("p: not worse by the margin", number(below, text.probability)),
+        ("p: worse by the margin", number(above, text.probability)),
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
@@ -197,7 +198,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def _gap(found: LossVerdict, c: LossComparison) -> Drawing:
-    where = f"the mean gap with its 95 % interval over the margin {c.margin:g}, and every pair's gap"
+    where = f"the mean gap over the margin {c.margin:g}; the verdict goes by its {level(c.alpha)} interval"
     return draw("gap", "gap", "The gap against the margin", where, _gap_figure(found, c))
 
 
@@ -214,7 +215,8 @@ def _forest(found: LossVerdict, c: LossComparison) -> Figure:
     axes.axvspan(-c.margin, c.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
     axes.axvline(0, color=FAINT, linewidth=0.8)
     colour = VERDICT_COLOURS[found.verdict]
-    axes.plot(ends, [0, 0], color=colour, linewidth=2.4, solid_capstyle="butt")
+    axes.plot(ends, [0, 0], color=colour, linewidth=1.0, solid_capstyle="butt")
+    axes.plot(c.interval or ends, [0, 0], color=colour, linewidth=3.2, solid_capstyle="butt")
     axes.plot([c.gap], [0], "o", color=colour, markersize=7)
     axes.plot(gaps, [1] * len(gaps), "o", color=COLOURS[0], markersize=4.5, alpha=0.6, mew=0)
     axes.set_xlim(-widest, widest)
@@ -222,7 +224,8 @@ def _forest(found: LossVerdict, c: LossComparison) -> Figure:
     without_y(axes)
     axes.set_xlabel("candidate less baseline, nat; to the right is worse")
     handles: list[Line2D | Patch] = [
-        Line2D([], [], color=colour, marker="o", label="mean gap, 95 % interval"),
+        Line2D([], [], color=colour, marker="o", label=f"mean gap, {level(c.alpha)} interval"),
+        Line2D([], [], color=colour, linewidth=1.0, label="95 % interval"),
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {c.margin:g}"),
     ]
     if gaps:

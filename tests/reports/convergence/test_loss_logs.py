@@ -231,6 +231,7 @@ def test_the_answer_prices_certainty_by_the_spread(two):
     needed = found.comparison.seeds_needed_at_gap
     assert f"About {needed - 4} more seeds a side, {needed} in all, would decide it in 80 % of cases" in said
     assert "95 % interval" in said
+    assert "The verdict goes by the 90 % interval" in said
     assert "(0.033 %) above" in said
     margins = {price.seeds: price.margin for price in prices(found)}
     assert margins[4] == pytest.approx(found.comparison.detectable)
