@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from te_bench.reports.convergence import loss_csv
+from te_bench.reports.convergence.loss_arms import LAST
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_loss, plain
 
-LAST = 0.1  # the share of training whose mean training loss is judged
 LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
 NAMED = 5  # losses or files that a message names
 
