@@ -11,7 +11,6 @@ import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl
 
 import contextlib
 import functools
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from te_bench.cli import (
     tune,
 )
 from te_bench.cli import verdict as judge
+from te_bench.reports import CONTROL
 
 app = typer.Typer(
     name="te-bench",
@@ -47,7 +47,6 @@ app = typer.Typer(
 
 
 USAGE, FAULT = 2, 70
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def main() -> None:
@@ -94,7 +93,7 @@ class _Printable:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(_CONTROL.sub("\ufffd", text))
+        return self.raw.write(CONTROL.sub("\ufffd", text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)

@@ -128,10 +128,11 @@ def _of_logs(
     print(f"{found.verdict}: {found.reason}\n")
     if (table := loss_page.losses(found)) is not None:
         print("\n".join(tables.terminal(table)), end="\n\n")
+    say(f"Judged: {found.judged}.")
     for sentence in loss_verdict.answers(found):
         say(sentence)
     for note in found.notes:
-        print(f"Note: {note}.")
+        say(f"Note: {note}.", indent="  ")
     if html is not None:
         print(f"page: {loss_page.write_page(found, html)}")
     return found.exit_code

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import LogFile
+from te_bench.reports.logs.names import VALIDATION, plain
 from te_bench.reports.logs.rows import STEP
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
 
-# the first of these that a file has is the loss
-LOSS = ("val_loss", "val/loss", "validation_loss", "eval_loss", "eval/loss", "final_loss", "loss", "value")
+LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is the loss
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
 
@@ -116,7 +116,7 @@ def _finals(source: str, table: Table) -> Losses:
     width = len(table.rows[0][1])
     seed = table.column(SEED)
     columns = [c for c in range(width) if c != seed and any(numeric(row[c]) for _, row in table.rows)]
-    loss = table.column(LOSS) if len(columns) > 1 else next(iter(columns), None)
+    loss = _loss(table) if len(columns) > 1 else next(iter(columns), None)
     names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in columns]
     if not columns:
         raise ValueError(f"{table.path} has no column of numbers: give one loss a line, or columns step, loss, seed")
@@ -150,12 +150,17 @@ def _finals(source: str, table: Table) -> Losses:
     return Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes))
 
 
+def _loss(table: Table) -> int | None:
+    names = list(map(plain, table.header or ()))
+    return next((names.index(name) for name in LOSS if name in names), None)
+
+
 def _taken(table: Table, column: int) -> str:
     return f"{table.path}: the losses are those of the column {(table.header or ())[column]}"
 
 
 def _long(source: str, table: Table) -> Losses:
-    step, loss, seed = (table.column(names) for names in (STEP, LOSS, SEED))
+    step, loss, seed = table.column(STEP), _loss(table), table.column(SEED)
     assert step is not None
     assert table.header is not None
     others = [c for c in range(len(table.header)) if c not in (step, seed)]
@@ -168,7 +173,7 @@ def _long(source: str, table: Table) -> Losses:
             f"{table.path} has the columns {', '.join(table.header)}: call the one with the losses loss, or give step and "
             "a column a seed, called by its number"
         )
-    several = sum(table.header[c].lower() in LOSS for c in others) > 1
+    several = sum(plain(table.header[c]) in LOSS for c in others) > 1
     points: dict[str, list[_Point]] = {}
     for line, row in table.rows:
         run = points.setdefault(row[seed], [])

@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from te_bench.reports.convergence import loss_csv
+from te_bench.reports.convergence.loss_arms import LAST
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, of_curves, seeds_of
-from te_bench.reports.logs import FORMATS, LogFile, LogFormat, Series
+from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_loss, plain
-from te_bench.reports.logs.table import UTF_16
 
-LAST = 0.1  # the share of training whose mean training loss is judged
 LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
-HEAD = 4096  # bytes that tell text from others
 NAMED = 5  # losses or files that a message names
 
 
@@ -83,10 +81,10 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
         raise ValueError(
             f"{source} mixes logs of several kinds: {one} ({this.place}) and {other} ({that.place}); name those of one kind"
         )
-    for place, count in Counter(one.place.resolve() for one in found).items():
+    for place, count in Counter(os.path.realpath(one.place) for one in found).items():
         if count > 1:
             raise ValueError(f"{place} is given {count} times: a run counts once")
-    digests = frozenset(digest(file) for one in found for file in one.files)
+    digests = frozenset(digest(file) for one in found for file in one.files if file.content)
     if tables and metric is not None:
         raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns say the loss")
     if tables:
@@ -115,9 +113,9 @@ def _found(path: Path) -> list[_Found]:
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
-def _below(folder: Path, seen: set[Path]) -> Iterator[_Found]:
+def _below(folder: Path, seen: set[str]) -> Iterator[_Found]:
     """The runs of a folder, each folder once, whatever links lead to it (W&B has its latest run under two names)."""
-    seen.add(folder.resolve())
+    seen.add(os.path.realpath(folder))
     claims = [(form, files) for form in _formats() if (files := form.run_files(folder))]
     if len(claims) > 1:
         both = " and ".join(f"{form.title} ({files[-1].name})" for form, files in claims)
@@ -127,12 +125,12 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[_Found]:
     if claims:
         return
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
-        if path.name.startswith(".") or path.resolve() in seen:
+        if path.name.startswith(".") or os.path.realpath(path) in seen:  # unlike resolve, silent on a loop of links
             continue
         if path.is_dir():
             yield from _below(path, seen)
         elif path.is_file() and (found := _log_below(path)) is not None:
-            seen.add(path.resolve())
+            seen.add(os.path.realpath(path))
             yield found
 
 
@@ -145,7 +143,8 @@ def _log_below(path: Path) -> _Found | None:
         return None
     with path.open("rb") as stream:
         head = stream.read(HEAD)
-    kind = _kind(LogFile(path=path, content=head) if b"\0" in head else _file(path))
+    begun = LogFile(path=path, content=head)
+    kind = _kind(begun if begun.binary else _file(path))
     if kind is None and path.suffix.lower() != ".csv":
         return None
     return _Found(place=path, files=(_file(path),), format=kind)
@@ -166,17 +165,20 @@ def _formats() -> list[LogFormat]:
 
 def _kind(file: LogFile) -> LogFormat | None:
     """The first format that takes the file; one of text takes no binary."""
-    text = b"\0" not in file.content[:HEAD]
-    return next((one for one in _formats() if (text or one.binary) and one.recognises(file)), None)
+    return next((one for one in _formats() if (one.binary or not file.binary) and one.recognises(file)), None)
 
 
 def _format_of(file: LogFile) -> LogFormat | None:
     """The format of a file that was named; None for a table of several runs. Raises ValueError for what is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
+    if not file.binary and len(file.content) > LARGEST:
+        raise ValueError(
+            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text: no log that is read here has so much"
+        )
     if (kind := _kind(file)) is not None:
         return kind
-    if b"\0" in file.content and file.content[:2] not in UTF_16:
+    if file.binary:
         raise ValueError(f"{file.path} is none of the logs that are read here: {_known()}")
     return None
 
@@ -287,7 +289,8 @@ def _broke(seed: str, curve: Curve) -> str | None:
 
 def _late(curve: Curve) -> float:
     """The mean over the last tenth of the steps."""
-    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= (1 - LAST) * curve.step[-1]]
+    start = curve.step[-1] - LAST * abs(curve.step[-1])  # some write steps below 0
+    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= start]
     return sum(late) / len(late)
 
 

@@ -96,7 +96,7 @@ def judge_losses(
     verdict, comparison = Verdict.DIVERGED, None
     reason = loss_arms.why_diverged(candidate)  # whatever the others end on: the runs that survived are a biased choice
     if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:
-        verdict, reason = Verdict.INCONCLUSIVE, "one run a side says nothing of how far seeds alone move the loss"
+        verdict, reason = Verdict.INCONCLUSIVE, "one run says nothing of how far seeds alone move the loss"
     elif reason is None:
         comparison = compare(
             matched.candidate, matched.baseline, margin=margin, alpha=alpha, paired=bool(matched.seeds)
@@ -109,7 +109,7 @@ def judge_losses(
         notes += [moving] if moving and not known else []
         notes += [loss_arms.note_far(matched, place) for place in comparison.outliers]
         notes += [loss_arms.note_unpaired(*arms)] if paired is None and not matched.seeds else []
-        notes += [ASSUMPTION]
+        notes += [ASSUMPTION] if comparison.interval else []
         notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
         notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
         notes += [blind for arm in arms[:1] if (blind := loss_arms.note_training(arm))]
@@ -168,11 +168,16 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     n, control = len(found.matched.candidate), len(found.matched.baseline)
     runs = f"{n} pairs of one seed each" if found.matched.seeds and n > 1 else f"runs: {n} against {control}"
     gap = sum(found.matched.candidate) / n - found.level if c is None else c.gap
-    said = f"The candidate ends {_nat(gap, found)} from the baseline's {found.level:.4f} ({runs})"
+    where = "below" if gap < 0 else "above"
+    size = f"{abs(gap):.2g} nat ({100 * abs(found.relative(gap)):.2g} %)"
+    said = f"The candidate ends {size} {where} the baseline's {found.level:.4f} ({runs})"
     if c is None or c.interval_95 is None:
         return f"{said}; how sure that is cannot be told."
     low, high = c.interval_95
-    return f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
+    said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
+    assert c.interval is not None
+    low, high = c.interval
+    return f"{said} The verdict goes by the {100 * (1 - 2 * c.alpha):.3g} % interval, {low:+.2g} to {high:+.2g} nat."
 
 
 def _nat(gap: float, found: LossVerdict) -> str:
@@ -187,7 +192,10 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
         return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."
-    more = max(few - min(c.n, c.n_control), 1)
+    if (more := few - min(c.n, c.n_control)) <= 0:
+        return (
+            f"{few} {each} decide it in 80 % of cases by the gap and spread as measured; these did not. Run some more."
+        )
     return (
         f"About {more} more {each}, {few} in all, would decide it in 80 % of cases, if the true gap and spread are what was "
         "measured."

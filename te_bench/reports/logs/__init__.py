@@ -3,12 +3,15 @@
 A format is a file with FORMAT. It tells its logs by what they hold or how their folder is laid out, not by their names.
 """
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from te_bench import plugins
 
+HEAD = 4096  # bytes that tell text from others
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
 _NO_FILES: tuple[Path, ...] = ()
 
 
@@ -20,9 +23,13 @@ class LogFile:
     content: bytes
 
     @property
+    def binary(self) -> bool:
+        return b"\0" in self.content[:HEAD] and self.content[:2] not in UTF_16
+
+    @property
     def text(self) -> str:
-        """The bytes as UTF-8; what is none becomes a mark that no pattern matches."""
-        return self.content.decode("utf-8", errors="replace")
+        """The bytes as UTF-8, or as UTF-16 where they say so; what is none becomes a mark that no pattern matches."""
+        return self.content.decode("utf-16" if self.content[:2] in UTF_16 else "utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

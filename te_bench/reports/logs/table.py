@@ -1,19 +1,17 @@
 """Tables of text: a CSV's header and cells, with the line of each for messages."""
 
-import codecs
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from te_bench.reports.logs import LogFile
+from te_bench.reports.logs import UTF_16, LogFile
 from te_bench.reports.logs.rows import STEP
 
 SEED = ("seed", "run", "run_id")
 WANDB = " - "  # between the run's name and the metric's
 TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
 SPAN = ("__min", "__max")  # companions of a W&B column: the extremes of the points that one row stands for
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ ARMS = ("baseline", "candidate")
 LATE = 0.5  # the share of training that the second panel shows
 POINTS = 200  # of a curve that are drawn
 MEANING = {
-    Verdict.EQUIVALENT: "Both one-sided tests reject: the gap is within the margin on either side.",
+    Verdict.EQUIVALENT: "The gap is shown to lie within the margin, above or below.",
     Verdict.NON_INFERIOR: "The gap is below the margin. How far it is below 0 is not shown.",
     Verdict.INFERIOR: "The gap is shown to be above the margin.",
     Verdict.DIVERGED: "A run broke: its loss is not finite, or rose and did not come back.",
@@ -35,13 +35,13 @@ MEANING = {
 
 
 def losses(found: LossVerdict) -> Table | None:
-    """The comparison in numbers; None of a candidate that diverged."""
+    """The comparison in numbers, as many as these runs tell; None of a candidate that diverged."""
     c = found.comparison
     if c is None:
         return None
-    tested = level(c.alpha)
+    tested, p = level(c.alpha), c.claims
+    within, below, above = (p.equivalent, p.non_inferior, p.inferior) if c.interval else (None, None, None)
     rows = (
-        ("Verdict", word(found.verdict)),
         ("Runs", word(f"{c.n} pairs" if c.paired else f"{c.n} against {c.n_control}, unpaired")),
         ("Mean gap, above 0 is worse", number(c.gap, text.signed)),
         ("95 % interval", word(interval(c.interval_95))),
@@ -50,17 +50,17 @@ def losses(found: LossVerdict) -> Table | None:
         *(() if tested == "95 %" else ((f"{tested} interval, of the tests", word(interval(c.interval))),)),
         (f"{tested} interval, Student's t", word(interval(c.t_interval))),
         ("Margin", number(c.margin)),
-        ("p: within the margin", number(c.claims.equivalent, text.probability)),
-        ("p: not worse by the margin", number(c.claims.non_inferior, text.probability)),
-        ("p: worse by the margin", number(c.claims.inferior, text.probability)),
+        ("p: within the margin", number(within, text.probability)),
+        ("p: not worse by the margin", number(below, text.probability)),
+        ("p: worse by the margin", number(above, text.probability)),
         ("Correlation of the pairs", number(c.correlation, text.signed)),
         ("Power at a true gap of 0", number(c.power, text.percent)),
         ("Smallest margin with 80 % power", number(c.detectable)),
         ("Runs needed for 80 % power", number(c.seeds_needed, text.count)),
         ("To show what the measured gap is", number(c.seeds_needed_at_gap, text.count)),
-        ("Judged", word(found.judged)),
     )
-    return table_of("losses", "Final losses", [{"What": word(name), "Value": value} for name, value in rows])
+    told = [{"What": word(name), "Value": value} for name, value in rows if value.text != text.MISSING]
+    return table_of("losses", "Final losses", told)
 
 
 def _percent(found: LossVerdict, ends: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -198,7 +198,7 @@ def _thinned(curve: Curve) -> Curve:
 
 
 def _gap(found: LossVerdict, c: LossComparison) -> Drawing:
-    where = f"the mean gap with its 95 % interval over the margin {c.margin:g}, and every pair's gap"
+    where = f"the mean gap over the margin {c.margin:g}; the verdict goes by its {level(c.alpha)} interval"
     return draw("gap", "gap", "The gap against the margin", where, _gap_figure(found, c))
 
 
@@ -215,7 +215,8 @@ def _forest(found: LossVerdict, c: LossComparison) -> Figure:
     axes.axvspan(-c.margin, c.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
     axes.axvline(0, color=FAINT, linewidth=0.8)
     colour = VERDICT_COLOURS[found.verdict]
-    axes.plot(ends, [0, 0], color=colour, linewidth=2.4, solid_capstyle="butt")
+    axes.plot(ends, [0, 0], color=colour, linewidth=1.0, solid_capstyle="butt")
+    axes.plot(c.interval or ends, [0, 0], color=colour, linewidth=3.2, solid_capstyle="butt")
     axes.plot([c.gap], [0], "o", color=colour, markersize=7)
     axes.plot(gaps, [1] * len(gaps), "o", color=COLOURS[0], markersize=4.5, alpha=0.6, mew=0)
     axes.set_xlim(-widest, widest)
@@ -223,7 +224,8 @@ def _forest(found: LossVerdict, c: LossComparison) -> Figure:
     without_y(axes)
     axes.set_xlabel("candidate less baseline, nat; to the right is worse")
     handles: list[Line2D | Patch] = [
-        Line2D([], [], color=colour, marker="o", label="mean gap, 95 % interval"),
+        Line2D([], [], color=colour, marker="o", label=f"mean gap, {level(c.alpha)} interval"),
+        Line2D([], [], color=colour, linewidth=1.0, label="95 % interval"),
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {c.margin:g}"),
     ]
     if gaps:

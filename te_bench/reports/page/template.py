@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from te_bench.reports import CONTROL
 from te_bench.reports.page import tables
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -33,4 +34,4 @@ def rendered(name: str, content: Mapping[str, Any]) -> bytes:
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
     }
-    return environment.get_template(name).render({**shared, **content}).encode()
+    return CONTROL.sub("\ufffd", environment.get_template(name).render({**shared, **content})).encode()

@@ -61,6 +61,12 @@ def test_of_several_loss_columns_the_validation_loss_is_taken_and_said(tmp_path)
     assert "column val_loss" in found.notes[0]
 
 
+def test_a_csv_s_validation_loss_has_the_names_that_logs_give_it(tmp_path):
+    rows = [f"{step},{4 - step - seed / 10},{3 - step - seed / 10},{seed}" for seed in (0, 1) for step in (0, 1)]
+    found = read(written(tmp_path, "\n".join(["step,loss,valid/loss,seed", *rows]) + "\n"))
+    assert found.final == {"0": 2.0, "1": 1.9}
+
+
 def test_weights_and_biases(tmp_path):
     heads = [f'"{run} - val/loss{span}"' for run in ("fp8-seed3", "fp8-seed12") for span in ("", "__MIN", "__MAX")]
     rows = ["0,4.0,3.9,4.1,4.2,4.2,4.2", "5,,,,3.9,3.9,3.9", "10,3.0,2.9,3.1,3.2,3.2,3.2"]

@@ -8,7 +8,9 @@ import shutil
 import pytest
 import run_logs
 
+from te_bench.reports.convergence import loss_logs
 from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.loss_csv import Losses
 from te_bench.reports.convergence.loss_logs import read_arms
 from te_bench.reports.convergence.loss_verdict import answers, judge_losses, prices
 
@@ -229,9 +231,52 @@ def test_the_answer_prices_certainty_by_the_spread(two):
     needed = found.comparison.seeds_needed_at_gap
     assert f"About {needed - 4} more seeds a side, {needed} in all, would decide it in 80 % of cases" in said
     assert "95 % interval" in said
-    assert "(+0.033 %)" in said
+    assert "The verdict goes by the 90 % interval" in said
+    assert "(0.033 %) above" in said
     margins = {price.seeds: price.margin for price in prices(found)}
     assert margins[4] == pytest.approx(found.comparison.detectable)
     assert list(margins.values()) == sorted(margins.values(), reverse=True)
     low, high = found.comparison.interval_95
     assert low < found.comparison.interval[0] < found.comparison.interval[1] < high
+
+
+def test_a_folder_may_hold_links_that_lead_nowhere_and_a_log_that_powershell_wrote(two):
+    before = read_arms([two[0]], [two[1]])[0].final
+    (two[0] / "loop").symlink_to(two[0] / "pool")
+    (two[0] / "pool").symlink_to(two[0] / "loop")
+    log = two[0] / "seed1.log"
+    log.write_bytes(log.read_text().encode("utf-16"))
+    assert read_arms([two[0]], [two[1]])[0].final == before
+
+
+def test_empty_event_files_on_both_sides_are_not_the_same_run(tmp_path):
+    for side, gap in (("a", 0.0), ("b", 0.001)):
+        for seed in range(3):
+            run_logs.tensorboard(tmp_path / side / f"seed{seed}", 3 + gap + seed * 1e-4)
+            (tmp_path / side / f"seed{seed}" / "events.out.tfevents.1.profile-empty").touch()
+    assert judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003).comparison.n == 3
+
+
+def test_steps_below_zero_have_a_last_tenth_too(tmp_path):
+    for side in ("a", "b"):
+        for seed in range(2):
+            path = tmp_path / side / f"seed{seed}.csv"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"step,train_loss\n-5,4\n-4,3.5\n-3,3.{seed}{ord(side)}\n")
+    assert read_arms([tmp_path / "a"], [tmp_path / "b"])[0].final == {"0": 3.097, "1": 3.197}
+
+
+def test_runs_that_were_as_many_as_it_takes_and_did_not_decide_are_not_told_to_be_one_too_few():
+    gaps = (0.0002, -0.0009, 0.0008, 0.0001, 0.0003, 0.0009, 0.0014, 0.0056)
+    finals = [{str(seed): 3 + seed * 1e-4 + gap * on for seed, gap in enumerate(gaps)} for on in (0, 1)]
+    sides = [Losses(source="", final=final, curves={}, seeded=True) for final in finals]
+    found = judge_losses(*sides, margin=0.004)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.comparison.seeds_needed_at_gap == len(gaps)
+    assert "these did not. Run some more." in answers(found)[1]
+
+
+def test_a_text_of_gigabytes_is_no_log(two, monkeypatch):
+    monkeypatch.setattr(loss_logs, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text: no log"):
+        read_arms([two[0] / "seed0.log"], [two[1]])

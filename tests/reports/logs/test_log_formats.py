@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,34 @@ def test_what_cannot_be_read_is_told_with_its_place(name, content, message, tmp_
     path = Path(logs.written(tmp_path / "log", content))
     with pytest.raises(ValueError, match=message):
         read(name, path)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('{"step": null, "loss": 3.0}', (0, 3.0)),
+        ('{"step": [1], "loss": 3.0}', (0, 3.0)),
+        ('{"step": 1, "loss": 1' + 400 * "0" + "}", (1, math.inf)),
+        ('{"step": 1, "loss": -1' + 400 * "0" + "}", (1, -math.inf)),
+    ],
+)
+def test_numbers_of_json_that_are_none_or_too_large(row, expected, tmp_path):
+    path = logs.written(tmp_path / "trainer_state.json", f'{{"log_history": [{row}]}}')
+    assert read("huggingface", path).losses == {"loss": [expected]}
+
+
+@pytest.mark.parametrize("name", ["huggingface", "wandb"])
+def test_json_that_is_nested_too_deeply_is_told(name, tmp_path):
+    path = logs.written(tmp_path / "trainer_state.json", '{"log_history": ' + 100_000 * "[" + "\n")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read(name, path)
+
+
+def test_a_history_of_json_lines_is_told_by_what_it_holds(tmp_path):
+    rows = ['{"_step": 0, "gpu": 1}', '{"_step": 1, "note": "a\u2028b", "val/loss": 3.0}']
+    path = logs.written(tmp_path / "metrics.jsonl", "\n".join(rows) + "\n")
+    file = LogFile(path=path, content=path.read_bytes())
+    assert [name for name in FORMATS.names() if FORMATS.load(name).recognises(file)] == ["wandb"]
+    assert read("wandb", path).losses["val/loss"] == [(1, 3.0)]
+    corpus = LogFile(path=path, content=b'{"text": "a step, a loss"}\n')
+    assert not FORMATS.load("wandb").recognises(corpus)

@@ -261,7 +261,7 @@ def test_curves_whose_gap_still_opens_carry_no_verdict(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("EQUIVALENT: ")
     assert "Note: " in done.stdout
-    assert "the loss still falls, by 0.2 over the last 200 steps" in done.stdout
+    assert "the loss still falls, by 0.2 over the last 200 steps" in " ".join(done.stdout.split())
     done = verdict("--baseline", a, "--candidate", opening, "--margin", "0.003", "--paired")
     assert done.returncode == 3
     assert done.stdout.startswith("INCONCLUSIVE: the gap still moves: by +0.004 over the last 200 steps")
@@ -287,7 +287,7 @@ def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(tmp_path: 
     b.write_text("3.280\n3.281\n1e30\n3.282\n")
     done = verdict("--baseline", a, "--candidate", b, "--margin", "0.003", "--paired")
     assert done.returncode == 3, done.stderr
-    assert "row 3 ends 1e+30 above the median of its runs; write nan if it diverged" in done.stdout
+    assert "row 3 ends 1e+30 above the median of its runs; write nan if it diverged" in " ".join(done.stdout.split())
     assert "+2.5e+29" in done.stdout
     assert max(map(len, done.stdout.splitlines()[2:16])) < 100
     assert done.stderr == ""

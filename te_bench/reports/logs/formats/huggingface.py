@@ -3,14 +3,13 @@
 Source: huggingface/transformers, trainer_callback.py, TrainerState.log_history.
 """
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
-from te_bench.reports.logs.rows import series_of
+from te_bench.reports.logs.rows import of_json, series_of
 
 STATE = "trainer_state.json"
 
@@ -25,25 +24,24 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def _read(files: Sequence[LogFile]) -> Series:
-    state = max((_state(file) for file in files), key=lambda state: _step_of(state))
-    # train_loss is the mean over the whole training, which Trainer logs after its last step
-    rows = [{name: value for name, value in row.items() if name != "train_loss"} for row in state["log_history"]]
-    return Series(losses=series_of(rows))
+    losses = max((series_of(_history(file)) for file in files), key=_last_step)
+    losses.pop("train_loss", None)  # the mean over the whole training, which Trainer logs after its last step
+    return Series(losses=losses)
 
 
-def _step_of(state: dict[str, Any]) -> float:
-    return max((float(row["step"]) for row in state["log_history"] if "step" in row), default=0.0)
+def _last_step(losses: Mapping[str, Sequence[tuple[float, float]]]) -> float:
+    return max((step for points in losses.values() for step, _ in points), default=0.0)
 
 
-def _state(file: LogFile) -> dict[str, Any]:
+def _history(file: LogFile) -> list[dict[str, Any]]:
     try:
-        state = json.loads(file.content)
+        state = of_json(file.content)
     except ValueError as error:
         raise ValueError(f"{file.path} is no whole JSON file ({error}): copy it again") from error
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file.path} has no log_history: give the {STATE} that the Trainer wrote")
-    return dict(state)
+    return rows
 
 
 FORMAT = LogFormat(

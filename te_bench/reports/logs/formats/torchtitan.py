@@ -16,7 +16,7 @@ _LINE = re.compile(rf"\bstep:\s*\d+\s+loss:\s*{NUMBER}\s+(?:grad_norm|memory):")
 
 
 def _recognises(file: LogFile) -> bool:
-    return b"step:" in file.content and any(_LINE.search(line) for line in lines_of(file))
+    return "step:" in file.text and any(_LINE.search(line) for line in lines_of(file))
 
 
 FORMAT = LogFormat(

@@ -1,10 +1,10 @@
 """Weights & Biases: a run folder (its .wandb file, wandb-history.jsonl or wandb-summary.json), or one of these files.
 
+A history may have any name: a row a line in JSON, with a step and a loss.
 Source: wandb/wandb, sdk/internal/datastore.py (a log of blocks as LevelDB writes it, with zlib's CRC-32) and
 proto/wandb_internal.proto. What the web page exports as CSV is read as CSV.
 """
 
-import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,14 @@ from typing import Any
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
-from te_bench.reports.logs.rows import series_of
+from te_bench.reports.logs.names import is_loss
+from te_bench.reports.logs.rows import STEP, of_json, series_of
 
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK, HEAD = 2**15, 7  # bytes
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 HISTORY, CONFIG, RUN = 2, 5, 17  # of a Record
+FIRST_LINES = 20  # of a history, that may log other things first
 HISTORY_JSON, SUMMARY_JSON = "wandb-history.jsonl", "wandb-summary.json"
 
 
@@ -38,14 +40,14 @@ def _read(files: Sequence[LogFile]) -> Series:
         summary = _object(file, file.text, "")
         return Series(losses=series_of([summary]), whole=False)
     rows, notes = [], []
-    lines = file.text.splitlines()
+    lines = file.text.split("\n")  # a string in JSON may hold other marks that end lines
     for n, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             rows.append(_object(file, line, f", line {n}"))
         except ValueError:
-            if n < len(lines) or file.text.endswith("\n"):
+            if n < len(lines):
                 raise
             notes.append(f"{file.path}: the last line is torn and left out")
     return Series(losses=series_of(rows), notes=tuple(notes))
@@ -53,7 +55,7 @@ def _read(files: Sequence[LogFile]) -> Series:
 
 def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = of_json(text)
     except ValueError as error:
         raise ValueError(f"{file.path}{where}: no JSON ({error}): export the run's history as CSV") from error
     if not isinstance(found, dict):
@@ -87,7 +89,7 @@ def _items(message: bytes) -> dict[str, Any]:
     for item in several(message, 1):
         key = one(item, 1) or b".".join(several(item, 2))
         if value := one(item, 16):
-            found[key.decode("utf-8", errors="replace")] = json.loads(value)
+            found[key.decode("utf-8", errors="replace")] = of_json(value)
     return found
 
 
@@ -111,9 +113,25 @@ def _records(file: LogFile) -> Iterator[tuple[int, bytes]]:
 
 
 def _recognises(file: LogFile) -> bool:
-    return file.content.startswith(HEADER) or file.path.name in (HISTORY_JSON, SUMMARY_JSON)
+    return file.content.startswith(HEADER) or file.path.name in (HISTORY_JSON, SUMMARY_JSON) or _is_history(file)
+
+
+def _is_history(file: LogFile) -> bool:
+    """Whether one of its first lines is an object in JSON with a step and a loss."""
+    for line in file.content[:BLOCK].split(b"\n")[:FIRST_LINES]:
+        try:
+            row = of_json(line) if line.startswith(b"{") else None
+        except ValueError:
+            return False
+        if isinstance(row, dict) and any(map(is_loss, row)) and any(name in STEP for name in row):
+            return True
+    return False
 
 
 FORMAT = LogFormat(
-    title="Weights & Biases' run folder", recognises=_recognises, read=_read, binary=True, run_files=_run_files
+    title="Weights & Biases' run folder or JSON lines",
+    recognises=_recognises,
+    read=_read,
+    binary=True,
+    run_files=_run_files,
 )
