@@ -90,7 +90,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_run_divides_its_steps_and_says_so(scaled: Any, mode: str, seen: set[str]) -> None:
     """The record says over what and by which collectives, and the check held the global batch."""
     said, found, *_ = scaled
-    assert f"bf16, eager, {mode} x2" in said
+    assert f"bf16, {mode} x2" in said
     step = found[mode, "bf16"]
     assert {"world": 2, "parallel": mode, "backend": "gloo", "tokens": 4 * 16}.items() <= step["work"].items()
     assert {each["name"].removesuffix("_base") for each in step["work"]["collectives"]} == seen

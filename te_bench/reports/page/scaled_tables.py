@@ -22,11 +22,9 @@ TITLES = {
 def times(result: GroupResult) -> Table | None:
     """Throughput of each GPU, efficiency, what collectives cost, energy and the link."""
     steps = result.scaled
-    several = len({step.project for step in steps}) > 1
     shown = [
         {
             "Configuration": label(step.configuration),
-            **({"Project": Value(text=step.project, sort=None)} if several else {}),
             "GPUs": Value(text=str(step.world), sort=step.world),
             "ms/step": number(step.latency_s, text.milliseconds),
             "tok/s/GPU": number(step.tokens_per_s, text.count),
@@ -39,7 +37,7 @@ def times(result: GroupResult) -> Table | None:
         }
         for step in steps
     ]
-    return table_of("scaling", "A training step on one GPU and on several", shown, " ".join(_notes(steps)), 1 + several)
+    return table_of("scaling", "A training step on one GPU and on several", shown, " ".join(_notes(steps)))
 
 
 def _efficiency(step: ScaledStep) -> Value:

@@ -102,7 +102,7 @@ def test_every_recipe_is_nearly_the_same_model(name: str) -> None:
     for key in grads:
         if grads[key].dim() == 2 and ".h." in key:
             error = ((found[key] - grads[key]).norm() / grads[key].norm()).item()
-            assert 0.01 < error < 0.25, key
+            assert 0.01 < error < (0.5 if recipes.load(name).nvfp4() else 0.25), key  # FP4 has a bit of mantissa, not 3
 
 
 def test_fp8_outside_of_its_autocast_is_refused() -> None:
