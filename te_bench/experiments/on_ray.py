@@ -295,7 +295,10 @@ class RayExecutor:
             yield from self._cut_off()
 
     def kill(self) -> None:
-        end(list(self._running))
+        """Nothing: the cluster ends a driver's tasks, and what they have started, once the driver has left it.
+
+        Ray's own cancellation may fail a check of Ray's while a driver ends, and then the process exits with 1 at once.
+        """
 
     def _doubt(self, place: Place) -> None:
         """Give the place no trial before its host has answered: Ray takes a while to notice that one is gone."""
@@ -391,20 +394,6 @@ def _line(error: Exception) -> str:
 def _id(host: Host) -> str:
     assert host.machine is not None
     return str(host.machine["id"])
-
-
-def end(refs: Sequence[Any]) -> None:
-    """Cancel tasks and wait until they are gone.
-
-    A driver that shuts down while Ray still carries a cancellation may fail a check of Ray's own and exit with 1.
-    """
-    import ray
-
-    for ref in refs:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.cancel(ref, force=True)
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=ANSWER_S)
 
 
 def on(node: str) -> Any:

@@ -22,22 +22,19 @@ def run_each(
     there = cluster.head()
     waiting, free = list(tasks)[::-1], list(places)
     running: dict[Any, on_ray.Place] = {}
-    try:
-        while waiting or running:
-            while waiting and free:
-                place = free.pop(0)
-                host = cluster.of(place.node)
-                assert host is not None
-                of_each: dict[str, Any] = cluster.wanted.of_each(host.resources)
-                task = ray.remote(max_retries=0, max_calls=1, **of_each)(_run_there)  # fresh: none is the other's noise
-                on_host = task.options(scheduling_strategy=on_ray.on(place.node))
-                running[on_host.remote(function, waiting.pop(), cluster.wanted.device, there)] = place
-            [done], _ = ray.wait(list(running), num_returns=1)
-            place = running.pop(done)
-            free.append(place)
-            yield _answer(done, place)
-    finally:
-        on_ray.end(list(running))
+    while waiting or running:
+        while waiting and free:
+            place = free.pop(0)
+            host = cluster.of(place.node)
+            assert host is not None
+            of_each: dict[str, Any] = cluster.wanted.of_each(host.resources)
+            task = ray.remote(max_retries=0, max_calls=1, **of_each)(_run_there)  # fresh: none is the other's noise
+            on_host = task.options(scheduling_strategy=on_ray.on(place.node))
+            running[on_host.remote(function, waiting.pop(), cluster.wanted.device, there)] = place
+        [done], _ = ray.wait(list(running), num_returns=1)
+        place = running.pop(done)
+        free.append(place)
+        yield _answer(done, place)
 
 
 def _answer(done: Any, place: on_ray.Place) -> Any:
