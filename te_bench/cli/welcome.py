@@ -6,31 +6,25 @@ from pathlib import Path
 
 from te_bench import __version__
 from te_bench.experiments import environment, store
+from te_bench.models import rivals
 
-#: Other projects whose steps, layers or attention kernels te-bench measures beside its own: distributions and their names.
-RIVALS = {
-    "torchao": "torchao",
-    "liger-kernel": "Liger",
-    "transformer-engine": "Transformer Engine",
-    "flash-attn-4": "FlashAttention-4",
-}
 RUNS = Path("runs")
 LATEST = 3  # runs that are named
 
 
 def lines() -> list[str]:
     """What an 80-column terminal shows."""
-    gpus = environment.nvidia_gpus()
+    gpus, runs = environment.nvidia_gpus(), _runs()
     return [
         f"te-bench {__version__} says which attention kernel and which precision to train",
         "your transformer with on your GPU, with proof.",
         "",
         f"  GPU     {_named(gpus) or 'none: FP8 is emulated, and times say nothing about a GPU'}",
         f"  rivals  {_rivals() or 'none installed; te-bench list rivals'}",
-        f"  runs    {_runs() or 'none in this folder'}",
+        f"  runs    {runs or 'none in this folder'}",
         "",
         "Next:",
-        *(f"  {command:<45} {what}" for command, what in _next(bool(gpus))),
+        *(f"  {command:<45} {what}" for command, what in _next(bool(gpus), bool(runs))),
     ]
 
 
@@ -40,8 +34,10 @@ def _named(gpus: list[dict[str, object]]) -> str:
 
 
 def _rivals() -> str:
+    """Installed packages of rivals, and of FlashAttention-4, whose kernels are an attention backend."""
+    known = {package: rival.title for rival in map(rivals.load, rivals.names()) for package in rival.packages}
     found = []
-    for distribution, name in RIVALS.items():
+    for distribution, name in {**known, "flash-attn-4": "FlashAttention-4"}.items():
         try:
             found.append(f"{name} {importlib.metadata.version(distribution)}")
         except importlib.metadata.PackageNotFoundError:
@@ -57,9 +53,9 @@ def _runs() -> str:
     return f"{named} and {len(latest) - LATEST} more" if len(latest) > LATEST else named
 
 
-def _next(gpu: bool) -> list[tuple[str, str]]:
+def _next(gpu: bool, ran: bool) -> list[tuple[str, str]]:
     advise = "te-bench advise --model gpt2 --budget 3min" if gpu else "te-bench advise --model tiny"
-    seen = [("te-bench show DIR", "the answers of a run")] if _runs() else []
+    seen = [("te-bench show DIR", "the answers of a run")] if ran else []
     return [
         (advise, "what to train a model with"),
         ("te-bench run quick", "two minutes: a first report"),

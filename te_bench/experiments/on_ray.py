@@ -297,7 +297,7 @@ class RayExecutor:
     def kill(self) -> None:
         """Nothing: the cluster ends a driver's tasks, and what they have started, once the driver has left it.
 
-        Ray's own cancellation may fail a check of Ray's while a driver ends, and then the process exits with 1 at once.
+        To cancel them besides met a fault in a thread of Ray, by which te-bench at times exited with 1 at once.
         """
 
     def _doubt(self, place: Place) -> None:
