@@ -176,8 +176,9 @@ class _Trials:
         )
         timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
         fresh, self.fresh = self.fresh, False
+        context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
         return runs.carry_out(
-            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=Context(), fresh=fresh
+            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=context, fresh=fresh
         )
 
 

@@ -22,9 +22,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> None:
         for trial in runner.to_do(trials, store.journal, environment_id, retry=False):
+            machine.checked[trial.id] = options["executor"].check
             (made,) = machine([trial])
             store.add(type(made).from_json({**made.to_json(), "environment": environment_id}))
 
+    monkeypatch.setattr(runner, "Supervisor", lambda *_, context, **options: context)
     monkeypatch.setattr(runner, "run", run)
     return machine
 
@@ -62,6 +64,12 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_a_step_is_checked_by_its_first_run_alone(command: Command, simulated: Machine) -> None:
+    command("advise", "--model", "tiny", "--device", "cpu")
+    assert {trial.seed for trial in simulated.asked} == {0, 1, 2}
+    assert all(simulated.checked[trial.id] == (trial.seed == 0) for trial in simulated.asked)
 
 
 def test_each_question_has_a_folder_of_its_own(command: Command, simulated: Machine, tmp_path: Path) -> None:
