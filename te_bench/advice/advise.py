@@ -102,9 +102,11 @@ class Run:
 
     def gather(self) -> Evidence:
         """Raises NothingMeasured where not even a step of the model as it is can be looked at, or none ended ok."""
-        self._announce()
+        if self.budget_s:
+            self._announce()
         made, survey = self._survey()
         self._whole_steps()
+        self.step([(choice, 0) for choice in self.question.choices if self.question.trial(choice).id in self.known])
         if not any(map(self.held, self.steps.values())):
             room.smaller(self)
         times: dict[Part, PartTime] = {}
