@@ -76,8 +76,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _gallery() -> str:
     lead = (
-        "One entry for each run whose journal is under results/, made from these journals. An entry names its command, the commit"
-        " of its code, its environment and its report. Two environments are compared [at the end](#environments).\n\n"
+        "One entry for each run whose journal is under results/, made from these journals. An entry names its command, the"
+        " commit of its code, its environment and its report. Two environments are compared [at the end](#environments).\n\n"
     )
     return f'{lead}{published.gallery(ROOT / "results", f"{AWAY}results")}\n<script src="site/gallery.js"></script>\n'
 
@@ -90,14 +90,9 @@ def _reference() -> Iterator[tuple[str, str]]:
 
     command = typer.main.get_command(cli.app)
     with command.make_context("te-bench", [], resilient_parsing=True) as context:
-        said = (
-            get_docs_for_click(obj=command, ctx=context, name="te-bench")
-            .replace("# `te-bench`", "# Commands", 1)
-            .split("`")
-        )
-    said[::2] = [
-        words.replace("[", "\\[") for words in said[::2]
-    ]  # in words a bracket begins no link; in code it is as it is
+        text = get_docs_for_click(obj=command, ctx=context, name="te-bench")
+    said = text.replace("# `te-bench`", "# Commands", 1).split("`")
+    said[::2] = [words.replace("[", "\\[") for words in said[::2]]  # outside code a bracket would begin a link
     yield "commands", "`".join(said)
     names = [f"{module}.{name}" for module, homes in models.HOMES.items() for name in homes]
     for page, (title, members) in {"models": ("te_bench.models", tuple(names)), **REFERENCE}.items():

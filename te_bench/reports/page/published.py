@@ -1,4 +1,4 @@
-"""All published records on one page, results/ as a gallery; and the fastest steps by GPU, the table of docs/leaderboard.md."""
+"""All published records as a gallery of results/; and the fastest steps by GPU, the table of docs/leaderboard.md."""
 
 import re
 import tomllib
