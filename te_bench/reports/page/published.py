@@ -66,7 +66,7 @@ def gallery(results: Path, base: str) -> str:
 
     base: where the page finds what lies under `results`.
     """
-    found = list(runs(results))
+    found = sorted(runs(results), key=lambda run: not run.listed)  # the sides of gates last
     bodies = {key: body for run in found for key, body in run.results.environments.items()}
     names = environment_labels(bodies)
     entries = [_entry(run, group, names) for run in found for group in run.results.groups]
