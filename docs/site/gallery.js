@@ -24,7 +24,8 @@ function filter() {
     shown += here;
   }
   const left = entries.filter((entry) => !entry.hidden).length;
-  filters.querySelector("output").value = `${shown} configurations in ${left} entries`;
+  filters.querySelector("output").value =
+    `${shown} configuration${shown === 1 ? "" : "s"} in ${left} ${left === 1 ? "entry" : "entries"}`;
   const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value));
   history.replaceState(null, "", `${location.pathname}${String(said) && "?"}${said}${location.hash}`);
 }

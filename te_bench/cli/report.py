@@ -35,7 +35,7 @@ def embed(
     from te_bench.reports.page import published as records
     from te_bench.reports.page import scaling_tables
 
-    more = {
+    more: tables.More = {
         "self_test": lambda directory: self_test.table(self_test.stored(directory)),
         "advice": advice.answers,
         "advice_errors": advice.errors,

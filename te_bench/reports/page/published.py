@@ -14,7 +14,7 @@ from te_bench.reports.analysis.fastest import fastest_of_each_kind
 from te_bench.reports.analysis.largest_batch import largest_batches
 from te_bench.reports.analysis.layers import layer_variants
 from te_bench.reports.analysis.naming import SHAPED, precision_name, whose
-from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, identity, load_results
+from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, load_results
 from te_bench.reports.analysis.steps import MeasuredStep, measured_steps
 from te_bench.reports.page import template, text
 from te_bench.reports.page.environments import shown_environment
@@ -142,26 +142,23 @@ def _steps(group: Group) -> tuple[MeasuredStep, ...]:
     return measured_steps(steps, next((one for one in steps if one.id == group.baseline), None), group.gpu)
 
 
-def leaderboard(results: Path) -> Table:
-    """On each GPU, of each step that the suite `speed` timed in two kinds or more: each kind's fastest, one run together."""
-    rows = []
-    for run in sorted(filter(lambda run: run.listed, runs(results)), key=lambda run: run.folder):
+def leaderboard(results: Path) -> list[Table]:
+    """Of each published run of the suite `speed` that timed two kinds of step or more: the fastest of each kind, by GPU."""
+    found = []
+    for run in filter(lambda run: run.listed, runs(results)):
         for group in (group for group in run.results.groups if group.suite == "speed"):
             fastest = fastest_of_each_kind(_steps(group))
-            for one in fastest if len(fastest) > 1 else ():
-                rows.append(
-                    {
-                        "GPU": word(identity(run.results.environments[group.environment]).get("gpu")),
-                        "Step": word(group.title.removeprefix("Fastest step: ")),
-                        "Configuration": word(one.name),
-                        "Records": word(run.folder),
-                        "ms/step": number(one.seconds, text.milliseconds),
-                        "Times as long": speedup(one.times_as_long),
-                        "tokens/s": number(one.step.tokens_per_s, text.thousands),
-                        "ok/planned": repetitions(one.step.configuration),
-                    }
-                )
-    found = table_of("leaderboard", "The fastest step of each kind, by GPU", rows, text_columns=4)
-    if found is None:
-        raise ValueError(f"{results} holds no published run of the suite speed: te-bench run speed makes one")
+            shown = [
+                {
+                    "Configuration": word(one.name),
+                    "ms/step": number(one.seconds, text.milliseconds),
+                    "Times as long": speedup(one.times_as_long),
+                    "tokens/s": number(one.step.tokens_per_s, text.thousands),
+                    "ok/planned": repetitions(one.step.configuration),
+                }
+                for one in fastest
+            ]
+            caption = f"{group.gpu}: {group.title.removeprefix('Fastest step: ')} ({run.folder})"
+            table = table_of("leaderboard", caption, shown)
+            found += [table] if table and len(fastest) > 1 else []
     return found
