@@ -219,3 +219,17 @@ def test_actions_are_pinned_to_a_major_version_and_jobs_end() -> None:
     assert all(0 < job["timeout-minutes"] <= 60 for job in JOBS.values())
     upload = next(step for step in STEPS if "upload" in step.get("uses", ""))
     assert (upload["if"], upload["with"]["path"]) == ("always()", "gate/")
+
+
+def test_the_workflow_of_the_site_pins_what_the_example_pins_and_builds_what_is_documented() -> None:
+    docs: dict[str, Any] = yaml.safe_load(
+        (Path(__file__).parents[1] / ".github" / "workflows" / "docs.yml").read_text()
+    )
+    steps = [step for job in docs["jobs"].values() for step in job["steps"]]
+    pinned = dict(step["uses"].split("@") for step in STEPS if "uses" in step)
+    used = dict(step["uses"].split("@") for step in steps if "uses" in step)
+    assert len(used.keys() & pinned.keys()) >= 2
+    assert all(pinned.get(action, version) == version for action, version in used.items())
+    assert [step["run"] for step in steps if "run" in step] == ["make docs"]
+    assert docs["permissions"] == {}
+    assert docs["jobs"]["build"]["permissions"] == {"contents": "read"}
