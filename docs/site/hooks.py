@@ -21,26 +21,6 @@ CODE = {".py": "python", ".yml": "yaml", ".toml": "toml", ".txt": "text", ".json
 LARGE = 50_000  # characters; a longer file is a download
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
-#: What users import, and what a plug-in is made of: {page: (title, names)}.
-REFERENCE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "recipe": ("te_bench.models.recipe", ("te_bench.models.recipe",)),
-    "training": ("te_bench.training", ("te_bench.training.step", "te_bench.models.decoder.load")),
-    "plugins": (
-        "Contracts of plug-ins",
-        (
-            "te_bench.models.rivals.Rival",
-            "te_bench.models.rivals.Adoption",
-            "te_bench.models.decoder.Decoder",
-            "te_bench.kernels.attention.Problem",
-            "te_bench.kernels.attention.Backend",
-            "te_bench.reports.logs.LogFormat",
-            "te_bench.experiments.spec.Experiment",
-            "te_bench.experiments.spec.Trial",
-            "te_bench.experiments.spec.Record",
-        ),
-    ),
-}
-
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, then everything that a page links to outside docs/."""
@@ -70,8 +50,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         home = target and posixpath.relpath(_home(target), posixpath.dirname(page.file.src_uri) or ".")
         return f"{link[1]}{home or link[2]}{link[3]}"
 
-    made = page.file.src_uri.startswith("reference/") or _is_code(page.file)
-    return markdown if made else LINK.sub(turned, markdown)
+    made = page.file.generated_by is not None and page.file.src_uri.startswith("reference/")
+    return markdown if made or _is_code(page.file) else LINK.sub(turned, markdown)
 
 
 def _gallery() -> str:
@@ -94,9 +74,8 @@ def _reference() -> Iterator[tuple[str, str]]:
     said = text.replace("# `te-bench`", "# Commands", 1).split("`")
     said[::2] = [words.replace("[", "\\[") for words in said[::2]]  # outside code a bracket would begin a link
     yield "commands", "`".join(said)
-    names = [f"{module}.{name}" for module, homes in models.HOMES.items() for name in homes]
-    for page, (title, members) in {"models": ("te_bench.models", tuple(names)), **REFERENCE}.items():
-        yield page, f"# {title}\n\n" + "\n".join(f"::: {member}" for member in members) + "\n"
+    names = (f"::: {module}.{name}" for module, homes in models.HOMES.items() for name in homes)
+    yield "models", "\n".join(["# te_bench.models", "", "`import te_bench.models as te`", "", *names])
 
 
 def _source(file: File) -> str:

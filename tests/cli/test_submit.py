@@ -96,7 +96,7 @@ def details(**changed: object) -> dict[str, Any]:
     [
         ({}, details(git_dirty=True), ["is of commit 0123456 with uncommitted changes"]),
         ({}, details(git_commit=None), ["names no commit"]),
-        ({}, {"identity": journals.environment(gpu=None)["identity"]}, ["No GPU is named"]),
+        ({}, {"identity": journals.environment(gpu=None)["identity"]}, ["The records are of the GPU None: "]),
         ({"outcome": "failed_check"}, {}, ["trials failed the check, train_step/llama-tiny"]),
         ({"outcome": "interrupted"}, {}, ["trials were interrupted, train_step/llama-tiny"]),
         ({"check": {}}, {}, ["trials ended ok and hold no check"]),

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,14 @@ DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """A run, the folder below results/ that it would have, and how it was planned."""
+    """A run, the folder below results/ that it would have, and what stands against that."""
 
     run: Path
     folder: str  # h200/speed-b64
+    gpu: str
     journal: Journal
     missing: str | None  # why trials of the suite were not run
-    lacks: tuple[str, ...]  # what stands against publishing it, a sentence each
-
-    @property
-    def suite(self) -> str:
-        return self.journal.plans[-1].suite
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return _options(self.journal.plans[-1])
-
-    @property
-    def commits(self) -> list[str]:
-        return sorted({str(_details(self.journal, key).get("git_commit"))[:7] for _, key in self.journal.records})
+    lacks: tuple[str, ...]  # a sentence each
 
 
 def is_clean(environment: Mapping[str, Any]) -> bool:
@@ -68,13 +57,14 @@ def examine(run: Path, *, name: str | None = None, missing: str | None = None) -
     journal = load(run)
     if not journal.plans:
         raise ValueError(f"{run} holds a journal without a plan: run te-bench run --out {run} first")
-    gpus = {identity(journal.environments.get(key, {})).get("gpu") for _, key in journal.records}
     name = name or run.resolve().name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise ValueError(f"--name {name}: give one folder's name of letters, digits, dots and dashes")
-    folder = f"{_machine(gpus)}/{name}"
-    lacks = [*_of_hardware(gpus), *_of_code(journal), *gaps([run]), *_of_records(journal), *_of_plan(journal, missing)]
-    return Submission(run=run, folder=folder, journal=journal, missing=missing, lacks=tuple(lacks))
+    gpu = " and ".join(sorted({str(identity(body).get("gpu")) for body in journal.environments.values()}))
+    said = "-".join(word for word in gpu.split() if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w+", word)).lower()
+    lacks = [*_of_records(journal, gpu), *gaps([run]), *_of_plan(journal, missing)]
+    folder = f"{said}/{name}"
+    return Submission(run=run, folder=folder, gpu=gpu, journal=journal, missing=missing, lacks=tuple(lacks))
 
 
 def enter(submission: Submission, results: Path, command: str) -> Path:
@@ -82,96 +72,71 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
 
     Raises ValueError where something was published under this name.
     """
-    folder = results / submission.folder
+    folder, journal, plan = results / submission.folder, submission.journal, submission.journal.plans[-1]
     if folder.exists():
         raise ValueError(f"{folder} is published already: choose another --name")
     folder.mkdir(parents=True)
-    journal = JOURNAL if (submission.run / JOURNAL).exists() else PACKED
-    shutil.copyfile(submission.run / journal, folder / journal)
-    trains = any(record.trial.workload == "training" for record in submission.journal.records.values())
-    lines = ["", f'["{submission.folder}"]', f"suite = {json.dumps(submission.suite)}"]
-    if options := submission.options:
-        lines.append(f"options = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in options.items())} }}")
-    lines += ["trains = true"] if trains else []
+    file = JOURNAL if (submission.run / JOURNAL).exists() else PACKED
+    shutil.copyfile(submission.run / file, folder / file)
+    options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in _options(plan).items())
+    lines = [f'["{submission.folder}"]', f"suite = {json.dumps(plan.suite)}"]
+    lines += [f"options = {{ {options} }}"] if options else []
+    lines += ["trains = true"] if _trains(journal) else []
     lines += [f"known.missing = {json.dumps(submission.missing)}"] if submission.missing else []
     listed = results / "published.toml"
     before, table, after = listed.read_text(encoding="utf-8").partition("\n[disagreements]")
-    listed.write_text("\n".join([before.rstrip("\n"), *lines, ""]) + table + after, encoding="utf-8")
-    [gpu] = {identity(submission.journal.environments[key])["gpu"] for _, key in submission.journal.records}
-    day = max(record.started_at[:10] for record in submission.journal.records.values())
-    trees = f"clean tree of commit {', '.join(f'`{commit}`' for commit in submission.commits)}"
+    listed.write_text("\n".join([before.rstrip("\n"), "", *lines, ""]) + table + after, encoding="utf-8")
+    commits = sorted({body["details"]["git_commit"][:7] for body in journal.environments.values()})
+    day = max(record.started_at[:10] for record in journal.records.values())
+    row = (
+        f"`{submission.folder}`",
+        f"`{command}`",
+        f"{submission.gpu}, {day}, clean tree of commit `{'`, `'.join(commits)}`",
+    )
     with (results / "README.md").open("a", encoding="utf-8") as readme:  # whose end is the table
-        readme.write(f"| `{submission.folder}` | `{command}` | {gpu}, {day}, {trees} |\n")
+        readme.write(f"| {' | '.join(row)} |\n")
     return folder
 
 
-def _machine(gpus: set[str | None]) -> str:
-    """The folder of a GPU: its name as people say it, h100 of NVIDIA H100 80GB HBM3."""
-    words = " ".join(sorted(filter(None, gpus))).split()
-    return "-".join(word for word in words if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w+", word)).lower()
-
-
-def _details(journal: Journal, environment: str) -> Mapping[str, Any]:
-    return journal.environments.get(environment, {}).get("details") or {}
-
-
-def _of_hardware(gpus: set[str | None]) -> list[str]:
-    if gpus - {None}:
-        return [] if len(gpus) == 1 else [f"The records are of several machines, {gpus}: publish those of one GPU."]
-    return ["No GPU is named: records of a CPU are not published."]
-
-
-def _of_code(journal: Journal) -> list[str]:
-    """What is not known of the commits."""
-    said = []
-    for key in sorted({key for _, key in journal.records}):
-        if not is_clean(journal.environments.get(key, {})):
-            commit = _details(journal, key).get("git_commit")
+def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
+    """What is wrong with the machine, the code and the records."""
+    if gpu == "None" or " and " in gpu:
+        yield f"The records are of the GPU {gpu}: those of one GPU are published, and none of a CPU."
+    for key, body in journal.environments.items():
+        if not is_clean(body):
+            commit = (body.get("details") or {}).get("git_commit")
             what = f"is of commit {commit[:7]} with uncommitted changes" if commit else "names no commit"
-            said.append(f"Environment {key} {what}: run it again from a checkout of a commit without changes.")
-    return said
+            yield f"Environment {key} {what}: run it again from a checkout of a commit without changes."
+    records = list(journal.records.values())
+    for what, found in {
+        "failed the check": [record for record in records if record.outcome == "failed_check"],
+        "were interrupted": [record for record in records if record.outcome == "interrupted"],
+        "ended ok and hold no check": [record for record in records if record.outcome == "ok" and not record.check],
+    }.items():
+        if found:
+            yield f"{len(found)} of {len(records)} trials {what}, {found[0].trial.name} first: run them again."
 
 
-def _of_records(journal: Journal) -> list[str]:
-    """What is wrong with the records themselves."""
-    kinds = {
-        "failed the check": [r for r in journal.records.values() if r.outcome == "failed_check"],
-        "were interrupted": [r for r in journal.records.values() if r.outcome == "interrupted"],
-        "ended ok and hold no check": [r for r in journal.records.values() if r.outcome == "ok" and not r.check],
-    }
-    return [
-        f"{len(found)} of {len(journal.records)} trials {what}, {found[0].trial.name} first: run them again."
-        for what, found in kinds.items()
-        if found
-    ]
-
-
-def _of_plan(journal: Journal, missing: str | None) -> list[str]:
+def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
     """How the plans differ from what the suite makes today."""
-    asked = [_options(plan) for plan in journal.plans]
-    if any(options != asked[0] for options in asked) or len({plan.suite for plan in journal.plans}) > 1:
-        return ["The journal's plans are of several suites or options: publish each in a folder of its own."]
-    trains = any(record.trial.workload == "training" for record in journal.records.values())
-    options: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in asked[0].items()
-    }
-    today = plans.resolve(
-        journal.plans[0].suite, Options(device="cuda", data={"": "random"} if trains else {}, **options)
-    )
-    old, absent = against_the_suite(journal, today)
-    said = []
+    suite, asked = journal.plans[0].suite, _options(journal.plans[0])
+    if any((plan.suite, _options(plan)) != (suite, asked) for plan in journal.plans):
+        yield "The journal's plans are of several suites or options: publish each in a folder of its own."
+        return
+    options: dict[str, Any] = {name: tuple(said) if isinstance(said, list) else said for name, said in asked.items()}
+    data = {"": "random"} if _trains(journal) else {}
+    old, absent = against_the_suite(journal, plans.resolve(suite, Options(device="cuda", data=data, **options)))
     if old:
-        said.append(
-            f"{len(old)} configurations are not of today's suite {today.suite}, {old[0]} first: run today's code."
-        )
+        yield f"{len(old)} configurations are not of today's suite {suite}, {old[0]} first: run today's code."
     if absent and not missing:
-        said.append(
-            f"{len(absent)} configurations of the suite {today.suite} have no record, {absent[0]} first: "
-            "run them, or say by --missing why they were not run."
-        )
+        lost = f"{len(absent)} configurations of the suite {suite} have no record, {absent[0]} first"
+        yield f"{lost}: run them, or say by --missing why they were not run."
     if missing and not absent:
-        said.append("Nothing of the suite is missing: leave out --missing.")
-    return said
+        yield "Nothing of the suite is missing: leave out --missing."
+
+
+def _trains(journal: Journal) -> bool:
+    return any(record.trial.workload == "training" for record in journal.records.values())
 
 
 def _options(plan: Plan) -> dict[str, Any]:
@@ -179,20 +144,17 @@ def _options(plan: Plan) -> dict[str, Any]:
     flags = {option.flag: (name, option) for name, option in run_options.OPTIONS.items()}
     budgets = {trial_of(value).problem.get("budget_s") for value in plan.trials} - {None}
     found: dict[str, Any] = {"budget_s": budgets.pop()} if len(budgets) == 1 else {}
-    words = list(plan.asked)
-    while words:
-        flag = words.pop(0)
+    words = iter(plan.asked)
+    for flag in words:
         if flag == "--only":
-            words.pop(0)
+            next(words)
             continue
         with understood(f"the option {flag} of a plan"):
             name, option = flags[flag]
-        if option.type is bool:
-            found[name] = True
-        elif option.type == list[str]:
-            found.setdefault(name, []).append(words.pop(0))
-        else:
-            value = option.type(words.pop(0))
-            value = option.read(value) if option.read else value
-            found[name] = list(value) if isinstance(value, tuple) else value
+        if option.type == list[str]:
+            found.setdefault(name, []).append(next(words))
+            continue
+        value = True if option.type is bool else option.type(next(words))
+        value = option.read(value) if option.read else value
+        found[name] = list(value) if isinstance(value, tuple) else value
     return found
