@@ -103,7 +103,7 @@ def details(**changed: object) -> dict[str, Any]:
         (
             {"record": None},
             details(git_dirty=None),
-            ["uncommitted", "planned trials have no record", "have no record, train"],
+            ["uncommitted", "planned trials have no record", "No record, of the suite fp8, of train_step/llama-tiny"],
         ),
     ],
 )
@@ -140,7 +140,7 @@ def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write
     run = write("part", dataclasses.replace(suite, trials=suite.trials[:1], asked=(*suite.asked, "--only", "*x*")))
     refused = command("submit", run)
     assert refused.code == 4
-    assert refused.err.startswith(f"{len(suite.trials) - 1} configurations of the suite fp8 have no record")
+    assert refused.err.startswith(f"No record, of the suite fp8, of {len(suite.trials) - 1} configurations, train_step")
     assert command("submit", run, "--missing", 'only the "first"').code == 0
     said = tomllib.loads((results / "published.toml").read_text())["h200/part"]
     assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first"'}}

@@ -114,7 +114,7 @@ def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
         "ended ok and hold no check": [record for record in records if record.outcome == "ok" and not record.check],
     }.items():
         if found:
-            yield f"{len(found)} of {len(records)} trials {what}, {found[0].trial.name} first: run them again."
+            yield f"{len(found)} of {len(records)} trials {what}, {found[0].trial.name} first: run again."
 
 
 def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
@@ -127,12 +127,15 @@ def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
     data = {"": "random"} if _trains(journal) else {}
     old, absent = against_the_suite(journal, plans.resolve(suite, Options(device="cuda", data=data, **options)))
     if old:
-        yield f"{len(old)} configurations are not of today's suite {suite}, {old[0]} first: run today's code."
+        yield f"Not of today's suite {suite}, {_count(old)}: run today's code."
     if absent and not missing:
-        lost = f"{len(absent)} configurations of the suite {suite} have no record, {absent[0]} first"
-        yield f"{lost}: run them, or say by --missing why they were not run."
+        yield f"No record, of the suite {suite}, of {_count(absent)}: run it, or say by --missing why it was not run."
     if missing and not absent:
         yield "Nothing of the suite is missing: leave out --missing."
+
+
+def _count(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} configurations, {names[0]} first"
 
 
 def _trains(journal: Journal) -> bool:
