@@ -246,6 +246,9 @@ def _reference(
         for head in _model(step).fp8_heads:
             scale = HEAD_SCALE * targets.numel()
             emulate(model.get_submodule(head), recipes.Float8CurrentScaling(), gradient_scale=scale)
+    if not exact:
+        for name in _model(step).norms:
+            _in_half_precision(model.get_submodule(name))
     if parts.found:
         parts.recompute_blocks(model)
     arithmetic = "bf16" if precision == "fp8" else precision  # what FP8 rounds is emulated, under the same autocast
@@ -256,6 +259,17 @@ def _reference(
     if exact or trial.recipe is None:  # a Conv1D's weight lies the other way round, once it is converted
         found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
     return found
+
+
+def _in_half_precision(norm: nn.Module) -> None:
+    """Round what a norm reads and gives as te's does under autocast, where the model's own reads and gives float32."""
+
+    def rounded(x: Any) -> Any:
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+    norm.register_forward_pre_hook(lambda _, arguments: tuple(map(rounded, arguments)))
+    norm.register_forward_hook(lambda _, arguments, y: rounded(y))
 
 
 def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) -> None:
