@@ -134,8 +134,9 @@ def _recorded(
     plans = [plan for plan in journal.plans if plan.suite == ADVICE]
     if not plans:
         raise ValueError(f"{out} holds no records of te-bench advise")
-    problem = plans[-1].trials[0]["problem"]
-    return dict(journal.environments[plans[-1].environment]), {k: v for k, v in problem.items() if k == "packages"}
+    problems = (trial["problem"] for plan in reversed(plans) for trial in plan.trials)
+    packages = next((problem["packages"] for problem in problems if "packages" in problem), None)
+    return dict(journal.environments[plans[-1].environment]), {} if packages is None else {"packages": packages}
 
 
 def folder(asked: "Options") -> Path:

@@ -10,7 +10,7 @@ from advice_machine import Machine, question
 from in_process import Command, gpus
 
 from te_bench.cli import advise
-from te_bench.experiments import runner
+from te_bench.experiments import environment, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
@@ -64,6 +64,41 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_an_answer_from_records_measures_nothing(
+    command: Command, simulated: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("advise", "--model", "tiny")
+    first = command(*words, "--device", "cpu", "--out", "run")
+    said = json.loads((tmp_path / "run" / "advice.json").read_text())
+    asked = len(simulated.asked)
+    monkeypatch.setattr(environment, "capture", None)  # the machine is the records'
+    again = command(*words, "--out", "run", "--recorded")
+    assert again.code == 0, again.err
+    assert next(line for line in again.out.splitlines() if line.startswith("Use ")) in first.out
+    assert len(simulated.asked) == asked
+    once_more = json.loads((tmp_path / "run" / "advice.json").read_text())
+    assert {**once_more, "took_s": 0} == {**said, "took_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--out", "empty"), "empty holds no records of te-bench advise"),
+        ((), "--recorded answers from a folder: name it with --out"),
+        (("--out", "run", "--device", "cpu"), "--recorded measures nothing: leave --device, --gpus and --fresh out"),
+        (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
+    ],
+)
+def test_what_records_cannot_answer_is_said(
+    command: Command, simulated: Machine, words: tuple[str, ...], reason: str
+) -> None:
+    command("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "run")
+    done = command("advise", "--model", "tiny", *words, "--recorded")
+    assert done.code == 2
+    assert done.err.startswith(f"te-bench: {reason}")
+    assert len(done.err.splitlines()) == 1
 
 
 def test_a_step_is_checked_by_its_first_run_alone(command: Command, simulated: Machine) -> None:
