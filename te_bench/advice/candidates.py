@@ -337,12 +337,12 @@ def _choices(
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
-    """What the user has, then by mode, as whole steps are measured while the budget lasts.
+    """What the user has, then by mode, as whole steps are measured while the budget lasts; rivals before te.convert's parts.
 
     A captured step waits for no Python, which an eager one of many kernels may; those that compile take a minute each.
     """
     modes = ("cudagraph", "eager", *COMPILED)
-    return sorted(choices, key=lambda choice: (choice != have, modes.index(choice.mode)))
+    return sorted(choices, key=lambda c: (c != have, modes.index(c.mode), c.parts is not None))
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:
