@@ -36,6 +36,11 @@ class Parallel:
     casts = False  # the model computes in the dtype of the weights that it is given, without autocast
     replicas, replica = 1, 0  # into how many parts a micro-batch is divided, and which is this rank's
 
+    @property
+    def draws(self) -> int:
+        """Which of the sequences of random numbers is this rank's."""
+        return self.replica
+
     def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
         """Why a step of this kind cannot be divided so, or None."""
         return None
