@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Modes with groups of ranks, of a size that is asked for as `shard`.
 GROUPED = ("fsdp2+tp", "hsdp")
+#: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
+SHARING = ("fsdp2+tp", "tp")
 
 
 class Indivisible(ValueError):
@@ -112,8 +114,12 @@ class Parallel:
         """The norm of all gradients, by that of the gradients of this rank's own parameters."""
         return norm
 
-    def gathered(self, model: "nn.Module", gather: str | None) -> dict[str, int]:
-        """{dtype: bytes} of one gather of the weights of all of the model's blocks, were it as `gather` asks."""
+    def gathered(self, model: "nn.Module", gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        """{dtype: (the least, the most) bytes} that the two passes of a micro-batch are to gather.
+
+        Of the weights of the model's blocks, were it as `gather` asks; with sequence parallelism of so many tokens, those of
+        the micro-batch's part that this rank computes. What is wider than half precision does not count.
+        """
         return {}
 
     def largest(self, x: "Tensor") -> "Tensor":

@@ -10,6 +10,7 @@ Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198; 
 """
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class SharedLayers(Grouped):
         self._places: list[tuple[nn.Module, str, Share]] = []
         self._partial: list[tuple[nn.Module, str]] = []
         self._group: Any = None
+        self._pairs: list[tuple[str, Linear | PlainLinear]] = []  # (column or row, a rank's share of a Linear)
 
     def tensor_group(self) -> Any:
         """The ranks that share this rank's layers; all ask for it at once."""
@@ -206,6 +208,7 @@ class SharedLayers(Grouped):
         self._share(new, "weight", Share(0 if cut.mode == "column" else 1, cut.pieces))
         if bias is not None and cut.mode == "column":
             self._share(new, "bias", Share(0, cut.pieces))
+        self._pairs.append((cut.mode, new))
         if self.sequence_parallel:
             _fold(new, cut.mode, ranks)
         new.train(layer.training)
@@ -219,6 +222,26 @@ class SharedLayers(Grouped):
         own = torch.cat([piece.narrow(share.dim, begin, end - begin) for piece, (begin, end) in pieces], share.dim)
         setattr(layer, name, nn.Parameter(own, whole.requires_grad))
         self._places.append((layer, name, share))
+
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        """A column Linear's input is gathered, and again for its weight's gradient where that is of what was sent in FP8.
+
+        And where its block is computed again; a row Linear's gradient once; the head's input once.
+        """
+        found = Counter[tuple[str, bool]]()
+        for dtype, bounds in super().gathered(model, gather, tokens).items():
+            found.update({(dtype, most): bounds[most] for most in (False, True)})
+        if self.sequence_parallel and isinstance(model, Decoder):
+            in_fp8 = model.recipe is not None and model.recipe.by_given_scale() is not None
+            for mode, layer in self._pairs:
+                one = in_fp8 and isinstance(layer, Linear)
+                dtype, size = ("uint8", 1) if one else ("bfloat16", 2)
+                features = layer.in_features if mode == "column" else layer.out_features
+                for most, times in ((False, 1), (True, 3 if mode == "column" else 1)):
+                    found[dtype, most] += times * size * tokens * features
+            for most in (False, True):
+                found["bfloat16", most] += 2 * tokens * model.config.shape.hidden
+        return {dtype: (found[dtype, False], found[dtype, True]) for dtype, _ in found}
 
     def _shares(self) -> dict[Any, Share]:
         """By parameter: fully_shard puts others in their places."""

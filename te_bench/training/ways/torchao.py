@@ -44,7 +44,7 @@ class Sharded(torchtitan.Sharded):
                         setattr(parent, name, Float8Linear.from_float(found, config))
         super()._shard(model, multiplies_in)
 
-    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]
         return self._block_bytes(model, {layer.weight for layer in layers}, lambda _: True) if layers else {}
 

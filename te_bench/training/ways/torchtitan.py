@@ -79,7 +79,7 @@ class Sharded(FSDP2):
     def _loss_of(self, model: Any) -> Entropy:
         return _entropy
 
-    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         return {}  # nothing but weights in the dtype that fully_shard was given
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:

@@ -29,8 +29,9 @@ TRIAL = Trial(
 TABLES = {"name": "allgather_base", "dtype": "bfloat16", "times": 3, "bytes": 5}
 
 
-def of(sent: list[dict[str, Any]] | None, world: int = 2, due: dict[str, int] | None = None) -> None:
-    parallel = SimpleNamespace(world=world, gathered=lambda model, gather: {"uint8": 50} if due is None else due)
+def of(sent: list[dict[str, Any]] | None, world: int = 2, due: dict[str, Any] | None = None) -> None:
+    due = {"uint8": (100, 100)} if due is None else due
+    parallel = SimpleNamespace(world=world, replicas=world, gathered=lambda model, gather, tokens: due)
     step: Any = SimpleNamespace(parallel=parallel, model=None, optim=SimpleNamespace(accumulate=1))
     gathers.require(TRIAL, step, sent, Measurement(check={}, work={}, samples={"latency_s": [1.0]}))
 
