@@ -41,6 +41,7 @@ SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50)
 LLAMA: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA |= {"num_key_value_heads": 4, "head_dim": 8, "block_size": 16, "vocab_size": 50}
 DECODERS = {"llama": LlamaConfig(**LLAMA), "qwen 3": LlamaConfig(**LLAMA, qk_norm=True)}
+BIASED = dataclasses.replace(SMALL, bias=True)
 REFUSED = [
     dataclasses.replace(SMALL, n_head=1),
     dataclasses.replace(SMALL, dropout=0.1),
@@ -59,12 +60,13 @@ def a_step(
     seed: int = 0,
     optimizer: str | None = None,
     recipe: Recipe | None = None,
+    padded: int = 64,
     **more: Any,
 ) -> TrainStep:
     torch.manual_seed(seed)
     recipe = (recipe or DelayedScaling(amax_history_len=2)) if precision == "fp8" else None
     blocks = "fused" if optimizer else None
-    model: Any = GPT(SMALL, attention="manual", padded_vocab_size=64, recipe=recipe, blocks=blocks)
+    model: Any = GPT(SMALL, attention="manual", padded_vocab_size=padded, recipe=recipe, blocks=blocks)
     optim = dataclasses.replace(OPTIM, **more)
     model = model.double() if precision == "fp64" else model
     return TrainStep(model, optim, precision=precision, mode="eager", optimizer=optimizer, parallel=divided)
@@ -125,6 +127,7 @@ def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
     elements = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
     each = [torch.empty_like(elements) for _ in range(world)]
     dist.all_gather(each, elements)
+    found["flop"] = ours.model.flop_per_token(16) / slices.model.flop_per_token(16)  # type: ignore[operator]
     found["moments"], found["largest"] = [one.item() for one in each], max(p.numel() for p in parameters.values())
     found["saved"] = saved(ours)
     return found
@@ -265,9 +268,9 @@ def beside(mode: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.
     return apart(*(step.gradients(x, y)[1] for step in steps))
 
 
-def decoder_by(mode: str, config: Any, **options: Any) -> float:
+def decoder_by(mode: str, config: Any, padded: int | None = None, **options: Any) -> float:
     torch.manual_seed(0)
-    models = [decoder.build(config, attention="manual").double() for _ in range(2)]
+    models = [decoder.build(config, attention="manual", padded_vocab_size=padded).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     steps = [
         TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=divided)
@@ -276,9 +279,9 @@ def decoder_by(mode: str, config: Any, **options: Any) -> float:
     return apart(*(step.gradients(*batch(0))[1] for step in steps))
 
 
-def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
+def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     """Scales and weights after some steps of delayed scaling: in every rank the same."""
-    step = a_step(parallel.load(mode), "fp8", optimizer=optimizer)
+    step = a_step(parallel.load(mode, **options), "fp8", optimizer=optimizer)
     course = losses(step, 6)
     scales = [t.float() for name, t in step.model.state_dict().items() if "fp8" in name and "scale" in name]
     weights = [step.parallel.whole(p.detach(), p) for p in step.model.parameters()]
@@ -290,6 +293,8 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
         "one": losses(a_step(SINGLE, "fp8"), 6),
         "alike": torch.equal(mine, rank_0),
         "scales": len(scales),
+        "collectives": collectives.of_call(lambda: step(*batch(0))),
+        "asked": step.parallel.gathered(step.model, None, ROWS * 16),
     }
 
 
@@ -441,6 +446,35 @@ def of_torchao() -> dict[str, Any]:
     return found
 
 
+def headed(mode: str) -> TrainStep:
+    model = decoder.build(SMALL, attention="manual", head="chunked")
+    return TrainStep(model, OPTIM, precision="fp32", mode="eager", parallel=parallel.load(mode))
+
+
+def seeds(mode: str, **options: Any) -> list[int]:
+    """Of three seeds of a repetition, all ranks'."""
+    own = torch.tensor([parallel.load(mode, **options).seed(seed) for seed in range(3)])
+    each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(each, own)
+    return torch.cat(each).tolist()
+
+
+def dropped() -> list[float]:
+    """What dropout leaves of a rank's ones between layers, all ranks'."""
+    step = TrainStep(
+        GPT(REFUSED[1], attention="manual"),
+        OPTIM,
+        precision="fp32",
+        mode="eager",
+        parallel=parallel.load("tp", sequence_parallel=True),
+    )
+    seen: list[Tensor] = []
+    layer: Any = step.model.transformer.drop  # type: ignore[union-attr]
+    layer.register_forward_hook(lambda _, inputs, y: seen.append((y != 0).double().flatten()))
+    step(*batch(0))
+    return [x.item() for x in step.parallel.of_all(seen[0] @ torch.arange(float(len(seen[0])), dtype=torch.float64))]
+
+
 def refusal(call: Callable[[], object]) -> str:
     try:
         call()
@@ -453,9 +487,13 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     """Of two ranks all, of four what another number of shares may change."""
     world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in MODES}
+    found["tp sp"] = beside_one("tp", world, sequence_parallel=True)
     found["planned"] = beside("tp", Planned)
     found["decoders"] = {name: decoder_by("tp", config) for name, config in DECODERS.items()}
+    found["decoders"]["qwen 3 sp"] = decoder_by("tp", DECODERS["qwen 3"], sequence_parallel=True)
+    found["decoders"]["padding"] = decoder_by("tp", BIASED, padded=128, sequence_parallel=True)
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None), "tp": in_fp8("tp", None)}
+    found["fp8"]["tp sp"] = in_fp8("tp", None, sequence_parallel=True)
     recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
     found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
     found["rivals"] = of_rivals()
@@ -467,10 +505,14 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["not planned"] = refusal(lambda: nested("tp"))
     found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
-    seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
-    each = [torch.empty_like(seeds) for _ in range(world)]
-    dist.all_gather(each, seeds)
-    found["seeds"] = torch.cat(each).tolist()
+    found["refused sp"] = [
+        refusal(lambda: beside("tp", Planned, sequence_parallel=True)),
+        refusal(lambda: a_step(parallel.load("tp", sequence_parallel=True), "fp64")(*(x[:, :15] for x in batch(0)))),
+        refusal(lambda: a_step(parallel.load("tp"), "fp64").model.logits(batch(0)[0])),  # type: ignore[operator]
+        refusal(lambda: headed("tp")),
+    ]
+    found["seeds"] = {mode: seeds(mode, **said) for mode, said in (("ddp", {}), ("tp", {"sequence_parallel": True}))}
+    found["dropped"] = dropped()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
     found["table"] = sharded_table()
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
@@ -491,6 +533,7 @@ def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
     found = {
         "hsdp": beside_one("hsdp", world_of(trial), shard=2),
         "fsdp2+tp": beside_one("fsdp2+tp", world_of(trial), shard=2),
+        "fsdp2+tp sp": beside_one("fsdp2+tp", world_of(trial), shard=2, sequence_parallel=True),
         "nested": nested("hsdp", shard=2),
         "planned": beside("fsdp2+tp", Planned, shard=2),
         "qwen 3": decoder_by("fsdp2+tp", DECODERS["qwen 3"], shard=2),

@@ -111,7 +111,7 @@ class FSDP2(DDP):
     def _block_bytes(
         self, model: nn.Module, in_fp8: Collection[nn.Parameter], shared: Callable[[nn.Parameter], bool]
     ) -> dict[str, tuple[int, int]]:
-        """Of both passes. A block of which some are gathered in FP8 is sent as bytes, others of two each; rows are filled up."""
+        """Of both passes. A block of which some are gathered in FP8 is sent as bytes, others' two; rows are filled up."""
         found: Counter[str] = Counter()
         for block in blocks_of(model):
             sizes = {
