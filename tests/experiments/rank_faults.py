@@ -21,6 +21,8 @@ from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
+from te_bench.kernels.quantize import Operand
+from te_bench.models.modules.tensor_parallel import Ranks
 from te_bench.training.parallel import ddp, fsdp2
 from te_bench.training.step import Optim, TrainStep
 
@@ -148,6 +150,16 @@ def gathers_bf16(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+def sends_bf16(trial: Trial, context: Context) -> dict[str, Any]:
+    """Sequence parallelism that casts what it has gathered, to the same numbers."""
+
+    def gather_operand(self: Ranks, own: Operand) -> Operand:
+        return own._replace(data=self.gather(own.data.to(torch.bfloat16)).to(own.data.dtype))
+
+    Ranks.gather_operand = gather_operand  # type: ignore[method-assign]
+    return child.run_one(trial, context)
+
+
 def compiled() -> dict[str, Any]:
     """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
     torch._dynamo.config.recompile_limit = 3  # of its own accord 8
@@ -195,7 +207,11 @@ def of_gathers() -> dict[str, Any]:
     asked = {"problem": {**PROBLEM, "parallel": "fsdp2", "gather": "fp8", "layers": 1, "block": 8}, "precision": "fp8"}
     in_fp8 = dataclasses.replace(TRIAL, **asked, recipe="float8_current_scaling")
     by_rows = dataclasses.replace(in_fp8, recipe="rowwise_scaling")
+    shared = {name: value for name, value in asked["problem"].items() if name != "gather"}  # type: ignore[attr-defined]
+    of_tokens = dataclasses.replace(in_fp8, problem={**shared, "parallel": "tp", "sequence_parallel": True})
     return {
+        "tokens bf16": ranks.run(of_tokens, Context(), sends_bf16),
+        "tokens fp8": ranks.run(of_tokens, Context(), child.run_one),
         "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),
         "gathers fp8": ranks.run(in_fp8, Context(), child.run_one),
         "gathers rows": ranks.run(by_rows, Context(), child.run_one),
