@@ -6,6 +6,7 @@ which takes four ranks at least, in two groups.
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 import json
 import socket
@@ -30,6 +31,7 @@ from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import decoder, rivals
 from te_bench.models.configs import LlamaConfig
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.tensor_parallel import Entry
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import checkpoints, parallel, ways
@@ -239,6 +241,42 @@ class Gated(nn.Module):
         return (x - y).square().mean()
 
 
+def compiled() -> dict[str, Any]:
+    """A step whose Linears add up their input's gradient once, as torch.compile traces it; graphs, breaks, what is kept."""
+    usual = torch.compile
+    torch.compile = functools.partial(usual, backend="aot_eager")  # type: ignore[assignment]
+    try:
+        found: dict[str, Any] = {}
+        steps = []
+        for mode, divided in (("compile", parallel.load("tp")), ("eager", SINGLE)):
+            torch.manual_seed(0)
+            steps.append(TrainStep(Halves(), OPTIM, precision="fp32", mode=mode, parallel=divided))
+        x, y = torch.randn(2, ROWS, 8)
+        found["error"] = apart(*(step.gradients(x, y)[1] for step in steps))
+        found["sent"] = collectives.of_call(lambda: steps[0](x, y))
+        counters = torch._dynamo.utils.counters
+        found["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        found["kept"] = sum(o._known is not None for o in gc.get_objects() if type(o) is Entry)
+        return found
+    finally:
+        torch.compile = usual
+
+
+class Halves(nn.Module):
+    """Two MLPs, each of whose first Linears are two."""
+
+    tp_plan: ClassVar = Gated.tp_plan
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(GatedMLP() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return (x - y).square().mean()
+
+
 class Nested(nn.Module):
     """Lists of lists of blocks that have lists of their own, and a part that is no multiple of anything."""
 
@@ -258,13 +296,21 @@ def nested(mode: str, **options: Any) -> float:
     return beside(mode, Nested, **options)
 
 
-def beside(mode: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, **options: Any) -> float:
-    """The largest error of a gradient of a model of its own."""
+def beside(
+    mode: str,
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype = torch.float64,
+    sent: list[dict[str, Any]] | None = None,
+    **options: Any,
+) -> float:
+    """The largest error of a gradient of a model of its own; sent: is added the collectives of a pass."""
     steps, precision = [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
     for divided in (parallel.load(mode, **options), SINGLE):
         torch.manual_seed(0)
         steps.append(TrainStep(make().to(dtype), OPTIM, precision=precision, mode="eager", parallel=divided))
     x, y = torch.randn(2, ROWS, 8, dtype=dtype)
+    if sent is not None:
+        sent += collectives.of_call(lambda: steps[0].gradients(x, y)) or []
     return apart(*(step.gradients(x, y)[1] for step in steps))
 
 
@@ -501,7 +547,10 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
     kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
-    found["gated"] = {name: beside("tp", make, torch.float32) for name, make in kinds}
+    sent: list[dict[str, Any]] = []
+    found["gated"] = {name: beside("tp", make, torch.float32, sent) for name, make in kinds}
+    found["gated sent"] = [each for each in sent if (each["name"], each["dtype"]) == ("allreduce", "float32")]
+    found["compiled"] = compiled()
     found["not planned"] = refusal(lambda: nested("tp"))
     found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]

@@ -135,6 +135,20 @@ def test_what_computes_in_place_of_divided_linears_adds_up_their_products(of_two
     assert max(of_two["gated"].values()) <= 1e-5
 
 
+def test_linears_of_one_input_add_up_its_gradient_once(of_two: Any) -> None:
+    """Of two MLPs, whose first takes what has no gradient: a product each forward, one backward; then the loss.
+
+    By te.convert's MLP, which computes both products at once, too; and in one graph of torch.compile's, which keeps nothing.
+    """
+    assert [each["times"] for each in of_two["gated sent"]] == [2 + 1 + 1, 2 + 1 + 1]
+    said = of_two["compiled"]
+    assert said["error"] <= 1e-5
+    times = {each["name"]: each["times"] for each in said["sent"] if each["dtype"] == "float32"}
+    assert times == {"all_reduce": 2 + 1, "allreduce": 1}
+    assert said["graphs"] == [1, 0]
+    assert said["kept"] == 0
+
+
 def test_decoders_are_divided_by_their_parts(found: Any) -> None:
     """With groups of heads, gated MLPs and norms of heads, whose gradients are sums over the ranks.
 

@@ -26,7 +26,7 @@ from te_bench.models.conversion import HOOKS
 from te_bench.models.decoder import Decoder
 from te_bench.models.modules.fp8_module import compute_dtype
 from te_bench.models.modules.linear import Linear, linear
-from te_bench.models.modules.tensor_parallel import Ranks, divide
+from te_bench.models.modules.tensor_parallel import Entry, Ranks, divide
 from te_bench.models.parts import AttentionPart, Part
 from te_bench.training.parallel import Indivisible, _vocabulary
 from te_bench.training.parallel._group import Grouped, clip_by_kinds, norm_of_parts
@@ -77,7 +77,11 @@ class PlainLinear(nn.Linear):
         self.divisions = (divide(ranks, mode),)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(self.divisions[0], input.to(compute_dtype(input)), self.weight, self.bias)
+        (division,) = self.divisions
+        dtype = compute_dtype(input)
+        return linear(
+            division, input.to(dtype) if division is None else division.take(input, dtype), self.weight, self.bias
+        )
 
 
 class SharedLayers(Grouped):
@@ -132,8 +136,15 @@ class SharedLayers(Grouped):
         for parent in model.modules():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
+        columns = Counter(places[id(cut.layer)][0][0] for cut in cuts if cut.mode == "column")
+        entries = {
+            parent: Entry(Ranks("Linear", self._group), readers)
+            for parent, readers in columns.items()
+            if readers > 1 and not self.sequence_parallel
+        }
         for cut in cuts:
-            self._cut(cut, places[id(cut.layer)])
+            entry = entries.get(places[id(cut.layer)][0][0]) if cut.mode == "column" else None
+            self._cut(cut, places[id(cut.layer)], entry)
         if isinstance(model, Decoder):
             self._cut_vocabulary(model, vocabulary)
         if self.sequence_parallel:  # what is whole sees a rank's tokens alone
@@ -178,7 +189,8 @@ class SharedLayers(Grouped):
         model.tie()
         _vocabulary.compute_by(model, ranks, part_of(rows, self._group.rank(), ranks.size)[0])
 
-    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]]) -> None:
+    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]], entry: Entry | None) -> None:
+        """entry: of the column Linears of the same module, which as a rule take the same."""
         layer: Any = cut.layer
         name = places[0][1]
         ranks = self._group.size()
@@ -204,6 +216,9 @@ class SharedLayers(Grouped):
             options |= {"tp_group": self._group, "sequence_parallel": self.sequence_parallel}
             new = Linear(features, out, parallel_mode=cut.mode, **options)
         new.weight, new.bias = weight, bias
+        if entry is not None:
+            (division,) = new.divisions
+            new.divisions = (division._replace(entry=entry),)
         vars(new).update({name: vars(layer)[name] for name in HOOKS})
         self._share(new, "weight", Share(0 if cut.mode == "column" else 1, cut.pieces))
         if bias is not None and cut.mode == "column":
