@@ -209,9 +209,10 @@ class Gathered(Planned):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gate_proj, self.up_proj = (nn.Linear(width, 2 * width) for _ in range(2))
+        self.down_proj = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -263,17 +264,20 @@ def compiled() -> dict[str, Any]:
 
 
 class Halves(nn.Module):
-    """Two MLPs, each of whose first Linears are two."""
+    """Two MLPs, each of whose first Linears are two; in_fp8: te's."""
 
     tp_plan: ClassVar = Gated.tp_plan
+    autocast = Gated.autocast
 
-    def __init__(self) -> None:
+    def __init__(self, in_fp8: bool = False) -> None:
         super().__init__()
-        self.mlps = nn.ModuleList(GatedMLP() for _ in range(2))
+        self.mlps = nn.ModuleList(GatedMLP(32 if in_fp8 else 8) for _ in range(2))
+        if in_fp8:
+            te.convert(self)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for mlp in self.mlps:
-            x = x + mlp(x)
+            x = mlp(x)
         return (x - y).square().mean()
 
 
@@ -304,11 +308,12 @@ def beside(
     **options: Any,
 ) -> float:
     """The largest error of a gradient of a model of its own; sent: is added the collectives of a pass."""
-    steps, precision = [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
+    width, steps, precision = 8, [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
     for divided in (parallel.load(mode, **options), SINGLE):
         torch.manual_seed(0)
         steps.append(TrainStep(make().to(dtype), OPTIM, precision=precision, mode="eager", parallel=divided))
-    x, y = torch.randn(2, ROWS, 8, dtype=dtype)
+        width = next(steps[0].model.parameters()).shape[-1]
+    x, y = torch.randn(2, ROWS, width, dtype=dtype)
     if sent is not None:
         sent += collectives.of_call(lambda: steps[0].gradients(x, y)) or []
     return apart(*(step.gradients(x, y)[1] for step in steps))
@@ -549,6 +554,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
     sent: list[dict[str, Any]] = []
     found["gated"] = {name: beside("tp", make, torch.float32, sent) for name, make in kinds}
+    found["gated fp8"] = beside("tp", functools.partial(Halves, True), torch.float32, sent)
     found["gated sent"] = [each for each in sent if (each["name"], each["dtype"]) == ("allreduce", "float32")]
     found["compiled"] = compiled()
     found["not planned"] = refusal(lambda: nested("tp"))

@@ -140,7 +140,8 @@ def test_linears_of_one_input_add_up_its_gradient_once(of_two: Any) -> None:
 
     By te.convert's MLP, which computes both products at once, too; and in one graph of torch.compile's, which keeps nothing.
     """
-    assert [each["times"] for each in of_two["gated sent"]] == [2 + 1 + 1, 2 + 1 + 1]
+    assert [each["times"] for each in of_two["gated sent"]] == [2 + 1 + 1] * 3
+    assert of_two["gated fp8"] < 0.3  # by FP8 0.13, and 0.86 where nothing is added up
     said = of_two["compiled"]
     assert said["error"] <= 1e-5
     times = {each["name"]: each["times"] for each in said["sent"] if each["dtype"] == "float32"}
