@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import socket
 import sys
@@ -479,20 +480,28 @@ def of_rivals() -> dict[str, Any]:
 
 
 def of_torchao() -> dict[str, Any]:
-    """Its recipes, emulated: gradients beside float64's, and what is sent. By a scale a tensor gloo cannot share layers."""
-    from torchao.float8 import Float8LinearConfig
+    """Its recipes, emulated: gradients beside float64's, and what is sent. gloo takes FP8 as bytes alone."""
+    from torchao.float8 import Float8LinearConfig, float8_ops
 
+    def as_bytes(operator: Any, args: Any, kwargs: Any = None) -> Any:
+        sent = operator(args[0]._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+        data = torch.ops._c10d_functional.wait_tensor(sent).view(args[0]._data.dtype)
+        rest = (args[0]._scale, args[0]._orig_dtype, args[0]._linear_mm_config, args[0]._gemm_input_role)
+        return type(args[0])(data, *rest)
+
+    table: dict[Any, Any] = float8_ops.FLOAT8_OPS_TABLE
+    table |= {operator: as_bytes for operator in table if "all_gather_into_tensor" in str(operator)}
     usual = Float8LinearConfig.from_recipe_name
     Float8LinearConfig.from_recipe_name = lambda name: dataclasses.replace(usual(name), emulate=True)
     _, truth = theirs_alone(DECODERS["llama"], UNCLIPPED).gradients(*batch(0))
     found = {}
-    for name, mode in (("tensorwise", "fsdp2"), ("rowwise", "fsdp2"), ("rowwise", "tp")):
+    for name, mode in itertools.product(("tensorwise", "rowwise"), ("fsdp2", "tp")):
         step = theirs(mode, DECODERS["llama"], f"torchao_{name}")
         _, gradients = step.gradients(*batch(0))
         step(*batch(0))
         sent = collectives.of_call(lambda s=step: s(*batch(0)))  # type: ignore[misc]
         errors = [((gradients[n].double() - truth[n]).norm() / truth[n].norm()).item() for n in truth]
-        asked = step.parallel.gathered(step.model, None)
+        asked = step.parallel.gathered(step.model, None, ROWS * 16)
         found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent, "asked": asked}
     return found
 

@@ -359,9 +359,9 @@ def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(found:
     assert sent["all_reduce", "float32"]["bytes"] == 4 * 3 * 8 * 16
 
 
-@pytest.mark.parametrize("way", ["tensorwise fsdp2", "rowwise fsdp2", "rowwise tp"])
-def test_torchao_s_steps_send_weights_in_fp8_where_a_tensor_has_one_scale(found: Any, way: str) -> None:
-    """Their scales by one all-reduce for the 8 Linears; the recipes' arithmetic is emulated on a CPU."""
+@pytest.mark.parametrize("way", ["tensorwise fsdp2", "tensorwise tp", "rowwise fsdp2", "rowwise tp"])
+def test_torchao_s_steps_send_fp8_where_a_tensor_has_one_scale(found: Any, way: str) -> None:
+    """Weights, whose scales are one all-reduce for the 8 Linears, or activations; its arithmetic is emulated on a CPU."""
     if "torchao" not in found["rivals"]:
         pytest.skip("needs torchao")
     said = found["rivals"]["torchao"][way]
@@ -369,7 +369,10 @@ def test_torchao_s_steps_send_weights_in_fp8_where_a_tensor_has_one_scale(found:
     sent = {(each["name"], each["dtype"]): each for each in said["collectives"]}
     gathers = {dtype for name, dtype in sent if "gather" in name}
     assert ("uint8" in gathers) is way.startswith("tensorwise")
-    if way.startswith("tensorwise"):
+    assert ("uint8" in said["asked"]) is way.startswith("tensorwise")
+    if way == "tensorwise tp":
+        assert sent["all_gather_into_tensor", "uint8"]["bytes"] == said["asked"]["uint8"][0] == 2 * 4 * 8 * 16 * 32
+    elif way == "tensorwise fsdp2":
         assert sent["allgather_base", "bfloat16"]["times"] == 3  # the embedding for either pass, the head once
         assert sent["allgather_base", "uint8"]["bytes"] == said["asked"]["uint8"][0]
         assert 4 * 8 in [each["bytes"] for each in said["collectives"]]

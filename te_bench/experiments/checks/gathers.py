@@ -37,7 +37,8 @@ def require(
         )
     seen: Counter[str] = Counter()
     for each in collectives:
-        seen[each["dtype"]] += each["bytes"] if "gather" in each["name"] else 0
+        dtype = "uint8" if each["dtype"].startswith("float8") else each["dtype"]  # as a project may send it
+        seen[dtype] += each["bytes"] if "gather" in each["name"] else 0
     for dtype in dict.fromkeys((*due, *(() if p.rival else HALVES))):
         least, most = (step.optim.accumulate * nbytes for nbytes in due.get(dtype, (0, 0)))
         if not least <= seen[dtype] <= most:

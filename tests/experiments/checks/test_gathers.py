@@ -37,7 +37,8 @@ def of(sent: list[dict[str, Any]] | None, world: int = 2, due: dict[str, Any] | 
 
 
 def test_what_a_project_gathers_in_fp8_is_counted() -> None:
-    of([TABLES, {"name": "allgather_base", "dtype": "uint8", "times": 4, "bytes": 100}])
+    for dtype in ("uint8", "float8_e4m3fn"):
+        of([TABLES, {"name": "allgather_base", "dtype": dtype, "times": 4, "bytes": 100}])
     said = "rival torchao_tensorwise: a step is to gather 100 bytes of uint8; this one gathered 205 bytes of bfloat16"
     with pytest.raises(CheckFailed, match=said) as failed:
         of([TABLES | {"bytes": 205}])
