@@ -506,9 +506,11 @@ def of_torchao() -> dict[str, Any]:
     return found
 
 
-def headed(mode: str) -> TrainStep:
+def headed(divided: Parallel) -> TrainStep:
+    """A step whose head computes the loss without logits."""
+    torch.manual_seed(0)
     model = decoder.build(SMALL, attention="manual", head="chunked")
-    return TrainStep(model, OPTIM, precision="fp32", mode="eager", parallel=parallel.load(mode))
+    return TrainStep(model, OPTIM, precision="fp32", mode="eager", parallel=divided)
 
 
 def seeds(mode: str, **options: Any) -> list[int]:
@@ -573,8 +575,9 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
         refusal(lambda: beside("tp", Planned, sequence_parallel=True)),
         refusal(lambda: a_step(parallel.load("tp", sequence_parallel=True), "fp64")(*(x[:, :15] for x in batch(0)))),
         refusal(lambda: a_step(parallel.load("tp"), "fp64").model.logits(batch(0)[0])),  # type: ignore[operator]
-        refusal(lambda: headed("tp")),
+        refusal(lambda: headed(parallel.load("tp", sequence_parallel=True))),
     ]
+    found["headed"] = [losses(headed(divided), 3) for divided in (parallel.load("tp"), SINGLE)]
     found["seeds"] = {mode: seeds(mode, **said) for mode, said in (("ddp", {}), ("tp", {"sequence_parallel": True}))}
     found["dropped"] = dropped()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}

@@ -145,7 +145,7 @@ class SharedLayers(Grouped):
         for cut in cuts:
             entry = entries.get(places[id(cut.layer)][0][0]) if cut.mode == "column" else None
             self._cut(cut, places[id(cut.layer)], entry)
-        if isinstance(model, Decoder):
+        if isinstance(model, Decoder) and model.heads is None:  # a head of its own takes the whole table
             self._cut_vocabulary(model, vocabulary)
         if self.sequence_parallel:  # what is whole sees a rank's tokens alone
             partial = list(model.modules())
@@ -162,10 +162,10 @@ class SharedLayers(Grouped):
                 f"{self.name}: sequence parallelism is for te-bench's decoders, and this is a {type(model).__name__}; leave "
                 "it out"
             )
-        if isinstance(model, Decoder) and model.heads is not None:
+        if self.sequence_parallel and getattr(model, "heads", None) is not None:
             raise Indivisible(
-                f"{self.name}: ranks share the vocabulary, of which the model's head takes all; leave out the head, or "
-                "choose ddp"
+                f"{self.name}: the model's head takes all tokens and the whole vocabulary; leave out the head, or sequence "
+                "parallelism"
             )
 
     def _whole_parameters(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
