@@ -174,6 +174,13 @@ def compiled_theirs() -> dict[str, Any]:
     return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
 
 
+def compiled_tokens() -> dict[str, Any]:
+    """A Llama's step in FP8, whose layers, vocabulary and tokens ranks share: one graph with its collectives."""
+    problem = {**PROBLEM, "model": "llama-tiny", "parallel": "tp", "sequence_parallel": True}
+    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
+    return child.run(asked, Context())
+
+
 def of_ranks(one: Callable[[Trial, Context], dict[str, Any]], check: bool = True) -> Callable[[], dict[str, Any]]:
     return functools.partial(ranks.run, TRIAL, Context(check=check), one)
 
@@ -219,7 +226,7 @@ def of_gathers() -> dict[str, Any]:
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    print(json.dumps({"compiled": compiled, "compiled_theirs": compiled_theirs}[sys.argv[1]]()))
+    print(json.dumps({each.__name__: each for each in (compiled, compiled_theirs, compiled_tokens)}[sys.argv[1]]()))
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     found = replies()

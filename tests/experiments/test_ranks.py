@@ -166,6 +166,20 @@ def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
 
 
 @pytest.mark.slow
+def test_shared_layers_vocabulary_and_tokens_compile_into_one_graph() -> None:
+    """A column Linear's input is gathered once, and kept for its weight's gradient."""
+    done = Run("compiled_tokens", main=FAULTS).finish()
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    assert reply["work"]["ran"]["compiled"] == 1
+    sent = {(each["name"], each["dtype"]): each["times"] for each in reply["work"]["collectives"]}
+    assert sent["all_gather_into_tensor", "uint8"] == 4 * 2
+    assert sent["reduce_scatter_tensor", "bfloat16"] == 4 * 2 + 1  # and of the head
+
+
+@pytest.mark.slow
 def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss() -> None:
     done = Run("compiled_theirs", main=FAULTS).finish()
     assert done.returncode == 0, done.stderr
