@@ -69,7 +69,7 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
     over: Settings = {} if options.parallel is None else {"parallel": options.parallel, "world": options.gpus_per_trial}
     over |= {} if options.shard is None else {"shard": options.shard}
     again: Settings = {"checkpointing": "blocks"} if options.checkpointing else {}
-    if not over and not again:
+    if not over and not again and not options.sequence_parallel:
         return experiment
     workloads_of = {trial.workload for trial in experiment.trials}
     for flag, asked, legal in (("--parallel", over, SPANNING), ("--checkpointing", again, STEPS)):
@@ -80,11 +80,19 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         more: Settings = (over if trial.workload in SPANNING else {}) | (again if trial.workload in STEPS else {})
         if options.gather is not None and trial.workload == "train_step" and trial.precision == "fp8":
             more["gather"] = options.gather
+        shares = {**trial.problem, **more}.get("parallel") in parallel.SHARING and "rival" not in trial.problem
+        if options.sequence_parallel and shares:  # other projects' always do
+            more["sequence_parallel"] = True
         divided = dataclasses.replace(trial, problem={**trial.problem, **more}) if more else trial
         cells[trial.cell] = divided.cell
         trials.append(divided)
     if options.gather is not None and all("gather" not in trial.problem for trial in trials):
         raise ValueError(f"--gather: the suite {experiment.suite} has no step in FP8 at a fixed batch; leave it out")
+    if options.sequence_parallel and all("sequence_parallel" not in trial.problem for trial in trials):
+        raise ValueError(
+            f"--sequence-parallel: no step of {experiment.suite} has ranks that share layers; give --gpus-per-trial N "
+            f"--parallel {' or '.join(parallel.SHARING)}, or leave it out"
+        )
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
 
@@ -160,6 +168,14 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
         raise ValueError(
             f"{trial.name}: shard is of {' and '.join(parallel.GROUPED)}, which have it: the ranks of a group"
         )
+    if p.sequence_parallel is not None:
+        if p.world is None or p.parallel not in parallel.SHARING:
+            raise ValueError(f"{trial.name}: sequence_parallel is of {' and '.join(parallel.SHARING)}")
+        if p.source is None and p.block % (p.world // p.replicas):
+            raise ValueError(
+                f"sequences of {p.block} tokens do not divide into {p.world // p.replicas} ranks: give other --tokens, or "
+                "leave --sequence-parallel out"
+            )
     if p.world is not None and isinstance(p.batch, int) and p.batch % p.replicas:
         less = p.batch // p.replicas * p.replicas or p.replicas
         raise ValueError(

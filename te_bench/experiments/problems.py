@@ -44,6 +44,7 @@ _SHOWN = {
     "parallel": "",
     "world": "x",
     "shard": "shard",
+    "sequence_parallel": "sp",
     "gather": "gather-",
     "edge": "n",
     "tokens": "t",
@@ -152,6 +153,7 @@ class StepProblem(TrialProblem):
     parallel: str | None = None  # a mode of training.parallel; None: one process
     world: int | None = None  # its ranks
     shard: int | None = None  # ranks of a group, of hsdp and fsdp2+tp
+    sequence_parallel: Literal[True] | None = None  # of tp and fsdp2+tp: ranks share the tokens between layers
     gather: Literal["fp8"] | None = None  # of blocks' weights by fsdp2 or hsdp; None: in the dtype of their products
     arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
     config: str | None = None
@@ -372,13 +374,16 @@ def ranks_of(trial: "Trial") -> dict[str, Any]:
     """What a record's work says of ranks; nothing of a trial that spans none."""
     if trial.problem.get("world") is None:
         return {}
-    divided = {name: trial.problem[name] for name in ("parallel", "shard") if name in trial.problem}
+    divided = {
+        name: trial.problem[name] for name in ("parallel", "shard", "sequence_parallel") if name in trial.problem
+    }
     return {"world": world_of(trial), **divided, "backend": backend_of(trial)}
 
 
 def label(settings: Mapping[str, Any]) -> str:
     """The settings that tell one problem from another at a glance, as a trial's name shows them."""
-    words = [f"{letter}{settings[name]}" for name, letter in _SHOWN.items() if name in settings]
+    said = {name: "" if settings[name] is True else settings[name] for name in _SHOWN if name in settings}
+    words = [f"{_SHOWN[name]}{value}" for name, value in said.items()]
     if "causal" in settings:
         words.append("causal" if settings["causal"] else "full")
     return "-".join(words)

@@ -244,6 +244,10 @@ class Options:
     shard: int | None = _option(
         "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", range=(2, 512)
     )
+    sequence_parallel: bool | None = _option(
+        "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
+        bool,
+    )
     gather: str | None = _option(
         "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
         str,

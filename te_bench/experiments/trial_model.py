@@ -183,6 +183,8 @@ def _no_way(p: StepProblem, rival: Rival) -> str | None:
         return f"{name} divides the steps of te-bench's own models alone"
     if p.gather is not None or p.checkpointing is not None:
         return f"{name} has no gather and no checkpointing of te-bench's; leave them out"
+    if p.sequence_parallel is not None:
+        return f"{name} shares tokens in its own way; leave sequence_parallel out"
     return None
 
 
@@ -310,7 +312,9 @@ def parallel_of(trial: Trial) -> Parallel:
         assert p.against.way is not None, "unsupported refuses it"
         own: Parallel = ways.load(p.against.way, p.parallel)
         return own
-    options = {name: value for name in ("shard", "gather") if (value := getattr(p, name)) is not None}
+    options = {
+        name: value for name in ("shard", "sequence_parallel", "gather") if (value := getattr(p, name)) is not None
+    }
     found: Parallel = parallel.load(p.parallel, **options)
     return found
 

@@ -287,6 +287,7 @@ class Adopted(nn.Module):
         allowed = (lambda name, _: name not in left) if left else None
         self.conversion = conversion.convert(self.module, parts=parts, filter=allowed) if converts else None
         self.changed = None if rival is None else rival.build(self.module)
+        self.weights = sum(p.numel() for p in self.parameters())  # before ranks share them
         self.gemms = 0  # of the last pass under `counted`
         self.rows: set[int] = set()  # that layers in FP8 were given in it
 
@@ -328,7 +329,7 @@ class Adopted(nn.Module):
                 with FlopCounterMode(display=False) as counter:
                     model(inputs, targets).backward()
         except UNIMAGINABLE:
-            return 6 * sum(p.numel() for p in self.parameters())
+            return 6 * self.weights
         finally:
             pin(self.kernel)
         return int(counter.get_total_flops()) // length

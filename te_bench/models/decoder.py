@@ -234,11 +234,15 @@ class Decoder(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         """(B, T) int64 -> (B, T, C), after the last norm. Raises ValueError when T > block_size."""
         self._check(tokens)
+        return self._run(self.embed(tokens))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, T) int64 -> (B, T, C), what the first block is given."""
         tables = self.tables()
-        x = tables.tokens(tokens)
+        x: Tensor = tables.tokens(tokens)
         if tables.positions is not None:
             x = x + tables.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        return self._run(x)
+        return x
 
     def _run(self, x: Tensor) -> Tensor:
         if self.passes is not None:
@@ -321,15 +325,11 @@ class Decoder(nn.Module):
         """6 N + 12 L H D T: nanoGPT's count (forward and backward, attention as if it were not causal).
 
         N leaves out what is only looked up (positions, and tokens where the head has a table of its own), and the padding
-        rows, which are work that nobody asked for.
+        rows, which are work that nobody asked for. It is the whole model's where ranks share its weights.
         """
-        shape, tables = self.config.shape, self.tables()
-        looked_up = 0 if tables.positions is None else tables.positions.weight.numel()
-        if not shape.tied:
-            looked_up += tables.tokens.weight.numel()
-        padding = (len(tables.head.weight) - shape.vocab) * shape.hidden
-        n = sum(p.numel() for p in self.parameters()) - looked_up - padding
-        return 6 * n + 12 * shape.layers * shape.heads * shape.head_dim * length
+        s = self.config.shape
+        n = s.layers * (s.weights + s.vectors) + s.last_vectors + s.vocab * s.hidden
+        return 6 * n + 12 * s.layers * s.heads * s.head_dim * length
 
 
 def move(weight: Tensor, seed: int, ulps: int) -> None:

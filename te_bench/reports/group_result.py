@@ -51,7 +51,8 @@ class ReportResult:
 def load_report(directories: Sequence[Path]) -> ReportResult:
     """Read the journals of several runs. Raises ValueError as `load_results` does."""
     results = load_results(directories)
-    return ReportResult(results=results, groups=tuple(map(group_result, results.groups)))
+    # By no map: a StopIteration from within would end it, and leave out this group and all after it.
+    return ReportResult(results=results, groups=tuple([group_result(group) for group in results.groups]))
 
 
 def group_result(group: Group) -> GroupResult:

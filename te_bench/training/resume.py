@@ -108,7 +108,7 @@ def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str,
 
 
 def _random(step: TrainStep, device: str) -> str:
-    return f"{RANDOM}{step.parallel.replica}.{device}"  # ranks of one part of the batch draw alike
+    return f"{RANDOM}{step.parallel.draws}.{device}"
 
 
 def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tensor]:

@@ -21,6 +21,8 @@ from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
+from te_bench.kernels.quantize import Operand
+from te_bench.models.modules.tensor_parallel import Ranks
 from te_bench.training.parallel import ddp, fsdp2
 from te_bench.training.step import Optim, TrainStep
 
@@ -148,6 +150,16 @@ def gathers_bf16(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+def sends_bf16(trial: Trial, context: Context) -> dict[str, Any]:
+    """Sequence parallelism that casts what it has gathered, to the same numbers."""
+
+    def gather_operand(self: Ranks, own: Operand) -> Operand:
+        return own._replace(data=self.gather(own.data.to(torch.bfloat16)).to(own.data.dtype))
+
+    Ranks.gather_operand = gather_operand  # type: ignore[method-assign]
+    return child.run_one(trial, context)
+
+
 def compiled() -> dict[str, Any]:
     """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
     torch._dynamo.config.recompile_limit = 3  # of its own accord 8
@@ -160,6 +172,13 @@ def compiled_theirs() -> dict[str, Any]:
     """torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends."""
     problem = {**PROBLEM, "model": "llama-tiny", "rival": "torchtitan", "parallel": "tp"}
     return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
+
+
+def compiled_tokens() -> dict[str, Any]:
+    """A Llama's step in FP8, whose layers, vocabulary and tokens ranks share: one graph with its collectives."""
+    problem = {**PROBLEM, "model": "llama-tiny", "parallel": "tp", "sequence_parallel": True}
+    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
+    return child.run(asked, Context())
 
 
 def of_ranks(one: Callable[[Trial, Context], dict[str, Any]], check: bool = True) -> Callable[[], dict[str, Any]]:
@@ -195,7 +214,11 @@ def of_gathers() -> dict[str, Any]:
     asked = {"problem": {**PROBLEM, "parallel": "fsdp2", "gather": "fp8", "layers": 1, "block": 8}, "precision": "fp8"}
     in_fp8 = dataclasses.replace(TRIAL, **asked, recipe="float8_current_scaling")
     by_rows = dataclasses.replace(in_fp8, recipe="rowwise_scaling")
+    shared = {name: value for name, value in asked["problem"].items() if name != "gather"}  # type: ignore[attr-defined]
+    of_tokens = dataclasses.replace(in_fp8, problem={**shared, "parallel": "tp", "sequence_parallel": True})
     return {
+        "tokens bf16": ranks.run(of_tokens, Context(), sends_bf16),
+        "tokens fp8": ranks.run(of_tokens, Context(), child.run_one),
         "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),
         "gathers fp8": ranks.run(in_fp8, Context(), child.run_one),
         "gathers rows": ranks.run(by_rows, Context(), child.run_one),
@@ -203,7 +226,7 @@ def of_gathers() -> dict[str, Any]:
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    print(json.dumps({"compiled": compiled, "compiled_theirs": compiled_theirs}[sys.argv[1]]()))
+    print(json.dumps({each.__name__: each for each in (compiled, compiled_theirs, compiled_tokens)}[sys.argv[1]]()))
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     found = replies()

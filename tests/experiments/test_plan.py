@@ -195,6 +195,24 @@ def test_a_gather_in_fp8_is_of_steps_in_fp8() -> None:
         plan.resolve("convergence", options)
 
 
+def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
+    """In the suite that has such steps of its own accord, too: te-bench's, for other projects' always have it."""
+    asked = Options(device="cpu", gpus_per_trial=2, parallel="tp", sequence_parallel=True)
+    assert all(
+        t.problem["sequence_parallel"] and "tp-x2-sp" in t.name
+        for t in plan.resolve("fp8", asked).trials
+        if t.workload == "train_step"
+    )
+    for trial in plan.resolve("scaling", Options(device="cpu", sequence_parallel=True)).trials:
+        shares = trial.problem.get("parallel") == "tp" and "rival" not in trial.problem
+        assert ("sequence_parallel" in trial.problem) is shares
+    divided = Options(device="cpu", gpus_per_trial=2, parallel="ddp", sequence_parallel=True)
+    with pytest.raises(
+        ValueError, match="--sequence-parallel: no step of fp8 has ranks that share layers; give --gpus"
+    ):
+        plan.resolve("fp8", divided)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -208,6 +226,11 @@ def test_a_gather_in_fp8_is_of_steps_in_fp8() -> None:
         ),
         ({"parallel": "hsdp", "world": 4}, "shard is of fsdp2.tp and hsdp, which have it: the ranks of a group"),
         ({"parallel": "ddp", "world": 2, "shard": 2}, "shard is of fsdp2.tp and hsdp, which have it"),
+        ({"parallel": "ddp", "world": 2, "sequence_parallel": True}, "sequence_parallel is of fsdp2.tp and tp"),
+        (
+            {"parallel": "tp", "world": 3, "sequence_parallel": True},
+            "sequences of 64 tokens do not divide into 3 ranks: give other --tokens, or leave --sequence-parallel out",
+        ),
         ({"parallel": "ddp", "world": 4}, "a batch of 2 does not divide into 4 ranks: give --batch 4"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from driving import Run, rows, te_bench
 
 BF16 = "gather fp8: a step is to gather 98,304 bytes of uint8; this one gathered 196,608 bytes of bfloat16"
+TOKENS = "sequence parallelism: a step is to gather 8,192 to 16,384 bytes of uint8; this one gathered 28,672 bytes of"
 LATE = "came late or never to a collective that the others waited 4 s for"
 OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
 FAULTS = Path(__file__).with_name("rank_faults.py")
@@ -40,6 +41,7 @@ def replies() -> Any:
             "rank 1: this pass brought gradients of other parameters than the first",
         ),
         ("gathers bf16", "failed_check", BF16),
+        ("tokens bf16", "failed_check", TOKENS),
         (
             "gathers rows",
             "unsupported",
@@ -59,6 +61,11 @@ def test_a_gather_in_fp8_is_what_the_record_says(replies: Any) -> None:
     assert said["outcome"] == "ok", said["reason"]
     gathers = {each["dtype"]: each["bytes"] for each in said["work"]["collectives"] if "gather" in each["name"]}
     assert gathers.keys() == {"uint8", "float32"}  # of the blocks, and of the tables
+    tokens = replies["tokens fp8"]
+    assert tokens["outcome"] == "ok", tokens["reason"]
+    assert tokens["work"]["sequence_parallel"]
+    sent = {each["dtype"] for each in tokens["work"]["collectives"] if "gather" in each["name"]}
+    assert sent == {"uint8", "bfloat16", "float32"}  # between the layers, of the head, of the embedding's gradient
 
 
 def test_a_hanging_rank_is_found_by_the_others_patience(replies: Any) -> None:
@@ -156,6 +163,20 @@ def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
     assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
     assert reply["work"]["ran"]["compiled"] == 4
     assert reply["work"]["ran"]["gemm_fp8"] == 4 * 4 * 3
+
+
+@pytest.mark.slow
+def test_shared_layers_vocabulary_and_tokens_compile_into_one_graph() -> None:
+    """A column Linear's input is gathered once, and kept for its weight's gradient."""
+    done = Run("compiled_tokens", main=FAULTS).finish()
+    assert done.returncode == 0, done.stderr
+    reply = json.loads(done.stdout)
+    assert reply["outcome"] == "ok", reply["reason"]
+    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    assert reply["work"]["ran"]["compiled"] == 1
+    sent = {(each["name"], each["dtype"]): each["times"] for each in reply["work"]["collectives"]}
+    assert sent["all_gather_into_tensor", "uint8"] == 4 * 2
+    assert sent["reduce_scatter_tensor", "bfloat16"] == 4 * 2 + 1  # and of the head
 
 
 @pytest.mark.slow

@@ -61,12 +61,14 @@ def test_other_projects_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path
         ("zero1", "*V50304-zero1-x2/cudnn/bf16/compile-reduce-overhead/*", 1),
         ("zero1", "*-adamw-triton*/cudnn/*", 4),
         ("tp", "*/eager/*,*/compile/*,*V50304-tp-x2/cudnn/bf16/cudagraph/*", 4),
+        ("tp --sequence-parallel", "*/eager/*,*/compile/*,*/bf16/cudagraph/*", 4),
         ("fsdp2", "*/eager/*,*/compile/*", 4),
     ],
 )
 def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, only: str, fewest: int) -> None:
+    mode, *flags = mode.split()
     suite = COMMAND if mode not in ("fsdp2", "tp") else ("run", "fp8", *COMMAND[2:])
-    done = te_bench(*suite, "--parallel", mode, "--only", only, "--out", tmp_path, main=None, timeout=500)
+    done = te_bench(*suite, "--parallel", mode, *flags, "--only", only, "--out", tmp_path, main=None, timeout=500)
     found = rows(tmp_path)
     assert [row["reason"] for row in found if row["outcome"] != "ok"] == [], done.stdout + done.stderr
     steps = [row for row in found if row["trial"]["workload"] == "train_step"]

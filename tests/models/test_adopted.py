@@ -130,6 +130,14 @@ def test_flop_are_counted_with_attention() -> None:
     assert model("make").flop_per_token(8) == 6 * weights + 12 * 32 * 8
 
 
+def test_flop_that_numbers_decide_are_six_a_weight_however_many_a_rank_has() -> None:
+    made = model("depends_on_numbers")
+    weights = sum(p.numel() for p in made.parameters())
+    share = next(made.parameters())
+    share.data = share.data[: len(share) // 2]
+    assert made.flop_per_token(8) == 6 * weights
+
+
 def test_dropout_goes_where_it_is_to_go() -> None:
     dropping = adopted.Adopted(adopted.make(of("make", "dropout=0.5"), attention="own", device="cpu"))
     assert dropping.has_dropout

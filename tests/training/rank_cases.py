@@ -6,7 +6,9 @@ which takes four ranks at least, in two groups.
 
 import dataclasses
 import functools
+import gc
 import importlib.util
+import itertools
 import json
 import socket
 import sys
@@ -30,6 +32,7 @@ from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import decoder, rivals
 from te_bench.models.configs import LlamaConfig
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.tensor_parallel import Entry
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import checkpoints, parallel, ways
@@ -41,6 +44,7 @@ SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50)
 LLAMA: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA |= {"num_key_value_heads": 4, "head_dim": 8, "block_size": 16, "vocab_size": 50}
 DECODERS = {"llama": LlamaConfig(**LLAMA), "qwen 3": LlamaConfig(**LLAMA, qk_norm=True)}
+BIASED = dataclasses.replace(SMALL, bias=True)
 REFUSED = [
     dataclasses.replace(SMALL, n_head=1),
     dataclasses.replace(SMALL, dropout=0.1),
@@ -59,12 +63,13 @@ def a_step(
     seed: int = 0,
     optimizer: str | None = None,
     recipe: Recipe | None = None,
+    padded: int = 64,
     **more: Any,
 ) -> TrainStep:
     torch.manual_seed(seed)
     recipe = (recipe or DelayedScaling(amax_history_len=2)) if precision == "fp8" else None
     blocks = "fused" if optimizer else None
-    model: Any = GPT(SMALL, attention="manual", padded_vocab_size=64, recipe=recipe, blocks=blocks)
+    model: Any = GPT(SMALL, attention="manual", padded_vocab_size=padded, recipe=recipe, blocks=blocks)
     optim = dataclasses.replace(OPTIM, **more)
     model = model.double() if precision == "fp64" else model
     return TrainStep(model, optim, precision=precision, mode="eager", optimizer=optimizer, parallel=divided)
@@ -125,6 +130,7 @@ def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
     elements = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
     each = [torch.empty_like(elements) for _ in range(world)]
     dist.all_gather(each, elements)
+    found["flop"] = ours.model.flop_per_token(16) / slices.model.flop_per_token(16)  # type: ignore[operator]
     found["moments"], found["largest"] = [one.item() for one in each], max(p.numel() for p in parameters.values())
     found["saved"] = saved(ours)
     return found
@@ -204,9 +210,10 @@ class Gathered(Planned):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gate_proj, self.up_proj = (nn.Linear(width, 2 * width) for _ in range(2))
+        self.down_proj = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -236,6 +243,45 @@ class Gated(nn.Module):
         return (x - y).square().mean()
 
 
+def compiled() -> dict[str, Any]:
+    """A step whose Linears add up their input's gradient once, as torch.compile traces it; graphs, breaks, what is kept."""
+    usual = torch.compile
+    torch.compile = functools.partial(usual, backend="aot_eager")  # type: ignore[assignment]
+    try:
+        found: dict[str, Any] = {}
+        steps = []
+        for mode, divided in (("compile", parallel.load("tp")), ("eager", SINGLE)):
+            torch.manual_seed(0)
+            steps.append(TrainStep(Halves(), OPTIM, precision="fp32", mode=mode, parallel=divided))
+        x, y = torch.randn(2, ROWS, 8)
+        found["error"] = apart(*(step.gradients(x, y)[1] for step in steps))
+        found["sent"] = collectives.of_call(lambda: steps[0](x, y))
+        counters = torch._dynamo.utils.counters
+        found["graphs"] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        found["kept"] = sum(o._known is not None for o in gc.get_objects() if type(o) is Entry)
+        return found
+    finally:
+        torch.compile = usual
+
+
+class Halves(nn.Module):
+    """Two MLPs, each of whose first Linears are two; in_fp8: te's."""
+
+    tp_plan: ClassVar = Gated.tp_plan
+    autocast = Gated.autocast
+
+    def __init__(self, in_fp8: bool = False) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(GatedMLP(32 if in_fp8 else 8) for _ in range(2))
+        if in_fp8:
+            te.convert(self)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for mlp in self.mlps:
+            x = mlp(x)
+        return (x - y).square().mean()
+
+
 class Nested(nn.Module):
     """Lists of lists of blocks that have lists of their own, and a part that is no multiple of anything."""
 
@@ -255,19 +301,28 @@ def nested(mode: str, **options: Any) -> float:
     return beside(mode, Nested, **options)
 
 
-def beside(mode: str, make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64, **options: Any) -> float:
-    """The largest error of a gradient of a model of its own."""
-    steps, precision = [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
+def beside(
+    mode: str,
+    make: Callable[[], nn.Module],
+    dtype: torch.dtype = torch.float64,
+    sent: list[dict[str, Any]] | None = None,
+    **options: Any,
+) -> float:
+    """The largest error of a gradient of a model of its own; sent: is added the collectives of a pass."""
+    width, steps, precision = 8, [], {torch.float64: "fp64", torch.float32: "fp32"}[dtype]
     for divided in (parallel.load(mode, **options), SINGLE):
         torch.manual_seed(0)
         steps.append(TrainStep(make().to(dtype), OPTIM, precision=precision, mode="eager", parallel=divided))
-    x, y = torch.randn(2, ROWS, 8, dtype=dtype)
+        width = next(steps[0].model.parameters()).shape[-1]
+    x, y = torch.randn(2, ROWS, width, dtype=dtype)
+    if sent is not None:
+        sent += collectives.of_call(lambda: steps[0].gradients(x, y)) or []
     return apart(*(step.gradients(x, y)[1] for step in steps))
 
 
-def decoder_by(mode: str, config: Any, **options: Any) -> float:
+def decoder_by(mode: str, config: Any, padded: int | None = None, **options: Any) -> float:
     torch.manual_seed(0)
-    models = [decoder.build(config, attention="manual").double() for _ in range(2)]
+    models = [decoder.build(config, attention="manual", padded_vocab_size=padded).double() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     steps = [
         TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=divided)
@@ -276,9 +331,9 @@ def decoder_by(mode: str, config: Any, **options: Any) -> float:
     return apart(*(step.gradients(*batch(0))[1] for step in steps))
 
 
-def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
+def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     """Scales and weights after some steps of delayed scaling: in every rank the same."""
-    step = a_step(parallel.load(mode), "fp8", optimizer=optimizer)
+    step = a_step(parallel.load(mode, **options), "fp8", optimizer=optimizer)
     course = losses(step, 6)
     scales = [t.float() for name, t in step.model.state_dict().items() if "fp8" in name and "scale" in name]
     weights = [step.parallel.whole(p.detach(), p) for p in step.model.parameters()]
@@ -290,6 +345,8 @@ def in_fp8(mode: str, optimizer: str | None) -> dict[str, Any]:
         "one": losses(a_step(SINGLE, "fp8"), 6),
         "alike": torch.equal(mine, rank_0),
         "scales": len(scales),
+        "collectives": collectives.of_call(lambda: step(*batch(0))),
+        "asked": step.parallel.gathered(step.model, None, ROWS * 16),
     }
 
 
@@ -423,22 +480,61 @@ def of_rivals() -> dict[str, Any]:
 
 
 def of_torchao() -> dict[str, Any]:
-    """Its recipes, emulated: gradients beside float64's, and what is sent. By a scale a tensor gloo cannot share layers."""
-    from torchao.float8 import Float8LinearConfig
+    """Its recipes, emulated: gradients beside float64's, and what is sent. gloo takes FP8 as bytes alone."""
+    from torchao.float8 import Float8LinearConfig, float8_ops
 
+    def as_bytes(operator: Any, args: Any, kwargs: Any = None) -> Any:
+        sent = operator(args[0]._data.contiguous().view(torch.uint8), *args[1:], **(kwargs or {}))
+        data = torch.ops._c10d_functional.wait_tensor(sent).view(args[0]._data.dtype)
+        rest = (args[0]._scale, args[0]._orig_dtype, args[0]._linear_mm_config, args[0]._gemm_input_role)
+        return type(args[0])(data, *rest)
+
+    table: dict[Any, Any] = float8_ops.FLOAT8_OPS_TABLE
+    table |= {operator: as_bytes for operator in table if "all_gather_into_tensor" in str(operator)}
     usual = Float8LinearConfig.from_recipe_name
     Float8LinearConfig.from_recipe_name = lambda name: dataclasses.replace(usual(name), emulate=True)
     _, truth = theirs_alone(DECODERS["llama"], UNCLIPPED).gradients(*batch(0))
     found = {}
-    for name, mode in (("tensorwise", "fsdp2"), ("rowwise", "fsdp2"), ("rowwise", "tp")):
+    for name, mode in itertools.product(("tensorwise", "rowwise"), ("fsdp2", "tp")):
         step = theirs(mode, DECODERS["llama"], f"torchao_{name}")
         _, gradients = step.gradients(*batch(0))
         step(*batch(0))
         sent = collectives.of_call(lambda s=step: s(*batch(0)))  # type: ignore[misc]
         errors = [((gradients[n].double() - truth[n]).norm() / truth[n].norm()).item() for n in truth]
-        asked = step.parallel.gathered(step.model, None)
+        asked = step.parallel.gathered(step.model, None, ROWS * 16)
         found[f"{name} {mode}"] = {"error": max(errors), "collectives": sent, "asked": asked}
     return found
+
+
+def headed(divided: Parallel) -> TrainStep:
+    """A step whose head computes the loss without logits."""
+    torch.manual_seed(0)
+    model = decoder.build(SMALL, attention="manual", head="chunked")
+    return TrainStep(model, OPTIM, precision="fp32", mode="eager", parallel=divided)
+
+
+def seeds(mode: str, **options: Any) -> list[int]:
+    """Of three seeds of a repetition, all ranks'."""
+    own = torch.tensor([parallel.load(mode, **options).seed(seed) for seed in range(3)])
+    each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(each, own)
+    return torch.cat(each).tolist()
+
+
+def dropped() -> list[float]:
+    """What dropout leaves of a rank's ones between layers, all ranks'."""
+    step = TrainStep(
+        GPT(REFUSED[1], attention="manual"),
+        OPTIM,
+        precision="fp32",
+        mode="eager",
+        parallel=parallel.load("tp", sequence_parallel=True),
+    )
+    seen: list[Tensor] = []
+    layer: Any = step.model.transformer.drop  # type: ignore[union-attr]
+    layer.register_forward_hook(lambda _, inputs, y: seen.append((y != 0).double().flatten()))
+    step(*batch(0))
+    return [x.item() for x in step.parallel.of_all(seen[0] @ torch.arange(float(len(seen[0])), dtype=torch.float64))]
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -453,9 +549,13 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     """Of two ranks all, of four what another number of shares may change."""
     world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in MODES}
+    found["tp sp"] = beside_one("tp", world, sequence_parallel=True)
     found["planned"] = beside("tp", Planned)
     found["decoders"] = {name: decoder_by("tp", config) for name, config in DECODERS.items()}
+    found["decoders"]["qwen 3 sp"] = decoder_by("tp", DECODERS["qwen 3"], sequence_parallel=True)
+    found["decoders"]["padding"] = decoder_by("tp", BIASED, padded=128, sequence_parallel=True)
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None), "tp": in_fp8("tp", None)}
+    found["fp8"]["tp sp"] = in_fp8("tp", None, sequence_parallel=True)
     recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
     found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
     found["rivals"] = of_rivals()
@@ -463,14 +563,23 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
     kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
-    found["gated"] = {name: beside("tp", make, torch.float32) for name, make in kinds}
+    sent: list[dict[str, Any]] = []
+    found["gated"] = {name: beside("tp", make, torch.float32, sent) for name, make in kinds}
+    found["gated fp8"] = beside("tp", functools.partial(Halves, True), torch.float32, sent)
+    found["gated sent"] = [each for each in sent if (each["name"], each["dtype"]) == ("allreduce", "float32")]
+    found["compiled"] = compiled()
     found["not planned"] = refusal(lambda: nested("tp"))
     found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
-    seeds = torch.tensor([parallel.load("ddp").seed(seed) for seed in range(3)])
-    each = [torch.empty_like(seeds) for _ in range(world)]
-    dist.all_gather(each, seeds)
-    found["seeds"] = torch.cat(each).tolist()
+    found["refused sp"] = [
+        refusal(lambda: beside("tp", Planned, sequence_parallel=True)),
+        refusal(lambda: a_step(parallel.load("tp", sequence_parallel=True), "fp64")(*(x[:, :15] for x in batch(0)))),
+        refusal(lambda: a_step(parallel.load("tp"), "fp64").model.logits(batch(0)[0])),  # type: ignore[operator]
+        refusal(lambda: headed(parallel.load("tp", sequence_parallel=True))),
+    ]
+    found["headed"] = [losses(headed(divided), 3) for divided in (parallel.load("tp"), SINGLE)]
+    found["seeds"] = {mode: seeds(mode, **said) for mode, said in (("ddp", {}), ("tp", {"sequence_parallel": True}))}
+    found["dropped"] = dropped()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
     found["table"] = sharded_table()
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
@@ -491,6 +600,7 @@ def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
     found = {
         "hsdp": beside_one("hsdp", world_of(trial), shard=2),
         "fsdp2+tp": beside_one("fsdp2+tp", world_of(trial), shard=2),
+        "fsdp2+tp sp": beside_one("fsdp2+tp", world_of(trial), shard=2, sequence_parallel=True),
         "nested": nested("hsdp", shard=2),
         "planned": beside("fsdp2+tp", Planned, shard=2),
         "qwen 3": decoder_by("fsdp2+tp", DECODERS["qwen 3"], shard=2),

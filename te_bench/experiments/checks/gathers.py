@@ -1,8 +1,9 @@
-"""What a step's weights were gathered in, held to what the trial asked for, by the collectives that were seen.
+"""What a step gathered its weights and tokens in, held to what the trial asked for, by the collectives that were seen.
 
 require(trial, step, collectives, measurement)    # CheckFailed where FP8 was asked for and something else was gathered
 
-A project whose way gathers blocks in FP8 asks for it too; its tables are gathered in half precision beside them.
+A project whose way gathers in FP8 asks for it too; its tables are gathered in half precision beside them. Sequence
+parallelism asks for it in a recipe that casts by a given scale.
 """
 
 import dataclasses
@@ -15,8 +16,8 @@ from te_bench.experiments.problems import TrainStepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.training.step import TrainStep
 
-PASSES = 2  # a block is gathered for its forward pass and again for its backward pass
 HALVES = ("bfloat16", "float16")
+SEEN = ("eager", "compile")  # modes whose steps hand their collectives to the backend one by one
 
 
 def require(
@@ -24,23 +25,24 @@ def require(
 ) -> None:
     """Nothing of a trial that gathers none in FP8. Raises CheckFailed, without timings; Unsupported where none is seen."""
     p = TrainStepProblem.of(trial)
-    if (p.gather or p.rival) is None or step.parallel.world == 1:
+    if step.parallel.world == 1:
         return
-    due = step.parallel.gathered(step.model, p.gather)
-    if p.gather is None and "uint8" not in due:
+    due = step.parallel.gathered(step.model, p.gather, p.batch // step.parallel.replicas * p.block)
+    if (p.gather is None and "uint8" not in due) or (collectives is None and trial.mode not in SEEN):
         return
-    title = f"gather {p.gather}" if p.gather else f"rival {p.rival}"
+    title = f"gather {p.gather}" if p.gather else f"rival {p.rival}" if p.rival else "sequence parallelism"
     if collectives is None:
         raise Unsupported(
             f"{title}: torch lets nobody look into a step with {trial.attention}: choose another attention"
         )
     seen: Counter[str] = Counter()
     for each in collectives:
-        seen[each["dtype"]] += each["bytes"] if "gather" in each["name"] else 0
-    times = PASSES * step.optim.accumulate
-    asked = {dtype: times * nbytes for dtype, nbytes in due.items()}
-    for dtype in dict.fromkeys((*asked, *(HALVES if p.gather else ()))):
-        if seen[dtype] != asked.get(dtype, 0):
+        dtype = "uint8" if each["dtype"].startswith("float8") else each["dtype"]  # as a project may send it
+        seen[dtype] += each["bytes"] if "gather" in each["name"] else 0
+    for dtype in dict.fromkeys((*due, *(() if p.rival else HALVES))):
+        least, most = (step.optim.accumulate * nbytes for nbytes in due.get(dtype, (0, 0)))
+        if not least <= seen[dtype] <= most:
             found = ", ".join(f"{nbytes:,} bytes of {name}" for name, nbytes in sorted(seen.items()) if nbytes)
-            reason = f"{title}: a step is to gather {asked.get(dtype, 0):,} bytes of {dtype}; this one gathered {found}"
+            asked = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+            reason = f"{title}: a step is to gather {asked} bytes of {dtype}; this one gathered {found or 'nothing'}"
             raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))

@@ -75,7 +75,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
 
 def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
     """Those of a step over several ranks that no graph replays."""
-    if world_of(trial) == 1 or trial.mode not in ("eager", "compile"):
+    if world_of(trial) == 1 or trial.mode not in gathers.SEEN:
         return {}
     seen = collectives.of_call(next_step)
     return {} if seen is None else {"collectives": seen}

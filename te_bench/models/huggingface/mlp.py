@@ -118,7 +118,7 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     w2, b2, *others = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
     cast = [None if t is None else t.to(dtype) for t in (w2, b2 if divided is None else None, *others)]
     if (entry := _division(first[0])) is not None:
-        x = entry.enter(x.to(dtype))
+        x = entry.alone().enter(x.to(dtype))
     y: Tensor = _Half.apply(flatten(x, dtype), kind, *cast).view(*x.shape[:-1], -1)
     if divided is None:
         return y
@@ -127,7 +127,8 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
 
 
 def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
-    gemms = first[0].gemms(), last.gemms()
+    fc1 = first[0].gemms()
+    gemms = fc1._replace(divided=fc1.divided and fc1.divided.alone()), last.gemms()
     for other in first[1:]:
         other.gemms()  # so that it has its state, as alone
     training = torch.is_grad_enabled()

@@ -218,13 +218,15 @@ class Linear(Fp8Module):
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias
+        if (division := self.divisions[0]) is not None:
+            x = division.take(x, dtype)
         region = fp8.current
         if not region.enabled:
             self.without_fp8()
             x = x.to(dtype)
             if region.calibrating:
                 self.calibrate(0, x, weight)
-            y = linear(self.divisions[0], x, weight, added)
+            y = linear(division, x, weight, added)
         else:
             gemms, w = self.gemms(), None
             is_first_microbatch = self.which_microbatch(gemms, 0, is_first_microbatch)

@@ -135,11 +135,44 @@ class Ranks:
         return {**vars(self), "group": None}  # of this process: whoever loads it says which
 
 
+class Entry:
+    """Where several column Linears take one input: its gradients are added up here, and then over the ranks, once.
+
+    The first of them to take a tensor enters it, and the others find it. Nothing is kept once all have.
+    """
+
+    def __init__(self, ranks: Ranks, readers: int):
+        self.ranks, self.readers = ranks, readers
+        self._left = 0
+        self._known: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        known = self._known
+        if known is None or known[0] is not x or known[1].dtype is not dtype:
+            self._left = self.readers
+            known = x, _There.apply(x.to(dtype), _same, self.ranks.total)
+        self._left -= 1
+        self._known = known if self._left else None
+        return known[1]
+
+
 class Division(NamedTuple):
-    """How one Linear of a module is divided: by "column" or "row"."""
+    """How one Linear of a module is divided: by "column" or "row".
+
+    entry: of a column Linear that takes what others take, too, without sequence parallelism.
+    """
 
     ranks: Ranks
     mode: str
+    entry: Entry | None = None
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A rank's input in `dtype`, for `enter` or a GEMM: whoever computes for a Linear takes its input so."""
+        return x.to(dtype) if self.entry is None else self.entry(x, dtype)
+
+    def alone(self) -> Self:
+        """Of what computes for all Linears of one entry at once."""
+        return self._replace(entry=None)
 
     def gathers(self, role: str) -> bool:
         """Whether the GEMMs' operand of this role is gathered from the ranks' rows."""
@@ -147,7 +180,7 @@ class Division(NamedTuple):
 
     def enter(self, x: Tensor) -> Tensor:
         """A rank's input -> what it multiplies, in high precision."""
-        if self.mode == "row":
+        if self.mode == "row" or self.entry is not None:
             return x
         return _There.apply(x, self.ranks.gather if self.ranks.sequence else _same, self._sum)
 
@@ -160,7 +193,7 @@ class Division(NamedTuple):
     def summed(self, product: Tensor, gemm: str) -> Tensor:
         """What a rank keeps of its product in a GEMM, "fprop" or "dgrad", where no graph is recorded."""
         whole = gemm == ("dgrad" if self.mode == "row" else "fprop")
-        return product if whole else self._sum(product)
+        return product if whole or self.entry is not None else self._sum(product)
 
     def _sum(self, x: Tensor) -> Tensor:
         return self.ranks.scatter(x) if self.ranks.sequence else self.ranks.total(x)

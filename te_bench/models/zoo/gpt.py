@@ -31,9 +31,10 @@ class CausalSelfAttention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
-        width = C // self.n_head  # of a head; a rank may have fewer heads
-        heads = (t.view(B, T, -1, width).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=2))
+        qkv = self.c_attn(x)
+        B, T, _ = qkv.shape  # a rank's x may have fewer tokens
+        width = x.shape[2] // self.n_head  # of a head; a rank may have fewer heads
+        heads = (t.view(B, T, -1, width).transpose(1, 2) for t in qkv.chunk(3, dim=2))
         q, k, v = heads  # (B, H, T, D) each
         dropout = self.dropout if self.training else 0.0
         y = self.attention(q, k, v, causal=True, scale=1 / math.sqrt(q.shape[-1]), dropout=dropout)

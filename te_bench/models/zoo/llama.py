@@ -62,8 +62,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = norm(), norm()
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        B, T, _ = x.shape
         qkv = self.qkv_proj(x)
+        B, T, _ = qkv.shape  # a rank's x may have fewer tokens
         sizes = [qkv.shape[2] * share // sum(self.shares) for share in self.shares]  # a rank may have fewer heads
         q, k, v = (t.view(B, T, -1, self.head_dim) for t in qkv.split(sizes, dim=2))
         if self.q_norm is not None and self.k_norm is not None:

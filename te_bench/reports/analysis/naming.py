@@ -17,7 +17,7 @@ _OWN_PARTS = ("head", "optimizer", "blocks", "parts")
 #: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
 _SHAPE = ("batch", "heads", "kv_heads", "length", "head_dim", "causal", "dropout", "window_left", "window_right")
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
-_RANKS = ("parallel", "world", "shard")  # said together: ddp x4, hsdp x4 in groups of 2
+_RANKS = ("parallel", "world", "shard", "sequence_parallel")  # said together: ddp x4, hsdp x4 in groups of 2
 
 _KERNELS = {
     "manual": "written-out",
@@ -145,7 +145,8 @@ def _always(trial: Trial, differing: Collection[str]) -> list[str]:
         words.append(_attention(trial))
     if "parallel" in problem:
         groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
-        words.append(f"{problem['parallel']} x{problem['world']}{groups}")
+        tokens = " with sequence parallelism" if problem.get("sequence_parallel") else ""
+        words.append(f"{problem['parallel']} x{problem['world']}{groups}{tokens}")
     return [printable(word) for word in (*words, *(_setting(trial, key) for key in differing)) if word]
 
 

@@ -44,6 +44,7 @@ class _Arm:
     runs: tuple[_Run, ...]
     digests: frozenset[str]
     table: Losses | None = None  # of a CSV that holds several runs, which has chosen its loss itself
+    notes: tuple[str, ...] = ()
 
 
 def read_arms(
@@ -69,7 +70,8 @@ def read_arms(
 def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     named = [one for path in paths for one in _expanded(path)]
     source = str(paths[0]) if len(paths) == 1 else f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else ""
-    found = [one for path in named for one in _found(path)]
+    others: list[Path] = []
+    found = [one for path in named for one in _found(path, others)]
     tables = [one for one in found if one.format is None]
     if tables and len(found) > 1:
         raise ValueError(
@@ -90,7 +92,20 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     if tables:
         return _Arm(source=source, runs=(), digests=digests, table=loss_csv.read(tables[0].files[0]))
     runs = tuple(_run(one, name, metric) for one, name in zip(found, _names(found), strict=True))
-    return _Arm(source=source, runs=runs, digests=digests)
+    return _Arm(source=source, runs=runs, digests=digests, notes=_without_loss(found, others))
+
+
+def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str, ...]:
+    """What to say of files beside the logs, of text and named as a log is, in which no format finds a loss."""
+    suffixes = {file.path.suffix for one in found for file in one.files} - {".json"}  # configurations are that, too
+    silent = [str(path) for path in others if path.suffix in suffixes and not _begun(path).binary]
+    if not silent:
+        return ()
+    more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+    return (
+        f"{', '.join(silent[:NAMED])}{more}: no loss in {'it' if len(silent) == 1 else 'them'}. A training that died before "
+        "its first loss is missing here, and would count as diverged",
+    )
 
 
 def _expanded(path: Path | str) -> list[Path]:
@@ -104,16 +119,17 @@ def _expanded(path: Path | str) -> list[Path]:
     return matched
 
 
-def _found(path: Path) -> list[_Found]:
+def _found(path: Path, others: list[Path]) -> list[_Found]:
+    """others: is added the files of a folder that are no logs."""
     if not path.is_dir():
         file = _file(path)
         return [_Found(place=path, files=(file,), format=_format_of(file))]
-    if found := list(_below(path, set())):
+    if found := list(_below(path, set(), others)):
         return found
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
-def _below(folder: Path, seen: set[str]) -> Iterator[_Found]:
+def _below(folder: Path, seen: set[str], others: list[Path]) -> Iterator[_Found]:
     """The runs of a folder, each folder once, whatever links lead to it (W&B has its latest run under two names)."""
     seen.add(os.path.realpath(folder))
     claims = [(form, files) for form in _formats() if (files := form.run_files(folder))]
@@ -128,10 +144,12 @@ def _below(folder: Path, seen: set[str]) -> Iterator[_Found]:
         if path.name.startswith(".") or os.path.realpath(path) in seen:  # unlike resolve, silent on a loop of links
             continue
         if path.is_dir():
-            yield from _below(path, seen)
+            yield from _below(path, seen, others)
         elif path.is_file() and (found := _log_below(path)) is not None:
             seen.add(os.path.realpath(path))
             yield found
+        elif path.is_file() and path.stat().st_size <= LARGEST:
+            others.append(path)
 
 
 def _log_below(path: Path) -> _Found | None:
@@ -141,13 +159,16 @@ def _log_below(path: Path) -> _Found | None:
     """
     if path.stat().st_size > LARGEST:
         return None
-    with path.open("rb") as stream:
-        head = stream.read(HEAD)
-    begun = LogFile(path=path, content=head)
+    begun = _begun(path)
     kind = _kind(begun if begun.binary else _file(path))
     if kind is None and path.suffix.lower() != ".csv":
         return None
     return _Found(place=path, files=(_file(path),), format=kind)
+
+
+def _begun(path: Path) -> LogFile:
+    with path.open("rb") as stream:
+        return LogFile(path=path, content=stream.read(HEAD))
 
 
 def _file(path: Path) -> LogFile:
@@ -261,7 +282,7 @@ def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
         if curve is None and seed not in broke:
             raise ValueError(f"{arm.source}: {run.name} has no {'validation' if validated else 'training'} loss")
         curves[seed] = curve or Curve(step=(0.0,), loss=(float("nan"),))
-    notes = tuple(note for run in arm.runs for note in run.notes)
+    notes = (*arm.notes, *(note for run in arm.runs for note in run.notes))
     found = of_curves(arm.source, curves, notes, broke)
     which = metric or ("validation loss" if validated else "training loss")
     judged = f"the last {which}" if validated else f"the mean {which} over the last tenth of the steps"

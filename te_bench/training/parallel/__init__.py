@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Modes with groups of ranks, of a size that is asked for as `shard`.
 GROUPED = ("fsdp2+tp", "hsdp")
+#: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
+SHARING = ("fsdp2+tp", "tp")
 
 
 class Indivisible(ValueError):
@@ -35,6 +37,11 @@ class Parallel:
     world, rank = 1, 0
     casts = False  # the model computes in the dtype of the weights that it is given, without autocast
     replicas, replica = 1, 0  # into how many parts a micro-batch is divided, and which is this rank's
+
+    @property
+    def draws(self) -> int:
+        """Which of the sequences of random numbers is this rank's."""
+        return self.replica
 
     def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
         """Why a step of this kind cannot be divided so, or None."""
@@ -107,8 +114,12 @@ class Parallel:
         """The norm of all gradients, by that of the gradients of this rank's own parameters."""
         return norm
 
-    def gathered(self, model: "nn.Module", gather: str | None) -> dict[str, int]:
-        """{dtype: bytes} of one gather of the weights of all of the model's blocks, were it as `gather` asks."""
+    def gathered(self, model: "nn.Module", gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        """{dtype: (the least, the most) bytes} that the two passes of a micro-batch are to gather.
+
+        Of the weights of the model's blocks, were it as `gather` asks; with sequence parallelism of so many tokens, those of
+        the micro-batch's part that this rank computes. What is wider than half precision does not count.
+        """
         return {}
 
     def largest(self, x: "Tensor") -> "Tensor":

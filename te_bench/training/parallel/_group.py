@@ -32,14 +32,14 @@ class Grouped(Parallel):
             for tensor in (*model.parameters(), *model.buffers()):
                 dist.broadcast(tensor, src=0)
         model.shares_amaxes = True  # type: ignore[assignment]
-        torch.manual_seed(torch.initial_seed() + self.replica)
+        torch.manual_seed(torch.initial_seed() + self.draws)
         self.divide(model)
 
     def divide(self, model: nn.Module) -> None:
         """Leave this rank its part of layers that ranks share."""
 
     def seed(self, seed: int) -> int:
-        return seed << 16 | self.replica
+        return seed << 16 | self.draws
 
     def rows(self, x: Tensor) -> Tensor:
         if len(x) % self.replicas:

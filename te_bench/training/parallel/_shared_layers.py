@@ -1,13 +1,16 @@
 """Layers whose large weights a group of ranks shares: what tp and fsdp2+tp have in common.
 
 Of a pair of Linears the first has a rank's output features, the second the same as its inputs (te_bench.models.modules
-.tensor_parallel): attention by heads, MLPs by their inner features. Activations between the pairs, norms, tables, head and
-loss are whole in every rank of the group, and alike. A te-bench decoder says its pairs by its parts, a model of transformers
-and any other by its `tp_plan`: {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}.
-Source: Shoeybi et al., arXiv:1909.08053; transformers, integrations/tensor_parallel.
+.tensor_parallel): attention by heads, MLPs by their inner features. Of a te-bench decoder a rank also has its rows of the
+vocabulary (_vocabulary), and with sequence parallelism its share of the tokens between the pairs. Otherwise activations
+between the pairs, norms, tables, head and loss are whole in every rank of the group, and alike. A decoder says its pairs by
+its parts, a model of transformers and any other by its `tp_plan`: {"layers.*.q_proj": "colwise", "layers.*.o_proj":
+"rowwise"}.
+Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198; transformers, integrations/tensor_parallel.
 """
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,11 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from te_bench.kernels.activation import KINDS
 from te_bench.models import dropout
 from te_bench.models.conversion import HOOKS
+from te_bench.models.decoder import Decoder
 from te_bench.models.modules.fp8_module import compute_dtype
 from te_bench.models.modules.linear import Linear, linear
-from te_bench.models.modules.tensor_parallel import Ranks, divide
+from te_bench.models.modules.tensor_parallel import Entry, Ranks, divide
 from te_bench.models.parts import AttentionPart, Part
-from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel import Indivisible, _vocabulary
 from te_bench.training.parallel._group import Grouped, clip_by_kinds, norm_of_parts
 from te_bench.training.parallel._stored import Chunk, Stored
 
@@ -54,26 +58,45 @@ class Share(NamedTuple):
     dim: int
     pieces: tuple[int, ...]
 
+    def of(self, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """(begin, end) of a rank's part of each piece; the last ranks' are smaller where it does not divide."""
+        return [part_of(size, rank, ranks) for size in self.pieces]
+
+
+def part_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(begin, end) of a rank's part of so many rows."""
+    most = -(-size // ranks)
+    return min(rank * most, size), min((rank + 1) * most, size)
+
 
 class PlainLinear(nn.Linear):
     """A rank's share of an nn.Linear, which te.autocast does not ask for FP8."""
 
-    def __init__(self, mode: str, group: Any, features: int, out: int):
+    def __init__(self, mode: str, ranks: Ranks, features: int, out: int):
         super().__init__(features, out, bias=False, device="meta")
-        self.divisions = (divide(Ranks("Linear", group), mode),)
+        self.divisions = (divide(ranks, mode),)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(self.divisions[0], input.to(compute_dtype(input)), self.weight, self.bias)
+        (division,) = self.divisions
+        dtype = compute_dtype(input)
+        return linear(
+            division, input.to(dtype) if division is None else division.take(input, dtype), self.weight, self.bias
+        )
 
 
 class SharedLayers(Grouped):
-    """A rank of groups that share layers; whoever inherits says which ranks are one, by `tensor_group`."""
+    """A rank of groups that share layers; whoever inherits says which ranks are one, by `tensor_group`.
 
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
+    sequence_parallel: a rank has its share of the tokens between the layers, of te-bench's decoders.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
         self._places: list[tuple[nn.Module, str, Share]] = []
         self._partial: list[tuple[nn.Module, str]] = []
         self._group: Any = None
+        self._pairs: list[tuple[str, Linear | PlainLinear]] = []  # (column or row, a rank's share of a Linear)
 
     def tensor_group(self) -> Any:
         """The ranks that share this rank's layers; all ask for it at once."""
@@ -88,12 +111,14 @@ class SharedLayers(Grouped):
             return "the gradient scaler sees one rank's shares alone; choose bf16"
         return None
 
+    @property
+    def draws(self) -> int:
+        """Ranks that have the same tokens between layers draw alike."""
+        return self.rank if self.sequence_parallel else self.replica
+
     def divide(self, model: nn.Module) -> None:
-        """Cut the model's pairs. Raises Indivisible for a model with dropout or without pairs."""
-        if rates := sorted({getattr(holder, name) for holder, name in dropout.rates(model)}):
-            raise Indivisible(
-                f"{self.name}: dropout {rates[-1]} would hide the same of every rank's heads; set it to 0, or choose ddp"
-            )
+        """Cut the model's pairs, and a decoder's vocabulary. Raises Indivisible for what cannot be."""
+        self._require_divisible(model)
         cuts, partial = plan(model)
         if not cuts and (whole := _said(model)):
             raise Indivisible(
@@ -106,15 +131,66 @@ class SharedLayers(Grouped):
                 'have ({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}), or choose ddp'
             )
         self._group = self.tensor_group()
+        vocabulary = Ranks("the vocabulary", self._group, sequence_parallel=self.sequence_parallel)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in model.modules():
             for name, child in parent._modules.items():
                 places.setdefault(id(child), []).append((parent, name))
+        columns = Counter(places[id(cut.layer)][0][0] for cut in cuts if cut.mode == "column")
+        entries = {
+            parent: Entry(Ranks("Linear", self._group), readers)
+            for parent, readers in columns.items()
+            if readers > 1 and not self.sequence_parallel
+        }
         for cut in cuts:
-            self._cut(cut, places[id(cut.layer)])
-        self._partial = [(module, name) for module in partial for name, _ in module.named_parameters(recurse=False)]
+            entry = entries.get(places[id(cut.layer)][0][0]) if cut.mode == "column" else None
+            self._cut(cut, places[id(cut.layer)], entry)
+        if isinstance(model, Decoder) and model.heads is None:  # a head of its own takes the whole table
+            self._cut_vocabulary(model, vocabulary)
+        if self.sequence_parallel:  # what is whole sees a rank's tokens alone
+            partial = list(model.modules())
+        self._partial = self._whole_parameters(partial)
 
-    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]]) -> None:
+    def _require_divisible(self, model: nn.Module) -> None:
+        rates = sorted({getattr(holder, name) for holder, name in dropout.rates(model)})
+        if rates and not self.sequence_parallel:
+            raise Indivisible(
+                f"{self.name}: dropout {rates[-1]} would hide the same of every rank's heads; set it to 0, or choose ddp"
+            )
+        if self.sequence_parallel and not isinstance(model, Decoder):
+            raise Indivisible(
+                f"{self.name}: sequence parallelism is for te-bench's decoders, and this is a {type(model).__name__}; leave "
+                "it out"
+            )
+        if self.sequence_parallel and getattr(model, "heads", None) is not None:
+            raise Indivisible(
+                f"{self.name}: the model's head takes all tokens and the whole vocabulary; leave out the head, or sequence "
+                "parallelism"
+            )
+
+    def _whole_parameters(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+        """Where those of the modules' parameters are that every rank has, each once."""
+        found: dict[int, tuple[nn.Module, str]] = {}
+        shares = self._shares()
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in shares and parameter.requires_grad:
+                    found.setdefault(id(parameter), (module, name))
+        return list(found.values())
+
+    def _cut_vocabulary(self, model: Decoder, ranks: Ranks) -> None:
+        tables = model.tables()
+        rows = len(tables.head.weight)
+        if part_of(rows, ranks.size - 1, ranks.size)[0] == rows:
+            raise Indivisible(f"{self.name}: a vocabulary of {rows} has no rows for {ranks.size} ranks; choose ddp")
+        tied = tables.head.weight is tables.tokens.weight
+        for module in (tables.tokens,) if tied else (tables.tokens, tables.head):
+            self._share(module, "weight", Share(0, (rows,)))
+        model.tie()
+        _vocabulary.compute_by(model, ranks, part_of(rows, self._group.rank(), ranks.size)[0])
+
+    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]], entry: Entry | None) -> None:
+        """entry: of the column Linears of the same module, which as a rule take the same."""
         layer: Any = cut.layer
         name = places[0][1]
         ranks = self._group.size()
@@ -132,25 +208,55 @@ class SharedLayers(Grouped):
         out, features = weight.shape
         new: Any
         if type(layer) is nn.Linear:
-            new = PlainLinear(cut.mode, self._group, features, out)
+            new = PlainLinear(
+                cut.mode, Ranks("Linear", self._group, sequence_parallel=self.sequence_parallel), features, out
+            )
         else:
             options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta", "bias": bias is not None}
-            new = Linear(features, out, parallel_mode=cut.mode, tp_group=self._group, **options)
+            options |= {"tp_group": self._group, "sequence_parallel": self.sequence_parallel}
+            new = Linear(features, out, parallel_mode=cut.mode, **options)
         new.weight, new.bias = weight, bias
+        if entry is not None:
+            (division,) = new.divisions
+            new.divisions = (division._replace(entry=entry),)
         vars(new).update({name: vars(layer)[name] for name in HOOKS})
         self._share(new, "weight", Share(0 if cut.mode == "column" else 1, cut.pieces))
         if bias is not None and cut.mode == "column":
             self._share(new, "bias", Share(0, cut.pieces))
+        self._pairs.append((cut.mode, new))
+        if self.sequence_parallel:
+            _fold(new, cut.mode, ranks)
         new.train(layer.training)
         for parent, name in places:
             setattr(parent, name, new)
 
     def _share(self, layer: nn.Module, name: str, share: Share) -> None:
         whole = layer.get_parameter(name)
-        pieces = [piece.chunk(self._group.size(), share.dim) for piece in whole.detach().split(share.pieces, share.dim)]
-        own = torch.cat([piece[self._group.rank()] for piece in pieces], share.dim)
+        parts = share.of(self._group.rank(), self._group.size())
+        pieces = zip(whole.detach().split(share.pieces, share.dim), parts, strict=True)
+        own = torch.cat([piece.narrow(share.dim, begin, end - begin) for piece, (begin, end) in pieces], share.dim)
         setattr(layer, name, nn.Parameter(own, whole.requires_grad))
         self._places.append((layer, name, share))
+
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        """A column Linear's input is gathered, and again for its weight's gradient where that is of what was sent in FP8.
+
+        And where its block is computed again; a row Linear's gradient once; the head's input once.
+        """
+        found = Counter[tuple[str, bool]]()
+        for dtype, bounds in super().gathered(model, gather, tokens).items():
+            found.update({(dtype, most): bounds[most] for most in (False, True)})
+        if self.sequence_parallel and isinstance(model, Decoder):
+            in_fp8 = model.recipe is not None and model.recipe.by_given_scale() is not None
+            for mode, layer in self._pairs:
+                one = in_fp8 and isinstance(layer, Linear)
+                dtype, size = ("uint8", 1) if one else ("bfloat16", 2)
+                features = layer.in_features if mode == "column" else layer.out_features
+                for most, times in ((False, 1), (True, 3 if mode == "column" else 1)):
+                    found[dtype, most] += times * size * tokens * features
+            for most in (False, True):
+                found["bfloat16", most] += 2 * tokens * model.config.shape.hidden
+        return {dtype: (found[dtype, False], found[dtype, True]) for dtype, _ in found}
 
     def _shares(self) -> dict[Any, Share]:
         """By parameter: fully_shard puts others in their places."""
@@ -159,9 +265,15 @@ class SharedLayers(Grouped):
     @torch.no_grad()
     def reduce(self, holders: Iterable[nn.Parameter]) -> None:
         super().reduce(holders)
-        for module, name in self._partial:
-            if (gradient := module.get_parameter(name).grad) is not None:
-                dist.all_reduce(gradient, group=self._group)
+        found = (module.get_parameter(name).grad for module, name in self._partial)
+        own: list[Any] = [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
+        for dtype in dict.fromkeys(g.dtype for g in own):  # sent together
+            alike = [g for g in own if g.dtype is dtype]
+            flat = torch.cat([g.flatten() for g in alike])
+            dist.all_reduce(flat, group=self._group)
+            torch._foreach_copy_(
+                alike, [x.view_as(g) for g, x in zip(alike, flat.split([g.numel() for g in alike]), strict=True)]
+            )
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -177,18 +289,18 @@ class SharedLayers(Grouped):
         share = None if of is None or not x.dim() else self._shares().get(of)
         if share is None:
             return super().plain(x)
-        ranks, rank, d = self._group.size(), self._group.rank(), share.dim
+        d = share.dim
         own, first = x.detach(), 0
         if isinstance(x, DTensor):  # rows of the share
             first = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][0]
             own = x.to_local().detach()
         chunks, before, mine = [], 0, 0
-        for piece in share.pieces:
-            size = piece // ranks
+        for piece, (begin, end) in zip(share.pieces, share.of(self._group.rank(), self._group.size()), strict=True):
+            size = end - begin
             low, high = (max(mine, first), min(mine + size, first + len(own))) if d == 0 else (mine, mine + size)
             if high > low and len(own):
                 offsets = [first, *(0 for _ in own.shape[1:])]
-                offsets[d] = before + rank * size + low - mine
+                offsets[d] = before + begin + low - mine
                 chunks.append(Chunk(torch.Size(offsets), own.narrow(d, low - (first if d == 0 else 0), high - low)))
             before, mine = before + piece, mine + size
         whole = [*x.shape[:d], sum(share.pieces), *x.shape[d + 1 :]]
@@ -200,11 +312,30 @@ class SharedLayers(Grouped):
         share = None if of is None else self._shares().get(of)
         if share is None:
             return x
-        ranks = self._group.size()
-        gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-        dist.all_gather(gathered, x.contiguous(), group=self._group)
-        by_rank = [own.split([size // ranks for size in share.pieces], share.dim) for own in gathered]
-        return torch.cat([part for piece in zip(*by_rank, strict=True) for part in piece], share.dim)
+        ranks, d = self._group.size(), share.dim
+        largest = sum(end - begin for begin, end in share.of(0, ranks))
+        sent = x.new_zeros(*x.shape[:d], largest, *x.shape[d + 1 :])
+        sent.narrow(d, 0, x.shape[d]).copy_(x)
+        gathered = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(gathered, sent, group=self._group)
+        by_rank = []
+        for rank, own in enumerate(gathered):
+            sizes = [end - begin for begin, end in share.of(rank, ranks)]
+            by_rank.append(own.narrow(d, 0, sum(sizes)).split(sizes, d))
+        return torch.cat([part for piece in zip(*by_rank, strict=True) for part in piece], d)
+
+
+def _fold(layer: nn.Module, mode: str, ranks: int) -> None:
+    """Between the Linears of a pair (B, T, features) of all tokens, around them a rank's as (B, T / ranks, features).
+
+    te's modules gather and scatter the first dimension: all ranks' tokens, one rank's after the other's.
+    """
+    if mode == "column":
+        layer.register_forward_hook(lambda _, inputs, y: y.reshape(y.shape[0] // ranks, -1, y.shape[2]))
+    else:
+        layer.register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].reshape(inputs[0].shape[0] * ranks, -1, inputs[0].shape[2]),)
+        )
 
 
 def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:

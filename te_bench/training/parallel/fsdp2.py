@@ -23,6 +23,8 @@ from te_bench.training.parallel._fp8_gather import Fp8Gather, Shard, linears
 from te_bench.training.parallel._group import clip_by_kinds
 from te_bench.training.parallel.ddp import DDP
 
+PASSES = 2  # a block is gathered for its forward pass and again for its backward pass
+
 
 class FSDP2(DDP):
     """gather "fp8": the weights of te.Linear in blocks are gathered in FP8 (_fp8_gather), all others as ever."""
@@ -102,14 +104,14 @@ class FSDP2(DDP):
 
         return forward
 
-    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         in_fp8: set[Any] = {layer.weight for layer in linears(blocks_of(model))} if gather else set()
         return self._block_bytes(model, in_fp8, lambda parameter: parameter.dim() > 1)
 
     def _block_bytes(
         self, model: nn.Module, in_fp8: Collection[nn.Parameter], shared: Callable[[nn.Parameter], bool]
-    ) -> dict[str, int]:
-        """A block of which some are gathered in FP8 is sent as bytes, the others' of two each; rows are filled up."""
+    ) -> dict[str, tuple[int, int]]:
+        """Of both passes. A block of which some are gathered in FP8 is sent as bytes, others' two; rows are filled up."""
         found: Counter[str] = Counter()
         for block in blocks_of(model):
             sizes = {
@@ -118,8 +120,8 @@ class FSDP2(DDP):
                 if shared(p)
             }
             one, two = (sum(n for p, n in sizes.items() if (p in in_fp8) is kind) for kind in (True, False))
-            found["uint8" if one else "bfloat16"] += one + 2 * two
-        return {dtype: nbytes for dtype, nbytes in found.items() if nbytes}
+            found["uint8" if one else "bfloat16"] += PASSES * (one + 2 * two)
+        return {dtype: (nbytes, nbytes) for dtype, nbytes in found.items() if nbytes}
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))

@@ -44,7 +44,7 @@ class Sharded(torchtitan.Sharded):
                         setattr(parent, name, Float8Linear.from_float(found, config))
         super()._shard(model, multiplies_in)
 
-    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]
         return self._block_bytes(model, {layer.weight for layer in layers}, lambda _: True) if layers else {}
 
@@ -56,11 +56,20 @@ class Sharded(torchtitan.Sharded):
 
 
 class SharedLayers(torchtitan.SharedLayers):
-    """What Linears of one scale a tensor are given is gathered in FP8."""
+    """What Linears of one scale a tensor are given is gathered in FP8: a column Linear's input, a row Linear's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._features = 0  # of a token, which are gathered in FP8
+
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        return {"uint8": (tokens * self._features,) * 2} if self._features else {}
 
     def _style(self, layer: nn.Module, mode: str) -> Any:
         if not _by_tensor(layer):
             return super()._style(layer, mode)
+        linear: Any = layer
+        self._features += linear.in_features if mode == "column" else linear.out_features
         from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
         if mode == "column":

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,12 +26,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
-from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
+from te_bench.kernels.linear_cross_entropy import Backend
 from te_bench.models import dropout
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.parts import AttentionPart
 from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._shared_layers import plan
+from te_bench.training.parallel._vocabulary import shared_entropy
 from te_bench.training.parallel.fsdp2 import FSDP2
 
 Entropy = Callable[..., Tensor]
@@ -79,7 +79,7 @@ class Sharded(FSDP2):
     def _loss_of(self, model: Any) -> Entropy:
         return _entropy
 
-    def gathered(self, model: nn.Module, gather: str | None) -> dict[str, int]:
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         return {}  # nothing but weights in the dtype that fully_shard was given
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
@@ -172,8 +172,7 @@ class SharedLayers(Sharded):
         first = group.rank() * len(model.tables().head.weight) // self.world
 
         def entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-            loss: Tensor = _SharedEntropy.apply(_upcast(logits), targets, vocab, first, group)
-            return loss
+            return shared_entropy(_upcast(logits), targets, vocab, first, group)
 
         return entropy
 
@@ -195,31 +194,6 @@ def _upcast(logits: Tensor) -> Tensor:
 
 def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
     return cross_entropy(_upcast(logits), targets, vocab=vocab)
-
-
-class _SharedEntropy(torch.autograd.Function):
-    """cross_entropy of a rank's columns of the logits, from column `first` on: (N, Vp / ranks) -> (), of all columns."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
-        width, own = logits.shape[1], targets - first
-        columns = torch.arange(first, first + width, device=logits.device)
-        logits = logits.masked_fill(columns >= vocab, float("-inf"))
-        top = funcol.all_reduce(logits.amax(1), "max", group)
-        exponentials = (logits - top[:, None]).exp()
-        here = (own >= 0) & (own < width)
-        place = own.clamp(0, width - 1)[:, None]
-        picked = torch.where(here, logits.gather(1, place)[:, 0] - top, 0.0)
-        total, picked = funcol.all_reduce(torch.stack((exponentials.sum(1), picked)), "sum", group)
-        kept = targets != IGNORED
-        ctx.save_for_backward(exponentials / total[:, None], place, here, kept)
-        return torch.where(kept, total.log() - picked, 0.0).sum() / kept.sum()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, place, here, kept = ctx.saved_tensors
-        gradient = probabilities.scatter_add(1, place, -here[:, None].to(probabilities.dtype))
-        return gradient * (dy * kept / kept.sum())[:, None], None, None, None, None
 
 
 MODES = {"fsdp2": Sharded, "tp": SharedLayers}

@@ -29,14 +29,16 @@ TRIAL = Trial(
 TABLES = {"name": "allgather_base", "dtype": "bfloat16", "times": 3, "bytes": 5}
 
 
-def of(sent: list[dict[str, Any]] | None, world: int = 2, due: dict[str, int] | None = None) -> None:
-    parallel = SimpleNamespace(world=world, gathered=lambda model, gather: {"uint8": 50} if due is None else due)
+def of(sent: list[dict[str, Any]] | None, world: int = 2, due: dict[str, Any] | None = None) -> None:
+    due = {"uint8": (100, 100)} if due is None else due
+    parallel = SimpleNamespace(world=world, replicas=world, gathered=lambda model, gather, tokens: due)
     step: Any = SimpleNamespace(parallel=parallel, model=None, optim=SimpleNamespace(accumulate=1))
     gathers.require(TRIAL, step, sent, Measurement(check={}, work={}, samples={"latency_s": [1.0]}))
 
 
 def test_what_a_project_gathers_in_fp8_is_counted() -> None:
-    of([TABLES, {"name": "allgather_base", "dtype": "uint8", "times": 4, "bytes": 100}])
+    for dtype in ("uint8", "float8_e4m3fn"):
+        of([TABLES, {"name": "allgather_base", "dtype": dtype, "times": 4, "bytes": 100}])
     said = "rival torchao_tensorwise: a step is to gather 100 bytes of uint8; this one gathered 205 bytes of bfloat16"
     with pytest.raises(CheckFailed, match=said) as failed:
         of([TABLES | {"bytes": 205}])

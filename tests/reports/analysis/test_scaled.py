@@ -11,8 +11,8 @@ from te_bench.reports.page import gallery, tables
 MIB = 2**20
 
 
-def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=None, rival=None):
-    over = {} if world == 1 else {"parallel": "ddp", "world": world}
+def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=None, rival=None, **how):
+    over = {} if world == 1 else {"parallel": "ddp", "world": world, **how}
     if rival:
         over = {"parallel": "fsdp2", "world": world, "rival": rival}
     recipe = "delayed_scaling" if precision == "fp8" else None
@@ -46,6 +46,13 @@ def test_a_step_stands_beside_the_same_step_on_one_gpu(tmp_path):
     assert found[4, "fp8", 12].efficiency.value == pytest.approx(0.8)
     assert found[1, "bf16", 12].efficiency.value == 1
     assert found[2, "bf16", 6].efficiency is None  # other sequences a GPU than any step on one has
+
+
+def test_sequence_parallelism_is_one_way_to_divide_the_same_step(tmp_path):
+    """And its name says so."""
+    found = result_of(tmp_path, step(20), step(25, 2, parallel="tp", sequence_parallel=True)).scaled
+    assert [one.efficiency.value for one in found] == [1, pytest.approx(0.8)]
+    assert "tp x2 with sequence parallelism" in found[1].configuration.label
 
 
 def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):

@@ -192,6 +192,26 @@ def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(
     assert read_arms([two[0]], [two[1]])[0].final == before
 
 
+def test_a_run_that_died_before_its_first_loss_is_named(two):
+    """Empty or with a trace alone, in the folder or below; what is named otherwise, or is no text, is not."""
+    (two[0] / "again").mkdir()
+    silent = [two[0] / "again" / "seed5.log", two[0] / "seed4.log"]
+    silent[0].write_text("Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory\n")
+    silent[1].write_text("")
+    (two[0] / "notes.md").write_text("step by step\n")
+    (two[0] / "cache.log").write_bytes(b"\0\1\2")
+    arms = read_arms([two[0]], [two[1]])
+    assert [arm.notes for arm in arms] == [
+        (
+            f"{silent[0]}, {silent[1]}: no loss in them. A training that died before its first loss is missing here, and "
+            "would count as diverged",
+        ),
+        (),
+    ]
+    assert list(arms[0].final) == ["0", "1", "2", "3"]
+    assert arms[0].notes[0] in judge_losses(*arms, margin=0.003).notes
+
+
 def test_wandb_s_files_in_one_folder_are_a_run_each(tmp_path):
     (tmp_path / "flat").mkdir()
     for seed in range(3):
