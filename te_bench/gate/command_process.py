@@ -1,8 +1,8 @@
 """The process that runs commands of two revisions for a live gate, one at a time, and times them.
 
 Run as a program by `commands.CommandRunner`. It is small, so that a command is started fast and its peak memory is its
-own: a process begins with its parent's. Over the socket whose number is its first argument it is asked for `_run`'s arguments,
-and answers {"result": {...}}, then {"ended": SIGNAL or null}.
+own: a process begins with its parent's. Over the socket whose number is its first argument it is asked for the arguments of
+`_run`, and answers {"result": {...}}, then {"ended": SIGNAL or null}.
 """
 
 import functools
