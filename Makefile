@@ -5,9 +5,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
 SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
-PAGES := README.md $(addprefix docs/,results.md performance.md attention.md gate.md convergence.md gpus.md plan-scaling.md)
+PAGES := README.md $(addprefix docs/,advise.md results.md performance.md attention.md gate.md convergence.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test bench simulations lint check-tables compile-tests compile-other-gpus tables clean
+.PHONY: demo test docs bench simulations lint check-tables compile-tests compile-other-gpus tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
@@ -48,6 +48,10 @@ check-tables: .venv/demo.done
 tables: .venv/demo.done
 	$(BIN)/te-bench embed $(PAGES)
 
+# docs/ with a reference and a gallery of results/, as a site in site/: open site/index.html, no server is needed.
+docs: .venv/docs.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "te-bench needs Python 3.11 or newer; choose one with: make PYTHON=python3.12 ..."; exit 1; }
@@ -63,5 +67,9 @@ tables: .venv/demo.done
 	$(PIP) install -q -c constraints.txt -e '.[test]'
 	touch $@
 
+.venv/docs.done: .venv/demo.done
+	$(PIP) install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -74,6 +74,7 @@ class Machine:
         )
         self.survey = {**survey_work(question), **(survey or {})}
         self.asked: list[Trial] = []
+        self.checked: dict[str, bool] = {}  # by trial id
         self.records: list[Record] = []
 
     def __call__(self, trials: Sequence[Trial]) -> list[Record]:

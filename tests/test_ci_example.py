@@ -251,6 +251,12 @@ def test_forks_have_no_comment_and_inputs_come_by_the_environment() -> None:
         assert checkout["with"] == {"fetch-depth": 0, "persist-credentials": False}
 
 
+def test_each_action_has_one_version() -> None:
+    jobs = [job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values()]
+    uses = {step["uses"] for job in jobs for step in job["steps"] if step.get("uses", "").startswith("actions/")}
+    assert len(uses) == len({action.partition("@")[0] for action in uses}) > 3, uses
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned_to_a_commit_and_jobs_end_and_may_do_no_more_than_they_need(path: Path) -> None:
     workflow = WORKFLOWS[path]

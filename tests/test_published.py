@@ -3,7 +3,6 @@
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
+from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,6 @@ RESULTS = ROOT / "results"
 PUBLISHED: dict[str, dict[str, Any]] = tomllib.loads((RESULTS / "published.toml").read_text())
 FOLDERS = sorted(str(path.parent.relative_to(RESULTS)) for path in RESULTS.glob("*/*/journal.jsonl*"))
 MARKER = re.compile(r"^<!-- te-bench:table (?:\.\./)?results/(\S+) (\S+) -->", re.MULTILINE)
-DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")  # of the user's text, not of the suite
 
 
 @cache
@@ -34,27 +33,14 @@ def known(folder: str) -> dict[str, str]:
     return PUBLISHED[folder].get("known", {})
 
 
-def settled(trial: Trial) -> str:
-    """What a suite fixes about a trial: not its seed, and of a training not the user's text."""
-    drop = DATA if trial.workload == "training" else ()
-    problem = {key: value for key, value in trial.problem.items() if key not in drop}
-    return str(sorted({**trial.to_json(), "problem": sorted(problem.items()), "seed": None}.items()))
-
-
 def test_every_folder_says_how_it_was_planned() -> None:
     assert set(PUBLISHED) == set(FOLDERS) | {"disagreements"}
-
-
-def _clean(environment: Mapping[str, Any]) -> bool:
-    """Whether a commit is known and no file differed from it."""
-    details = environment.get("details") or {}
-    return bool(details.get("git_commit")) and details.get("git_dirty") is False
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_records_are_of_a_clean_tree(folder: str) -> None:
     found = journal(folder)
-    dirty = sorted({environment for _, environment in found.records if not _clean(found.environments[environment])})
+    dirty = sorted({environment for _, environment in found.records if not is_clean(found.environments[environment])})
     reason = known(folder).get("dirty")
     assert bool(dirty) == bool(reason), (
         f"environments of a dirty or unknown tree: {dirty}; published.toml says {reason!r}"
@@ -70,13 +56,9 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
     today = plan.resolve(
         said["suite"], Options(device="cuda", data={"": "random"} if said.get("trains") else {}, **options)
     )
-    planned = {settled(trial) for trial in today.trials}
-    found = journal(folder)
-    measured = {settled(record.trial): record.trial.name for record in found.records.values()}
-    old = sorted(name for key, name in measured.items() if key not in planned)
+    old, missing = against_the_suite(journal(folder), today)
     reason = known(folder).get("old_plan")
     assert bool(old) == bool(reason), f"today's {said['suite']} would not run {old[:5]}; published.toml says {reason!r}"
-    missing = sorted(trial.name for trial in today.trials if settled(trial) not in measured)
     reason = known(folder).get("missing")
     assert bool(missing) == bool(reason), f"no record of {missing[:5]}; published.toml says {reason!r}"
 

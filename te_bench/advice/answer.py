@@ -94,8 +94,9 @@ def _faster(decision: Decision) -> str:
     said = (
         f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
     )
-    if decision.over_compile is not None and decision.over_compile.value != 1:
-        said += f"; {text.speedup(decision.over_compile)} as fast as that under torch.compile"
+    if decision.over_best is not None:
+        other, ratio = decision.over_best
+        said += f"; {text.speedup(ratio)} as fast as the best without te-bench ({other.words()})"
     return f"{said}."
 
 
@@ -183,7 +184,8 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             "code": code(question, decision.use),
             "undecided": decision.undecided and f"{decision.undecided}. {decision.why}",
             "speedup": _ratio(decision.speedup),
-            "over_compile": _ratio(decision.over_compile),
+            "over_best": decision.over_best
+            and {**_choice(decision.over_best[0]), "ratio": _ratio(decision.over_best[1])},
             "seconds": decision.seconds,
             "memory_bytes": decision.memory,
             "have_seconds": decision.have_seconds,

@@ -18,6 +18,7 @@ COMPILED = ("compile", "compile-reduce-overhead")
 LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
 #: Recipes in the order in which they are measured where the budget has no room for all.
 RECIPES = ("delayed_scaling", "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
+OURS = ("gluon", "triton")  # attention kernels of te-bench's
 #: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
 
@@ -47,6 +48,12 @@ class Choice:
         """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
         return sum(getattr(self, f.name) != getattr(have, f.name) for f in dataclasses.fields(self))
 
+    @property
+    def of_others(self) -> bool:
+        """Whether it needs nothing of te-bench's: PyTorch alone, or a rival."""
+        ours = self.recipe or self.head or self.fused or self.padded or self.parts or self.attention in OURS
+        return self.rival is not None or (not ours and self.mode in ("eager", *COMPILED))
+
     def beside(self, other: "Choice") -> str:
         """What it has in place of another's: rowwise_scaling, no padded."""
         names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
@@ -54,14 +61,14 @@ class Choice:
         return ", ".join(f"no {n}" if v in (None, False) else n if v is True else str(v) for n, v in values.items())
 
     def words(self) -> str:
-        """It in words: FP8 by delayed_scaling, cudnn attention, fused blocks, compile-reduce-overhead."""
-        attention = "its own" if self.attention == OWN_ATTENTION else self.attention
+        """It in words: FP8 by delayed_scaling, te-bench's kernels, one CUDA graph."""
+        attention = f"{'its own' if self.attention == OWN_ATTENTION else self.attention} attention"
         by = self.rival or self.recipe
-        said = [("FP8" if self.recipe else self.precision) + (f" by {by}" if by else ""), f"{attention} attention"]
+        said = [("FP8" if self.recipe else self.precision) + (f" by {by}" if by else "")]
+        said += ["te-bench's kernels" if self.parts else attention]
         said += [f"{self.head} head"] if self.head else []
         said += ["fused blocks and AdamW"] if self.fused else []
         said += ["padded vocabulary"] if self.padded else []
-        said += ["te.convert's parts"] if self.parts else []
         said += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
         said += ["checkpointed blocks"] if self.checkpointing else []
         return ", ".join(
@@ -330,12 +337,12 @@ def _choices(
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
-    """What the user has, then by mode, as whole steps are measured while the budget lasts.
+    """What the user has, then by mode, as whole steps are measured while the budget lasts; rivals before te.convert's parts.
 
     A captured step waits for no Python, which an eager one of many kernels may; those that compile take a minute each.
     """
     modes = ("cudagraph", "eager", *COMPILED)
-    return sorted(choices, key=lambda choice: (choice != have, modes.index(choice.mode)))
+    return sorted(choices, key=lambda c: (c != have, modes.index(c.mode), c.parts is not None))
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:

@@ -40,7 +40,7 @@ class Decision:
     seconds: float
     have_seconds: float | None
     speedup: Ratio | None
-    over_compile: Ratio | None  # over torch.compile of what the user has
+    over_best: tuple[Choice, Ratio] | None  # over the fastest of others' steps, where that is not what the user has
     memory: float | None
     have_memory: float | None
     tied: tuple[Choice, ...]
@@ -71,7 +71,9 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
     if not fitting:
         undecided, why = "every step that was measured takes more than --memory", _less_memory(evidence)
     chosen, have = of_choice[best], of_choice.get(question.have)
-    compiled = of_choice.get(Choice(attention=question.have.attention, mode="compile"))
+    others = [choice for choice in of_choice if choice.of_others]
+    best_other = min(others, key=lambda choice: typical(evidence.steps[choice]), default=question.have)
+    over = None if best_other in (best, question.have) else speedup(of_choice[best_other], chosen)
     memory_of, have_memory = (peak(chosen.ok), None) if have is None else peaks(chosen.ok, have.ok)
     return Decision(
         use=best,
@@ -79,7 +81,7 @@ def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Dec
         seconds=of_processes(chosen.ok, "latency_s") or math.nan,
         have_seconds=None if have is None else of_processes(have.ok, "latency_s"),
         speedup=None if have is None else speedup(have, chosen),
-        over_compile=None if compiled is None else speedup(compiled, chosen),
+        over_best=None if over is None else (best_other, over),
         memory=memory_of,
         have_memory=have_memory,
         tied=tuple(tied),

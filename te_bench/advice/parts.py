@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from te_bench.advice.candidates import COMPILED, RECIPES, Choice, Question, alone
+from te_bench.advice.candidates import CHUNKED, COMPILED, FP8_HEAD, RECIPES, Choice, Question, alone
 from te_bench.experiments.spec import OWN_ATTENTION, Record, Trial
+from te_bench.experiments.suite_trials import MULTIPLE
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.measures import finite, quantile, seconds_of
 
@@ -37,8 +38,8 @@ class Part(NamedTuple):
 class Made:
     """What a survey found a model's step to be made of: sizes of Linears, of attentions and of the head, with calls.
 
-    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace. own_kernel: what
-    SDPA runs in the model as it is.
+    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace; a user's is one of
+    linears, too, which te.convert's parts replace. own_kernel: what SDPA runs in the model as it is.
     """
 
     linears: Mapping[tuple[int, int, int], int]
@@ -60,15 +61,22 @@ class Made:
                 shape["batch"] *= shares
                 shape |= {} if call["kv_heads"] == call["heads"] else {"kv_heads": call["kv_heads"]}
                 attentions[tuple(shape.items())] += call["calls"]
-        head = work.get("head")
         linears = {_sizes(found, shares): found for found in work["linears"]}
+        head = work.get("head") or _users_head(work)
         return cls(
             linears={size: found["calls"] for size, found in linears.items()},
             kept={size: found["kept"] for size, found in linears.items() if found["kept"]},
             attentions=attentions,
-            head=head and _sizes(head, shares),
+            head=_sizes(head, shares) if head else None,
             own_kernel=next((call["kernel"] for call in work["attentions"] if not call["mask"]), "math"),
         )
+
+
+def _users_head(work: Mapping[str, Any]) -> Mapping[str, int] | None:
+    """The head that te.convert's parts replace: the Linear that transformers' causal models call lm_head."""
+    heads = [found for found in work["linears"] if found["out_features"] == work["vocab"]]
+    names = [name for found in heads for name in found.get("names", ())]
+    return heads[0] if len(names) == 1 and names[0].endswith(".lm_head") else None
 
 
 def _sizes(found: Mapping[str, int], shares: int) -> tuple[int, int, int]:
@@ -88,11 +96,14 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
     for shape, calls in made.attentions.items():
         found[Part(ATTENTION, shape, attention, half, _mode(choice, attention))] += calls
-    if made.head is not None and question.preset:
-        rows, d, _ = made.head
-        padded = question.padded_vocab if choice.padded else question.vocab
+    if made.head is not None and (question.preset or choice.parts):
+        rows, d, vocab = made.head
         name = choice.head or "reference"
-        head = (("n", rows), ("d", d), ("vocab", question.vocab), ("padded", padded), ("head", name))
+        padded = question.padded_vocab if choice.padded else vocab
+        if not question.preset:
+            found[Part(LINEAR, (("tokens", rows), ("in_features", d), ("out_features", vocab)), "bf16")] -= 1
+            name, padded = FP8_HEAD if choice.recipe else CHUNKED, -(-vocab // MULTIPLE) * MULTIPLE
+        head = (("n", rows), ("d", d), ("vocab", vocab), ("padded", padded), ("head", name))
         found[Part(HEAD, head, name, half, _mode(choice, name))] += 1
     return +found
 

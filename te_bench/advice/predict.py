@@ -2,8 +2,10 @@
 
 Pure arithmetic on what records hold. A choice's frame is the measured step of its mode and blocks, with the model's own
 attention and head in bf16. What a frame and a choice share cancels out, whatever it is.
-Where the GPU waits for Python in the frame, faster parts gain nothing.
-In fused blocks a cast is part of the kernel before it: there a Linear counts by its matrix products alone.
+Where the GPU waits for Python in the frame, faster parts gain nothing. Elsewhere an eager step takes no less than its
+launches take in a step of the same model that waits.
+In fused blocks, and in those of te.convert's parts, a cast is part of the kernel before it: there a Linear counts by its
+matrix products alone.
 """
 
 from collections.abc import Mapping
@@ -42,6 +44,7 @@ class Frame:
     seconds: float
     memory: float | None
     kernels: float | None = None  # seconds of its GPU's kernels, one after the other
+    launches: int | None = None  # of them
 
     @property
     def waits(self) -> bool:
@@ -63,7 +66,8 @@ def predict(
     differing = [*(ours - whole), *(whole - ours)]
     if not all(part in times for part in differing):
         return None
-    seconds_of = {part: _seconds(part, time, fused=choice.fused) for part, time in times.items()}
+    in_kernels = choice.fused or choice.parts is not None
+    seconds_of = {part: _seconds(part, time, fused=in_kernels) for part, time in times.items()}
     alone = sum(count * seconds_of.get(part, 0.0) for part, count in whole.items())
     share = min(1.0, MOST * frame.seconds / alone) if alone else 1.0
     gains: dict[str, float] = {}
@@ -73,11 +77,21 @@ def predict(
         gains[part.workload] = gains.get(part.workload, 0.0) + count * seconds
         bound += (OF_PARTS * count * seconds) ** 2
     gained = sum(gains.values())
-    seconds = max(frame.seconds - (min(gained, 0.0) if frame.waits else gained), 0.0)
+    seconds = frame.seconds - (min(gained, 0.0) if frame.waits else gained)
+    if choice.mode == "eager" and not frame.waits:
+        seconds = max(seconds, min(frame.seconds, _launching(frame, frames)))
+    seconds = max(seconds, 0.0)
     memory = None if frame.memory is None else frame.memory - _logits_saved(made, choice, base)
     return Prediction(
         choice=choice, seconds=seconds, bound_s=bound**0.5, memory=memory, gains=gains, parts=tuple(differing)
     )
+
+
+def _launching(frame: Frame, frames: Mapping[Choice, Frame]) -> float:
+    """Seconds that Python takes to launch a step's kernels, by the fastest rate of eager steps that wait; 0 without one."""
+    waiting = (f for choice, f in frames.items() if choice.mode == "eager" and f.waits and f.launches)
+    rate = min((f.seconds / f.launches for f in waiting if f.launches), default=0.0)
+    return rate * (frame.launches or 0)
 
 
 def _seconds(part: Part, time: PartTime, *, fused: bool) -> float:

@@ -44,7 +44,8 @@ def peaks(*steps: Sequence[Record]) -> list[float | None]:
 
 
 def frame_of(records: Sequence[Record]) -> Frame:
-    return Frame(seconds=typical(records), memory=peak(records), kernels=kernel_seconds(records))
+    launches = next((n for record in records if isinstance(n := record.work.get("launches"), int)), None)
+    return Frame(seconds=typical(records), memory=peak(records), kernels=kernel_seconds(records), launches=launches)
 
 
 def kernel_seconds(records: Sequence[Record]) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from te_bench.advice.candidates import COMPILED, Choice
+from te_bench.advice.candidates import Choice
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
@@ -30,7 +30,7 @@ def answers(directory: Path) -> Table:
                 "Now, ms": number(answer["have_seconds"], text.milliseconds),
                 "Advised, ms": number(answer["seconds"], text.milliseconds),
                 "Speed-up": speedup(_ratio(answer["speedup"])),
-                "Over the best rival": _over_rivals(found["steps"], answer["seconds"]),
+                "Over the best rival": _over_rivals(found),
                 "GiB": number(answer["memory_bytes"], text.gib),
                 "GiB now": number(answer["have_memory_bytes"], text.gib),
             }
@@ -98,22 +98,12 @@ def _choice(said: dict[str, Any]) -> Choice:
     return Choice(**{name: said[name] for name in FIELDS if name in said})
 
 
-def _over_rivals(steps: list[dict[str, Any]], seconds: float | None) -> Value:
-    """Over the fastest measured step with nothing of te-bench's in it, and of how many that is."""
-    plain = {"precision": "bf16", "head": None, "fused": False, "padded": False, "parts": None, "accumulate": 1}
-    plain |= {"checkpointing": False}
-    theirs = [
-        step
-        for step in steps
-        if step["rival"]
-        or (
-            step["mode"] in ("eager", *COMPILED)
-            and all(step.get(name, value) == value for name, value in plain.items())
-        )
-    ]
-    if not theirs or not seconds:
+def _over_rivals(found: dict[str, Any]) -> Value:
+    """Over the fastest measured step that needs nothing of te-bench's, and of how many that is."""
+    theirs = [step for step in found["steps"] if _choice(step).of_others]
+    over = (found["answer"]["over_best"] or {}).get("ratio") or found["answer"]["speedup"]
+    if not theirs or over is None:
         return word(None)
     best = min(theirs, key=lambda step: float(step["seconds"]))
-    ratio = best["seconds"] / seconds
     said = best["rival"] or (best["mode"] if best["mode"] == "eager" else f"torch.{best['mode']}")
-    return Value(text=f"{text.times(ratio)} ({said}, of {len(theirs)})", sort=ratio)
+    return Value(text=f"{text.times(over['value'])} ({said}, of {len(theirs)})", sort=over["value"])

@@ -1,5 +1,5 @@
 """The command line: a verb is a stage. list -> plan -> run -> show, merge, report, verdict, gate, export,
-history; advise; tune.
+history, submit; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
@@ -32,6 +32,7 @@ from te_bench.cli import (
     run,
     scaling,
     show,
+    submit,
     tune,
 )
 from te_bench.cli import verdict as judge
@@ -141,6 +142,7 @@ VERBS: dict[Callable[..., None], str] = {
     evaluate.evaluate: "Perplexity of a checkpoint, in bf16 and in FP8.",
     history.history: "Times over commits, with change points.",
     merge.merge: "Join the runs of several machines.",
+    submit.submit: "Check a run and put it into results/.",
     neighbours.neighbours: "Do trials on other GPUs disturb a time?",
     tune.tune: "Measure which kernel is fastest at your shapes.",
     report.embed: "Bring the tables of Markdown files up to date.",

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,9 @@ def advise(
     device: Device = None,
     gpus: Gpus = None,
     fresh: Fresh = False,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Answer from what DIR holds, of any machine; measure nothing.")
+    ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
     from te_bench import plugins
@@ -62,7 +66,8 @@ def advise(
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
 
-    where = device or environment.default_device()
+    machine, packages = _recorded(out, device, gpus, fresh) if recorded else (None, {})
+    where = device or (machine["identity"]["device"] if machine else environment.default_device())
     asked = Options(
         device=where,
         model=model,
@@ -76,17 +81,18 @@ def advise(
     plugins.check("device", where, list(DEVICES))
     run_options.check(asked)
     limit = None if memory is None else size(memory)
-    found = find_gpus(where, gpus)
+    found = find_gpus(where, gpus) if machine is None else machine["details"].get("gpus", [])
     if gpus is not None and len(found) > 1:
         raise ValueError(f"--gpus {gpus}: advice is for one GPU; name one")
     chosen = found[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
+    question = replace(question, problem={**question.problem, **packages})
     directory = out or folder(asked)
     if not fresh:
         _same_question(directory, question)
     own(directory / "advice")
-    machine = environment.capture(where, chosen)
+    machine = machine or environment.capture(where, chosen)
     assert asked.budget_s is not None
     room = float(chosen[0]["memory_bytes"]) if chosen else None
     carry_out = _Trials(
@@ -97,15 +103,40 @@ def advise(
         asked=run_options.words(asked),
         deadline=time.monotonic() + asked.budget_s,
         fresh=fresh,
+        recorded=recorded,
     )
+    budget_s = 0.0 if recorded else asked.budget_s
     try:
         evidence = Run(
-            question, carry_out, budget_s=asked.budget_s, memory=limit, room=room, known=carry_out.known()
+            question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()
         ).gather()
     except NothingMeasured as nothing:
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit))
+
+
+def _recorded(
+    out: Path | None, device: str | None, gpus: str | None, fresh: bool
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The machine of the last answer in the folder, and which packages its trials name.
+
+    Raises ValueError where there is none, or more is asked for.
+    """
+    from te_bench.experiments import store
+    from te_bench.experiments.spec import ADVICE
+
+    if device is not None or gpus is not None or fresh:
+        raise ValueError("--recorded measures nothing: leave --device, --gpus and --fresh out")
+    if out is None:
+        raise ValueError("--recorded answers from a folder: name it with --out")
+    journal = store.load(out) if store.written(out) else store.Journal()
+    plans = [plan for plan in journal.plans if plan.suite == ADVICE]
+    if not plans:
+        raise ValueError(f"{out} holds no records of te-bench advise")
+    problems = (trial["problem"] for plan in reversed(plans) for trial in plan.trials)
+    packages = next((problem["packages"] for problem in problems if "packages" in problem), None)
+    return dict(journal.environments[plans[-1].environment]), {} if packages is None else {"packages": packages}
 
 
 def folder(asked: "Options") -> Path:
@@ -147,8 +178,10 @@ class _Trials:
         asked: tuple[str, ...],
         deadline: float,
         fresh: bool,
+        recorded: bool,
     ):
         self.question, self.directory, self.machine, self.fresh = question, directory, machine, fresh
+        self.recorded = recorded
         self.slots = [gpu["uuid"] for gpu in gpus] or [None]
         self.deadline, self.asked = deadline, asked
 
@@ -160,13 +193,19 @@ class _Trials:
         return {key[0] for key in journal.records if key[1] == self.machine["id"] and journal.done(key)}
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
-        from te_bench.experiments import plan
+        from te_bench.experiments import plan, store
         from te_bench.experiments.measurement import Context
         from te_bench.experiments.spec import ADVICE, Experiment
 
         for trial in trials:
             plan.check(trial)
         question = self.question
+        if self.recorded:
+            held = store.load(self.directory).records
+            lacking = [trial.name for trial in trials if (trial.id, self.machine["id"]) not in held]
+            if lacking:
+                raise ValueError(f"{self.directory} holds no record of {lacking[0]}: was it of this model and batch?")
+            return [held[trial.id, self.machine["id"]] for trial in trials]
         experiment = Experiment(
             suite=ADVICE,
             title=f"Advice: {question.title}",
@@ -176,8 +215,9 @@ class _Trials:
         )
         timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
         fresh, self.fresh = self.fresh, False
+        context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
         return runs.carry_out(
-            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=Context(), fresh=fresh
+            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=context, fresh=fresh
         )
 
 

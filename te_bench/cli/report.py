@@ -32,12 +32,14 @@ def embed(
     from te_bench.experiments.scaling import published
     from te_bench.gate import self_test
     from te_bench.reports.page import embed as tables
+    from te_bench.reports.page import published as records
     from te_bench.reports.page import scaling_tables
 
-    more = {
+    more: tables.More = {
         "self_test": lambda directory: self_test.table(self_test.stored(directory)),
         "advice": advice.answers,
         "advice_errors": advice.errors,
+        "leaderboard": records.leaderboard,
         "plan_scaling": lambda _: scaling_tables.published(published.validate()),
     }
     stale = [page for page in pages if not tables.embed(page, check=check, more=more)]

@@ -7,6 +7,9 @@ quickstart 50 warm-up iterations, then 50 timed ones (Transformer Engine's quick
 kernel     one call a sample, on a GPU with the L2 flushed before it and the host ahead, so that it is the device's time,
            until the median is known to 0.5 %.
 
+Where trials of several commands take turns on a GPU (`exclusive`), half of the warm-up, in which code is compiled, runs
+beside the others. The other half and what is timed have the GPU to themselves.
+
 Inside `looking(look)` every timed block on a GPU has a look before its first event and one after the wait for its last:
 between the events of a running stream it would be timed with it.
 """
@@ -21,6 +24,8 @@ from contextvars import ContextVar
 
 import torch
 from scipy.special import bdtr, bdtrik  # scipy.stats takes half a second to import
+
+from te_bench.experiments import exclusive
 
 BENCH_PY_BURN_IN, BENCH_PY_TIMED = 10, 20
 QUICKSTART_WARM_UP, QUICKSTART_TIMED = 50, 50
@@ -64,23 +69,26 @@ def quickstart(iteration: Callable[[], object], device: str) -> list[float]:
 
 
 def _consecutive(step: Callable[[], object], device: str, warm_up: int, timed: int) -> list[float]:
-    for _ in range(warm_up):
+    for _ in range(warm_up // 2):
         step()
-    if device != "cuda":
-        edges = [time.perf_counter()]
-        for _ in range(timed):
+    with exclusive.alone():
+        for _ in range(warm_up - warm_up // 2):
             step()
-            edges.append(time.perf_counter())
-        return [after - before for before, after in itertools.pairwise(edges)]
-    torch.cuda.synchronize()
-    _LOOK.get()()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(timed + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    _LOOK.get()()
+        if device != "cuda":
+            edges = [time.perf_counter()]
+            for _ in range(timed):
+                step()
+                edges.append(time.perf_counter())
+            return [after - before for before, after in itertools.pairwise(edges)]
+        torch.cuda.synchronize()
+        _LOOK.get()()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(timed + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        _LOOK.get()()
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
@@ -88,16 +96,17 @@ def kernel(call: Callable[[], object], device: str) -> list[float]:
     """Seconds of single calls, L2 cold on a GPU, until the median's 95 % interval is within 0.5 % (or 3 s, or 500 calls)."""
     for _ in range(KERNEL_WARMUP):
         call()
-    sample = _sample_cuda(call) if device == "cuda" else _sample_cpu(call)
-    started = time.perf_counter()
-    samples: list[float] = []
-    while len(samples) < KERNEL_MAX:
-        samples += sample()
-        if len(samples) >= KERNEL_MIN and _half_width(samples) <= KERNEL_HALF_WIDTH:
-            break
-        if len(samples) >= KERNEL_MIN and time.perf_counter() - started > KERNEL_SECONDS:
-            break
-    return samples
+    with exclusive.alone():
+        sample = _sample_cuda(call) if device == "cuda" else _sample_cpu(call)
+        started = time.perf_counter()
+        samples: list[float] = []
+        while len(samples) < KERNEL_MAX:
+            samples += sample()
+            if len(samples) >= KERNEL_MIN and _half_width(samples) <= KERNEL_HALF_WIDTH:
+                break
+            if len(samples) >= KERNEL_MIN and time.perf_counter() - started > KERNEL_SECONDS:
+                break
+        return samples
 
 
 def _sample_cpu(call: Callable[[], object]) -> Callable[[], list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_bench import plugins
-from te_bench.experiments import host, timing, workloads
+from te_bench.experiments import exclusive, host, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
@@ -34,7 +34,7 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
     watch = Watch(_gpu)
     try:
         workload = plugins.load(workloads.__name__, trial.workload, "run")
-        with timing.looking(watch.look):
+        with exclusive.taking_turns(trial), timing.looking(watch.look):
             measurement = workload(trial, context)
         outcome = "ok"
     except Exception as error:

@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 #: What `te.` offers, and where it is.
-_HOMES = {
+HOMES = {
     "te_bench.models.fp8": ("autocast", "fp8_autocast", "is_fp8_enabled", "checkpoint", "numerics", "record_numerics"),
     "te_bench.models.quantization": (
         "get_cudnn_version",
@@ -31,7 +31,7 @@ _HOMES = {
     "te_bench.models.weight_cache": ("cache_weights",),
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = {name: module for module, names in HOMES.items() for name in names}
 _MODULES = ("attention", "distributed", "quantization", "recipe")  # te.attention, for instance
 
 __all__ = sorted([*_HOME, *_MODULES])

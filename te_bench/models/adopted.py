@@ -342,6 +342,12 @@ class Adopted(nn.Module):
         return {f"module.{layer.name}": layer.before for layer in layers if layer.parameters}
 
     @property
+    def norms(self) -> list[str]:
+        """Norms that te_bench computes."""
+        layers = () if self.conversion is None else self.conversion.converted
+        return [f"module.{layer.name}" for layer in layers if not layer.parameters]
+
+    @property
     def fp8_heads(self) -> list[str]:
         """Heads whose loss is computed in FP8 without their being converted layers."""
         found = () if self.conversion is None or self.recipe is None else self.conversion.parts

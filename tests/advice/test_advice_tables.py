@@ -42,7 +42,7 @@ def test_an_answer_is_a_row(published: Path) -> None:
         ]
         row = next(row for row in table.rows if row[0].text == name)
         over = [one.title for one in table.columns].index("Over the best rival")
-        assert row[over].sort == pytest.approx(min(plain) / advice["answer"]["seconds"])
+        assert row[over].sort == pytest.approx(min(plain) / advice["answer"]["seconds"], rel=1e-3)  # of paired seeds
 
 
 def test_an_error_is_of_a_step_that_was_predicted_before(published: Path) -> None:

@@ -30,6 +30,33 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> Answered:
     return evidence, decided(machine, evidence, tmp_path_factory.mktemp("run"))
 
 
+def test_the_best_of_others_is_named_where_it_is_faster_than_what_one_has(answered: Answered) -> None:
+    evidence, found = answered
+    others = {choice: typical(records) for choice, records in evidence.steps.items() if choice.of_others}
+    assert found.over_best is not None
+    best, ratio = found.over_best
+    assert others[best] == min(others.values()) < others[found.have]
+    assert ratio.value == pytest.approx(others[best] / typical(evidence.steps[found.use]), rel=0.05)
+    said = " ".join(answer.terminal(evidence, found, traps.of_evidence(evidence), "index.html").split())
+    assert f"the best without te-bench ({best.words()})" in said
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        {"recipe": "delayed_scaling", "precision": "fp8"},
+        {"attention": "gluon"},
+        {"head": "chunked"},
+        {"parts": "all", "mode": "cudagraph"},
+        {"mode": "cudagraph"},
+    ],
+)
+def test_a_step_with_a_part_of_te_benchs_is_not_of_others(ours: dict[str, Any]) -> None:
+    assert not Choice(**{"attention": "flash", **ours}).of_others
+    assert Choice(attention="flash", mode="compile").of_others
+    assert Choice(attention="own", precision="fp8", recipe="rowwise_scaling", rival="torchao_rowwise").of_others
+
+
 def test_the_terminal_says_it_in_fifteen_lines(answered: Answered) -> None:
     evidence, found = answered
     said = answer.terminal(evidence, found, traps.of_evidence(evidence), "advice/index.html")

@@ -170,7 +170,15 @@ def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_p
 def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) -> None:
     names = ("liger", "torchao_rowwise", "torchao_tensorwise")
     evidence = gathered(Machine(asked, fails=dict.fromkeys(names, "unsupported")))
-    assert {choice.rival for choice in evidence.wrong} == set(names)
+    assert {choice.rival for choice in evidence.wrong if choice.rival} == set(names)
+
+
+def test_an_eager_step_of_te_benchs_kernels_is_measured_where_none_can_be_captured(asked: Question) -> None:
+    eager = Choice(attention=OWN_ATTENTION, parts="all")
+    captured = gathered(Machine(asked))
+    assert eager not in captured.steps
+    assert captured.wrong[eager] == "not measured: one CUDA graph launches the same kernels"
+    assert eager in gathered(Machine(asked, fails={"/cudagraph/": "unsupported"})).steps
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from advice_machine import Machine, question
 from in_process import Command, gpus
 
 from te_bench.cli import advise
-from te_bench.experiments import runner
+from te_bench.experiments import environment, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
@@ -22,9 +22,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> None:
         for trial in runner.to_do(trials, store.journal, environment_id, retry=False):
+            machine.checked[trial.id] = options["executor"].check
             (made,) = machine([trial])
             store.add(type(made).from_json({**made.to_json(), "environment": environment_id}))
 
+    monkeypatch.setattr(runner, "Supervisor", lambda *_, context, **options: context)
     monkeypatch.setattr(runner, "run", run)
     return machine
 
@@ -62,6 +64,47 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_an_answer_from_records_measures_nothing(
+    command: Command, simulated: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("advise", "--model", "tiny")
+    first = command(*words, "--device", "cpu", "--out", "run")
+    said = json.loads((tmp_path / "run" / "advice.json").read_text())
+    asked = len(simulated.asked)
+    monkeypatch.setattr(environment, "capture", None)  # the machine is the records'
+    again = command(*words, "--out", "run", "--recorded")
+    assert again.code == 0, again.err
+    assert next(line for line in again.out.splitlines() if line.startswith("Use ")) in first.out
+    assert len(simulated.asked) == asked
+    once_more = json.loads((tmp_path / "run" / "advice.json").read_text())
+    assert {**once_more, "took_s": 0} == {**said, "took_s": 0}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--out", "empty"), "empty holds no records of te-bench advise"),
+        ((), "--recorded answers from a folder: name it with --out"),
+        (("--out", "run", "--device", "cpu"), "--recorded measures nothing: leave --device, --gpus and --fresh out"),
+        (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
+    ],
+)
+def test_what_records_cannot_answer_is_said(
+    command: Command, simulated: Machine, words: tuple[str, ...], reason: str
+) -> None:
+    command("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "run")
+    done = command("advise", "--model", "tiny", *words, "--recorded")
+    assert done.code == 2
+    assert done.err.startswith(f"te-bench: {reason}")
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_step_is_checked_by_its_first_run_alone(command: Command, simulated: Machine) -> None:
+    command("advise", "--model", "tiny", "--device", "cpu")
+    assert {trial.seed for trial in simulated.asked} == {0, 1, 2}
+    assert all(simulated.checked[trial.id] == (trial.seed == 0) for trial in simulated.asked)
 
 
 def test_each_question_has_a_folder_of_its_own(command: Command, simulated: Machine, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
+from te_bench.experiments import exclusive
+
 #: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
 #: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
 COPIES = ("Memcpy ", "Memset ", "memcpy32", "memset32")
@@ -98,7 +100,7 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
     """{kernel: seconds a call} on a GPU, {operator: seconds of its own} on a CPU, the longest first."""
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
-    with profile(activities=activities) as profiler:
+    with exclusive.alone(), profile(activities=activities) as profiler:
         for _ in range(PROFILED):
             call()
         if on_gpu:

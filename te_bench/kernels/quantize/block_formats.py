@@ -176,7 +176,10 @@ def nvfp4(
         amax = _amax_of_all(blocks)
         random = None if seed is None else random_bytes(seed, blocks.shape[0] * blocks.shape[1], stream)
         values, scales = nvfp4_elements(blocks, amax, None if random is None else random.view(blocks.shape))
-        made, scale_inv = values * _each(scales), amax.double() / NVFP4_LARGEST
+        made, scale_inv = (
+            values * _each(scales),
+            amax.double() / torch.full_like(amax, NVFP4_LARGEST, dtype=torch.float64),
+        )
         if count and counts is not None:
             full = (blocks / scale_inv.float()).abs() > E2M1_LARGEST * _each(scales)
             _count(counts, blocks, made, full)

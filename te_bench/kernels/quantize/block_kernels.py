@@ -57,16 +57,28 @@ def _signed(size, x):
 
 
 @triton.jit
-def _mxfp8(v, dtype: tl.constexpr):
-    """v (blocks, width) through MXFP8; block_formats.mxfp8_elements times its scales."""
+def _of_rows(v):
+    """The amax of each row, (rows, 1)."""
+    return tl.max(_size(v), 1)[:, None]
+
+
+@triton.jit
+def _of_squares(v):
+    """The amax of each square block of `_squares`, (down, 1, across, 1)."""
+    return tl.expand_dims(tl.expand_dims(tl.max(tl.max(_size(v), 3), 1), 1), 3)
+
+
+@triton.jit
+def _mxfp8(v, amax, dtype: tl.constexpr):
+    """v through MXFP8 by its blocks' amaxes, which broadcast to it; block_formats.mxfp8_elements times its scales."""
     INVERSE: tl.constexpr = PER_E4M3 if dtype == tl.float8e4nv else PER_E5M2
-    bits = (tl.max(_size(v), 1) * INVERSE).to(tl.int32, bitcast=True)
+    bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
     code = tl.minimum(exponent + up.to(tl.int32), 254)
     inverse = tl.maximum((254 - code) << 23, 0x400000).to(tl.float32, bitcast=True)
     scale = tl.maximum(code << 23, 0x400000).to(tl.float32, bitcast=True)
-    return _nearest(v * inverse[:, None], dtype) * scale[:, None]
+    return _nearest(v * inverse, dtype) * scale
 
 
 @triton.jit
@@ -80,11 +92,11 @@ def _per_step(size):
 
 
 @triton.jit
-def _nvfp4(v, encode, random):
-    """v (blocks, 16) through NVFP4; block_formats.nvfp4_elements times its scales. random: None, or bytes."""
-    scale = _nearest(tl.minimum(tl.max(_size(v), 1) * (encode * PER_E2M1), 448.0), tl.float8e4nv)
+def _nvfp4(v, amax, encode, random):
+    """v through NVFP4, as `_mxfp8`; block_formats.nvfp4_elements times its scales. random: None, or bytes."""
+    scale = _nearest(tl.minimum(amax * (encode * PER_E2M1), 448.0), tl.float8e4nv)
     inverse = tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)), LARGEST)
-    y = v * inverse[:, None]
+    y = v * inverse
     size = tl.where(y == y, tl.abs(y), 8.0)
     if random is None:
         size = tl.minimum(size, 6.0)
@@ -95,7 +107,7 @@ def _nvfp4(v, encode, random):
         size += random * (_step(size) * 0.00390625)
         step = _step(size)
         size = tl.minimum(tl.floor(size * _per_step(size)) * step, 6.0)
-    return tl.where(y == y, _signed(size, y), size) * scale[:, None]
+    return tl.where(y == y, _signed(size, y), size) * scale
 
 
 @triton.jit
@@ -152,17 +164,9 @@ def _put_lines(y, to, rows, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 @triton.jit
-def _squared(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Square blocks of v, (blocks, width^2)."""
-    four = tl.reshape(v, (ROWS // WIDTH, WIDTH, COLUMNS // WIDTH, WIDTH))
-    return tl.reshape(tl.permute(four, (0, 2, 1, 3)), (ROWS * COLUMNS // (WIDTH * WIDTH), WIDTH * WIDTH))
-
-
-@triton.jit
-def _put_squared(y, to, rows, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """to (M, N) := square blocks, as `_squared` made them."""
-    four = tl.permute(tl.reshape(y, (ROWS // WIDTH, COLUMNS // WIDTH, WIDTH, WIDTH)), (0, 2, 1, 3))
-    _put(tl.reshape(four, (ROWS, COLUMNS)), to, rows, cols, M, N)
+def _squares(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """v by its square blocks, (down, width, across, width): a view, for a permutation is miscompiled (Triton 3.6, sm_90)."""
+    return tl.reshape(v, (ROWS // WIDTH, WIDTH, COLUMNS // WIDTH, WIDTH))
 
 
 @triton.jit
@@ -175,14 +179,15 @@ def mxfp8_cast_kernel(
     v = v.to(tl.float32)
     if data is not None:
         if SQUARE:
-            _put_squared(
-                _mxfp8(_squared(v, ROWS, COLUMNS, WIDTH), TARGET), data, rows, cols, M, N, ROWS, COLUMNS, WIDTH
-            )
+            squares = _squares(v, ROWS, COLUMNS, WIDTH)
+            y = _mxfp8(squares, _of_squares(squares), TARGET)
         else:
-            y = _mxfp8(tl.reshape(v, (ROWS * COLUMNS // WIDTH, WIDTH)), TARGET)
-            _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
+            blocks = tl.reshape(v, (ROWS * COLUMNS // WIDTH, WIDTH))
+            y = _mxfp8(blocks, _of_rows(blocks), TARGET)
+        _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
     if columns is not None:
-        _put_lines(_mxfp8(_lines(v, ROWS, COLUMNS, WIDTH), TARGET), columns, rows, cols, M, N, ROWS, COLUMNS)
+        lines = _lines(v, ROWS, COLUMNS, WIDTH)
+        _put_lines(_mxfp8(lines, _of_rows(lines), TARGET), columns, rows, cols, M, N, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -218,15 +223,16 @@ def nvfp4_cast_kernel(
         if index == 0:
             tl.store(scale_inv, bits.to(tl.float32, bitcast=True).to(tl.float64) / 2688.0)
         if SQUARE:
-            y = _nvfp4(_squared(v.to(tl.float32), ROWS, COLUMNS, WIDTH), encode, None)
-            _put_squared(y, data, rows, cols, M, N, ROWS, COLUMNS, WIDTH)
+            squares = _squares(v.to(tl.float32), ROWS, COLUMNS, WIDTH)
+            y = _nvfp4(squares, _of_squares(squares), encode, None)
         else:
             PER_ROW: tl.constexpr = COLUMNS // WIDTH
             if seed is not None:
                 at = (down + block // PER_ROW) * tl.cdiv(N, WIDTH) + right // WIDTH + block % PER_ROW
                 random = _random_bytes(seed, at, 0)
-            y = _nvfp4(tl.reshape(v.to(tl.float32), (ROWS * COLUMNS // WIDTH, WIDTH)), encode, random)
-            _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
+            blocks = tl.reshape(v.to(tl.float32), (ROWS * COLUMNS // WIDTH, WIDTH))
+            y = _nvfp4(blocks, _of_rows(blocks), encode, random)
+        _put(tl.reshape(y, (ROWS, COLUMNS)), data, rows, cols, M, N)
     if columns is not None:
         PER_COLUMN: tl.constexpr = ROWS // WIDTH
         lines, last = _lines(v, ROWS, COLUMNS, WIDTH), M
@@ -240,7 +246,8 @@ def nvfp4_cast_kernel(
         if seed is not None:
             at = (right + block // PER_COLUMN) * tl.cdiv(M, WIDTH) + down // WIDTH + block % PER_COLUMN
             random = _random_bytes(seed, at, 1)
-        y = _nvfp4(lines.to(tl.float32), _encode(bits_t), random)
+        lines = lines.to(tl.float32)
+        y = _nvfp4(lines, _of_rows(lines), _encode(bits_t), random)
         _put_lines(y, columns, rows, cols, last, N, ROWS, COLUMNS)
 
 

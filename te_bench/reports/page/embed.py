@@ -18,14 +18,16 @@ from te_bench.reports.page import tables
 from te_bench.reports.page.table import Table
 
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
+#: Tables of folders, by name.
+More = Mapping[str, Callable[[Path], Table | Sequence[Table]]]
 CAPABILITIES, GPUS, HEADLINE = "capabilities", "gpus", "headline"
 _END = "<!-- /te-bench:table -->"
 
 
-def embed(page: Path, *, check: bool, more: Mapping[str, Callable[[Path], Table]] = MappingProxyType({})) -> bool:
+def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool:
     """Bring every generated table of a Markdown file up to date; True when it is, False when `check` finds it is not.
 
-    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name.
+    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; several have captions.
 
     Raises ValueError for an unknown table, a marker without its end, a journal that
     cannot be read, and a file without any marker.
@@ -74,11 +76,14 @@ def _tables(
     load: Callable[[Path], Sequence[GroupResult]],
     directory: Path,
     name: str,
-    more: Mapping[str, Callable[[Path], Table]],
+    more: More,
 ) -> str:
     """All tables of one name of a run, each under its group's title when there are several."""
     if name in more:
-        return tables.markdown(more[name](directory))
+        made = more[name](directory)
+        if isinstance(made, Table):
+            return tables.markdown(made)
+        return "\n".join(f"**{tables.escape(each.caption)}**\n\n{tables.markdown(each)}" for each in made)
     if name in (CAPABILITIES, GPUS):  # which the backends say themselves
         from te_bench.reports.page import attention_capabilities, gpus
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.checks import adopted_step
 from te_bench.experiments.measurement import Unsupported
-from te_bench.experiments.spec import Trial
+from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models.sources import Source
 
@@ -74,3 +75,22 @@ def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_
     trial = trial_of("in_parts")
     with pytest.raises(Unsupported, match="checkpointing: the model calls the parts of its blocks, and no block"):
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+def test_norms_in_half_precision_are_no_fault_of_a_deep_model(tmp_path: Path) -> None:
+    """A post-norm model's residual stream goes through every norm: te's, in bf16, round it where its own keep float32."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=12, num_attention_heads=2)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    model = adoptee(Options(device="cpu", model=str(tmp_path)))
+    assert model is not None
+    sizes = {"batch": 4, "block": 32, "vocab": 128, "padded_vocab": 128, "parts": "all"}
+    trial = Trial(
+        workload="train_step", device="cpu", problem={**sizes, **model.source.settings}, attention=OWN_ATTENTION
+    )
+    _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+    scales = [q["error"] / q["limit"] for q in check["quantities"] if q["name"].endswith("scale")]
+    assert len(scales) > 12 * 10
+    assert max(scales) < 0.8

@@ -3,19 +3,14 @@
 measure.html opens the report in a frame and writes what it measured into its own document, which --dump-dom prints.
 """
 
-import functools
 import html
-import http.server
 import json
 import re
-import shutil
-import subprocess
-import threading
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import run_logs
+from browser import CHROMIUM, NO_CHROMIUM, Quiet, chromium, served
 from journals import HOSTILE, everything, record, trial, write
 
 from te_bench.reports.convergence.loss_logs import read_arms
@@ -23,24 +18,9 @@ from te_bench.reports.convergence.loss_verdict import judge_losses
 from te_bench.reports.page.loss_page import write_page
 from te_bench.reports.page.render import write_report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: apt-get install chromium")
-
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--v=0", "--hide-scrollbars"]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 MEASURE = (Path(__file__).parent / "measure.html").read_text()
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    requested: ClassVar[list[str]] = []
-
-    def do_GET(self):
-        self.requested.append(self.path)
-        super().do_GET()
-
-    def log_message(self, *arguments):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +38,8 @@ def site(tmp_path_factory):
             )
     arms = read_arms(*([folder] for folder in sorted(root.glob("[ab] *"))))
     write_page(judge_losses(*arms, margin=0.002), root / "losses" / "index.html")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield root, f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def chromium(url, profile, *flags):
-    """(document after its scripts ran, what the console said)."""
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--dump-dom", *flags, url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    with served(root) as url:
+        yield root, url
 
 
 def measured(site, profile, report="full", width=1200, *flags):

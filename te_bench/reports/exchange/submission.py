@@ -1,0 +1,163 @@
+"""A run that is offered for results/: what it lacks, a sentence each, and what is entered beside it if it lacks nothing."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments import plan as plans
+from te_bench.experiments import run_options
+from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood
+from te_bench.reports.analysis.rows import gaps, identity, trial_of
+
+#: Of the user's text, not of the suite.
+DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """A run, the folder below results/ that it would have, and what stands against that."""
+
+    run: Path
+    folder: str  # h200/speed-b64
+    gpu: str
+    journal: Journal
+    missing: str | None  # why trials of the suite were not run
+    lacks: tuple[str, ...]  # a sentence each
+
+
+def is_clean(environment: Mapping[str, Any]) -> bool:
+    """Whether a commit is known and no file differed from it."""
+    details = environment.get("details") or {}
+    return bool(details.get("git_commit")) and details.get("git_dirty") is False
+
+
+def settled(trial: Trial) -> str:
+    """What a suite fixes about a trial: not its seed, and of a training not the user's text."""
+    drop = DATA if trial.workload == "training" else ()
+    problem = {key: value for key, value in trial.problem.items() if key not in drop}
+    return str(sorted({**trial.to_json(), "problem": sorted(problem.items()), "seed": None}.items()))
+
+
+def against_the_suite(journal: Journal, today: Experiment) -> tuple[list[str], list[str]]:
+    """Of measured trials those that today's suite would not run, and of its own those without a record: a name for each,
+    seeds aside."""
+    planned = {settled(trial): trial.name for trial in today.trials}
+    measured = {settled(record.trial): record.trial.name for record in journal.records.values()}
+    old = sorted(name for key, name in measured.items() if key not in planned)
+    return old, sorted(name for key, name in planned.items() if key not in measured)
+
+
+def examine(run: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
+    """What a run lacks. Raises ValueError for a folder without a journal, and for one that this te-bench cannot read."""
+    journal = load(run)
+    if not journal.plans:
+        raise ValueError(f"{run} holds a journal without a plan: run te-bench run --out {run} first")
+    name = name or run.resolve().name
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"--name {name}: give one folder's name of letters, digits, dots and dashes")
+    gpu = " and ".join(sorted({str(identity(body).get("gpu")) for body in journal.environments.values()}))
+    said = "-".join(word for word in gpu.split() if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w+", word)).lower()
+    lacks = [*_of_records(journal, gpu), *gaps([run]), *_of_plan(journal, missing)]
+    folder = f"{said}/{name}"
+    return Submission(run=run, folder=folder, gpu=gpu, journal=journal, missing=missing, lacks=tuple(lacks))
+
+
+def enter(submission: Submission, results: Path, command: str) -> Path:
+    """Copy the journal to its folder in `results`, and enter it in README.md and published.toml there; the folder.
+
+    Raises ValueError where something was published under this name.
+    """
+    folder, journal, plan = results / submission.folder, submission.journal, submission.journal.plans[-1]
+    if folder.exists():
+        raise ValueError(f"{folder} is published already: choose another --name")
+    folder.mkdir(parents=True)
+    file = JOURNAL if (submission.run / JOURNAL).exists() else PACKED
+    shutil.copyfile(submission.run / file, folder / file)
+    options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in _options(plan).items())
+    lines = [f'["{submission.folder}"]', f"suite = {json.dumps(plan.suite)}"]
+    lines += [f"options = {{ {options} }}"] if options else []
+    lines += ["trains = true"] if _trains(journal) else []
+    lines += [f"known.missing = {json.dumps(submission.missing)}"] if submission.missing else []
+    listed = results / "published.toml"
+    before, table, after = listed.read_text(encoding="utf-8").partition("\n[disagreements]")
+    listed.write_text("\n".join([before.rstrip("\n"), "", *lines, ""]) + table + after, encoding="utf-8")
+    commits = sorted({body["details"]["git_commit"][:7] for body in journal.environments.values()})
+    day = max(record.started_at[:10] for record in journal.records.values())
+    row = (
+        f"`{submission.folder}`",
+        f"`{command}`",
+        f"{submission.gpu}, {day}, clean tree of commit `{'`, `'.join(commits)}`",
+    )
+    with (results / "README.md").open("a", encoding="utf-8") as readme:  # whose end is the table
+        readme.write(f"| {' | '.join(row)} |\n")
+    return folder
+
+
+def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
+    """What is wrong with the machine, the code and the records."""
+    if gpu == "None" or " and " in gpu:
+        yield f"The records are of the GPU {gpu}: those of one GPU are published, and none of a CPU."
+    for key, body in journal.environments.items():
+        if not is_clean(body):
+            commit = (body.get("details") or {}).get("git_commit")
+            what = f"is of commit {commit[:7]} with uncommitted changes" if commit else "names no commit"
+            yield f"Environment {key} {what}: run it again from a checkout of a commit without changes."
+    records = list(journal.records.values())
+    for what, found in {
+        "failed the check": [record for record in records if record.outcome == "failed_check"],
+        "were interrupted": [record for record in records if record.outcome == "interrupted"],
+        "ended ok and hold no check": [record for record in records if record.outcome == "ok" and not record.check],
+    }.items():
+        if found:
+            yield f"{len(found)} of {len(records)} trials {what}, {found[0].trial.name} first: run again."
+
+
+def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
+    """How the plans differ from what the suite makes today."""
+    suite, asked = journal.plans[0].suite, _options(journal.plans[0])
+    if any((plan.suite, _options(plan)) != (suite, asked) for plan in journal.plans):
+        yield "The journal's plans are of several suites or options: publish each in a folder of its own."
+        return
+    options: dict[str, Any] = {name: tuple(said) if isinstance(said, list) else said for name, said in asked.items()}
+    data = {"": "random"} if _trains(journal) else {}
+    old, absent = against_the_suite(journal, plans.resolve(suite, Options(device="cuda", data=data, **options)))
+    if old:
+        yield f"Not of today's suite {suite}, {_count(old)}: run today's code."
+    if absent and not missing:
+        yield f"No record, of the suite {suite}, of {_count(absent)}: run it, or say by --missing why it was not run."
+    if missing and not absent:
+        yield "Nothing of the suite is missing: leave out --missing."
+
+
+def _count(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} configurations, {names[0]} first"
+
+
+def _trains(journal: Journal) -> bool:
+    return any(record.trial.workload == "training" for record in journal.records.values())
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """The options that a plan's words and trials tell, as published.toml has them: without --only, tuples as lists."""
+    flags = {option.flag: (name, option) for name, option in run_options.OPTIONS.items()}
+    budgets = {trial_of(value).problem.get("budget_s") for value in plan.trials} - {None}
+    found: dict[str, Any] = {"budget_s": budgets.pop()} if len(budgets) == 1 else {}
+    words = iter(plan.asked)
+    for flag in words:
+        if flag == "--only":
+            next(words)
+            continue
+        with understood(f"the option {flag} of a plan"):
+            name, option = flags[flag]
+        if option.type == list[str]:
+            found.setdefault(name, []).append(next(words))
+            continue
+        value = True if option.type is bool else option.type(next(words))
+        value = option.read(value) if option.read else value
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found

@@ -1,0 +1,146 @@
+"""te-bench submit: a run that lacks something is refused in a sentence each; a whole one is entered under results/."""
+
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import journals
+import pytest
+from in_process import Command
+
+from te_bench.experiments import plan, run_options
+from te_bench.experiments.spec import Experiment, Options
+from te_bench.experiments.store import JOURNAL, Plan, Store, load
+from te_bench.reports.exchange.submission import against_the_suite
+from te_bench.reports.page import published
+
+ASKED = {"model": "llama-tiny", "batch": 4}
+TABLE = "| folder | command | measured |\n|---|---|---|\n"
+
+
+@pytest.fixture(scope="module")
+def suite() -> Experiment:
+    options = Options(device="cuda", seeds=1, **ASKED)  # type: ignore[arg-type]
+    return dataclasses.replace(plan.resolve("fp8", options), asked=run_options.words(options))
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """results/ of an empty checkout, in which te-bench runs."""
+    folder = tmp_path / "checkout" / "results"
+    folder.mkdir(parents=True)
+    (folder / "published.toml").write_text('# how\n\n[disagreements]\n"a b" = "chips"\n')
+    (folder / "README.md").write_text(TABLE)
+    monkeypatch.chdir(folder.parent)
+    return folder
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, suite: Experiment) -> Write:
+    """write("run", outcome="oom"): a run of the suite whose first record has these fields; with record=None it has none."""
+
+    def make(
+        name: str, experiment: Experiment = suite, body: Mapping[str, Any] = MappingProxyType({}), **first: Any
+    ) -> Path:
+        with Store(tmp_path / name) as store:
+            store.add_environment(journals.environment() | body)
+            store.add_plan(Plan.of(experiment, "env-h200"))
+            for place, trial in enumerate(experiment.trials):
+                if place or "record" not in first:
+                    record = journals.step_record(trial, 20 + place)
+                    store.add(record if place else dataclasses.replace(record, **first))
+        return tmp_path / name
+
+    return make
+
+
+def test_a_whole_run_is_entered_and_published(command: Command, results: Path, write: Write, suite: Experiment) -> None:
+    run = write("speed.1")
+    done = command("submit", run)
+    assert (done.code, done.err) == (0, "")
+    folder = results / "h200" / "speed.1"
+    assert (folder / JOURNAL).read_bytes() == (run / JOURNAL).read_bytes()
+    assert (folder / "report" / "index.html").is_file()
+    assert "    git switch -c results-h200-speed.1\n" in done.out
+    assert "    gh pr create --title 'Results: h200/speed.1' --body 'te-bench run fp8 --model llama-tiny" in done.out
+    said = tomllib.loads((results / "published.toml").read_text())
+    assert said["h200/speed.1"] == {"suite": "fp8", "options": ASKED}
+    assert said["disagreements"] == {"a b": "chips"}
+    today = plan.resolve("fp8", Options(device="cuda", **ASKED))  # type: ignore[arg-type]
+    assert against_the_suite(load(folder), today) == ([], [])
+
+    [entry] = published.runs(results)
+    assert (entry.folder, entry.listed) == ("h200/speed.1", True)
+    assert entry.command.startswith("`te-bench run fp8 --model llama-tiny --batch 4 ")
+    assert "NVIDIA H200, 2026-11-20, clean tree of commit `0123456`" in entry.measured
+    assert len(suite.trials) > 1
+    assert published.gallery(results, ".").count("<tr data-model") == len(suite.trials)
+
+    again = command("submit", run)
+    assert (again.code, again.out) == (2, "")
+    assert "published already: choose another --name" in again.err
+
+
+def details(**changed: object) -> dict[str, Any]:
+    return {"details": journals.environment()["details"] | changed}
+
+
+@pytest.mark.parametrize(
+    ("first", "body", "said"),
+    [
+        ({}, details(git_dirty=True), ["is of commit 0123456 with uncommitted changes"]),
+        ({}, details(git_commit=None), ["names no commit"]),
+        ({}, {"identity": journals.environment(gpu=None)["identity"]}, ["The records are of the GPU None: "]),
+        ({"outcome": "failed_check"}, {}, ["trials failed the check, train_step/llama-tiny"]),
+        ({"outcome": "interrupted"}, {}, ["trials were interrupted, train_step/llama-tiny"]),
+        ({"check": {}}, {}, ["trials ended ok and hold no check"]),
+        (
+            {"record": None},
+            details(git_dirty=None),
+            ["uncommitted", "planned trials have no record", "No record, of the suite fp8, of train_step/llama-tiny"],
+        ),
+    ],
+)
+def test_each_lack_is_a_sentence(
+    command: Command, results: Path, write: Write, first: dict[str, Any], body: dict[str, Any], said: list[str]
+) -> None:
+    done = command("submit", write("run", body=body, **first))
+    assert (done.code, done.out) == (4, "")
+    sentences = done.err.splitlines()
+    assert len(sentences) == len(said), sentences
+    assert all(part in sentence for part, sentence in zip(said, sentences, strict=True)), sentences
+    assert sorted(path.name for path in results.iterdir()) == ["README.md", "published.toml"]
+
+
+def test_a_damaged_journal_and_a_name_that_leaves_the_folder_are_refused(
+    command: Command, results: Path, write: Write
+) -> None:
+    run = write("run")
+    done = command("submit", run, "--name", "../gate")
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        ["te-bench: --name ../gate: give one folder's name of letters, digits, dots and dashes"],
+    )
+    journal = run / JOURNAL
+    journal.write_bytes(journal.read_bytes().replace(b'"schema":1', b'"schema":2', 1))
+    done = command("submit", run)
+    assert (done.code, done.out) == (2, "")
+    assert "checksum mismatch" in done.err
+    assert not (results / "h200").exists()
+
+
+def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write: Write, suite: Experiment) -> None:
+    """A run of --only: its own plan is complete, the suite's is not."""
+    run = write("part", dataclasses.replace(suite, trials=suite.trials[:1], asked=(*suite.asked, "--only", "*x*")))
+    refused = command("submit", run)
+    assert refused.code == 4
+    assert refused.err.startswith(f"No record, of the suite fp8, of {len(suite.trials) - 1} configurations, train_step")
+    assert command("submit", run, "--missing", 'only the "first"').code == 0
+    said = tomllib.loads((results / "published.toml").read_text())["h200/part"]
+    assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first"'}}

@@ -1,0 +1,104 @@
+"""Trials on one GPU take turns: threads stand for processes, for a lock is its descriptor's."""
+
+import contextlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from te_bench.experiments import exclusive, timing
+from te_bench.experiments.spec import Trial
+
+NAP = 0.05
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+
+
+def a_trial(protocol: str = "kernel", device: str = "cuda") -> Trial:
+    return Trial(workload="linear", device=device, problem={}, attention="-", protocol=protocol)
+
+
+class Spans:
+    """When each of several trials worked, and when it was timed."""
+
+    def __init__(self) -> None:
+        self.working: list[tuple[int, float, float]] = []
+        self.timed: list[tuple[int, float, float]] = []
+
+    @contextlib.contextmanager
+    def span(self, of: list[tuple[int, float, float]], name: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        of.append((name, began, time.perf_counter()))
+
+    def trial(self, name: int, trial: Trial, ready: threading.Barrier) -> None:
+        with exclusive.taking_turns(trial):
+            ready.wait(10)  # all of them work at the same time
+            with self.span(self.working, name):
+                time.sleep(NAP)
+            with exclusive.alone(), self.span(self.timed, name):
+                time.sleep(NAP)
+            with self.span(self.working, name):
+                time.sleep(NAP)
+
+    def run(self, trials: list[Trial]) -> None:
+        ready = threading.Barrier(len(trials))
+        threads = [threading.Thread(target=self.trial, args=(n, t, ready)) for n, t in enumerate(trials)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert len(self.timed) == len(trials)
+        assert len(self.working) == 2 * len(trials)
+
+    def disturbed(self) -> list[tuple[int, int]]:
+        """Pairs of a timed trial and another that worked, or was timed, meanwhile."""
+        return [
+            (name, other)
+            for name, began, ended in self.timed
+            for other, start, end in [*self.working, *self.timed]
+            if other != name and start < ended and began < end
+        ]
+
+
+def test_none_is_timed_while_another_works_or_is_timed() -> None:
+    spans = Spans()
+    spans.run([a_trial(), a_trial("bench_py"), a_trial("once")])
+    assert spans.disturbed() == []
+
+
+@pytest.mark.parametrize("other", [a_trial("curve"), a_trial("bisection"), a_trial(device="cpu")])
+def test_a_training_and_a_cpu_keep_nobody_waiting(other: Trial) -> None:
+    spans = Spans()
+    spans.run([other, other])
+    assert spans.disturbed() != []
+
+
+def test_the_lock_ends_with_its_trial_also_where_it_raises() -> None:
+    with pytest.raises(RuntimeError), exclusive.taking_turns(a_trial()), exclusive.alone():
+        raise RuntimeError
+    began = time.perf_counter()
+    with exclusive.taking_turns(a_trial()), exclusive.alone():
+        assert time.perf_counter() - began < 5
+
+
+def test_every_timed_block_asks_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = 0
+
+    @contextlib.contextmanager
+    def counted() -> Iterator[None]:
+        nonlocal inside
+        inside += 1
+        yield
+
+    monkeypatch.setattr(exclusive, "alone", counted)
+    for protocol in (timing.bench_py, timing.quickstart, timing.kernel):
+        protocol(lambda: None, "cpu")
+    assert inside == 3
