@@ -1,4 +1,4 @@
-"""The workflow that a user copies: its own shell lines, run in a small repository, with stand-ins for what GitHub has."""
+"""The action and the workflows: its own shell lines, run in a small repository, with stand-ins for what GitHub has."""
 
 import json
 import os
@@ -14,14 +14,17 @@ import pytest
 import yaml
 from revisions import Repository
 
+from te_bench.gate import config
 from te_bench.gate.output import MARKER
 
-WORKFLOW: dict[str, Any] = yaml.safe_load(
-    (Path(__file__).parents[1] / "examples" / "ci" / "te-bench-gate.yml").read_text()
-)
-JOBS: dict[str, Any] = WORKFLOW["jobs"]
-STEPS: list[dict[str, Any]] = [step for job in JOBS.values() for step in job["steps"]]
-SHELL = {step["name"]: step["run"] for step in STEPS if "run" in step}
+ROOT = Path(__file__).parents[1]
+ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
+STEPS: dict[str, dict[str, Any]] = {step["name"]: step for step in ACTION["runs"]["steps"]}
+SHELL = {name: step["run"] for name, step in STEPS.items()}
+EXAMPLES = sorted((ROOT / "examples" / "ci").glob("*.yml"))
+WORKFLOWS = {
+    path: yaml.safe_load(path.read_text()) for path in [*EXAMPLES, *(ROOT / ".github" / "workflows").glob("*.yml")]
+}
 BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail")  # `shell: bash`, as GitHub starts it
 FAST, SLOW = 0.002, 0.006
 
@@ -34,22 +37,24 @@ from te_bench.gate import paired_trial, revisions
 paired_trial.SHARED = ()
 paired_trial.TURN_S, paired_trial.TIMED_S, paired_trial.MOST_TURNS = 0.004, 0.03, 6
 revisions.LOOKS = (5,)
-sys.argv += ["--device", "cpu"]
+sys.argv += [] if "--config" in sys.argv else ["--device", "cpu"]
 main()
 """
-# gh api: answers with the comments that are there, through the filter that it is given, and notes what it is to post.
+# gh api: answers with the comments that are there, through the filter that it is given, and notes what it is to do.
 GH = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 
 assert os.environ["GH_TOKEN"] == "token"
 arguments = sys.argv[1:]
-if "--method" not in arguments:
+if "--jq" in arguments:
     endpoint, how = arguments[2], arguments[arguments.index("--jq") + 1]
     assert (arguments[:2], endpoint) == (["api", "--paginate"], "repos/team/repository/issues/7/comments")
     sys.exit(subprocess.run(["jq", "-r", how, "comments.json"]).returncode)
-(body,) = [a.removeprefix("body=@") for a in arguments if a.startswith("body=@")]
-said = [a for a in arguments[1:] if a.startswith("repos/") or a in ("POST", "PATCH")]
-pathlib.Path("posted.json").write_text(json.dumps([*said, pathlib.Path(body).read_text()]))
+body = [pathlib.Path(a.removeprefix("body=@")).read_text() for a in arguments if a.startswith("body=@")]
+said = [a for a in arguments[1:] if a.startswith(("repos/", "id=")) or a in ("POST", "PATCH")]
+with open("done.jsonl", "a") as file:
+    print(json.dumps([*said, *body]), file=file)
+sys.exit("POST" in said and pathlib.Path("read-only").exists())
 """
 
 
@@ -70,18 +75,27 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def step(repository: Repository, tmp_path: Path) -> Step:
-    """step("Gate", BUDGET="1"): the step's lines, inside the repository, under the workflow's environment."""
-    path = tmp_path / "bin"
-    path.mkdir()
+    """step("Gate", BUDGET="1"): the step's lines, inside the repository, with the inputs that it is given."""
+    path = tmp_path / "te-bench" / "bin"  # of the virtual environment that the first step makes
+    path.mkdir(parents=True)
     for name, program in (("te-bench", TE_BENCH), ("gh", GH)):
         (path / name).write_text(program)
         (path / name).chmod(0o755)
+    inputs = {name.upper().replace("-", "_"): one.get("default", "") for name, one in ACTION["inputs"].items()}
+
+    asked = {"MARGIN": "100%", "SUITE": "quick"}
 
     def run(name: str, **environment: str) -> Done:
         files = {which: tmp_path / which for which in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
         for file in files.values():
             file.write_text("")
-        given: Mapping[str, Any] = {"GITHUB_BASE_REF": "main", **WORKFLOW["env"], "MARGIN": "100%", **environment}
+        given: Mapping[str, Any] = {
+            "GITHUB_BASE_REF": "main",
+            "RUNNER_TEMP": tmp_path,
+            **inputs,
+            **asked,
+            **environment,
+        }
         done = subprocess.run(
             [*BASH, "-c", SHELL[name]],
             cwd=repository.root,
@@ -116,10 +130,10 @@ def test_unchanged_code_passes_and_is_compared_with_the_merge_base(repository: R
     repository.git("update-ref", "refs/remotes/origin/main", repository.commit({"other": FAST}))  # main went on
     repository.git("checkout", "--quiet", "--detach", ahead)
     done = step("Gate")
-    assert (done.code, done.outputs) == (0, "answered=true\n"), done
+    assert (done.code, done.outputs) == (0, "code=0\nanswered=true\n"), done
     assert done.summary.startswith(f"{MARKER}\n**PASS")
     assert "::warning::" not in done.log
-    written = repository.root / "gate"
+    written = repository.root / "te-bench-gate"
     assert json.loads((written / "gate.json").read_text())["baseline"] == base
     assert (written / "gate.md").read_text() == done.summary
     assert (written / "gate.xml").read_text().startswith("<?xml")
@@ -129,7 +143,7 @@ def test_unchanged_code_passes_and_is_compared_with_the_merge_base(repository: R
 def test_a_regression_fails_whatever_else_is_let_through(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST, "gone": FAST}, {"a": SLOW})
     done = step("Gate", LET_THROUGH="3 4")
-    assert (done.code, done.outputs) == (1, "answered=true\n"), done
+    assert (done.code, done.outputs) == (1, "code=1\nanswered=true\n"), done
     assert done.summary.startswith(f"{MARKER}\n**REGRESSION")
 
 
@@ -153,39 +167,64 @@ def test_a_trial_that_is_gone_fails_unless_the_team_accepts_it(repository: Repos
 def test_what_could_not_be_asked_fails_and_has_no_answer(repository: Repository, step: Step, let_through: str) -> None:
     branched(repository, {"a": FAST}, {"a": FAST})
     done = step("Gate", BUDGET="soon", LET_THROUGH=let_through)
-    assert (done.code, done.summary, done.outputs) == (2, "", "")
+    assert (done.code, done.summary, done.outputs) == (2, "", "code=2\n")
     assert "--budget soon" in done.log
 
 
 def test_without_a_merge_base_it_says_what_is_missing(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST}, {"a": FAST})
     done = step("Gate", GITHUB_BASE_REF="gone")
-    assert (done.code, "::error::no commit is common to HEAD and gone" in done.log) == (2, True)
+    assert (done.code, "::error::no commit is common to HEAD and 'gone'" in done.log) == (2, True)
     repository.git("checkout", "--quiet", "--orphan", "unrelated")
     repository.commit({"b": FAST})
     assert step("Gate").code == 2
 
 
+def test_the_commands_of_another_repository_are_gated(repository: Repository, step: Step) -> None:
+    file = repository.root / "te-bench.toml"
+    file.write_text('[bench.nap]\ncommand = "sleep 0.01"')
+    repository.git("add", "--all")
+    repository.git("commit", "--quiet", "-m", "a")
+    asked = {"SUITE": "", "BASE": "HEAD"}
+    done = step("Gate", BUDGET="0.001", **asked)
+    assert (done.code, "INCONCLUSIVE: 1 INCONCLUSIVE of 1 timed" in done.summary) == (0, True), done
+    file.write_text('[bench.nap]\ncommand = "no-such-program"')
+    done = step("Gate", **asked)
+    assert (done.code, done.summary) == (2, "")
+    assert "te-bench.toml: bench.nap: in both revisions the command cannot be started: no-such-program" in done.log
+
+
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq, which gh has built in")
-def test_the_comment_is_the_gates_own_and_is_brought_up_to_date(repository: Repository, step: Step) -> None:
-    (repository.root / "gate").mkdir()
+def test_the_comment_is_the_gates_own_and_older_ones_are_folded(repository: Repository, step: Step) -> None:
+    (repository.root / "te-bench-gate").mkdir()
+    written = repository.root / "te-bench-gate" / "gate.md"
     report = f"{MARKER}\n**PASS: ∞**\n"
-    (repository.root / "gate" / "gate.md").write_text(report)
-    quoted = {"id": 1, "user": {"login": "someone"}, "body": report}  # not to be edited, nor can it be
-    other = {"id": 2, "user": {"login": "github-actions[bot]"}, "body": "of another workflow"}
-    own = [{"id": n, "user": {"login": "github-actions[bot]"}, "body": f"{MARKER}\nold"} for n in (3, 4)]
+    written.write_text(report)
+
+    def comment(number: int, kind: str, body: str) -> dict[str, Any]:
+        return {"id": number, "node_id": f"N{number}", "user": {"type": kind}, "body": body}
+
+    quoted = comment(1, "User", report)  # not to be edited, nor can it be
+    other = comment(2, "Bot", "of another workflow")
+    own = [comment(n, "Bot", f"{MARKER}\nold") for n in (3, 4, 5)]
     environment = {"GITHUB_REPOSITORY": "team/repository", "NUMBER": "7", "GH_TOKEN": "token"}
 
-    def posted(*comments: Any) -> Any:
+    def done(*comments: Any) -> Any:
         (repository.root / "comments.json").write_text(json.dumps(comments))
-        done = step("Comment", **environment)
-        assert done.code == 0, done
-        return json.loads((repository.root / "posted.json").read_text())
+        (repository.root / "done.jsonl").unlink(missing_ok=True)
+        found = step("Comment", **environment)
+        assert found.code == 0, found
+        lines = (repository.root / "done.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], "::notice::" in found.log
 
-    assert posted(quoted, other) == ["POST", "repos/team/repository/issues/7/comments", report]
-    assert posted(quoted, other, *own) == ["PATCH", "repos/team/repository/issues/comments/3", report]
-    (repository.root / "gate" / "gate.md").write_text(report + 70_000 * "x")
-    assert len(posted()[-1]) <= 65_536
+    post = ["POST", "repos/team/repository/issues/7/comments", report]
+    assert done(quoted, other) == ([post], False)
+    patch = ["PATCH", "repos/team/repository/issues/comments/5", report]
+    assert done(quoted, other, *own) == ([patch, ["id=N3"], ["id=N4"]], False)
+    (repository.root / "read-only").touch()  # a token that may not: the summary has the answer
+    assert done(quoted) == ([post], True)
+    written.write_text(report + 70_000 * "x")
+    assert len(done()[0][0][-1]) <= 65_536
 
 
 @pytest.mark.parametrize("name", SHELL)
@@ -199,26 +238,44 @@ def test_shell_lines_are_sound(name: str) -> None:
     assert not re.findall(r"(?<!=)\$[\w{]", bare), bare  # every variable is quoted
 
 
-def test_each_job_may_do_what_it_needs_and_no_more() -> None:
-    assert WORKFLOW["permissions"] == {}
-    assert {name: job["permissions"] for name, job in JOBS.items()} == {
-        "gate": {"contents": "read"},
-        "comment": {"pull-requests": "write"},
-    }
-    assert WORKFLOW[True] == "pull_request"  # `on` is a boolean in YAML 1.1; pull_request_target would lend a token
-    checkout = next(step for step in STEPS if "checkout" in step.get("uses", ""))
-    assert checkout["with"] == {"fetch-depth": 0, "persist-credentials": False}
-    assert all("checkout" not in step.get("uses", "") for step in JOBS["comment"]["steps"])
-    assert "head.repo.full_name == github.repository" in JOBS["comment"]["if"]
+def test_forks_have_no_comment_and_inputs_come_by_the_environment() -> None:
+    assert "head.repo.full_name == github.repository" in STEPS["Comment"]["if"]
+    assert [name for name, step in STEPS.items() if "token" in str(step.get("env"))] == ["Comment"]
+    for example in EXAMPLES:  # `on` is a boolean in YAML 1.1; pull_request_target would lend a token to anybody's code
+        workflow = WORKFLOWS[example]
+        assert workflow[True] == "pull_request"
+        assert [job["permissions"] for job in workflow["jobs"].values()] == [
+            {"contents": "read", "pull-requests": "write"}
+        ]
+        checkout = workflow["jobs"]["gate"]["steps"][0]
+        assert checkout["with"] == {"fetch-depth": 0, "persist-credentials": False}
 
 
-def test_actions_are_pinned_to_a_major_version_and_jobs_end() -> None:
-    ours = yaml.safe_load((Path(__file__).parents[1] / ".github" / "workflows" / "docs.yml").read_text())
-    jobs = [*JOBS.values(), *ours["jobs"].values()]
-    uses = {step["uses"] for job in jobs for step in job["steps"] if "uses" in step}
-    assert len(uses) == len({action.partition("@")[0] for action in uses}) == 6, "each action has one version"
-    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", action) for action in uses), uses
-    assert all(0 < job["timeout-minutes"] <= 60 for job in jobs)
-    assert (ours["permissions"], ours["jobs"]["build"]["permissions"]) == ({}, {"contents": "read"})
-    upload = next(step for step in STEPS if "upload" in step.get("uses", ""))
-    assert (upload["if"], upload["with"]["path"]) == ("always()", "gate/")
+def test_each_action_has_one_version() -> None:
+    jobs = [job for workflow in WORKFLOWS.values() for job in workflow["jobs"].values()]
+    uses = {step["uses"] for job in jobs for step in job["steps"] if step.get("uses", "").startswith("actions/")}
+    assert len(uses) == len({action.partition("@")[0] for action in uses}) > 3, uses
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_to_a_commit_and_jobs_end_and_may_do_no_more_than_they_need(path: Path) -> None:
+    workflow = WORKFLOWS[path]
+    assert workflow["permissions"] in ({}, {"contents": "read"})
+    assert all(0 < job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
+    uses = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    pinned = re.compile(r"actions/[a-z-]+@[0-9a-f]{40}|\./|OWNER/te-bench@COMMIT")
+    assert uses
+    assert all(pinned.fullmatch(action) for action in uses), uses
+    known = {*ACTION["inputs"]}
+    given = [
+        step.get("with", {}) for job in workflow["jobs"].values() for step in job["steps"] if step.get("uses") == "./"
+    ]
+    assert all(known >= {*one} for one in given)
+
+
+def test_the_example_config_is_one() -> None:
+    found = config.read(ROOT / "examples" / "ci" / "te-bench.toml")
+    assert [(one.name, one.writes) for one in found.commands] == [("start", False), ("inside", True), ("suite", True)]
+    assert "\n".join((ROOT / "examples" / "ci" / "te-bench.toml").read_text().splitlines()[1:]) in "\n".join(
+        line.removeprefix("    ") for line in (ROOT / "docs" / "gate-any-repository.md").read_text().splitlines()
+    )

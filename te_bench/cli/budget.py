@@ -1,6 +1,8 @@
 """The experiment that `run` and `plan` are asked for: its seeds from --budget, and what they can conclude."""
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +53,23 @@ def resolve_with_seeds(
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
     found = design_of(one, earlier) if "pool" in one.judgement else forecast(one, earlier)
     return one, found, None if seeds_begun_with(one, earlier.journal) else found.refused
+
+
+def time_of(experiment: "Experiment", directory: Path) -> str:
+    """What its trials take, one after the other: by the median of the same configuration's in DIR, process and all."""
+    from te_bench.experiments.store import load, written
+    from te_bench.reports.convergence.planning import duration
+
+    taken: dict[str, list[float]] = {}
+    for record in load(directory).records.values() if written(directory) else ():
+        if record.outcome == "ok":
+            taken.setdefault(record.trial.cell, []).append(record.wall_s)
+    known = [statistics.median(taken[one.cell]) for one in experiment.trials if one.cell in taken]
+    if not known:
+        why = f"none of these trials has run in {directory}"
+        return f"time: not known, for {why}; te-bench run says after each trial how long the others will take"
+    of = "" if len(known) == len(experiment.trials) else f" for {len(known)} of them, the others being new"
+    return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
 def trials_at_once(experiment: "Experiment", cores: int) -> int:

@@ -36,3 +36,4 @@ def import_(
 
     added, known = pytest_import.write(file, out)
     print(f"{added} records added to {out}{f', {known} were there already' if known else ''}")
+    print(*pytest_import.describe(file), sep="\n")

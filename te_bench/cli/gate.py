@@ -29,6 +29,8 @@ from te_bench.cli.options import (
     warn,
 )
 from te_bench.experiments.run_options import data_sets, seconds
+from te_bench.gate import config as configured
+from te_bench.gate.config import Commands
 from te_bench.gate.question import ALPHA, MARGIN, Question
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 OUT = Path("runs") / "gate"
 #: What two revisions are measured with; two runs have been.
-MEASURING = ("head", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
+MEASURING = ("head", "config", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
+OF_SUITES = ("suite", "device", "data", "cache")  # which commands have none of
 UNWRITTEN = 2  # the exit code of what passed and could not be written
 
 Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
@@ -46,6 +49,13 @@ Base = Annotated[
     str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
 ]
 Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Time the commands that this te-bench.toml names, in a repository of any kind, not a suite.",
+    ),
+]
 Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
 Budget = Annotated[
     str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
@@ -120,6 +130,7 @@ def gate(
     context: typer.Context,
     base: Base = None,
     head: Head = "HEAD",
+    config: Config = None,
     suite: Suite = "quick",
     budget: Budget = None,
     exit_first: ExitFirst = False,
@@ -149,6 +160,10 @@ def gate(
     """Say whether a change made it slower: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other environments."""
     from te_bench.gate import output, revisions, stored_runs
 
+    commands = None
+    if config is not None:
+        commands, margin, budget, timeout = _commands(context, config, base, margin, budget, timeout)
+        device = "cpu"
     wanted = _wanted(margin, alpha, mde, only, compare_fail)
     files = [(form, path) for form, path in (("markdown", markdown), ("junit", junit), ("json", json)) if path]
     _one_question(base, bool(baseline or candidate), self_test, bool(files))
@@ -175,6 +190,7 @@ def gate(
             exit_first=exit_first,
             timeout=timeout,
             elsewhere=on is not None,
+            commands=commands,
             **wanted,
         )
         if self_test:
@@ -198,6 +214,22 @@ def gate(
     raise typer.Exit(found.exit_code or UNWRITTEN * bool(failed))
 
 
+def _commands(
+    context: typer.Context, file: Path, base: str | None, margin: str, budget: str | None, timeout: float
+) -> tuple[Commands, str, str | None, float]:
+    """What a te-bench.toml says; its margin, budget and timeout stand where the command line gives none."""
+    if unfit := said(context, *OF_SUITES):
+        raise ValueError(f"{unfit}: of suites, and --config times commands instead; leave one of them out")
+    if base is None:
+        raise ValueError(f"--config {file}: say what to compare with, too: te-bench gate --config {file} --base main")
+    found = configured.read(file)
+    if found.margin is not None and not said(context, "margin"):
+        fraction(f"{file}: margin", margin := found.margin)
+    if found.budget is not None and budget is None:
+        minutes(budget := found.budget, f"{file}: budget")
+    return found, margin, budget, timeout if found.timeout is None or said(context, "timeout") else found.timeout
+
+
 def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
@@ -205,9 +237,9 @@ def _wanted(
     from te_bench.reports.exchange.compare_fail import parse
 
     return {
-        "margin": fraction("margin", margin),
+        "margin": fraction("--margin", margin),
         "alpha": ALPHA if alpha is None else alpha,
-        "mde": None if mde is None else fraction("mde", mde),
+        "mde": None if mde is None else fraction("--mde", mde),
         "only": only,
         "limits": [parse(expression) for expression in compare_fail or ()],
     }
@@ -273,7 +305,7 @@ def _absolute(data: dict[str, str]) -> dict[str, str]:
 
 def _shares(slower: str) -> list[float]:
     """0.01 and 0.05 of 1%,5%. Raises ValueError for one given twice, whose gates would count as the same condition's."""
-    shares = [fraction("slower", share) for share in slower.split(",")]
+    shares = [fraction("--slower", share) for share in slower.split(",")]
     if len(set(shares)) < len(shares):
         raise ValueError(f"--slower {slower}: give each slow-down once; --gates says how many gates it gets")
     return shares
@@ -321,22 +353,22 @@ def _show(question: Question, rates: "list[Rate]") -> NoReturn:
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
 
 
-def minutes(budget: str) -> float:
+def minutes(budget: str, option: str = "--budget") -> float:
     """Seconds of a --budget in minutes: 3, 0.5; or with a unit: 90s, 3m, 2h. Raises ValueError for anything else."""
     text = budget.strip()
     try:
         return seconds(text if text[-1:].isalpha() else f"{text}m")
     except ValueError:
-        raise ValueError(f"--budget {budget}: give a time greater than 0: 10 or 10m, 90s, 2h") from None
+        raise ValueError(f"{option} {budget}: give a time greater than 0: 10 or 10m, 90s, 2h") from None
 
 
 def fraction(option: str, given: str) -> float:
     """0.025 of 2.5% or 2.5 %. Raises ValueError for anything else: 0.02 could be a share or a percentage.
 
-    More than 0 and at most 100 %: no two times are ever equal.
+    More than 0 and at most 100 %: no two times are ever equal. option: what the message begins with.
     """
     found = _GRAMMAR.fullmatch(given.strip())
     value = float(found["number"]) if found else math.nan
     if not 0 < value <= _MOST:  # nor is NaN
-        raise ValueError(f"--{option} {given}: give more than 0 % and at most 100 %, with the sign, such as 2% or 2.5%")
+        raise ValueError(f"{option} {given}: give more than 0 % and at most 100 %, with the sign, such as 2% or 2.5%")
     return value / 100

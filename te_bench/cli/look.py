@@ -86,7 +86,7 @@ def plan(
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
-    for sentence in forecast.sentences() if forecast else ():
+    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
         say(sentence, indent="    ")
     if refused:
         raise ValueError(f"no plan to run: {refused}")

@@ -224,10 +224,14 @@ def _handle(uuid: str) -> Any | None:
         return None
 
 
-def of_revision(machine: dict[str, Any], package: Path, commit: str) -> dict[str, Any]:
-    """`capture`'s answer for the te_bench package checked out at a commit, as a gate runs it: on a CPU in one thread."""
-    one_thread = {} if machine["identity"]["device"] != "cpu" or os.environ.get("OMP_NUM_THREADS") else {"threads": 1}
-    identity = {**machine["identity"], **one_thread, "code": code_hash(package)}
+def of_revision(machine: dict[str, Any], package: Path | None, commit: str) -> dict[str, Any]:
+    """`capture`'s answer for the te_bench package checked out at a commit, as a gate runs it: on a CPU in one thread.
+
+    package: None where the commit is of another repository, whose commands run as they would anywhere.
+    """
+    identity = {**machine["identity"], "code": commit if package is None else code_hash(package)}
+    if package is not None and identity["device"] == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
+        identity["threads"] = 1
     details = {**machine["details"], "git_commit": commit, "git_commit_time": None, "git_dirty": False}
     return {"id": digest(identity), "identity": identity, "details": details}
 

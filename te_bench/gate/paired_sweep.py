@@ -7,7 +7,7 @@ reads either by the same rule. A killed round is repeated, for a pair counts onl
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,6 +46,9 @@ class PairedPlan:
     title: str
     baseline: str | None
     trials: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {revision's name: {Trial.cell as recorded: JSON}}
+    together: Mapping[str, str] = field(
+        default_factory=dict
+    )  # {cell: what measures it}, where that measures others too
 
     @property
     def common(self) -> list[str]:
@@ -53,14 +56,23 @@ class PairedPlan:
         base, head = self.trials.values()
         return [cell for cell in base if cell in head]
 
+    def parts(self, cells: Iterable[str]) -> list[list[str]]:
+        """The cells, those side by side that are measured at once."""
+        found: dict[str, list[str]] = {}
+        for cell in cells:
+            found.setdefault(self.together.get(cell, cell), []).append(cell)
+        return list(found.values())
 
-def revision(name: str, commit: str, root: Path, store: Store, machine: dict[str, Any]) -> Revision:
+
+def revision(
+    name: str, commit: str, root: Path, store: Store, machine: dict[str, Any], *, of_te_bench: bool = True
+) -> Revision:
     """The revision with the environment of its code on this machine, which its store now knows.
 
-    Raises Unrunnable where there is no te_bench among its files.
+    Raises Unrunnable where there is no te_bench among the files of one of te-bench.
     """
-    package = root / "te_bench"
-    if not (package / "experiments").is_dir():
+    package = root / "te_bench" if of_te_bench else None
+    if package and not (package / "experiments").is_dir():
         raise Unrunnable(f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
     try:
         found = environment.of_revision(machine, package, commit)
@@ -117,6 +129,25 @@ class GateProcesses:
                 process.answer()
         return forked
 
+    def measure(
+        self, revisions: Sequence[Revision], trials: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> list[tuple[Revision, Record]]:
+        """A record of each trial by each revision, the first of them first; {revision's name: its trials}, of one part."""
+        question = self.question
+        asked = {name: found[0] for name, found in trials.items() if found}
+        trial = as_known(next(iter(asked.values())))
+        timed = {process.name: process for process in self.timed}
+        records = paired_trial.run(
+            [timed[one.name] for one in revisions],
+            asked,
+            timeout_s=question.timeout_s,
+            cache=question.cache,
+            gpu=question.gpu,
+            check=trial.seed == 0,
+            faults=question.faults if matches(trial.name, question.faulty) else None,
+        )
+        return list(zip(revisions, records, strict=True))
+
     def close(self) -> None:
         for one in (*self.timed, *self.training):
             one.close()
@@ -150,36 +181,27 @@ def run_round(
             cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in trained
         ]
         places = list(dict.fromkeys(cell for found in planned.trials.values() for cell in found))
-        for cell in order if number % 2 == 0 else order[::-1]:
+        parts = planned.parts(order)
+        for part in parts if number % 2 == 0 else parts[::-1]:
             if number and until is not None and time.monotonic() > until:
                 break
             # Not by the place in this round, which is another by as many as there are trials when their order is reversed.
-            head_first = (number + places.index(cell)) % 2 == 1
-            _run_pair(processes, {n: found[cell] for n, found in chosen.items() if cell in found}, head_first, report)
+            head_first = (number + places.index(part[0])) % 2 == 1
+            asked = {n: [found[cell] for cell in part if cell in found] for n, found in chosen.items()}
+            _run_pair(processes, asked, head_first, report)
 
 
 def _run_pair(
-    processes: GateProcesses, trials: Mapping[str, Mapping[str, Any]], head_first: bool, report: Report
+    processes: GateProcesses, trials: Mapping[str, Sequence[Mapping[str, Any]]], head_first: bool, report: Report
 ) -> None:
-    """One trial by each revision that has it, and its records, unless a round that was cut short has left them."""
-    question = processes.question
-    trial = as_known(next(iter(trials.values())))
-    pairs = [pair for pair in zip(processes.revisions, processes.timed, strict=True) if pair[0].name in trials]
-    if all(_is_recorded(one, trials[one.name]) for one, _ in pairs):
+    """The trials of one part by each revision that has them, and their records, unless a round cut short has left them."""
+    revisions = [one for one in processes.revisions if trials.get(one.name)]
+    if all(_is_recorded(one, trial) for one in revisions for trial in trials[one.name]):
         return
-    pairs = pairs[::-1] if head_first else pairs
-    records = paired_trial.run(
-        [process for _, process in pairs],
-        trials,
-        timeout_s=question.timeout_s,
-        cache=question.cache,
-        gpu=question.gpu,
-        check=trial.seed == 0,
-        faults=question.faults if matches(trial.name, question.faulty) else None,
-    )
-    for (one, _), record in zip(pairs, records, strict=True):
+    measured = processes.measure(revisions[::-1] if head_first else revisions, trials)
+    for one, record in measured:
         one.store.add(record)
-    report(records)
+    report([record for _, record in measured])
 
 
 def _is_recorded(one: Revision, trial: Mapping[str, Any]) -> bool:

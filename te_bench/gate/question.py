@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from te_bench.gate.config import Commands
 from te_bench.reports.exchange.compare_fail import Limit
 
 #: A slow-down by less than this share counts as none, and the error rate of each claim.
@@ -34,3 +35,4 @@ class Question:
     gpu: str | None = None
     faults: Mapping[str, Mapping[str, Any]] | None = None  # of a self-test: {revision's name: what to plant}
     faulty: str = "*"  # into which trials
+    commands: Commands | None = None  # to time instead of the trials of a suite

@@ -11,14 +11,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import te_bench
-from te_bench.experiments.spec import Record
+from te_bench.experiments.spec import Record, digest
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
+from te_bench.gate.commands import CommandProcesses
 from te_bench.gate.decision import FEWEST, check_test
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
@@ -60,8 +61,10 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             revisions = []
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
                 root = _write_files(question.repository, commit, folder / name)
-                revisions.append(paired_sweep.revision(name, commit, root, store, machine))
-            processes = paired_sweep.GateProcesses(revisions=revisions, question=question, log=directory / LOG)
+                own = question.commands is None
+                revisions.append(paired_sweep.revision(name, commit, root, store, machine, of_te_bench=own))
+            kind = GateProcesses if question.commands is None else CommandProcesses
+            processes = kind(revisions=revisions, question=question, log=directory / LOG)
             stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
@@ -95,14 +98,14 @@ def run_rounds(
         number += 1
         pairs.update(planned.common if chosen is None else chosen)
         if chosen:  # the first round is longer than any: it runs every trial
-            slowest = max(slowest, took / len(chosen))
+            slowest = max(slowest, took / len(planned.parts(chosen)))
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
             looks = looks_within(LOOKS[-1] if left is None else number + int(left / slowest))
             _write(directory / QUESTION, {**known, "looks": looks})
         gate = _judge(question, directory, commits, looks)
-        chosen = _choose_next(gate, [cell for cell in planned.common if pairs[cell] < (looks or LOOKS)[-1]])
-        late = until is not None and time.monotonic() + slowest * len(chosen) > until
+        chosen = _choose_next(gate, planned, [c for c in planned.common if pairs[c] < (looks or LOOKS)[-1]])
+        late = until is not None and time.monotonic() + slowest * len(planned.parts(chosen)) > until
         if late or not chosen:
             gate = judge_at_end(gate, looks=looks or LOOKS, mde=question.mde)
         answered = question.exit_first and gate.regressed
@@ -141,12 +144,15 @@ def looks_within(most: int) -> tuple[int, ...]:
 
 def _identity(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
     """What must be equal for a gate to be gone on with."""
-    apart = ("repository", "base", "head", "mde", "limits")  # which the commits stand for, or change no measurement
+    # which the commits stand for, or change no measurement; of the commands, their digest is compared
+    apart = ("repository", "base", "head", "mde", "limits", "commands")
     asked = {one.name: getattr(question, one.name) for one in fields(question) if one.name not in apart}
     memory = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))}
     asked |= {"memory": memory, "cache": None if question.cache is None else str(question.cache)}
     faults = {name: dict(fault) for name, fault in (question.faults or {}).items()}
-    return {**asked, "options": dict(question.options), "commits": list(commits), "faults": faults, "looks": None}
+    commands = None if question.commands is None else digest(asdict(question.commands))
+    asked |= {"options": dict(question.options), "commits": list(commits), "faults": faults, "commands": commands}
+    return {**asked, "looks": None}
 
 
 def _to_run(planned: PairedPlan, chosen: Sequence[str] | None) -> dict[str, list[str]]:
@@ -176,10 +182,11 @@ def _names(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
     return base, head
 
 
-def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
+def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[str]:
     """Which of these are the next to be run: those that seem slower; without one all that are to be decided.
 
-    Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision.
+    Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision. What is to be decided
+    and is measured at once with a suspect costs nothing more.
     """
     undecided = {name: one for name, one in gate.trials.items() if one.more}
 
@@ -187,7 +194,9 @@ def _choose_next(gate: Gate, cells: Sequence[str]) -> list[str]:
         chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
         return [cell for cell in cells if gate.names.get(cell) in chosen]
 
-    return of(name for name, one in undecided.items() if one.suspect) or of(undecided)
+    first = of(name for name, one in undecided.items() if one.suspect)
+    parts = planned.parts(of(undecided))
+    return [cell for part in parts if not first or not set(part).isdisjoint(first) for cell in part]
 
 
 def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:

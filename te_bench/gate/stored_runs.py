@@ -46,6 +46,7 @@ _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
 SEEDS = 8  # of each of two stored runs that are to say something (docs/gate.md)
 TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
 QUIET = 0.1  # the quantile of a process's samples on a CPU
+COMMAND = "command"  # the workload of what te_bench.gate.commands measures, whose names are the user's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +258,11 @@ def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]
     before, after = ({one.id: one for group in side for one in group.configurations} for side in (baseline, candidate))
     known = {**after, **before}
     order = [*before, *(key for key in after if key not in before)]
-    names = {key: known[key].trial.name.rpartition("/")[0] for key in order}
+    trials = {key: known[key].trial for key in order}
+    names = {
+        key: str(one.problem["variant"]) if one.workload == COMMAND else one.name.rpartition("/")[0]
+        for key, one in trials.items()
+    }
     taken = list(names.values())
     return [
         Match(

@@ -198,7 +198,7 @@ def test_it_needs_no_torch(no_torch: dict[str, str], tmp_path: Path) -> None:
     ("given", "value"), [("2%", 0.02), ("2.5 %", 0.025), (" .5%", 0.005), ("100%", 1.0), ("0.02%", 0.0002)]
 )
 def test_percentages(given: str, value: float) -> None:
-    assert fraction("margin", given) == pytest.approx(value)
+    assert fraction("--margin", given) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -206,4 +206,4 @@ def test_percentages(given: str, value: float) -> None:
 )
 def test_what_is_no_percentage(given: str) -> None:
     with pytest.raises(ValueError, match=r"such as 2% or 2\.5%"):
-        fraction("margin", given)
+        fraction("--margin", given)

@@ -1,14 +1,21 @@
 """What every verb is told: usage errors exit 2, say what is legal and write nothing; GPUs, data sets, times."""
 
+import json
 import re
+import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import journals
 import pytest
 from in_process import Command, Started, gpus
 
 from te_bench.cli import options, run
 from te_bench.experiments import environment, plan
 from te_bench.experiments.run_options import OPTIONS, Options
+from te_bench.experiments.spec import Trial
+from te_bench.reports.convergence.planning import duration
 
 USAGE = [
     (
@@ -240,7 +247,30 @@ def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
     done = command("plan", "speed", *said)
     assert done.code == 0, done.err
     assert "train_step/tiny-b3-t" in done.out
-    assert {line.rpartition("/")[2] for line in done.out.splitlines()[:-1]} == {"s0", "s1"}
+    trials = [line for line in done.out.splitlines() if "train_step" in line]
+    assert {line.rpartition("/")[2] for line in trials} == {"s0", "s1"}
+
+
+def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path: Path) -> None:
+    """A record of the same configuration tells of every seed; without one the time is not known."""
+    asked = ("plan", "speed", "--device", "cpu", "--model", "tiny", "--only", "*/flash/bf16/*", "--out", "run")
+    assert "time: not known, for none of these trials has run in run;" in " ".join(command(*asked).out.split())
+    planned = [Trial.from_json(one) for one in without_ids(command(*asked, "--seeds", 2, "--json").out)]
+    first = replace(journals.record(planned[0]), wall_s=70.0)
+    failed = journals.record(replace(planned[0], seed=7), outcome="crashed")
+    journals.write(tmp_path / "run", [first, failed])
+    one_cell = [one for one in planned if one.cell == planned[0].cell]
+    assert len(one_cell) == 2 < len(planned)
+    said = " ".join(command(*asked, "--seeds", 2).out.split())
+    assert "time: about 3 min for 2 of them, the others being new, one at a time, as long as they took in run" in said
+    journals.write(tmp_path / "run", [replace(journals.record(one), wall_s=10.0) for one in planned[1:]])
+    said = " ".join(command(*asked, "--seeds", 2).out.split())
+    seconds = sum(statistics.median([70, 10]) if one in one_cell else 10 for one in planned)
+    assert f"time: about {duration(seconds)}, one at a time, as long as they took in run" in said
+
+
+def without_ids(plan: str) -> list[dict[str, Any]]:
+    return [{key: v for key, v in one.items() if key not in ("id", "name")} for one in json.loads(plan)["trials"]]
 
 
 def test_what_nobody_foresaw_is_no_verdict(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

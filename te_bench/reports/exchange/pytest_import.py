@@ -9,6 +9,7 @@ from typing import Any
 
 from te_bench.experiments.spec import Record, Scalar, Trial, digest
 from te_bench.experiments.store import Plan, Store
+from te_bench.reports.analysis.rows import environment_labels, printable
 from te_bench.reports.exchange.pytest_export import FOREIGN, SCHEMA
 
 
@@ -59,6 +60,19 @@ def write(file: Path, directory: Path) -> tuple[int, int]:
                 store.add(record)
                 added += 1
     return added, len(records) - added
+
+
+def describe(file: Path) -> list[str]:
+    """What a file holds, a line for each of its plans: how many trials of what, measured where, on which code and when."""
+    environment, plans, _ = journal(read(file), file.name)
+    where = environment_labels({environment["id"]: environment})[environment["id"]]
+    details = environment["details"]
+    commit = str(details.get("git_commit") or "unknown")[:12]
+    changed = " with uncommitted changes" if details.get("git_dirty") else ""
+    return [
+        printable(f"{plan.title}: {len(plan.trials)} trials on {where}, of commit {commit}{changed}, {plan.started_at}")
+        for plan in plans
+    ]
 
 
 def journal(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Plan], list[Record]]:

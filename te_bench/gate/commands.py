@@ -1,0 +1,299 @@
+"""A gate on the commands of a te-bench.toml: both revisions run each of them by turns, A B, B A, ..., a process a run.
+
+A command's record is what a trial's is, so that its pairs are judged by the same rule: a sample for each run. One run may
+measure several trials, the benchmarks whose figures it writes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches
+from te_bench.gate.config import JSON, ROOT, Command, Commands
+from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
+from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
+from te_bench.gate.revision_process import Lines
+from te_bench.gate.stored_runs import COMMAND
+from te_bench.reports.analysis.rows import printable
+from te_bench.reports.exchange import pytest_import
+
+_LONGEST = 200  # characters of what a command printed last
+_ENDED_S = 10.0  # a killed process and what it started have ended by then
+
+
+class Failed(Exception):
+    """A run of a command without a result: how it ended, for a reader."""
+
+    def __init__(self, why: str, outcome: str = "crashed"):
+        super().__init__(why)
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class CommandRun:
+    """What one run of a command measured: seconds by benchmark, "" of the process as a whole; and its peak memory."""
+
+    figures: Mapping[str, float]
+    wall_s: float
+    peak_rss_bytes: int
+
+
+class CommandRunner:
+    """The gate's end of the process that runs commands, until it is closed."""
+
+    def __init__(self, log: Path):
+        ours, theirs = socket.socketpair()
+        own = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "te_bench.gate.command_process",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    log,
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        self.lines, self.log = Lines(ours), log
+
+    def run(self, commands: Commands, words: Sequence[str], root: Path, timeout_s: float, *, timed: bool) -> CommandRun:
+        """Run a command in a revision's files. Raises Failed, and Unrunnable where the process that runs it is gone."""
+        figures, output = root.with_suffix(".json"), root.with_suffix(".output")
+        figures.unlink(missing_ok=True)
+        places = {JSON: str(figures), ROOT: str(root)}
+        message: dict[str, Any] = {
+            "words": [_placed(word, places) for word in words],
+            "directory": str(root / commands.directory),
+            "env": {**os.environ, **{name: _placed(value, places) for name, value in commands.env.items()}},
+        }
+        found: dict[str, Any] = {}
+        try:
+            self.lines.send(**message, timeout_s=timeout_s, output=str(output), timed=timed)
+            while "ended" not in (message := self.lines.receive()):
+                found = message["result"]
+        except (EOFError, OSError):
+            raise Unrunnable(f"the process that runs commands has ended; {self.log} may say why") from None
+        found = found or {"failed": f"ended by {message['ended']}"}
+        if found.get("late"):
+            raise Failed(f"stopped after {timeout_s:g} s (timeout)", "timeout")
+        if why := found.get("failed") or _how_ended(found["code"]):
+            raise Failed(": ".join(filter(None, [why, self._last_words(output)])))
+        return CommandRun(
+            figures={"": found["seconds"]}, wall_s=found["seconds"], peak_rss_bytes=found["peak_rss_bytes"]
+        )
+
+    def _last_words(self, output: Path) -> str:
+        """The last line that a command printed; all that it printed goes to the log."""
+        text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+        with self.log.open("a", encoding="utf-8") as log:
+            log.write(text)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return printable(lines[-1][:_LONGEST]) if lines else ""
+
+    def close(self) -> None:
+        """End it, and the command that it runs."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(OSError):  # which a timeout is
+            self.lines.connection.settimeout(_ENDED_S)
+            while self.lines.connection.recv(2**16):  # the command's supervisor holds the other end
+                pass
+        self.lines.connection.close()
+
+
+def _placed(text: str, places: Mapping[str, str]) -> str:
+    for name, path in places.items():
+        text = text.replace(name, path)
+    return text
+
+
+def _how_ended(code: int) -> str | None:
+    if code == 0:
+        return None
+    return f"ended with exit code {code}" if code > 0 else f"ended by signal {-code}"
+
+
+def read_figures(file: Path, statistic: str) -> dict[str, float]:
+    """Seconds by benchmark of the JSON that a command wrote: pytest-benchmark's, or seconds, by name if there are several.
+
+    Of several times of one benchmark the `statistic`, "min" or "median". Raises ValueError for anything else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"wrote nothing to {JSON}") from None
+    except ValueError as error:
+        raise ValueError(f"wrote no JSON to {JSON}: {error}") from None
+    if isinstance(value, dict) and "benchmarks" in value:
+        found = {one["fullname"]: one["stats"].get(statistic) for one in pytest_import.read(file)["benchmarks"]}
+    else:
+        found = {str(name): one for name, one in value.items()} if isinstance(value, dict) else {"": value}
+    seconds = {name: _seconds(one, statistic) for name, one in found.items()}
+    if not seconds or None in seconds.values():
+        raise ValueError(
+            f"wrote {json.dumps(value)[:_LONGEST]} to {JSON}: write seconds above 0, a list of them, these by name, or "
+            "pytest-benchmark's JSON"
+        )
+    return {name: one for name, one in seconds.items() if one is not None}
+
+
+def _seconds(value: Any, statistic: str) -> float | None:
+    values = value if isinstance(value, list) else [value]
+    sound = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf]
+    if not sound or len(sound) < len(values):
+        return None
+    return float(min(sound) if statistic == "min" else statistics.median(sound))
+
+
+@dataclass(slots=True, kw_only=True)
+class CommandProcesses(GateProcesses):
+    """The commands of a gate on any repository, in place of the processes that run a suite's trials."""
+
+    _runner: CommandRunner | None = None
+
+    @property
+    def commands(self) -> Commands:
+        assert self.question.commands is not None
+        return self.question.commands
+
+    def start(self) -> PairedPlan:
+        """The plan, from the first run of each command; a later call changes nothing.
+
+        Raises Unrunnable where one revision cannot be set up, and ValueError for what fails in both.
+        """
+        began = time.monotonic()
+        if self.planned is None:
+            self._runner = CommandRunner(self.log)
+            self._set_up()
+            self.planned = self._plan()
+        self.starting_s = time.monotonic() - began
+        return self.planned
+
+    def _set_up(self) -> None:
+        failed: dict[str, str] = {}
+        for number, words in enumerate(self.commands.setup):
+            for one in self.revisions:
+                try:
+                    self._run(words, one, timed=False)
+                except Failed as error:
+                    failed[one.name] = f"{self.commands.file}: setup[{number}] {error}"
+            if len(failed) == len(self.revisions):
+                raise ValueError(f"{failed[self.revisions[-1].name]} (in both revisions)")
+            if failed:
+                raise Unrunnable("; ".join(f"{name}: {why}" for name, why in failed.items()))
+
+    def _plan(self) -> PairedPlan:
+        """What each command measures of each revision; of one that fails there, what it measures of the other."""
+        trials: dict[str, dict[str, Mapping[str, Any]]] = {one.name: {} for one in self.revisions}
+        together: dict[str, str] = {}
+        for command in self.commands.commands:
+            found: dict[str, Sequence[str]] = {}
+            for one in self.revisions:
+                try:
+                    runs = [self.run(command, one, timed=False) for _ in range(self.commands.warmup)]
+                    found[one.name] = list(runs[-1].figures)
+                except Failed as error:
+                    failed = error
+            if not found:
+                key = f"bench.{command.name}"
+                raise ValueError(f"{self.commands.file}: {key}: in both revisions the command {failed}")
+            for one in self.revisions:
+                for figure in found.get(one.name, next(iter(found.values()))):
+                    trial = self._trial(command, figure)
+                    if self.question.only is None or matches(str(trial.problem["variant"]), self.question.only):
+                        trials[one.name][trial.cell] = trial.to_json()
+                        together[trial.cell] = command.name
+        if not together:
+            raise ValueError(f"--only {self.question.only!r} matches nothing that {self.commands.file} measures")
+        return PairedPlan(title=f"Commands of {self.commands.file}", baseline=None, trials=trials, together=together)
+
+    def _trial(self, command: Command, figure: str) -> Trial:
+        problem = {
+            "variant": f"{command.name}: {figure}" if figure else command.name,
+            "command": " ".join(command.words),
+            "bench": command.name,
+            "figure": figure,
+            **({"statistic": command.statistic} if command.writes else {}),
+            "directory": self.commands.directory,
+            **{f"env:{name}": value for name, value in self.commands.env.items()},
+        }
+        known = Trial(workload=COMMAND, device="cpu", problem=problem, attention=NO_ATTENTION)
+        return replace(known, precision="none", protocol=PROTOCOL)
+
+    def _run(self, words: Sequence[str], one: Revision, *, timed: bool) -> CommandRun:
+        assert self._runner is not None
+        return self._runner.run(self.commands, words, one.root, self.question.timeout_s, timed=timed)
+
+    def run(self, command: Command, one: Revision, *, timed: bool = True) -> CommandRun:
+        """Raises Failed where the command fails, or does not write what it is to write."""
+        done = self._run(command.words, one, timed=timed)
+        if not command.writes:
+            return done
+        try:
+            return replace(done, figures=read_figures(one.root.with_suffix(".json"), command.statistic))
+        except ValueError as error:
+            raise Failed(printable(str(error))) from None
+
+    def measure(
+        self, revisions: Sequence[Revision], trials: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> list[tuple[Revision, Record]]:
+        """A record of each trial of one command by each revision, by as many runs of both, the first one first.
+
+        So many runs as take TIMED_S, MOST_TURNS at most. A revision whose run fails runs no more, and all its trials failed.
+        """
+        name = as_known(next(iter(trials[revisions[0].name]))).problem["bench"]
+        command = next(one for one in self.commands.commands if one.name == name)
+        runs: dict[str, list[CommandRun]] = {one.name: [] for one in revisions}
+        failed: dict[str, Failed] = {}
+        started, number, turns = datetime.now(UTC).isoformat(timespec="milliseconds"), 0, 1
+        while number < turns:
+            for one in revisions if number % 2 == 0 else revisions[::-1]:
+                if one.name not in failed:
+                    try:
+                        runs[one.name].append(self.run(command, one))
+                    except Failed as error:
+                        failed[one.name] = error
+            longest = max((run.wall_s for found in runs.values() for run in found[:1]), default=math.inf)
+            number, turns = number + 1, min(MOST_TURNS, max(1, round(TIMED_S / longest)))
+        return [
+            (one, _record(as_known(trial), one, started, runs[one.name], failed.get(one.name)))
+            for one in revisions
+            for trial in trials[one.name]
+        ]
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self.planned = None
+
+
+def _record(trial: Trial, one: Revision, started_at: str, runs: Sequence[CommandRun], failed: Failed | None) -> Record:
+    figure = str(trial.problem["figure"])
+    if failed is None and any(figure not in run.figures for run in runs):
+        failed = Failed(f"one of {len(runs)} runs wrote no {figure!r} to {JSON}")
+    more: dict[str, Any] = {"outcome": "ok"}
+    if failed is not None:
+        more = {"outcome": failed.outcome, "reason": str(failed)}
+    else:
+        more["samples"] = {"latency_s": [run.figures[figure] for run in runs]}
+        if not figure:  # of a process that measures one thing
+            more["samples"]["peak_rss_bytes"] = [max(run.peak_rss_bytes for run in runs)]
+    wall_s = math.fsum(run.wall_s for run in runs)
+    return Record(trial=trial, environment=one.environment, started_at=started_at, wall_s=wall_s, **more)

@@ -1,0 +1,140 @@
+"""te-bench.toml: the commands of any repository that a gate times, and how both revisions are made ready for them."""
+
+import math
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+JSON, ROOT = "{json}", "{root}"  # in a command: a file that it is to write; the revision's files
+STATISTICS = ("min", "median")
+_KEYS = ("bench", "setup", "directory", "env", "warmup", "margin", "budget", "timeout")
+_KEYS_OF_BENCH = ("command", "statistic")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command to time: as a whole process or, where it has JSON among its words, by the figures that it writes there."""
+
+    name: str
+    words: tuple[str, ...]
+    statistic: str = "min"  # of the figures that one run writes of one benchmark
+
+    @property
+    def writes(self) -> bool:
+        return any(JSON in word for word in self.words)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commands:
+    """What a te-bench.toml says. margin and budget are as the command line takes them; None: not said."""
+
+    file: str
+    commands: tuple[Command, ...]
+    setup: tuple[tuple[str, ...], ...] = ()
+    directory: str = "."
+    env: Mapping[str, str] = field(default_factory=dict)
+    warmup: int = 1  # runs of each command by each revision, before any is timed
+    margin: str | None = None
+    budget: str | None = None
+    timeout: float | None = None  # seconds of one run, of one setup command too
+
+
+def read(path: Path) -> Commands:
+    """The commands in a file. Raises ValueError, with the file and the key, for what is wrong there."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; --config takes the path of a te-bench.toml") from error
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    _check_keys(str(path), "", found, _KEYS)
+    benches = found.get("bench")
+    if not isinstance(benches, dict) or not benches:
+        raise ValueError(f'{path}: bench: give a table for each command to time: [bench.NAME], command = "..."')
+    take = _Taker(str(path), found)
+    return Commands(
+        file=path.name,
+        commands=tuple(_command(str(path), name, table) for name, table in benches.items()),
+        setup=tuple(
+            take.words(f"setup[{n}]", one) for n, one in enumerate(take("setup", list, "a list of commands", []))
+        ),
+        directory=take.directory(),
+        env=take.env(),
+        warmup=take("warmup", int, "a whole number from 1: the first run shows whether a command works", 1, least=1),
+        margin=take("margin", str, 'a share as a string, such as "5%"', None),
+        budget=take("budget", str, 'a time as a string, such as "10m"', None),
+        timeout=take("timeout", float, "seconds, more than 0", None, least=1e-3),
+    )
+
+
+def _check_keys(file: str, prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise ValueError(f"{file}: {prefix}{key} is no key; known: {', '.join(prefix + one for one in known)}")
+
+
+def _command(file: str, name: str, table: Any) -> Command:
+    key = f"bench.{name}"
+    if not isinstance(table, dict):
+        raise ValueError(f'{file}: {key}: give a table: [{key}], command = "..."')
+    _check_keys(file, f"{key}.", table, _KEYS_OF_BENCH)
+    take = _Taker(file, table, f"{key}.")
+    if "command" not in table:
+        raise ValueError(f"{file}: {key}.command is missing: the command to time")
+    statistic = take("statistic", str, f"one of {', '.join(STATISTICS)}", "min", among=STATISTICS)
+    command = Command(name=name, words=take.words("command", table["command"]), statistic=statistic)
+    if "statistic" in table and not command.writes:
+        raise ValueError(
+            f"{file}: {key}.statistic: only figures that a command writes to {JSON} have one; leave it out"
+        )
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class _Taker:
+    """The values of a table, each of its type."""
+
+    file: str
+    table: Mapping[str, Any]
+    prefix: str = ""
+
+    def __call__(
+        self, key: str, kind: type, legal: str, default: Any, *, least: float = -math.inf, among: Sequence[str] = ()
+    ) -> Any:
+        if key not in self.table:
+            return default
+        value = self.table[key]
+        sound = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+        sound = sound and (not among or value in among) and (kind not in (int, float) or least <= value < math.inf)
+        if not sound:
+            raise self._refused(key, value, legal)
+        return value
+
+    def words(self, key: str, value: Any) -> tuple[str, ...]:
+        """A command's words, split as a POSIX shell splits them; nothing else that a shell does is done."""
+        try:
+            words = tuple(shlex.split(value)) if isinstance(value, str) else ()
+        except ValueError as error:  # an open quotation
+            raise self._refused(key, value, f"a command as a string ({error})") from None
+        if not words:
+            raise self._refused(key, value, "a command as a string")
+        return words
+
+    def directory(self) -> str:
+        found: str = self("directory", str, "a folder of the repository, relative to its root", ".")
+        if PurePath(found).is_absolute() or ".." in PurePath(found).parts:
+            raise self._refused("directory", found, "a folder of the repository, relative to its root")
+        return found
+
+    def env(self) -> dict[str, str]:
+        found: dict[str, str] = self("env", dict, 'a table of strings, such as { OMP_NUM_THREADS = "1" }', {})
+        for name, value in found.items():
+            if not isinstance(value, str):
+                raise self._refused(f"env.{name}", value, "a string")
+        return found
+
+    def _refused(self, key: str, value: Any, legal: str) -> ValueError:
+        return ValueError(f"{self.file}: {self.prefix}{key}: {value!r}; give {legal}")

@@ -1,0 +1,260 @@
+"""te-bench gate --config: three small projects, of a script, a pytest-benchmark suite and a package that is built."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from in_process import Command
+from revisions import Repository
+
+from te_bench.experiments.store import load
+from te_bench.gate import checkouts, commands, revisions
+
+PYTHON = f"{sys.executable} -I -S"
+SCRIPT = "sleep {seconds}\n"
+SUITE = """
+import time
+def test_changed(benchmark):
+    benchmark.pedantic(time.sleep, ({seconds},), rounds=3)
+def test_same(benchmark):
+    benchmark.pedantic(time.sleep, (0.02,), rounds=3)
+"""
+# Built by its setup, which writes a module; times itself.
+PACKAGE = {
+    "build.py": "import pathlib\npathlib.Path('src/size.py').write_text('SIZE = {size}')\n",
+    "src/bench.py": """
+import json, sys, time
+from size import SIZE
+def once():
+    began = time.perf_counter()
+    sum(i * i for i in range(SIZE))
+    return time.perf_counter() - began
+figures = {{"work": [once() for _ in range(9)], {more}}}
+json.dump(figures, open(sys.argv[1], "w"))
+""",
+}
+Files = Callable[..., str]
+
+
+@pytest.fixture
+def commit(repository: Repository) -> Files:
+    """commit({"a.py": "..."}) is a revision of these files; its hash."""
+
+    def write(files: dict[str, str]) -> str:
+        for name, content in files.items():
+            path = repository.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        repository.git("add", "--all")
+        repository.git("commit", "--quiet", "--allow-empty", "-m", "a")
+        return repository.git("rev-parse", "HEAD")
+
+    return write
+
+
+@pytest.fixture
+def gate(
+    command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """gate(base, the config's text), by few runs a pair: on a quiet machine 5 pairs tell."""
+    monkeypatch.chdir(repository.root)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(revisions, "LOOKS", (5, 8, 12, 20))
+    monkeypatch.setattr(commands, "TIMED_S", 0.3)
+
+    def run(base: str, text: str, *arguments: object) -> Any:
+        file = tmp_path / "te-bench.toml"
+        file.write_text(f'margin = "10%"\n{text}')
+        done = command("gate", "--config", file, "--base", base, "--out", tmp_path / "out", *arguments)
+        assert not list((tmp_path / "tmp").iterdir())
+        return done
+
+    return run
+
+
+def answer(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "out" / "gate.json").read_text())
+    return found
+
+
+def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_passes(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    base = commit({"job.sh": SCRIPT.format(seconds=0.05)})
+    commit({"job.sh": SCRIPT.format(seconds=0.07)})
+    text = '[bench.job]\ncommand = "sh job.sh"'
+    done = gate(base, text)
+    assert (done.code, "REGRESSION: 1 REGRESSION of 1 timed" in done.out) == (1, True), done
+    [found] = answer(tmp_path)["trials"]
+    assert found["name"] == "job"
+    assert 1.1 < found["low"] < found["ratio"] < 1.5
+    assert found["calls"] >= 2 * found["pairs"] >= 2 * 5  # several runs a pair
+    done = gate("HEAD", text, "--margin", "30%")  # which goes before the file's
+    assert (done.code, "PASS: 1 " in done.out, "Margin 30 %" in done.out) == (0, True, True), done
+
+
+def test_a_pytest_benchmark_suite_is_judged_by_benchmark(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    base = commit({"bench_it.py": SUITE.format(seconds=0.02)})
+    commit({"bench_it.py": SUITE.format(seconds=0.028)})
+    pytest_benchmark = "-m pytest -q -p pytest_benchmark.plugin bench_it.py --benchmark-json={json}"
+    text = f"""
+        env = {{ PYTEST_DISABLE_PLUGIN_AUTOLOAD = "1" }}
+        [bench.suite]
+        command = "{sys.executable} {pytest_benchmark}"
+        statistic = "median"
+    """
+    done = gate(base, text)
+    assert done.code == 1, done
+    found = {one["name"]: one for one in answer(tmp_path)["trials"]}
+    verdicts = {name: one["verdict"] in ("PASS", "IMPROVED") for name, one in found.items()}
+    assert verdicts == {"suite: bench_it.py::test_changed": False, "suite: bench_it.py::test_same": True}
+    assert 1.3 < found["suite: bench_it.py::test_changed"]["ratio"] < 1.5
+    runs_of: dict[int, set[Any]] = {}  # one run writes both figures
+    for record in load(tmp_path / "out" / "head").records.values():
+        runs_of.setdefault(record.trial.seed, set()).add((record.started_at, record.wall_s))
+    assert all(len(runs) == 1 for runs in runs_of.values())
+
+
+def test_a_package_is_set_up_in_each_revision_and_timed_by_its_own_figures(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    def package(size: int, more: str = "") -> dict[str, str]:
+        return {name: content.format(size=size, more=more) for name, content in PACKAGE.items()}
+
+    base = commit(package(50_000, '"gone": 1e-3'))
+    head = commit(package(70_000))
+    text = f"""
+        setup = ["{PYTHON} build.py"]
+        env = {{ PYTHONPATH = "{{root}}/src" }}
+        [bench.package]
+        command = "{sys.executable} -S src/bench.py {{json}}"
+    """
+    done = gate(base, text)
+    assert done.code == 1, done
+    [found] = answer(tmp_path)["trials"]
+    assert (found["name"], found["verdict"]) == ("package: work", "REGRESSION")
+    assert 1.25 < found["ratio"] < 1.6
+    [missing] = answer(tmp_path)["findings"]
+    assert (missing["name"], missing["message"]) == ("package: gone", "in the baseline, not in the candidate")
+
+    commit({"build.py": "raise SystemExit('no compiler')"})
+    done = gate(head, text)
+    assert done.code == 4, done
+    said = " ".join(done.out.split())
+    assert "head: te-bench.toml: setup[0] ended with exit code 1: no compiler" in said
+
+
+def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit: Files, tmp_path: Path) -> None:
+    base = commit({"job.sh": SCRIPT.format(seconds=0.01)})
+    commit({"job.sh": "echo looking; echo the input is gone; exit 3"})
+    text = '[bench.job]\ncommand = "sh job.sh"'
+    done = gate(base, text)
+    assert done.code == 4, done
+    [found] = answer(tmp_path)["findings"]
+    assert found["message"] == "crashed, ok in the baseline: seed 0: ended with exit code 3: the input is gone"
+    assert "looking" in (tmp_path / "out" / "trials.log").read_text()
+    in_both = {
+        "sh job.sh": "ended with exit code 3: the input is gone",
+        "no-such-program 1": "cannot be started: no-such-program: No such file or directory",
+        "true {json}": "wrote nothing to {json}",
+    }
+    for words, why in in_both.items():
+        done = gate("HEAD", f'[bench.job]\ncommand = "{words}"')
+        assert (done.code, done.out) == (2, "")
+        assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
+
+
+def test_a_run_that_hangs_is_stopped_with_all_that_it_started(
+    gate: Callable[..., Any], commit: Files, repository: Repository
+) -> None:
+    commit({"job.sh": "setsid sleep 1234.5 & wait"})
+    done = gate("HEAD", 'timeout = 0.3\n[bench.job]\ncommand = "sh job.sh"')
+    assert (done.code, "in both revisions the command stopped after 0.3 s (timeout)" in done.err) == (2, True), done
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "1234.5" in (one.info["cmdline"] or [])]
+
+
+ONE = '[bench.a]\ncommand = "true"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[bench.a", "is not TOML: "),
+        ("", "bench: give a table for each command to time"),
+        (f'setups = ["a"]\n{ONE}', "setups is no key; known: bench, setup,"),
+        ("[bench.a]\n", "bench.a.command is missing: the command to time"),
+        ("[bench.a]\ncommand = 3\n", "bench.a.command: 3; give a command as a string"),
+        (
+            '[bench.a]\ncommand = "echo \'"\n',
+            'bench.a.command: "echo \'"; give a command as a string (No closing quotation)',
+        ),
+        (f"{ONE}statstic = 1\n", "bench.a.statstic is no key; known: bench.a.command, bench.a.statistic"),
+        (f'{ONE}statistic = "min"\n', "bench.a.statistic: only figures that a command writes to {json} have one"),
+        ('[bench.a]\ncommand = "a {json}"\nstatistic = "mean"\n', "bench.a.statistic: 'mean'; give one of min, median"),
+        (f'setup = "make"\n{ONE}', "setup: 'make'; give a list of commands"),
+        (f"setup = [1]\n{ONE}", "setup[0]: 1; give a command as a string"),
+        (f'directory = "../x"\n{ONE}', "directory: '../x'; give a folder of the repository, relative to its root"),
+        (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
+        (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
+        (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),
+        (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the sign"),
+        (f'budget = "soon"\n{ONE}', "budget soon: give a time greater than 0"),
+    ],
+)
+def test_a_bad_config_is_one_sentence_with_file_and_key(command: Command, tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "te-bench.toml"
+    file.write_text(text)
+    done = command("gate", "--config", file, "--base", "main")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"te-bench: {file}"), done
+    assert said in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(revisions, "run", lambda question, *_, **__: asked.append(question) or sys.exit(0))
+    monkeypatch.setattr(checkouts, "repository", lambda inside: inside)
+    monkeypatch.setattr(checkouts, "dirty", lambda root: False)
+    one = ONE.replace("true", "sh -c 'a  b'")
+    (tmp_path / "a.toml").write_text(f'margin = "5%"\nbudget = "90s"\ntimeout = 7\n{one}')
+    command("gate", "--config", "a.toml", "--base", "main")
+    command("gate", "--config", "a.toml", "--base", "main", "--margin", "3%", "--budget", 1, "--timeout", 9)
+    assert [(one.margin, one.budget_s, one.timeout_s) for one in asked] == [(0.05, 90, 7), (0.03, 60, 9)]
+    assert [one.commands.commands[0].words for one in asked] == [("sh", "-c", "a  b")] * 2
+    done = command("gate", "--config", "a.toml", "--base", "main", "--suite", "quick")
+    assert (done.code, "--suite: of suites, and --config times commands instead" in done.err) == (2, True)
+    assert "say what to compare with, too" in command("gate", "--config", "a.toml").err
+    assert "cannot read b.toml: No such file" in command("gate", "--config", "b.toml", "--base", "main").err
+
+
+@pytest.mark.parametrize(
+    ("written", "statistic", "figures"),
+    [
+        (0.5, "min", {"": 0.5}),
+        ([3, 1, 2, 9], "min", {"": 1}),
+        ([3, 1, 2, 9], "median", {"": 2.5}),
+        ({"a": 1, "b": [2, 4]}, "median", {"a": 1, "b": 3}),
+        ({"benchmarks": [{"fullname": "x::y", "stats": {"min": 1, "median": 2}}]}, "median", {"x::y": 2}),
+    ],
+)
+def test_figures_that_a_command_writes(tmp_path: Path, written: Any, statistic: str, figures: dict[str, float]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(written))
+    assert commands.read_figures(tmp_path / "a.json", statistic) == figures
+
+
+@pytest.mark.parametrize(
+    "written", ["", "{}", "[]", "0", "-1", "true", '"1"', '{"a": [1, null]}', '{"benchmarks": 1}', "NaN"]
+)
+def test_figures_that_are_no_seconds_are_refused(tmp_path: Path, written: str) -> None:
+    (tmp_path / "a.json").write_text(written)
+    with pytest.raises(ValueError, match=r"JSON|json"):
+        commands.read_figures(tmp_path / "a.json", "min")

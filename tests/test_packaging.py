@@ -1,0 +1,49 @@
+"""The distribution: what it depends on is what it imports, and one version is everywhere."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import te_bench
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMPORTED_AS = {"nvidia-ml-py": "pynvml", "liger-kernel": "liger_kernel", "flash-attn-4": "flash_attn"}
+OF_THE_TESTS = {"docs", "test"}
+#: Not named in pyproject.toml: rivals of other indexes, and parts of what is named.
+BROUGHT = {"transformer_engine", "huggingface_hub", "markupsafe"}
+
+
+def names(requirements: list[str]) -> set[str]:
+    found = {re.split(r"[^A-Za-z0-9_-]", one)[0] for one in requirements}
+    return {IMPORTED_AS.get(name, name) for name in found}
+
+
+def imported() -> set[str]:
+    found: set[str] = set()
+    for path in (ROOT / "te_bench").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"te_bench"}
+
+
+def test_te_bench_needs_what_it_imports_and_no_more() -> None:
+    extras = PROJECT["optional-dependencies"]
+    known = names(PROJECT["dependencies"])
+    assert known <= imported(), "in dependencies, and nowhere imported"
+    optional = set().union(*(names(extras[extra]) for extra in extras.keys() - OF_THE_TESTS))
+    assert imported() - known <= optional | BROUGHT
+    assert not known & optional
+
+
+def test_one_version_is_everywhere() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert PROJECT["version"] == te_bench.__version__ == str(cited)
