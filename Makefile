@@ -59,16 +59,16 @@ docs: .venv/docs.done
 	  echo "could not make .venv; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
 .venv/demo.done: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install -q -c constraints.txt torch
-	$(PIP) install -q -c constraints.txt -e .
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e .
 	touch $@
 
 .venv/test.done: .venv/demo.done
-	$(PIP) install -q -c constraints.txt -e '.[test]'
+	$(PIP) install -c constraints.txt -e '.[test]'
 	touch $@
 
 .venv/docs.done: .venv/demo.done
-	$(PIP) install -q -c constraints.txt -e '.[docs]'
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:
