@@ -20,6 +20,7 @@ SLOW_KERNELS = ("math", "mem_efficient")  # of SDPA, which chooses them without 
 #: Kernels of a GPU, as te_bench's attention backends tell them.
 FAST_KERNEL = re.compile(r"pytorch_flash|cudnn.*sdpa|cudnn.*flash|sdpa_sm\d+_flash")
 MEM_EFFICIENT = re.compile(r"fmha_cutlass")
+MASKED = 1.3  # times eager mode's attention: a kernel varies by a tenth; given a causal mask it takes 3.3 times as long
 SLOWER = 1.02  # compiled over eager: beyond what two runs of a step differ by
 
 
@@ -244,6 +245,16 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
             mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
         )
+    elif eager and (took := _attention_s(eager[0])) and _attention_s(first) > MASKED * took:
+        yield Finding(
+            name="compiled_attention",
+            what=f"Under torch.compile attention takes {text.milliseconds(_attention_s(first))} ms of a step, in eager mode "
+            f"{text.milliseconds(took)}.",
+            why="as a rule the model gives it a mask there that it leaves out in eager mode: the kernel then skips nothing",
+            mend="Leave torch.compile out, or leave the mask out where it is the causal one.",
+            records=(eager[0].trial.id, first.trial.id),
+            seconds=_attention_s(first) - took,
+        )
     breaks = first.work.get("graph_breaks")
     if breaks:
         yield Finding(
@@ -255,6 +266,12 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
         )
     if eager:
         yield from _slower_compile(eager, compiled)
+
+
+def _attention_s(record: Record) -> float:
+    """Seconds of a step's attention kernels under the profiler; 0 where none were seen."""
+    profile = record.work.get("kernel_s") or {}
+    return math.fsum(s for name, s in profile.items() if FAST_KERNEL.search(name) or MEM_EFFICIENT.search(name))
 
 
 def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:

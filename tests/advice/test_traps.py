@@ -107,6 +107,26 @@ def test_a_compile_that_takes_attentions_fast_kernel_away_is_found() -> None:
     assert traps.findings(survey(), [eager], [dataclasses.replace(compiled, kernels=eager.kernels)]) == []
 
 
+def test_a_compile_that_gives_attention_a_mask_is_found_with_its_cost() -> None:
+    """The kernels of Llama 3.2 1B on an H200: cuDNN's in both modes."""
+    kernels = (
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop",
+    )
+
+    def ran(ms: float, mode: str, *attention: float) -> Record:
+        record = step(ms, mode)
+        seconds = dict(zip(kernels, attention, strict=True)) | {"nvjet_sm90_tst_128x256": 0.17}
+        return dataclasses.replace(record, kernels=kernels, work={**record.work, "kernel_s": seconds})
+
+    eager = ran(209, "eager", 0.0101, 0.0267)
+    masked, _ = traps.findings(survey(), [eager], [ran(238, "compile", 0.0346, 0.0890)])
+    assert masked.name == "compiled_attention"
+    assert masked.seconds == pytest.approx(0.0868)
+    assert "123.6 ms of a step, in eager mode 36.8" in masked.what
+    assert traps.findings(survey(), [eager], [ran(200, "compile", 0.0107, 0.0302)]) == []
+
+
 def test_a_compile_that_is_no_slower_than_two_runs_differ_by_is_none() -> None:
     assert traps.findings(survey(), [step(100, "eager")], [step(101, "compile")]) == []
 
