@@ -8,6 +8,7 @@ judged, and searches for the largest batch hold no lock. Reads no torch.
 import contextlib
 import fcntl
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -31,7 +32,8 @@ def taking_turns(trial: Trial) -> Iterator[None]:
     if trial.device != "cuda" or not gpu or trial.protocol not in TIMED or world_of(trial) > 1:
         yield
         return
-    lock = _opened(Path(tempfile.gettempdir()) / f"te-bench-{gpu}.lock")
+    name = re.sub(r"[^\w.-]", "-", gpu)  # a part of a GPU has slashes
+    lock = _opened(Path(tempfile.gettempdir()) / f"te-bench-{name}.lock")
     token = _HELD.set(lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)

@@ -89,6 +89,12 @@ def test_the_lock_ends_with_its_trial_also_where_it_raises() -> None:
         assert time.perf_counter() - began < 5
 
 
+def test_a_part_of_a_gpu_has_a_lock_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-1/7/0")
+    with exclusive.taking_turns(a_trial()), exclusive.alone():
+        assert [path.name for path in tmp_path.iterdir()] == ["te-bench-MIG-GPU-1-7-0.lock"]
+
+
 def test_every_timed_block_asks_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = 0
 
