@@ -27,13 +27,9 @@ RECIPES: dict[str, Callable[[], recipe.Recipe]] = {
 }
 
 
-SLOW = [
-    ("TransformerLayer", "current"),
-    ("TransformerLayer", "row"),
-    ("TransformerLayer", "block"),
-    ("LayerNormMLP", "row"),
-]
-ALONE = {"Linear": "block", "LayerNormLinear": "current", "LayerNormMLP": "row"}
+#: With each module one recipe that has a history, and one that has none.
+WITHOUT = {"Linear": "current", "LayerNormLinear": "current", "LayerNormMLP": "row", "TransformerLayer": "block"}
+SLOW = ("LayerNormMLP", "TransformerLayer")
 
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -79,11 +75,9 @@ def pair(module: str, **options: Any) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        pytest.param(module, name, marks=[pytest.mark.slow] if (module, name) in SLOW else [])
+        pytest.param(module, name, marks=[pytest.mark.slow] if name != "delayed" and module in SLOW else [])
         for module in MODULES
-        for name in FAMILIES
-        # The parts of a TransformerLayer by themselves: with one recipe that has a history, and one that has none.
-        if module == "TransformerLayer" or name in ("delayed", ALONE[module])
+        for name in ("delayed", WITHOUT[module])
     ],
 )
 def test_bit_for_bit_what_eager_computes(module: str, name: str) -> None:
