@@ -231,7 +231,7 @@ def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
     """With dropout, whose masks would show a look that draws, where attention has any."""
     dropout = 0.2
     if recipes.load(recipe).fp8_dpa:
-        with pytest.raises(Unsupported, match="manual_fp8: dropout 0.2: FP8 attention has none"):
+        with pytest.raises(Unsupported, match=r"manual_fp8: dropout 0\.2: FP8 attention has none"):
             training.run(trial("fp8", recipe, dropout=dropout), context)
         dropout = 0.0
     often, never = (
