@@ -89,17 +89,13 @@ def test_bit_for_bit_what_eager_computes(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        # Each recipe once; a TransformerLayer is made of all the others.
-        ("Linear", "current"),
-        pytest.param("Linear", "block", marks=pytest.mark.slow),
-        pytest.param("LayerNormLinear", "row", marks=pytest.mark.slow),
-        pytest.param("TransformerLayer", "delayed", marks=pytest.mark.slow),
-    ],
+    ("module", "name"), [("Linear", "current"), pytest.param("TransformerLayer", "delayed", marks=pytest.mark.slow)]
 )
 def test_inductor(module: str, name: str) -> None:
-    """To rounding: a value that falls to the other side of an FP8 midpoint moves by 6 %, one of many."""
+    """To rounding: a value that falls to the other side of an FP8 midpoint moves by 6 %, one of many.
+
+    Casts and GEMMs are operators that Inductor calls whatever the recipe.
+    """
     eager, compiled = pair(module)
     compare(train(eager, eager, name), train(compiled, torch.compile(compiled, fullgraph=True), name), 2e-2)
 
