@@ -28,16 +28,8 @@ def quicken() -> None:
     if hasattr(interpreter, "_patch_attr"):
         interpreter._patch_attr = _at_once(interpreter.interpreter_semantic)
     language = interpreter.tl.core
-    language.block_type.with_element_ty = _made_once(language.block_type.with_element_ty, language.dtype)
     language.block_type.__init__ = _filled_once(language.block_type.__init__, language.dtype)
     language.tensor.__init__ = _shaped_as_before(language.tensor.__init__)
-    language.tuple.__getitem__ = _of_plain(int, lambda values, i: values.values[i], language.tuple.__getitem__)
-    if hasattr(language, "_unwrap_if_constexpr"):
-        language._unwrap_if_constexpr = _bare(
-            language._unwrap_if_constexpr, (int, str, bool, language.dtype, language.tensor)
-        )
-    semantic = type(interpreter.interpreter_semantic)
-    semantic.broadcast_impl_value = _alike(semantic.broadcast_impl_value)
 
 
 def _by_name(right: Any) -> Any:
@@ -51,21 +43,6 @@ def _by_name(right: Any) -> Any:
         return known[name]
 
     return look_up
-
-
-def _made_once(right: Any, plain: type) -> Any:
-    """block_type.with_element_ty: the same few blocks over and over, whose names take longest to write."""
-    known: dict[Any, Any] = {}
-
-    def with_element_ty(self: Any, element: Any) -> Any:
-        if type(element) is not plain:  # pointers, which a name does not tell apart
-            return right(self, element)
-        key = (element.name, *self.shape)
-        if key not in known:
-            known[key] = right(self, element)
-        return known[key]
-
-    return with_element_ty
 
 
 def _once_a_launch(interpreter: Any) -> Any:
@@ -171,37 +148,3 @@ def _shaped_as_before(right: Any) -> Any:
         self.shape, self.numel = known[key]
 
     return fill
-
-
-def _of_plain(kind: type, quick: Any, right: Any) -> Any:
-    """A method of one argument, by another where that is of the kind itself."""
-
-    @functools.wraps(right)
-    def method(self: Any, argument: Any) -> Any:
-        return quick(self, argument) if type(argument) is kind else right(self, argument)
-
-    return method
-
-
-def _bare(right: Any, kinds: tuple[type, ...]) -> Any:
-    """_unwrap_if_constexpr: what is mostly no constexpr, nor holds one."""
-    plain = frozenset(kinds)
-
-    @functools.wraps(right)
-    def unwrap(x: Any) -> Any:
-        return x if type(x) in plain else right(x)
-
-    return unwrap
-
-
-def _alike(right: Any) -> Any:
-    """broadcast_impl_value, which compares size by size what mostly has the same shape, or none."""
-
-    @functools.wraps(right)
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.type, rhs.type
-        if a.is_block() is b.is_block() and (not a.is_block() or a.shape.values == b.shape.values):
-            return lhs, rhs
-        return right(self, lhs, rhs)
-
-    return broadcast

@@ -25,6 +25,17 @@ def supported(family: Any, name: str, device: str, **problem: Any) -> Any:
     return backend
 
 
+def know(*rows: Any) -> None:
+    """Make these the user's own table of measured times, and read it."""
+    from te_bench.kernels import measured
+
+    path = measured.user_table()
+    assert path is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(measured.text(rows))
+    measured.forget()
+
+
 def largest(x: Tensor) -> float:
     return x.double().abs().max().item() if x.numel() else 0.0
 

@@ -102,16 +102,3 @@ def test_a_type_and_a_tensor_of_it_are_tritons_own(element: tl.dtype, shape: lis
         assert (tensor.numel, tensor.dtype, tensor.type) == (plain.numel, plain.dtype, plain.type)
     with pytest.raises(ValueError, match="power of 2"):
         tl.block_type(element, [3])
-
-
-def test_shapes_that_do_not_go_together_are_refused_as_by_triton() -> None:
-    semantic = interpreter.interpreter_semantic
-
-    def of(*shape: int) -> tl.tensor:
-        handle = interpreter.TensorHandle(np.zeros(shape or 1, np.float32), tl.float32)
-        return tl.tensor(handle, tl.block_type(tl.float32, list(shape)) if shape else tl.float32)
-
-    for a, b, both in (((4, 8), (4, 8), [4, 8]), ((4, 1), (1, 8), [4, 8]), ((), (8,), [8]), ((), (), [])):
-        assert [list(x.shape) for x in semantic.broadcast_impl_value(of(*a), of(*b))] == [both, both]
-    with pytest.raises(ValueError, match="incompatible dimensions"):
-        semantic.broadcast_impl_value(of(4, 8), of(4, 4))

@@ -160,8 +160,13 @@ def sends_bf16(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+#: torch.compile, but for the code that Inductor makes of a graph, which takes most of the time: here graphs are looked at.
+traced = functools.partial(torch.compile, backend="aot_eager")
+
+
 def compiled() -> dict[str, Any]:
     """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
+    torch.compile = traced
     torch._dynamo.config.recompile_limit = 3  # of its own accord 8
     problem = {**PROBLEM, "parallel": "fsdp2", "layers": 4, "block": 8}
     asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
@@ -170,6 +175,7 @@ def compiled() -> dict[str, Any]:
 
 def compiled_theirs() -> dict[str, Any]:
     """torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends."""
+    torch.compile = traced
     problem = {**PROBLEM, "model": "llama-tiny", "rival": "torchtitan", "parallel": "tp"}
     return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
 

@@ -370,19 +370,3 @@ def test_bad_passages_are_named(tmp_path: Path, content: str, said: str) -> None
 def test_passages_may_hold_any_character(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"text": "a\u2028b c"}\r\n{"text": "d\\ne"}\n', newline="")
     assert read_passages(tmp_path / "p.jsonl") == ["a\u2028b c", "d\ne"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"n_embd": 10**12}, "n_embd is 1000000000000: give an integer from 1 to"),
-        ({"n_layer": 10**7}, "n_layer is 10000000: give an integer from 1 to"),
-        ({"n_embd": 33}, "n_embd 33 is no multiple of n_head 2"),
-    ],
-)
-def test_sizes_that_no_model_has_are_told(tmp_path: Path, text: str, sizes: dict[str, int], said: str) -> None:
-    path = tmp_path / "ckpt.pt"
-    shape = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 256, **sizes}
-    torch.save({"model": {}, "model_args": shape}, path)
-    with pytest.raises(ValueError, match=said):
-        evaluate(checkpoint=path, data=text, attention="manual")

@@ -411,29 +411,11 @@ CALLS |= {f"broken/{name}": on_an_h200(call) for name, call in BROKEN.items()}
 MIXED = {f"{family}/{name}" for family in ("gemm", "gemm, in Gluon") for name in ("dgrad, promoted", "wgrad")}
 
 
-@pytest.fixture
-def folder(pytestconfig: pytest.Config) -> Path:
-    """Kept from run to run: Triton compiles only what changed."""
-    assert pytestconfig.cache is not None
-    return pytestconfig.cache.mkdir("compiled")
-
-
-#: Families that one child process compiles, and one worker asks for.
-TOGETHER = (
-    ("attention",),
-    ("gemm", "gemm, in Gluon", "halves"),
-    ("quantize", "norm", "activation", "rotary", "gate", "adamw", "linear cross-entropy", "broken"),
-)
-
-
-def together(family: str) -> tuple[str, ...]:
-    return next(families for families in TOGETHER if family in families)
-
-
 def made(family: str, folder: Path) -> list[Compiled]:
-    """The family's kernels, by a child process."""
-    names = tuple(name for name in CALLS if name.split("/")[0] in together(family))
-    return [kernel for kernel in compiled.compiled(__name__, names, folder) if kernel.call.split("/")[0] == family]
+    """The family's kernels, by the child process that compiles all of them."""
+    return [
+        kernel for kernel in compiled.compiled(__name__, tuple(CALLS), folder) if kernel.call.split("/")[0] == family
+    ]
 
 
 def missing(kernel: Compiled) -> list[str]:
@@ -451,9 +433,8 @@ def missing(kernel: Compiled) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.xdist_group(f"compiled-{together(name)[0]}")) for name in FAMILIES]
-)
+@pytest.mark.xdist_group("compiled")
+@pytest.mark.parametrize("family", FAMILIES)
 def test_published_kernels_compile_for_hopper_without_faults(family: str, folder: Path) -> None:
     kernels = made(family, folder)
     print(*kernels, sep="\n")  # pytest -s: the table
@@ -600,7 +581,7 @@ def check_row_kernels(by_name: dict[str, Compiled]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group(f"compiled-{together('broken')[0]}")
+@pytest.mark.xdist_group("compiled")
 def test_the_gate_finds_what_is_broken(folder: Path) -> None:
     """Tiles that are not published, and kernels that nobody should write."""
     found = {kernel.call.split("/")[1]: " ".join(faults(kernel) + missing(kernel)) for kernel in made("broken", folder)}

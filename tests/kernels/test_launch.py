@@ -21,6 +21,7 @@ from te_bench.kernels.attention.portable import forward as attention_kernels
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable import launch as attention_launch
 from te_bench.kernels.attention.portable.forward import Extent
+from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
 from te_bench.kernels.norm.backends import triton as norm_triton
@@ -164,7 +165,18 @@ def known() -> Recorder:
 
 @pytest.fixture
 def recorder(known: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    for module in (activation, norm, residual_kernels, kernels, fine_kernels, rotary, attention_launch, _launch):
+    modules = (
+        activation,
+        norm,
+        residual_kernels,
+        kernels,
+        fine_kernels,
+        rotary,
+        attention_launch,
+        cross_entropy,
+        _launch,
+    )
+    for module in modules:
         monkeypatch.setattr(module, "launch", known.launch)
     return known
 
@@ -319,6 +331,31 @@ def attention_fp8(causal, keep, **shape):
     fp8_backward.backward(gradients, out, q, k, out, lse, cast, causal, 0.5)
 
 
+def row_losses(dtype, padded, vocab, gradient, offset):
+    targets, losses = (torch.zeros(4 + offset, dtype=kind)[offset:] for kind in (torch.int64, FP32))
+    factor = torch.zeros(()) if gradient else None
+    cross_entropy.rows(matrix(4, padded, dtype, offset, padded), targets, losses, min(vocab, padded), factor)
+
+
+def row_losses_in_fp8(number, padded, first, height, layouts, offset):
+    data, data_t = (
+        torch.zeros(m * n + offset, dtype=E5M2)[offset:].view(m, n) if wanted else None
+        for wanted, m, n in zip(layouts, (number, padded), (padded, height), strict=True)
+    )
+    targets, logits = torch.zeros(number, dtype=torch.int64), matrix(number, padded, BF16, offset, padded)
+    cross_entropy.fp8_rows(logits, targets, torch.zeros(number), padded, data, data_t, first)
+
+
+def mean_of_losses(number, offset):
+    targets, losses = (torch.zeros(number + offset, dtype=kind)[offset:] for kind in (torch.int64, FP32))
+    cross_entropy.mean(losses, cross_entropy.count(targets))
+
+
+def scaled_gradient(number, offset, dtype):
+    x = torch.zeros(number + offset)[offset:]
+    cross_entropy.scale(x, torch.ones(()), x if dtype is None else torch.zeros(number, dtype=dtype))
+
+
 FLOATS, TARGETS, BOTH = (BF16, FP16, FP32), (E4M3, E5M2), (True, False)
 COUNTS, SUM = ("plain", None), (None, "plain")  # checked for their dtype, and not specialised on their alignment
 GRADIENT = {"dy_dtype": (BF16, FP32), "dy_offset": (0, 1), "dy_stride": (48, 49)}
@@ -369,6 +406,15 @@ LAUNCHERS: dict[Callable[..., None], dict[str, tuple[Any, ...]]] = {
         "length": (16, 1, 100), "slots": (3, 48), "modules": (1, 2), "margin": (0, 1, np.float64(2.5)),
         "algorithm": ("max", "most_recent"),
     },
+    row_losses: {
+        "dtype": FLOATS, "padded": (48, 50, 1), "vocab": (48, 32, 1), "gradient": BOTH, "offset": (0, 1, 8),
+    },
+    row_losses_in_fp8: {
+        "number": (17, 1, 16), "padded": (48, 50, 1), "first": (0, 1, 16), "height": (48, 33),
+        "layouts": (*LAYOUTS, (False, False)), "offset": (0, 1, 16),
+    },
+    mean_of_losses: {"number": (17, 1, 16, 48), "offset": (0, 1, 16)},
+    scaled_gradient: {"number": (17, 1, 16, 48), "offset": (0, 1, 16), "dtype": (None, *FLOATS)},
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The table of measured times: an operator reads its own rows and no other's, and forgetting is complete."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,16 +25,7 @@ def a_row(shape: GemmShape = SHAPE, **seconds: float) -> Timing:
     return Timing(operator="gemm", machine=GPU, problem=shape, seconds=seconds, source="a test")
 
 
-@pytest.fixture(autouse=True)
-def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where the user's table would be."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    measured.forget()
-    yield path
-    measured.forget()
+pytestmark = pytest.mark.usefixtures("own")
 
 
 def with_row(table: str, row: str) -> str:

@@ -141,13 +141,6 @@ def check(kernels: list[Compiled]) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.fixture
-def folder(pytestconfig: pytest.Config) -> Path:
-    """Kept from run to run: Triton compiles only what changed."""
-    assert pytestconfig.cache is not None
-    return pytestconfig.cache.mkdir("compiled")
-
-
 def triton_kernels() -> set[str]:
     """The names of all there are, but for those that go with Gluon's."""
     folder = Path(te_bench.__file__).parent

@@ -202,35 +202,26 @@ def test_what_is_no_model_is_refused_in_a_sentence(
         sources.identify(spec, arguments)
 
 
-def test_a_model_is_asked_in_a_process_of_its_own(here: Path) -> None:
-    (here / "asked.py").write_text("print('hello')" + MODULE)
-    facts = sources.ask(known("asked:make", "layers=2"), tokens=8)
+def test_a_model_is_asked_in_a_process_of_its_own_that_ends_with_all_it_has_started(here: Path) -> None:
+    start = "    child = subprocess.Popen(['sleep', '60'])\n    pathlib.Path('child').write_text(str(child.pid))\n"
+    started = f"def starts(layers):\n{start}    return make(layers)\n"
+    (here / "asked.py").write_text(f"import pathlib, subprocess\nprint('hello'){MODULE}\n{started}")
+    begun = time.monotonic()
+    facts = sources.ask(known("asked:starts", "layers=2"), tokens=8)
+    assert time.monotonic() - begun < 55
     assert facts == sources.Facts(
         vocab=64, block=None, sequence=None, parameters=21248, sdpa=2, scores=2 * 2 * 8 * 8, tried=8, text=True,
         manual=False, logits=True,
     )  # fmt: skip
-
-
-def test_a_model_that_ends_its_process_is_refused(here: Path) -> None:
-    (here / "ended.py").write_text("import os, sys\ndef make():\n  print('the end', file=sys.stderr)\n  os._exit(7)")
-    with pytest.raises(ValueError, match=r"ended:make: building it ended the process with exit code 7: the end"):
-        sources.ask(known("ended:make"), tokens=8)
-
-
-def test_what_a_factory_has_started_ends_with_the_probe_and_holds_nothing_up(here: Path) -> None:
-    start = "    child = subprocess.Popen(['sleep', '60'])\n    pathlib.Path('child').write_text(str(child.pid))\n"
-    (here / "starts.py").write_text(f"import pathlib, subprocess\n{MODULE}\ndef starts():\n{start}    return Model()\n")
-    begun = time.monotonic()
-    assert sources.ask(known("starts:starts"), tokens=8).vocab == 64
-    assert time.monotonic() - begun < 55
     child = int((here / "child").read_text())
     assert eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 5.0)
 
 
-def test_what_a_process_says_last_cannot_steer_a_terminal(here: Path) -> None:
-    (here / "steers.py").write_text("import os, sys\nprint('\\x1b[31mthe\\aend', file=sys.stderr)\nos._exit(7)")
-    with pytest.raises(ValueError, match=r"exit code 7: \[31mtheend$"):
-        sources.ask(known("steers:make"), tokens=8)
+def test_a_model_that_ends_its_process_is_refused_and_steers_no_terminal(here: Path) -> None:
+    said = "print('\\x1b[31mthe\\aend', file=sys.stderr)"
+    (here / "ended.py").write_text(f"import os, sys\ndef make():\n  {said}\n  os._exit(7)")
+    with pytest.raises(ValueError, match=r"ended:make: building it ended the process with exit code 7: \[31mtheend$"):
+        sources.ask(known("ended:make"), tokens=8)
 
 
 def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(

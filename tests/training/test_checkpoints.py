@@ -359,6 +359,8 @@ def test_other_layouts_are_named(tmp_path: Path, content: Any, said: str) -> Non
     ("changes", "said"),
     [
         ({"n_layer": 0}, "n_layer is 0"),
+        ({"n_layer": 10**7}, "n_layer is 10000000: give an integer from 1 to"),
+        ({"n_embd": 10**12}, "n_embd is 1000000000000: give an integer from 1 to"),
         ({"n_head": "4"}, "n_head is '4'"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"block_size": True}, "block_size is True"),

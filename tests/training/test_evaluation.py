@@ -207,15 +207,6 @@ def test_the_stride_matters_to_this_model() -> None:
     assert min(abs(found[a] - found[b]) for a, b in [(1, 4), (4, 8), (1, 8)]) > 1e-3
 
 
-def test_a_stride_of_a_block_is_the_mean_loss_of_disjoint_windows() -> None:
-    model, tokens = a_model(), some_tokens(4 * 8 + 1)
-    whole = torch.from_numpy(tokens.astype(np.int64))
-    with torch.no_grad():
-        loss = model.eval()(whole[:-1].view(4, 8), whole[1:].view(4, 8)).item()
-    found = perplexity(model, tokens, block=8, stride=8, batch=3, precision="fp32")
-    assert found.nats_per_token == pytest.approx(loss, rel=1e-5)
-
-
 @pytest.mark.parametrize("stride", [4, 9, 15])
 def test_it_is_hugging_faces_documented_method(tmp_path: Path, stride: int) -> None:
     """Their windows hold max_length tokens, of which the last is a target alone: our block and one."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from weight_logits import VOCAB, assert_same, logits, tokens
+from weight_logits import VOCAB, assert_same, configure, logits, rewrite, tokens
 
 from te_bench.models.configs import RopeScaling
 from te_bench.models.decoder import Decoder
@@ -279,17 +279,6 @@ def test_no_shard_has_no_bytes(tmp_path: Path) -> None:
 def folder(tmp_path: Path) -> Path:
     weights.save(a_model(rope_scaling=SCALED), tmp_path)
     return tmp_path
-
-
-def configure(folder: Path, **changes: Any) -> None:
-    """Change config.json; ... leaves a setting out."""
-    config = {**json.loads((folder / "config.json").read_text()), **changes}
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file({k: v.contiguous() for k, v in change(tensors).items()}, folder / "model.safetensors")
 
 
 def test_half_precision_and_old_files_with_frequencies(folder: Path) -> None:

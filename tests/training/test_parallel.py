@@ -333,28 +333,28 @@ def test_weights_gathered_in_fp8_alone_are_not_multiplied_in_another_precision(f
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "tp", "ddp"])
-def test_another_project_s_step_is_that_of_the_global_batch_to_rounding(found: Any, mode: str) -> None:
+def test_another_project_s_step_is_that_of_the_global_batch_to_rounding(of_two: Any, mode: str) -> None:
     """torchtitan's and, by DistributedDataParallel, Transformer Engine's. In float64, clipped, with a padded vocabulary.
 
     And what three updates made of the weights.
     """
-    said = found["rivals"]["replicated"] if mode == "ddp" else found["rivals"][mode]["errors"]
+    said = of_two["rivals"]["replicated"] if mode == "ddp" else of_two["rivals"][mode]["errors"]
     assert said.keys() == {"gpt", "llama"}
     assert max(error for errors in said.values() for error in errors.values()) <= 1e-12, said
 
 
-def test_torchtitan_gathers_all_weights_in_bf16(found: Any) -> None:
+def test_torchtitan_gathers_all_weights_in_bf16(of_two: Any) -> None:
     """For either pass, but for last norm and head, which it keeps; and scatters their gradients in float32."""
-    said = found["rivals"]
+    said = of_two["rivals"]
     sent = {(each["name"], each["dtype"]): each["bytes"] for each in said["fsdp2"]["collectives"]}
     assert sent["allgather_base", "bfloat16"] == 2 * (2 * said["elements"] - said["tables"])
     assert sent["reduce_scatter_base", "float32"] == 4 * said["elements"]
     assert {dtype for name, dtype in sent if "gather" in name} == {"bfloat16"}
 
 
-def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(found: Any) -> None:
+def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(of_two: Any) -> None:
     """Of four pairs in two blocks and of head and embedding, in either pass; the loss's sums of each row are three."""
-    sent = {(each["name"], each["dtype"]): each for each in found["rivals"]["tp"]["collectives"]}
+    sent = {(each["name"], each["dtype"]): each for each in of_two["rivals"]["tp"]["collectives"]}
     activations = 2 * 8 * 16 * 32
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         assert sent[name, "bfloat16"]["bytes"] == 2 * 5 * activations
@@ -362,11 +362,11 @@ def test_torchtitan_s_shared_layers_gather_and_scatter_parts_of_sequences(found:
 
 
 @pytest.mark.parametrize("way", ["tensorwise fsdp2", "tensorwise tp", "rowwise fsdp2", "rowwise tp"])
-def test_torchao_s_steps_send_fp8_where_a_tensor_has_one_scale(found: Any, way: str) -> None:
+def test_torchao_s_steps_send_fp8_where_a_tensor_has_one_scale(of_two: Any, way: str) -> None:
     """Weights, whose scales are one all-reduce for the 8 Linears, or activations; its arithmetic is emulated on a CPU."""
-    if "torchao" not in found["rivals"]:
+    if "torchao" not in of_two["rivals"]:
         pytest.skip("needs torchao")
-    said = found["rivals"]["torchao"][way]
+    said = of_two["rivals"]["torchao"][way]
     assert 1e-3 < said["error"] < 0.2
     sent = {(each["name"], each["dtype"]): each for each in said["collectives"]}
     gathers = {dtype for name, dtype in sent if "gather" in name}
@@ -380,8 +380,8 @@ def test_torchao_s_steps_send_fp8_where_a_tensor_has_one_scale(found: Any, way: 
         assert 4 * 8 in [each["bytes"] for each in said["collectives"]]
 
 
-def test_torchtitan_refuses_what_is_not_its_llama_in_a_sentence(found: Any) -> None:
-    norms, heads, dropout = found["rivals"]["refused"]
+def test_torchtitan_refuses_what_is_not_its_llama_in_a_sentence(of_two: Any) -> None:
+    norms, heads, dropout = of_two["rivals"]["refused"]
     assert norms == "tp: norms of heads are no part of torchtitan's Llama; choose fsdp2"
     assert heads.startswith("tp: the 1 heads of 32 features do not divide into")
     assert dropout == "tp: dropout 0.1 would hide the same of every rank's heads; choose fsdp2"

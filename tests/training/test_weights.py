@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from weight_logits import VOCAB, assert_same, logits, tokens
+from weight_logits import VOCAB, assert_same, configure, logits, rewrite, tokens
 
 from te_bench.models.recipe import float8_current_scaling
 from te_bench.models.zoo.gpt import GPT, GPTConfig
@@ -108,16 +108,6 @@ def test_a_head_that_is_not_the_embedding_is_refused(folder: Path) -> None:
         weights.load(folder)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file({k: v.contiguous() for k, v in change(tensors).items()}, folder / "model.safetensors")
-
-
-def configure(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-
-
 def test_keys_as_openai_published_them(folder: Path) -> None:
     """No prefix, the causal masks stored beside the weights, and a head that repeats the embedding."""
     expected = logits(weights.load(folder, attention="manual").eval())
@@ -130,12 +120,6 @@ def test_keys_as_openai_published_them(folder: Path) -> None:
 
     rewrite(folder, published)
     assert torch.equal(logits(weights.load(folder, attention="manual").eval()), expected)
-
-
-def test_half_precision_becomes_float32(folder: Path) -> None:
-    rewrite(folder, lambda tensors: {name: tensor.bfloat16() for name, tensor in tensors.items()})
-    model = weights.load(folder)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_several_files_under_an_index(folder: Path) -> None:

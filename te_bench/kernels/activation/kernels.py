@@ -174,15 +174,17 @@ def _value(x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _gradients(dy, x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
-    """x's, and the gate's or, where that is None, x's again; in half precision."""
-    d = dy.to(tl.float32)
+def _value_and_gradients(dy, x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
+    """_value, x's gradient, and the gate's or, where that is None, x's again; in half precision."""
     value, slope = _value_and_slope(x.to(tl.float32), F)
+    d = dy.to(tl.float32)
     if gate is None:
         first = rounded_by_twos(d * slope, DTYPE)
-        return first, first
+        return rounded_by_twos(value, DTYPE), first, first
     else:
-        return rounded_by_twos(d * (slope * gate.to(tl.float32)), DTYPE), rounded_by_twos(d * value, DTYPE)
+        by = gate.to(tl.float32)
+        first, second = rounded_by_twos(d * (slope * by), DTYPE), rounded_by_twos(d * value, DTYPE)
+        return rounded_by_twos(value * by, DTYPE), first, second
 
 
 @triton.jit
@@ -206,33 +208,6 @@ def _store_pairs(
             tallies += tally(magnitude(b.to(tl.float32)), scale, TARGET)
             add(counts, tl.sum(tallies & 0x3FF))
             add(counts + 2, tl.sum(tallies >> 20))
-
-
-@triton.jit
-def store_gradients(
-    a, b, a_gate, b_gate, scale, data, data_t, sums, amax, before, counts, index, rows, cols, M, WIDTH,
-    GATED: tl.constexpr, TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
-):  # fmt: skip
-    """_store_pairs of the index-th tile of x's gradient and, where there are gates, of theirs, WIDTH columns further on.
-
-    sums: the row of the tile's band.
-    """
-    N = WIDTH * 2 if GATED else WIDTH
-    _store_pairs(
-        a, b, scale, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
-        TARGET, ROWS, COLUMNS, POLICY,
-    )  # fmt: skip
-    if GATED:
-        if data is not None:
-            data += WIDTH
-        if data_t is not None:
-            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constant, and has no .to
-        if sums is not None:
-            sums += WIDTH
-        _store_pairs(
-            a_gate, b_gate, scale, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
-            TARGET, ROWS, COLUMNS, POLICY,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
@@ -260,13 +235,16 @@ def _forward_cast_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize_on_alignment=[*UNALIGNED, "value_scale"])
 def _backward_cast_kernel(
-    dy, x, scale, data, data_t, scale_inv, amax, counts, sums, dy_stride, stride, M, WIDTH,
-    F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
+    dy, x, scale, data, data_t, scale_inv, amax, counts, sums, value_scale, value_t, dy_stride, stride, M, WIDTH,
+    F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr, VALUE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx in FP8; in sums, (bands, N), each column's."""
+    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx in FP8; in sums, (bands, N), each column's.
+
+    The FP8 of what dy is the gradient of goes into value_t (WIDTH, M), unless that is None.
+    """
     index = tl.program_id(0)
     factor = tl.load(scale)
     before = 0
@@ -282,12 +260,28 @@ def _backward_cast_kernel(
     N = WIDTH * 2 if GATED else WIDTH
     if sums is not None:
         sums += (index // tl.cdiv(WIDTH, COLUMNS)).to(tl.int64) * N
-    a_dx, a_dgate = _gradients(a_dy, a, a_gate, F, DTYPE)
-    b_dx, b_dgate = _gradients(b_dy, b, b_gate, F, DTYPE)
-    store_gradients(
-        a_dx, b_dx, a_dgate, b_dgate, factor, data, data_t, sums, amax, before, counts, index, rows, cols, M, WIDTH,
-        GATED, TARGET, ROWS, COLUMNS, POLICY,
+    a_value, a_dx, a_dgate = _value_and_gradients(a_dy, a, a_gate, F, DTYPE)
+    b_value, b_dx, b_dgate = _value_and_gradients(b_dy, b, b_gate, F, DTYPE)
+    if value_t is not None:
+        by = tl.load(value_scale)
+        store_pairs(
+            a_value, b_value, by, None, value_t, index, rows, cols, WIDTH, M, WIDTH, VALUE, ROWS, COLUMNS, POLICY
+        )
+    _store_pairs(
+        a_dx, b_dx, factor, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
+        TARGET, ROWS, COLUMNS, POLICY,
     )  # fmt: skip
+    if GATED:  # the gates' gradient, WIDTH columns further on
+        if data is not None:
+            data += WIDTH
+        if data_t is not None:
+            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constant, and has no .to
+        if sums is not None:
+            sums += WIDTH
+        _store_pairs(
+            a_dgate, b_dgate, factor, data, data_t, sums, amax, before, counts, index, rows, cols, N, M, WIDTH,
+            TARGET, ROWS, COLUMNS, POLICY,
+        )  # fmt: skip
 
 
 def _constants(kind: str, x: Tensor) -> dict[str, Any]:
@@ -354,7 +348,10 @@ def backward_quantized(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    value_t: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """data, data_t, scale_inv; value_t (F, M), where there is one, becomes `forward_quantized`'s data_t by value_scale."""
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     n = x.shape[1]
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
@@ -365,11 +362,14 @@ def backward_quantized(
     sums = None if column_sum is None else float32(x, bands, n)
     dy_stride, stride = dy.stride(0), x.stride(0)
     key = (
-        *traits(dy, x, scale, amax, counts),
+        *traits(dy, x, scale, amax, counts, value_scale),
         *(dy_stride, stride, m, f, kind, dtype, rowwise, columnwise, column_sum is None),
+        value_t if value_t is None else value_t.dtype,
     )
-    args = (dy, x, scale, data, data_t, scale_inv, amax, counts, sums, dy_stride, stride, m, f)
-    constants = {**_constants(kind, x), "TARGET": FP8[dtype], **tile}
+    looks = amax, counts, sums, value_scale, value_t
+    args = (dy, x, scale, data, data_t, scale_inv, *looks, dy_stride, stride, m, f)
+    value = FP8[dtype if value_t is None else value_t.dtype]
+    constants = {**_constants(kind, x), "TARGET": FP8[dtype], "VALUE": value, **tile}
     launch(_backward_cast_kernel, bands * -(-f // tile["COLUMNS"]), key, x.get_device(), args, constants)
     if column_sum is not None and sums is not None:
         add_sums(sums, column_sum)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_bench.kernels.operators import without_none
 from te_bench.kernels.quantize import Quantized, block_formats, block_kernels
+from te_bench.kernels.quantize.backends.triton import wrap
 from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_BLOCK, NVFP4_LAYOUT
 
 
@@ -73,15 +74,14 @@ def _wrapped(
     """Quantized of what lies in memory as x does; blocks of several rows are the same in both orientations."""
     if rows > 1:
         columns, scale_inv_t = data, scale_inv
-    if layout.scales is None:
-        scale_inv = scale_inv_t = None
-    return Quantized(
-        data if rowwise else None,
-        scale_inv if rowwise else None,
-        columns.t() if columnwise and columns is not None else None,
-        scale_inv_t if columnwise else None,
-        layout,
-    )
+    data_t = columns.t() if columnwise and columns is not None else None
+    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv_t, layout=layout)
+
+
+def _asked(rows: int, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    """What `block_formats` is asked for: of square blocks one orientation, which is both."""
+    square = rows > 1
+    return {"rows": rows, "rowwise": rowwise or square, "columnwise": columnwise and not square}
 
 
 @torch.library.custom_op("te_bench::mxfp8_cast", mutates_args=("counts",))
@@ -90,16 +90,12 @@ def _mxfp8(
 ) -> tuple[Tensor, Tensor]:
     if _by_kernels(x, counts, portable):
         return without_none(x, *block_kernels.mxfp8(x, dtype, rows, rowwise, columnwise))
-    square = rows > 1
-    asked = {"rowwise": rowwise or square, "columnwise": columnwise and not square}
-    q = block_formats.mxfp8(x, dtype, rows=rows, **asked, counts=counts)
+    q = block_formats.mxfp8(x, dtype, **_asked(rows, rowwise, columnwise), counts=counts)
     return without_none(x, q.data, None if q.data_t is None else q.data_t.t())
 
 
 @_mxfp8.register_fake
-def _(
-    x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool, portable: bool, counts: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool, *_: Any) -> tuple[Tensor, Tensor]:
     return _room(x, rows, rowwise, columnwise, x.shape[0])
 
 
@@ -116,24 +112,13 @@ def _nvfp4(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if _by_kernels(x, counts, portable):
         return without_none(x, *block_kernels.nvfp4(x, rows, rowwise, columnwise, transform, seed))
-    square = rows > 1
-    asked = {"rowwise": rowwise or square, "columnwise": columnwise and not square}
-    q = block_formats.nvfp4(x, rows=rows, **asked, transform=transform, seed=seed, counts=counts)
+    q = block_formats.nvfp4(x, **_asked(rows, rowwise, columnwise), transform=transform, seed=seed, counts=counts)
     columns = None if q.data_t is None else q.data_t.t()
     return without_none(x, q.data, columns, q.scale_inv, q.scale_inv_t)
 
 
 @_nvfp4.register_fake
-def _(
-    x: Tensor,
-    rows: int,
-    rowwise: bool,
-    columnwise: bool,
-    transform: bool,
-    seed: Tensor | None,
-    portable: bool,
-    counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, *_: Any) -> Any:
     m = x.shape[0]
     padded = (m + NVFP4_BLOCK - 1) // NVFP4_BLOCK * NVFP4_BLOCK if transform else m
     data, columns = _room(x, rows, rowwise, columnwise, padded)

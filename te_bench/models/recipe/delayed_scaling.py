@@ -317,16 +317,7 @@ def _cast(
 
 
 @_cast.register_fake
-def _(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, *_: Any) -> Any:
     (m, n), absent = x.shape, x.new_empty(0)
     return (
         x.new_empty((m, n), dtype=dtype) if rowwise else absent,
@@ -337,18 +328,10 @@ def _(
 
 
 def _emulated(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool, **gathered: Tensor | None
 ) -> Quantized:
     """The reference quantiser's `scaled`, for torch.compile."""
-    data, inverse, data_t, inverse_t = _cast(x, scale, dtype, rowwise, columnwise, amax, counts, column_sum)
+    data, inverse, data_t, inverse_t = _cast(x, scale, dtype, rowwise, columnwise, **gathered)
     return quantize_triton.wrap(
         rowwise, columnwise, data, data_t, inverse, inverse_t, layout=Layout(dtype, TENSOR, torch.float32)
     )

@@ -85,7 +85,6 @@ def test_bf16_is_close_to_itself_one_ulp_away_and_so_are_the_right_recipes(end: 
     ("fault", "recipe", "gap"),
     [
         ("doubled_scale", CURRENT, 0.08),  # 0.08 to 0.30 measured, 3 seeds: the least is ten times what A/A shows
-        ("doubled_scale", "rowwise_scaling", 0.13),  # 0.14 to 0.25
         ("frozen_scale", "delayed_scaling", 0.3),  # 0.31 to 0.49
         ("flushed_gradients", CURRENT, 0.35),  # 0.36 to 0.40
         ("transposed_wgrad", CURRENT, 1.4),  # 1.46 to 1.64

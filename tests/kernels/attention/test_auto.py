@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_checks import know
 from test_contract import GPT2, a_problem, draw, run
 
 from te_bench.kernels import attention, measured
@@ -29,27 +30,12 @@ def a_row(problem: Problem = H200, machine: str = HERE, **seconds: float) -> Tim
     return Timing(operator="attention", machine=machine, problem=table.whole(problem), seconds=seconds, source="a test")
 
 
-def know(rows: Iterable[Timing]) -> None:
-    """Make these the user's own table, and read it."""
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(measured.text(rows))
-    measured.forget()
-
-
 def nearest(rows: Iterable[Timing], problem: Problem, machine: str = HERE) -> tuple[Timing, float] | None:
-    know(rows)
+    know(*rows)
     return table.nearest(machine, problem)
 
 
-@pytest.fixture(autouse=True)
-def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No table of the user's own, and no choice made before; nor any left for other tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured.forget()
-    yield
-    measured.forget()
+pytestmark = pytest.mark.usefixtures("own")
 
 
 # Which row
@@ -150,7 +136,7 @@ def test_the_first_of_the_preference_where_nothing_near_was_measured(changes: di
 
 
 def choice(rows: Iterable[Timing], problem: Problem) -> auto.Choice:
-    know(rows)
+    know(*rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("triton.knobs.runtime.interpret", False)
         return auto.choose(problem, HERE)
@@ -166,7 +152,7 @@ def test_a_choice_is_carried_out_remembered_and_proved() -> None:
         == "asked for auto, which chose no backend in this process"
     )
     for name, other in (("math", "flash"), ("flash", "math")):
-        know([a_row(problem, here, **{name: 1e-6, other: 2e-6})])
+        know(a_row(problem, here, **{name: 1e-6, other: 2e-6}))
         assert attention.rival("auto", problem) == name
         assert auto.chosen() == ()  # to ask is not to run
         seen = kernels_seen(lambda: run(attention.load("auto"), problem, draw(problem)), "cpu").names
@@ -212,7 +198,7 @@ def test_the_users_own_rows_take_the_place_of_the_shipped_ones() -> None:
     shipped = measured.read(measured.SHIPPED, "attention")
     assert shipped == measured.timings("attention")
     mine = [a_row(machine=SHIPPED_GPU, flash=1e-4), a_row(dataclasses.replace(H200, head_dim=128), flash=1e-4)]
-    know(mine)
+    know(*mine)
     assert measured.timings("attention") == (*mine, *(row for row in shipped if row.key != mine[0].key))
     assert auto.choose(H200, SHIPPED_GPU).name == "flash"
 
@@ -221,16 +207,15 @@ def test_a_table_of_attention_alone_still_counts_below_the_users_own() -> None:
     """As te-bench wrote it before other operators had one: attention.json, schema 1."""
     path = measured.user_table()
     assert path is not None
-    path.parent.mkdir(parents=True)
     problem = {name: v for name, v in dataclasses.asdict(table.whole(H200)).items() if name != "capability"}
     cell = {"machine": HERE, "problem": problem, "seconds": {"math": 1e-4, "flash": 1e-3}, "source": "before"}
     path.with_name("attention.json").write_text(json.dumps({"schema": 1, "cells": [cell]}, indent=1))
     measured.forget()
     assert auto.choose(H200, HERE).name == "math"
     assert "(before)" in auto.choose(H200, HERE).why
-    know([a_row(dataclasses.replace(H200, batch=24), flash=1e-4)])
+    know(a_row(dataclasses.replace(H200, batch=24), flash=1e-4))
     assert auto.choose(H200, HERE).name == "math"
-    know([a_row(flash=1e-4)])
+    know(a_row(flash=1e-4))
     assert auto.choose(H200, HERE).name == "flash"
 
 
@@ -238,7 +223,6 @@ def test_a_table_of_attention_alone_still_counts_below_the_users_own() -> None:
 def test_a_table_that_is_none_is_named(name: str) -> None:
     own = measured.user_table()
     assert own is not None
-    own.parent.mkdir(parents=True)
     for broken in (
         "",
         "[]",
@@ -268,7 +252,7 @@ def test_the_shipped_table_is_what_the_published_records_say() -> None:
 
 
 def test_what_has_gone_since_it_was_measured_is_passed_over() -> None:
-    know([a_row(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3)])
+    know(a_row(gone=1e-9, auto=1e-8, flash=1e-4, math=1e-3))
     assert auto.choose(H200, HERE).name == "flash"
 
 
@@ -291,7 +275,7 @@ windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
 )  # fmt: skip
 def test_a_table_is_read_as_it_was_written(problem: Problem, seconds: dict[str, float]) -> None:
     row = dataclasses.replace(a_row(problem, flash=1.0), seconds=seconds)
-    know([row])
+    know(row)
     assert measured.timings("attention")[0] == row
     assert table.distance(row.problem, row.problem) == 0
     assert table.whole(row.problem) == row.problem

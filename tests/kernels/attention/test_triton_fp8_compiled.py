@@ -1,6 +1,7 @@
 """FP8 attention in Triton as it compiles for Hopper: FP8 products, no spills, no byte that changes its thread."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import compiled
 import pytest
@@ -63,9 +64,8 @@ CALLS["one row, compiled in"] = one_row_compiled_in
 
 
 @pytest.mark.slow
-def test_it_compiles_without_faults(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.cache is not None
-    *kernels, _, broken = compiled.compiled(__name__, tuple(CALLS), pytestconfig.cache.mkdir("compiled"))
+def test_it_compiles_without_faults(folder: Path) -> None:
+    *kernels, _, broken = compiled.compiled(__name__, tuple(CALLS), folder)
     print(*kernels, sep="\n")  # pytest -s: the table
     assert len(kernels) == 9 * (len(CALLS) - 1)
     assert any("packed with what is none" in fault for fault in faults(broken)), "the gate sees the wrong bytes"

@@ -2,8 +2,6 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,12 +29,7 @@ def chosen(epilogue: str | None, m: int, n: int, k: int, gpu: str = GPU) -> bool
     return choose(epilogue, m, n, k, gpu=gpu, processors=PROCESSORS)
 
 
-@pytest.fixture(autouse=True)
-def _no_own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured.forget()
-    yield
-    measured.forget()
+pytestmark = pytest.mark.usefixtures("own")
 
 
 @pytest.mark.parametrize("row", SHIPPED, ids=lambda row: str(row.problem))

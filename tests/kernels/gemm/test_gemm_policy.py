@@ -1,13 +1,12 @@
 """Which GEMM runs: the fastest measured of the shape, cuBLASLt where nothing was measured or little is to be won."""
 
 import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gemm_checks import FAST, check, integers, layout, product, quantised
+from kernel_checks import know
 
 from te_bench.kernels import architecture, gemm, measured
 from te_bench.kernels.gemm import PAIRS, policy, table
@@ -21,22 +20,7 @@ GPU, PROCESSORS = "NVIDIA H200", 132
 SHIPPED = [row for row in measured.read(measured.SHIPPED) if row.operator == "gemm" and row.problem.dtype == "e4m3"]
 
 
-@pytest.fixture(autouse=True)
-def _own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No table of the user's own, nor any left for other tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured.forget()
-    yield
-    measured.forget()
-
-
-def know(*rows: Timing) -> None:
-    """Make these the user's own table, and read it."""
-    path = measured.user_table()
-    assert path is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(measured.text(rows))
-    measured.forget()
+pytestmark = pytest.mark.usefixtures("own")
 
 
 def a_row(m: int, n: int, k: int, machine: str = GPU, **seconds: float) -> Timing:

@@ -141,24 +141,6 @@ def test_quantized_is_the_reference(name: str, shape: tuple[int, int], kind: str
         assert_quantizes_right(backend, draw(shape, kind, True, source, device), dtype)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-@pytest.mark.parametrize("shape", [(8192, 4096), (12288, 768), (300, 16384)], ids=str)
-def test_quantized_is_the_reference_at_size(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    backend = supported("triton", shape[1], "cuda", quantized=True)
-    assert_quantizes_right(backend, draw(shape, device="cuda"), dtype)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["reference", "triton"])
-def test_a_layout_not_asked_for_is_none(name: str, device: str) -> None:
-    backend, case = supported(name, 100, device, quantized=True), draw((33, 100), device=device)
-    for layouts in ({"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}):
-        packed, _, _ = observe(backend, case, FP8[0], **layouts)
-        assert [t is None for t in packed[:4]] == [not layouts["rowwise"]] * 2 + [not layouts["columnwise"]] * 2
-        assert_quantizes_right(backend, case, FP8[0], **layouts)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", norm.names())
 def test_a_constant_row_is_the_bias(name: str, device: str) -> None:

@@ -238,6 +238,11 @@ def said(call: Callable[[], object]) -> str:
     return "nothing"
 
 
+def recipes_of(world: int) -> list[str]:
+    """What more ranks change is who has which part, of all modules in float64, and whose amaxes a scale is of."""
+    return list(RECIPES) if world == 2 else ["delayed", "current"]
+
+
 def run(rank: int, world: int, path: Path, device: str) -> None:
     backend = "gloo" if device == "cpu" else "nccl"
     torch.set_default_device(torch.device(device, rank if device == "cuda" else None))
@@ -250,8 +255,8 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
         for name in MODULES:
             for sequence in (False, True):
                 found["plain"][name, sequence] = plain(name, sequence)
-        for kind in RECIPES:
-            for name in ("column", "row", "layer") if kind != "delayed" else MODULES:
+        for kind in recipes_of(world):
+            for name in MODULES if (kind, world) == ("delayed", 2) else ("column", "row", "layer"):
                 for sequence in (False, True):
                     found["fp8"][kind, name, sequence] = in_fp8(name, sequence, kind)
         if (world, device) == (2, "cpu"):

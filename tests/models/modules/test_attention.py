@@ -1,5 +1,6 @@
 """MultiheadAttention against its own formula in float64, and against torch.nn.MultiheadAttention."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -211,19 +212,24 @@ def test_cross_attention_takes_a_pair_of_padding_masks() -> None:
         torch.testing.assert_close(out[length:, b], mha.proj.bias.expand(S - length, -1))  # of a context of 0
 
 
+def by_sdpa(mha: MultiheadAttention, x: Tensor, change: Callable[[Tensor, Any], Tensor]) -> Tensor:
+    """Causal attention of queries and keys that were changed: change(q, q_norm), change(k, k_norm)."""
+    q, k, v = (
+        F.linear(x, getattr(mha.qkv, f"{n}_weight"), getattr(mha.qkv, f"{n}_bias")).unflatten(-1, (HEADS, D))
+        for n in ("query", "key", "value")
+    )
+    heads = [t.permute(1, 2, 0, 3) for t in (change(q, mha.q_norm), change(k, mha.k_norm), v)]
+    context = F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+    return F.linear(context, mha.proj.weight, mha.proj.bias)
+
+
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embeddings_turn_queries_and_keys(interleaved: bool, layout: str) -> None:
     mha = layer(rotary_pos_interleaved=interleaved, qkv_format=layout)
     freqs = RotaryPositionEmbedding(D, interleaved=interleaved).to("cpu")(S)
     x = draw(S, B, HIDDEN)
-    q, k, v = (
-        F.linear(x, getattr(mha.qkv, f"{n}_weight"), getattr(mha.qkv, f"{n}_bias")) for n in ("query", "key", "value")
-    )
-    turned = [apply_rotary_pos_emb(t.unflatten(-1, (HEADS, D)), freqs, interleaved=interleaved) for t in (q, k)]
-    heads = [t.permute(1, 2, 0, 3) for t in (*turned, v.unflatten(-1, (HEADS, D)))]
-    context = F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
-    expected = F.linear(context, mha.proj.weight, mha.proj.bias)
+    expected = by_sdpa(mha, x, lambda t, _: apply_rotary_pos_emb(t, freqs, interleaved=interleaved))
     given = x if layout == "sbhd" else x.transpose(0, 1)
     out = mha(given, rotary_pos_emb=freqs)
     torch.testing.assert_close(out if layout == "sbhd" else out.transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
@@ -243,19 +249,13 @@ def test_queries_and_keys_are_normalised(kind: str, before: bool) -> None:
         bias = 0.0 if kind == "RMSNorm" else module.bias
         return t / (t.square().mean(-1, keepdim=True) + 1e-3).sqrt() * module.weight + bias
 
-    def turn(t: Tensor) -> Tensor:
-        return apply_rotary_pos_emb(t, freqs)
+    def change(t: Tensor, module: Any) -> Tensor:
+        if before:
+            return apply_rotary_pos_emb(norm(t, module), freqs)
+        return norm(apply_rotary_pos_emb(t, freqs), module)
 
     x = draw(S, B, HIDDEN)
-    q, k, v = (
-        F.linear(x, getattr(mha.qkv, f"{n}_weight"), getattr(mha.qkv, f"{n}_bias")).unflatten(-1, (HEADS, D))
-        for n in ("query", "key", "value")
-    )
-    q, k = (turn(norm(t, m)) if before else norm(turn(t), m) for t, m in ((q, mha.q_norm), (k, mha.k_norm)))
-    heads = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
-    context = F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
-    expected = F.linear(context, mha.proj.weight, mha.proj.bias)
-    torch.testing.assert_close(mha(x, rotary_pos_emb=freqs), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mha(x, rotary_pos_emb=freqs), by_sdpa(mha, x, change), atol=1e-5, rtol=1e-5)
 
 
 def test_what_comes_back() -> None:
