@@ -96,7 +96,7 @@ def _faster(decision: Decision) -> str:
     )
     if decision.over_best is not None:
         other, ratio = decision.over_best
-        said += f"; {text.speedup(ratio)} as fast as the best without te-bench ({other.words()})"
+        said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
     return f"{said}."
 
 

@@ -101,7 +101,10 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
         name = choice.head or "reference"
         padded = question.padded_vocab if choice.padded else vocab
         if not question.preset:
-            found[Part(LINEAR, (("tokens", rows), ("in_features", d), ("out_features", vocab)), "bf16")] -= 1
+            sizes = (("tokens", rows), ("in_features", d), ("out_features", vocab))
+            kept = made.kept.get(made.head, 0) if choice.recipe else 0
+            by = "bf16" if kept else choice.recipe or choice.precision
+            found[Part(LINEAR, sizes, by, "bf16" if kept else choice.precision)] -= 1
             name, padded = FP8_HEAD if choice.recipe else CHUNKED, -(-vocab // MULTIPLE) * MULTIPLE
         head = (("n", rows), ("d", d), ("vocab", vocab), ("padded", padded), ("head", name))
         found[Part(HEAD, head, name, half, _mode(choice, name))] += 1

@@ -100,10 +100,11 @@ def _choice(said: dict[str, Any]) -> Choice:
 
 def _over_rivals(found: dict[str, Any]) -> Value:
     """Over the fastest measured step that needs nothing of te-bench's, and of how many that is."""
-    theirs = [step for step in found["steps"] if _choice(step).of_others]
-    over = (found["answer"]["over_best"] or {}).get("ratio") or found["answer"]["speedup"]
+    theirs, answer = [step for step in found["steps"] if _choice(step).of_others], found["answer"]
+    over = (answer.get("over_best") or {}).get("ratio") or answer["speedup"]
     if not theirs or over is None:
         return word(None)
     best = min(theirs, key=lambda step: float(step["seconds"]))
+    ratio = 1.0 if _choice(best) == _choice(answer["use"]) else over["value"]
     said = best["rival"] or (best["mode"] if best["mode"] == "eager" else f"torch.{best['mode']}")
-    return Value(text=f"{text.times(over['value'])} ({said}, of {len(theirs)})", sort=over["value"])
+    return Value(text=f"{text.times(ratio)} ({said}, of {len(theirs)})", sort=ratio)

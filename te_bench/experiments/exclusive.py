@@ -19,7 +19,36 @@ from te_bench.experiments.spec import Trial
 
 TIMED = ("bench_py", "quickstart", "kernel", "turns", "once")  # of spec.PROTOCOLS
 
-_HELD: ContextVar[int | None] = ContextVar("held", default=None)  # descriptor of the lock file
+_HELD: ContextVar["_Turn | None"] = ContextVar("held", default=None)
+
+
+class _Turn:
+    """A trial's hold on its GPU: `work` is held together or alone, and whoever wants either passes `gate` first.
+
+    The gate is for fairness: flock lets those who share in again and again while one waits to be alone.
+    """
+
+    def __init__(self, gpu: str):
+        stem = Path(tempfile.gettempdir()) / f"te-bench-{re.sub(r'[^A-Za-z0-9_.-]', '-', gpu)}"
+        self.gate, self.work = (_opened(stem.with_name(f"{stem.name}.{kind}.lock")) for kind in ("gate", "work"))
+
+    def share(self) -> None:
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        fcntl.flock(self.work, fcntl.LOCK_SH)
+        fcntl.flock(self.gate, fcntl.LOCK_UN)
+
+    def take(self) -> None:
+        fcntl.flock(self.work, fcntl.LOCK_UN)  # else those who wait for it would wait for each other
+        fcntl.flock(self.gate, fcntl.LOCK_EX)
+        fcntl.flock(self.work, fcntl.LOCK_EX)
+
+    def give_back(self) -> None:
+        fcntl.flock(self.work, fcntl.LOCK_SH)
+        fcntl.flock(self.gate, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self.work)
+        os.close(self.gate)
 
 
 @contextlib.contextmanager
@@ -32,33 +61,35 @@ def taking_turns(trial: Trial) -> Iterator[None]:
     if trial.device != "cuda" or not gpu or trial.protocol not in TIMED or world_of(trial) > 1:
         yield
         return
-    name = re.sub(r"[^\w.-]", "-", gpu)  # a part of a GPU has slashes
-    lock = _opened(Path(tempfile.gettempdir()) / f"te-bench-{name}.lock")
-    token = _HELD.set(lock)
+    turn = _Turn(gpu)
+    token = _HELD.set(turn)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        turn.share()
         yield
     finally:
         _HELD.reset(token)
-        os.close(lock)
+        turn.close()
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Wait until no other trial works on the GPU, and keep it so; at once where nothing is held."""
-    lock = _HELD.get()
-    if lock is None:
+    turn = _HELD.get()
+    if turn is None:
         yield
         return
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    turn.take()
     try:
         yield
     finally:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        turn.give_back()
 
 
 def _opened(path: Path) -> int:
-    """A descriptor; of a file that another user made as well, which in /tmp cannot be opened as if to make it."""
+    """A descriptor of a file that any user may read, and so lock: in /tmp another's cannot be opened as if to make it."""
     with contextlib.suppress(PermissionError):
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.suppress(PermissionError):  # it is somebody else's
+            os.fchmod(made, 0o644)
+        return made
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

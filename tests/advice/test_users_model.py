@@ -84,6 +84,19 @@ def test_linears_that_stay_in_bf16_are_counted_so(asked: Question) -> None:
     assert {part.rival for part in found if part.workload == "attention"} == {"flash"}  # what the survey saw
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling"])
+def test_the_parts_of_te_convert_have_one_head(asked: Question, kept: int, recipe: str | None) -> None:
+    """A head that shares the embedding's weight stays in bf16 as a Linear; one of its own is in FP8 as one."""
+    head = {"rows": 1024, "in_features": 128, "out_features": asked.vocab, "calls": 1, "kept": kept}
+    made = Made.of(survey_work(asked, head=None, linears=[{**head, "names": ["module.lm_head"]}]))
+    precision = {"precision": "fp8", "recipe": recipe} if recipe else {}
+    found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, parts="all", **precision))  # type: ignore[arg-type]
+    assert [(p.workload, p.rival) for p in found if p.workload != "attention"] == [
+        ("linear_cross_entropy", "fp8" if recipe else "chunked")
+    ]
+
+
 def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
     machine = Machine(asked)
     evidence = gathered(machine)

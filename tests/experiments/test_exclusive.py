@@ -1,6 +1,7 @@
 """Trials on one GPU take turns: threads stand for processes, for a lock is its descriptor's."""
 
 import contextlib
+import os
 import tempfile
 import threading
 import time
@@ -92,7 +93,38 @@ def test_the_lock_ends_with_its_trial_also_where_it_raises() -> None:
 def test_a_part_of_a_gpu_has_a_lock_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-GPU-1/7/0")
     with exclusive.taking_turns(a_trial()), exclusive.alone():
-        assert [path.name for path in tmp_path.iterdir()] == ["te-bench-MIG-GPU-1-7-0.lock"]
+        assert {path.name for path in tmp_path.iterdir()} == {
+            f"te-bench-MIG-GPU-1-7-0.{k}.lock" for k in ("gate", "work")
+        }
+
+
+def test_a_lock_is_every_user_s(tmp_path: Path) -> None:
+    mask = os.umask(0o077)
+    try:
+        with exclusive.taking_turns(a_trial()):
+            assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+    finally:
+        os.umask(mask)
+
+
+def test_nobody_starves_of_four_that_go_on_and_on() -> None:
+    """Each builds for NAP and is timed in no time; a fair share of 2 s is 40 NAPs of building, side by side."""
+    done, ended = [0] * 4, time.perf_counter() + 40 * NAP
+
+    def go(name: int) -> None:
+        while time.perf_counter() < ended:
+            with exclusive.taking_turns(a_trial()):
+                time.sleep(NAP)
+                with exclusive.alone():
+                    done[name] += 1
+
+    threads = [threading.Thread(target=go, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert min(done) >= 5
+    assert max(done) <= 3 * min(done)
 
 
 def test_every_timed_block_asks_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ CHANGES = ("parts", "rival", "checkpointing")  # what is done to the model: the 
 #: Targets of a batch, at least, in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. Of few targets
 #: one rounding moves every gradient that follows, and the check takes rows to err independently.
 FEWEST_TARGETS = 8
-SAME = 1e-6  # of a loss: two passes whose sums are of another order differ by less
+#: Of a loss in float32: sums of another order differ by less. Noise of less is left to the gradients to show.
+SAME = 1e-6
 NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
 
 

@@ -10,6 +10,7 @@ bias): whoever trains adds it up over the group, as Megatron-LM does.
 Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -138,22 +139,35 @@ class Ranks:
 class Entry:
     """Where several column Linears take one input: its gradients are added up here, and then over the ranks, once.
 
-    The first of them to take a tensor enters it, and the others find it. Nothing is kept once all have.
+    The first of them to take a tensor enters it, and the others find it, as it was and with or without gradients as it was
+    entered. Nothing is kept once all have.
     """
 
     def __init__(self, ranks: Ranks, readers: int):
         self.ranks, self.readers = ranks, readers
         self._left = 0
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._known: tuple[Tensor, Tensor, tuple[bool, int]] | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        known = self._known
-        if known is None or known[0] is not x or known[1].dtype is not dtype:
+        known, state = self._known, self._state(x)
+        if known is None or known[0] is not x or known[1].dtype is not dtype or known[2] != state:
             self._left = self.readers
-            known = x, _There.apply(x.to(dtype), _same, self.ranks.total)
+            known = x, _There.apply(x.to(dtype), _same, self.ranks.total), state
         self._left -= 1
         self._known = known if self._left else None
         return known[1]
+
+    @staticmethod
+    def _state(x: Tensor) -> tuple[bool, int]:
+        """Whether gradients are recorded, and how often x was written to, which a graph that is traced knows by itself."""
+        unknown = torch.compiler.is_compiling() or x.is_inference()
+        return torch.is_grad_enabled(), 0 if unknown else x._version
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)(copy.deepcopy(self.ranks, memo), self.readers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_left": 0, "_known": None}
 
 
 class Division(NamedTuple):

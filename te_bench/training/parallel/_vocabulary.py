@@ -43,6 +43,8 @@ def _embed(model: Decoder, ranks: Ranks, first: int, tokens: Tensor) -> Tensor:
     Norms and sums do not ask which tokens those are. Raises ValueError for a T that does not divide.
     """
     tables, (B, T) = model.tables(), tokens.shape
+    rows = model.config.vocab_size
+    torch._assert_async(((tokens >= 0) & (tokens < rows)).all(), f"a token that no row of {rows} embeds")
     own = tokens - first
     last = len(tables.tokens.weight) - 1
     x = tables.tokens(own.clamp(0, last)).masked_fill(((own < 0) | (own > last))[..., None], 0)
@@ -76,6 +78,8 @@ class _SharedEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
         z = _without_padding(logits, vocab - first)
+        legal = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
+        torch._assert_async(legal.all(), f"a target that is none of {vocab} classes")
         own = targets - first
         here = (own >= 0) & (own < z.shape[1])
         place = own.clamp(0, z.shape[1] - 1)[:, None]
@@ -92,7 +96,7 @@ class _SharedEntropy(torch.autograd.Function):
         logits, entropy, place, here, kept = ctx.saved_tensors
         gradient = (_without_padding(logits, ctx.columns) - entropy[:, None]).exp()
         gradient = gradient.scatter_add(1, place, -here[:, None].to(gradient.dtype))
-        return (gradient * (dy * kept / kept.sum())[:, None]).to(logits.dtype), None, None, None, None
+        return (gradient * (dy * kept / kept.sum().clamp(min=1))[:, None]).to(logits.dtype), None, None, None, None
 
 
 def _without_padding(logits: Tensor, columns: int) -> Tensor:

@@ -1,5 +1,6 @@
 """N ranks with divided modules compute what one rank computes with whole ones, over gloo and NCCL."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import tensor_parallel_cases as cases
 import torch
+
+from te_bench.models.modules.tensor_parallel import Entry
 
 PER_TENSOR = ("delayed", "current")
 
@@ -138,3 +141,30 @@ def test_weights_kept_over_micro_batches_and_activation_checkpoints(details: lis
 def test_what_cannot_be_divided_is_said_in_a_sentence(details: list[dict[str, Any]], what: str, sentence: str) -> None:
     for found in details:
         assert sentence in found[what]
+
+
+class TenRanks:
+    """Of which each has the same."""
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return 10 * x
+
+
+@pytest.mark.parametrize("before", ["nothing", "a pass without gradients", "a pass that ended early", "another input"])
+def test_an_input_s_gradient_is_whole_whatever_became_of_the_pass_before(before: str) -> None:
+    entry = Entry(TenRanks(), readers=2)  # type: ignore[arg-type]
+    x = torch.ones(3, requires_grad=True)
+    if before == "a pass without gradients":
+        with torch.no_grad():
+            entry(x, x.dtype)
+    elif before == "a pass that ended early":
+        entry(x, x.dtype)
+        x.data.add_(1)
+        x.detach().add_(1)  # as a static input is written to
+    elif before == "another input":
+        entry(torch.zeros(3, requires_grad=True), x.dtype)
+    taken = [copy.deepcopy(entry)(x, x.dtype), *(entry(x, x.dtype) for _ in range(2))][1:]
+    torch.testing.assert_close(taken[0], x)
+    (2 * taken[0] + 3 * taken[1]).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [50.0] * 3
