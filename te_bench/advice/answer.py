@@ -30,7 +30,7 @@ from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
 
-LINES = 15
+LINES = 20
 
 
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
@@ -57,7 +57,7 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
     lines = [f"    {line}" for line in code(evidence.question, decision.use)]
     kept: list[str] = []
     for number, sentence in enumerate(sentences(evidence, decision, findings)):
-        wrapped = textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent="  ")
+        wrapped = textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         if len(kept) + len(wrapped) + len(lines) + 1 <= LINES:
             kept += wrapped
         elif number == 0:

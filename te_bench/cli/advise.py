@@ -55,7 +55,7 @@ def advise(
     gpus: Gpus = None,
     fresh: Fresh = False,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Answer from what DIR holds, of any machine; measure nothing.")
+        bool, typer.Option("--recorded", help="Measure nothing: write the answer in DIR anew, of any machine.")
     ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
@@ -66,7 +66,7 @@ def advise(
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
 
-    machine, packages = _recorded(out, device, gpus, fresh) if recorded else (None, {})
+    machine, packages = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else (None, {})
     where = device or (machine["identity"]["device"] if machine else environment.default_device())
     asked = Options(
         device=where,
@@ -90,7 +90,7 @@ def advise(
     question = replace(question, problem={**question.problem, **packages})
     directory = out or folder(asked)
     if not fresh:
-        _same_question(directory, question)
+        _same_question(directory, question, recorded)
     own(directory / "advice")
     machine = machine or environment.capture(where, chosen)
     assert asked.budget_s is not None
@@ -116,9 +116,7 @@ def advise(
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit))
 
 
-def _recorded(
-    out: Path | None, device: str | None, gpus: str | None, fresh: bool
-) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The machine of the last answer in the folder, and which packages its trials name.
 
     Raises ValueError where there is none, or more is asked for.
@@ -126,8 +124,8 @@ def _recorded(
     from te_bench.experiments import store
     from te_bench.experiments.spec import ADVICE
 
-    if device is not None or gpus is not None or fresh:
-        raise ValueError("--recorded measures nothing: leave --device, --gpus and --fresh out")
+    if any(other is not None for other in others):
+        raise ValueError("--recorded measures nothing: leave --device, --gpus, --memory and --fresh out")
     if out is None:
         raise ValueError("--recorded answers from a folder: name it with --out")
     journal = store.load(out) if store.written(out) else store.Journal()
@@ -150,7 +148,7 @@ def folder(asked: "Options") -> Path:
     return path.with_name("-".join([path.name, *(re.sub(r"[^A-Za-z0-9._-]", "-", word) for word in said)]))
 
 
-def _same_question(directory: Path, question: "Question") -> None:
+def _same_question(directory: Path, question: "Question", recorded: bool) -> None:
     """Raise ValueError for a folder with the answer to another: its steps would be ranked beside this one's."""
     from te_bench.experiments import store
     from te_bench.experiments.spec import ADVICE
@@ -160,8 +158,8 @@ def _same_question(directory: Path, question: "Question") -> None:
     other = next((plan for plan in plans if plan.suite == ADVICE and plan.baseline != baseline), None)
     if other is not None:
         raise ValueError(
-            f"{directory} holds the answer on another model, code or device ({' '.join(other.asked)}): name another folder "
-            "with --out, or set that answer aside with --fresh"
+            f"{directory} holds the answer on another model, code or device ({' '.join(other.asked)}): "
+            + ("say the same" if recorded else "name another folder with --out, or set that answer aside with --fresh")
         )
 
 

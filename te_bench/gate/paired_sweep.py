@@ -73,7 +73,10 @@ def revision(
     """
     package = root / "te_bench" if of_te_bench else None
     if package and not (package / "experiments").is_dir():
-        raise Unrunnable(f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench")
+        raise Unrunnable(
+            f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench; "
+            "of another project give --config te-bench.toml"
+        )
     try:
         found = environment.of_revision(machine, package, commit)
     except OSError as error:  # a link to nowhere among its files

@@ -115,7 +115,8 @@ def run_rounds(
 
 def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
     base, head = _names(question, commits)
-    finding = GateFinding(name=question.suite, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
+    name = question.suite if question.commands is None else "the commands"
+    finding = GateFinding(name=name, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
     margin, alpha = question.margin, question.alpha
     return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(finding,))
 

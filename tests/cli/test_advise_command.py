@@ -55,7 +55,7 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert done.code == 0, done.out + done.err
     assert "Use " in done.out
     assert "as fast as what you have" in done.out
-    assert len(done.out.partition("\n")[2].splitlines()) <= 15 + done.out.count("already in")
+    assert len(done.out.partition("\n")[2].splitlines()) <= 20 + done.out.count("already in")
     first = len(simulated.asked)
     again = command(*words)
     assert again.code == 0
@@ -87,7 +87,10 @@ def test_an_answer_from_records_measures_nothing(
     [
         (("--out", "empty"), "empty holds no records of te-bench advise"),
         ((), "--recorded answers from a folder: name it with --out"),
-        (("--out", "run", "--device", "cpu"), "--recorded measures nothing: leave --device, --gpus and --fresh out"),
+        (
+            ("--out", "run", "--device", "cpu"),
+            "--recorded measures nothing: leave --device, --gpus, --memory and --fresh out",
+        ),
         (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
     ],
 )

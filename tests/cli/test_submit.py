@@ -141,6 +141,22 @@ def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write
     refused = command("submit", run)
     assert refused.code == 4
     assert refused.err.startswith(f"No record, of the suite fp8, of {len(suite.trials) - 1} configurations, train_step")
-    assert command("submit", run, "--missing", 'only the "first"').code == 0
+    assert command("submit", run, "--missing", 'only the "first" 😀').code == 0
     said = tomllib.loads((results / "published.toml").read_text())["h200/part"]
-    assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first"'}}
+    assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first" 😀'}}
+
+
+@pytest.mark.parametrize("asked", [("--batch",), ("--batch", "abc"), ("--only",)])
+def test_a_plan_that_nobody_asked_for_so_is_one_sentence(
+    command: Command, results: Path, write: Write, suite: Experiment, asked: tuple[str, ...]
+) -> None:
+    done = command("submit", write("odd", dataclasses.replace(suite, asked=asked)))
+    assert done.code in (2, 4)
+    assert len(done.err.splitlines()) <= 2
+    assert "Traceback" not in done.err
+
+
+def test_advice_is_not_submitted(command: Command, results: Path, write: Write, suite: Experiment) -> None:
+    done = command("submit", write("advice", dataclasses.replace(suite, suite="advise")))
+    assert (done.code, done.out) == (2, "")
+    assert "holds advice" in done.err

@@ -150,11 +150,14 @@ def gathers_bf16(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
-def sends_bf16(trial: Trial, context: Context) -> dict[str, Any]:
-    """Sequence parallelism that casts what it has gathered, to the same numbers."""
+def sends_float32(trial: Trial, context: Context) -> dict[str, Any]:
+    """Sequence parallelism whose forward pass sends the same numbers in float32, and whose backward pass sends FP8."""
+    in_fp8 = Ranks.gather_operand
 
     def gather_operand(self: Ranks, own: Operand) -> Operand:
-        return own._replace(data=self.gather(own.data.to(torch.bfloat16)).to(own.data.dtype))
+        if torch._C._current_graph_task_id() != -1:
+            return in_fp8(self, own)
+        return own._replace(data=self.gather(own.data.to(torch.float32)).to(own.data.dtype))
 
     Ranks.gather_operand = gather_operand  # type: ignore[method-assign]
     return child.run_one(trial, context)
@@ -223,7 +226,7 @@ def of_gathers() -> dict[str, Any]:
     shared = {name: value for name, value in asked["problem"].items() if name != "gather"}  # type: ignore[attr-defined]
     of_tokens = dataclasses.replace(in_fp8, problem={**shared, "parallel": "tp", "sequence_parallel": True})
     return {
-        "tokens bf16": ranks.run(of_tokens, Context(), sends_bf16),
+        "tokens float32": ranks.run(of_tokens, Context(), sends_float32),
         "tokens fp8": ranks.run(of_tokens, Context(), child.run_one),
         "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),
         "gathers fp8": ranks.run(in_fp8, Context(), child.run_one),

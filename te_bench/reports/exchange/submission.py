@@ -10,7 +10,7 @@ from typing import Any
 
 from te_bench.experiments import plan as plans
 from te_bench.experiments import run_options
-from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.spec import ADVICE, Experiment, Options, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood
 from te_bench.reports.analysis.rows import gaps, identity, trial_of
 
@@ -57,12 +57,14 @@ def examine(run: Path, *, name: str | None = None, missing: str | None = None) -
     journal = load(run)
     if not journal.plans:
         raise ValueError(f"{run} holds a journal without a plan: run te-bench run --out {run} first")
-    name = name or run.resolve().name
+    if any(plan.suite == ADVICE for plan in journal.plans):
+        raise ValueError(f"{run} holds advice: submit takes runs of te-bench run")
+    name = run.resolve().name if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise ValueError(f"--name {name}: give one folder's name of letters, digits, dots and dashes")
     gpu = " and ".join(sorted({str(identity(body).get("gpu")) for body in journal.environments.values()}))
     said = "-".join(word for word in gpu.split() if not re.fullmatch(r"NVIDIA|GeForce|\d+GB|HBM\w+", word)).lower()
-    lacks = [*_of_records(journal, gpu), *gaps([run]), *_of_plan(journal, missing)]
+    lacks = [*_of_records(journal, gpu), *gaps([run]), *([] if gpu == "None" else _of_plan(journal, missing))]
     folder = f"{said}/{name}"
     return Submission(run=run, folder=folder, gpu=gpu, journal=journal, missing=missing, lacks=tuple(lacks))
 
@@ -78,11 +80,11 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
     folder.mkdir(parents=True)
     file = JOURNAL if (submission.run / JOURNAL).exists() else PACKED
     shutil.copyfile(submission.run / file, folder / file)
-    options = ", ".join(f"{key} = {json.dumps(value)}" for key, value in _options(plan).items())
-    lines = [f'["{submission.folder}"]', f"suite = {json.dumps(plan.suite)}"]
+    options = ", ".join(f"{key} = {_toml(value)}" for key, value in _options(plan).items())
+    lines = [f'["{submission.folder}"]', f"suite = {_toml(plan.suite)}"]
     lines += [f"options = {{ {options} }}"] if options else []
     lines += ["trains = true"] if _trains(journal) else []
-    lines += [f"known.missing = {json.dumps(submission.missing)}"] if submission.missing else []
+    lines += [f"known.missing = {_toml(submission.missing)}"] if submission.missing else []
     listed = results / "published.toml"
     before, table, after = listed.read_text(encoding="utf-8").partition("\n[disagreements]")
     listed.write_text("\n".join([before.rstrip("\n"), "", *lines, ""]) + table + after, encoding="utf-8")
@@ -96,6 +98,11 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
     with (results / "README.md").open("a", encoding="utf-8") as readme:  # whose end is the table
         readme.write(f"| {' | '.join(row)} |\n")
     return folder
+
+
+def _toml(value: Any) -> str:
+    """A string, number or list as TOML has it, which knows no surrogates."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
@@ -150,14 +157,14 @@ def _options(plan: Plan) -> dict[str, Any]:
     words = iter(plan.asked)
     for flag in words:
         if flag == "--only":
-            next(words)
+            next(words, None)
             continue
         with understood(f"the option {flag} of a plan"):
             name, option = flags[flag]
-        if option.type == list[str]:
-            found.setdefault(name, []).append(next(words))
-            continue
-        value = True if option.type is bool else option.type(next(words))
-        value = option.read(value) if option.read else value
+            if option.type == list[str]:
+                found.setdefault(name, []).append(next(words, ""))
+                continue
+            value = True if option.type is bool else option.type(next(words, ""))
+            value = option.read(value) if option.read else value
         found[name] = list(value) if isinstance(value, tuple) else value
     return found

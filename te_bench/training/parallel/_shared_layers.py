@@ -241,7 +241,8 @@ class SharedLayers(Grouped):
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         """A column Linear's input is gathered, and again for its weight's gradient where that is of what was sent in FP8.
 
-        And where its block is computed again; a row Linear's gradient once; the head's input once.
+        And where its block is computed again; a row Linear's gradient once; the head's input once, and the gradient of what
+        was embedded in float32.
         """
         found = Counter[tuple[str, bool]]()
         for dtype, bounds in super().gathered(model, gather, tokens).items():
@@ -254,8 +255,10 @@ class SharedLayers(Grouped):
                 features = layer.in_features if mode == "column" else layer.out_features
                 for most, times in ((False, 1), (True, 3 if mode == "column" else 1)):
                     found[dtype, most] += times * size * tokens * features
+            embedded = tokens * model.config.shape.hidden
             for most in (False, True):
-                found["bfloat16", most] += 2 * tokens * model.config.shape.hidden
+                found["bfloat16", most] += 2 * embedded
+            found["float32", True] += 4 * embedded
         return {dtype: (found[dtype, False], found[dtype, True]) for dtype, _ in found}
 
     def _shares(self) -> dict[Any, Share]:
