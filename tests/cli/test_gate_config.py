@@ -1,6 +1,7 @@
 """te-bench gate --config: three small projects, of a script, a pytest-benchmark suite and a package that is built."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,8 @@ def gate(
     """gate(base, the config's text), by few runs a pair: on a quiet machine 5 pairs tell."""
     monkeypatch.chdir(repository.root)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)  # pytest-benchmark measures nothing in a worker
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(revisions, "LOOKS", (5, 8, 12, 20))
