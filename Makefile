@@ -7,7 +7,7 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md results.md performance.md attention.md gate.md convergence.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test docs bench simulations lint check-tables compile-tests compile-other-gpus tables clean
+.PHONY: demo test docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench run quick
@@ -51,6 +51,10 @@ tables: .venv/demo.done
 # docs/ with a reference and a gallery of results/, as a site in site/: open site/index.html, no server is needed.
 docs: .venv/docs.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The site in a headless Chromium: its links, its search, the gallery's filters, both colour schemes.
+check-docs: .venv/test.done .venv/docs.done
+	$(BIN)/python -m pytest -m site tests/test_site.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -34,7 +34,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-SELDOM = ("other_gpus", "simulations")
+SELDOM = ("other_gpus", "simulations", "site")
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROBE = (Path(__file__).parent / "site_probe.html").read_text()
 WITHOUT = [name for name in ("mkdocs", "material", "mkdocstrings") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.site,
     pytest.mark.skipif(bool(WITHOUT), reason="no MkDocs: pip install 'te-bench[docs]'"),
 ]
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)

@@ -49,8 +49,10 @@ def test_plan_gives_the_trials_that_run_would_do(command: Command) -> None:
     assert [(t.id, t.name) for t in trials] == [(trial["id"], trial["name"]) for trial in shown["trials"]]
     assert shown["baseline"] in {t.cell for t in trials}
     text = command("plan", "quick", "--device", "cpu", "--cache", "cache").out.splitlines()
-    assert [line.split()[0] for line in text[:-1]] == [t.id for t in trials]
-    assert text[-1] == f"{len(trials)} trials: Quick look: tiny GPT, 2 x 64 tokens"
+    many = len(trials)
+    assert [line.split()[0] for line in text[:many]] == [t.id for t in trials]
+    assert text[many] == f"{many} trials: Quick look: tiny GPT, 2 x 64 tokens"
+    assert text[many + 1].startswith("time: not known, for none of these trials has run")
 
 
 def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
