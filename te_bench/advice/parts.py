@@ -86,7 +86,10 @@ def _sizes(found: Mapping[str, int], shares: int) -> tuple[int, int, int]:
 def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
     """How many of which part a step by that choice has; what every choice shares, the rest of the step, is none."""
     found: Counter[Part] = Counter()
+    replaced = made.head if choice.parts else None
     for (rows, k, n), calls in made.linears.items():
+        if (rows, k, n) == replaced:
+            continue
         sizes = (("tokens", rows), ("in_features", k), ("out_features", n))
         kept = made.kept.get((rows, k, n), 0) if choice.recipe else 0
         found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls - kept
@@ -100,11 +103,7 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
         rows, d, vocab = made.head
         name = choice.head or "reference"
         padded = question.padded_vocab if choice.padded else vocab
-        if not question.preset:
-            sizes = (("tokens", rows), ("in_features", d), ("out_features", vocab))
-            kept = made.kept.get(made.head, 0) if choice.recipe else 0
-            by = "bf16" if kept else choice.recipe or choice.precision
-            found[Part(LINEAR, sizes, by, "bf16" if kept else choice.precision)] -= 1
+        if choice.parts:
             name, padded = FP8_HEAD if choice.recipe else CHUNKED, -(-vocab // MULTIPLE) * MULTIPLE
         head = (("n", rows), ("d", d), ("vocab", vocab), ("padded", padded), ("head", name))
         found[Part(HEAD, head, name, half, _mode(choice, name))] += 1

@@ -245,15 +245,15 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
             mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
         )
-    elif eager and (took := _attention_s(eager[0])) and _attention_s(first) > MASKED * took:
+    elif eager and (took := _attention_s(eager[0])) and (takes := _attention_s(first)) > MASKED * took:
         yield Finding(
             name="compiled_attention",
-            what=f"Under torch.compile attention takes {text.milliseconds(_attention_s(first))} ms of a step, in eager mode "
+            what=f"Under torch.compile attention takes {text.milliseconds(takes)} ms of a step, in eager mode "
             f"{text.milliseconds(took)}.",
             why="as a rule the model gives it a mask there that it leaves out in eager mode: the kernel then skips nothing",
             mend="Leave torch.compile out, or leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
-            seconds=_attention_s(first) - took,
+            seconds=takes - took,
         )
     breaks = first.work.get("graph_breaks")
     if breaks:
