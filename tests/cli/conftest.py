@@ -40,14 +40,19 @@ def repository(tmp_path: Path) -> Repository:
 
 
 @pytest.fixture
-def gate(
-    command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
-    """gate("--head", ...) from inside the repository, in rounds of a tenth of a second."""
+def temporary(repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of commands, which run inside the repository."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
     monkeypatch.chdir(repository.root)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "tmp").mkdir()
+    return folder
+
+
+@pytest.fixture
+def gate(command: Command, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """gate("--head", ...) from inside the repository, in rounds of a tenth of a second."""
     for name, value in QUICK.items():
         monkeypatch.setattr(paired_trial, name, value)
     monkeypatch.setattr(revisions, "LOOKS", (5,))
@@ -55,7 +60,7 @@ def gate(
 
     def run(base: str, *arguments: object, margin: str = "100%") -> Any:
         done = command("gate", "--base", base, "--device", "cpu", "--out", out, "--margin", margin, *arguments)
-        assert not list((tmp_path / "tmp").iterdir())
+        assert not list(temporary.iterdir())
         return done
 
     return run

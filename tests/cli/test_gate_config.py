@@ -58,16 +58,10 @@ def commit(repository: Repository) -> Files:
 
 
 @pytest.fixture
-def gate(
-    command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def gate(command: Command, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """gate(base, the config's text), by few runs a pair: on a quiet machine 5 pairs tell."""
-    monkeypatch.chdir(repository.root)
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # pytest-benchmark measures nothing in a worker
-    monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(revisions, "LOOKS", (5, 8, 12, 20))
     monkeypatch.setattr(commands, "TIMED_S", 0.3)
 
@@ -75,7 +69,7 @@ def gate(
         file = tmp_path / "te-bench.toml"
         file.write_text(f'margin = "10%"\n{text}')
         done = command("gate", "--config", file, "--base", base, "--out", tmp_path / "out", *arguments)
-        assert not list((tmp_path / "tmp").iterdir())
+        assert not list(temporary.iterdir())
         return done
 
     return run
