@@ -282,6 +282,8 @@ class TrainStep:
                 self.table.release_gradients()  # the graph is to have its own
             torch.cuda.reset_peak_memory_stats()
             self._graph = torch.cuda.CUDAGraph()
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            random = generator.clone_state()
             try:
                 # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
                 # Of ranks, NCCL's watchdog asks for events meanwhile, from a thread of its own.
@@ -292,6 +294,7 @@ class TrainStep:
                     self._update()
             except BaseException as error:
                 self._graph = None  # or the next step would replay nothing
+                generator.graphsafe_set_state(random)  # a capture that fails leaves it waiting for the capture's end
                 if isinstance(error, ValueError) and "CUDA graph" in str(error):  # te-bench's own attention says why
                     raise CannotCapture(f"mode cudagraph: {error}") from error
                 if isinstance(error, RuntimeError) and "captur" in str(error):

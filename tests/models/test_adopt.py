@@ -138,3 +138,4 @@ def test_a_model_that_waits_for_the_gpu_cannot_be_captured() -> None:
     model = adopt(Language(waits=True).to("cuda"), parts="all")
     with pytest.raises(CannotCapture, match="waits for the GPU"):
         losses(TrainStep(model, Optim(), precision="bf16", mode="cudagraph"), "cuda")
+    assert torch.rand(8, device="cuda").unique().numel() == 8  # random numbers are there again

@@ -354,6 +354,7 @@ def test_a_fault_is_the_same_on_a_gpu(fault: str, name: str) -> None:
         "right": dataclasses.replace(right, emulate=True),
     }.items():
         mine = copy.deepcopy(layer)
+        torch.manual_seed(0)  # by which gradients may be rounded
         for step in range(3):
             mine.weight.grad = None
             with te.autocast(recipe=recipe):
