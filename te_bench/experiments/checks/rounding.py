@@ -13,6 +13,10 @@ from torch import Tensor
 from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import ROW_FACTOR, ROW_FLOOR, SCALE_FLOOR, SCALE_SIGMAS, TAIL
 
+#: An error's largest directions, found by so many steps of a power iteration; what is left lies in many, and averages away.
+DIRECTIONS = 16
+POWER_STEPS = 4
+
 
 def quantities(
     name: str,
@@ -35,6 +39,7 @@ def quantities(
     found, known = x.double() - truth, yardstick.double() - truth
     (a, _), (b, spread) = _scale(found, truth), _scale(known, truth)
     beyond = max(a - max(b, 0.0), min(b, 0.0) - a)  # a, between the truth's scale and the yardstick's, is no error
+    spread = max(spread, _spread_of_directions(known, truth))
     limit = slack * (SCALE_SIGMAS * spread + SCALE_FLOOR[precision])
     return [
         Quantity(f"{name}, scale", max(beyond, 0.0), limit),
@@ -58,6 +63,29 @@ def _scale(error: Tensor, truth: Tensor) -> tuple[float, float]:
     else:
         parts = [odd]
     return scale.item(), torch.cat(parts).square().sum().sqrt().item()
+
+
+def _spread_of_directions(error: Tensor, truth: Tensor) -> float:
+    """The standard error of `_scale` as if the error's largest directions pointed along the truth by chance. Of a vector, 0.
+
+    Where all tokens are nearly alike, an error lies in one direction or two, and neither rows nor columns err apart.
+    """
+    if truth.dim() == 1:
+        return 0.0
+    if not error.isfinite().all():
+        return math.nan
+    error, truth = error.flatten(0, -2), truth.flatten(0, -2)
+    if error.shape[0] < error.shape[1]:
+        error, truth = error.mT, truth.mT
+    generator = torch.Generator(error.device).manual_seed(0)
+    width = error.shape[1]
+    basis = torch.randn((width, min(DIRECTIONS, width)), generator=generator, dtype=error.dtype, device=error.device)
+    for _ in range(POWER_STEPS):
+        basis = torch.linalg.qr(error.mT @ (error @ basis)).Q
+    seen = error @ basis
+    turn = torch.linalg.eigh(seen.mT @ seen).eigenvectors
+    along = ((seen @ turn) * (truth @ basis @ turn)).sum(0) / truth.square().sum().clamp(min=1e-300)
+    return torch.linalg.vector_norm(along).item()
 
 
 def _worst_row(error: Tensor, known: Tensor, truth: Tensor, precision: str, typical: float) -> float:

@@ -196,6 +196,23 @@ def test_a_scale_is_known_far_better_than_an_element() -> None:
         assert math.isnan(rounding.quantities("x", None, truth, known, "fp8")[0].error)
 
 
+def test_errors_in_a_few_directions_are_no_fault_of_scale() -> None:
+    """As in a model whose tokens are nearly alike: of 50 right draws none is beyond its limit, and 10 % too much is."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(256, 8, generator=generator).double()).Q for _ in range(2))
+    truth = left @ right.T
+
+    def rounded() -> torch.Tensor:
+        """Each of the truth's eight directions errs by 1 % as a whole, and each element of it by 1 % of its size."""
+        odd = 0.01 * torch.randn(8, generator=generator).double()
+        return (left * (1 + odd)) @ right.T + 0.01 * truth * torch.randn(truth.shape, generator=generator).double()
+
+    for _ in range(50):
+        known, ours = rounded(), rounded()
+        assert not rounding.quantities("x", ours, truth, known, "fp32")[0].wrong
+        assert rounding.quantities("x", 1.1 * ours, truth, known, "fp32")[0].wrong
+
+
 def test_a_row_that_is_gone_is_seen_among_thousands() -> None:
     generator = torch.Generator().manual_seed(1)
     truth, noise, more = (torch.randn(4096, 64, generator=generator).double() for _ in range(3))
