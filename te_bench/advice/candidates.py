@@ -17,7 +17,8 @@ CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")
 LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
 #: Recipes in the order in which they are measured where the budget has no room for all.
-RECIPES = ("delayed_scaling", "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
+DELAYED = "delayed_scaling"  # the recipe whose scales are known before a cast
+RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
 OURS = ("gluon", "triton")  # attention kernels of te-bench's
 #: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}

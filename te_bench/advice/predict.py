@@ -4,14 +4,14 @@ Pure arithmetic on what records hold. A choice's frame is the measured step of i
 attention and head in bf16. What a frame and a choice share cancels out, whatever it is.
 Where the GPU waits for Python in the frame, faster parts gain nothing. Elsewhere an eager step takes no less than its
 launches take in a step of the same model that waits.
-In fused blocks, and in those of te.convert's parts, a cast is part of the kernel before it: there a Linear counts by its
-matrix products alone.
+In fused blocks, and in those of te.convert's parts, a cast is part of the kernel before it where its scale is known by then:
+there a Linear by delayed scaling counts by its products alone, and by another recipe by as much more as it takes alone.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.candidates import DELAYED, RECIPES, Choice, Question
 from te_bench.advice.parts import LINEAR, Made, Part, PartTime, parts_of
 
 #: What a part may take more or less in a step than alone: its operands lie in the L2, or do not; the clock is another.
@@ -67,7 +67,9 @@ def predict(
     if not all(part in times for part in differing):
         return None
     in_kernels = choice.fused or choice.parts is not None
-    seconds_of = {part: _seconds(part, time, fused=in_kernels) for part, time in times.items()}
+    seconds_of = {
+        part: _seconds_in_kernels(part, times) if in_kernels else time.seconds for part, time in times.items()
+    }
     alone = sum(count * seconds_of.get(part, 0.0) for part, count in whole.items())
     share = min(1.0, MOST * frame.seconds / alone) if alone else 1.0
     gains: dict[str, float] = {}
@@ -94,8 +96,15 @@ def _launching(frame: Frame, frames: Mapping[Choice, Frame]) -> float:
     return rate * (frame.launches or 0)
 
 
-def _seconds(part: Part, time: PartTime, *, fused: bool) -> float:
-    return time.products if fused and part.workload == LINEAR and time.products else time.seconds
+def _seconds_in_kernels(part: Part, times: Mapping[Part, PartTime]) -> float:
+    """Seconds of a part in blocks whose casts other kernels do."""
+    time = times[part]
+    if part.workload != LINEAR or not time.products:
+        return time.seconds
+    delayed = times.get(part._replace(rival=DELAYED))
+    if part.rival not in RECIPES or delayed is None:
+        return time.products
+    return time.products + max(0.0, time.seconds - delayed.seconds)
 
 
 def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:

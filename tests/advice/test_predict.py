@@ -32,6 +32,28 @@ def test_gains_say_what_saves(machine: Machine) -> None:
     assert gains["linear"] > 0
 
 
+def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alone(machine: Machine) -> None:
+    """Delayed scaling knows its scales before the kernel that could cast; a recipe that does not reads the values again."""
+    evidence = gathered(machine)
+    slower = {
+        part: dataclasses.replace(time, seconds=time.seconds + 1e-4) if part.rival == "rowwise_scaling" else time
+        for part, time in evidence.times.items()
+    }
+    frame = {machine.question.frame(fused("delayed_scaling")): Frame(seconds=0.1, memory=None)}
+    known, other = (
+        predict.predict(machine.question, evidence.made, fused(recipe), frame, slower)
+        for recipe in ("delayed_scaling", "rowwise_scaling")
+    )
+    assert known is not None
+    assert other is not None
+    calls = sum(
+        count
+        for part, count in parts.parts_of(machine.question, evidence.made, fused()).items()
+        if part.workload == "linear"
+    )
+    assert other.seconds - known.seconds == pytest.approx(calls * 1e-4)
+
+
 def test_the_models_own_head_counts_in_a_compiled_step_as_it_is_compiled(machine: Machine) -> None:
     """On an H100 the head of GPT-2 alone takes 25 ms in eager mode, and all of a compiled step 29 ms."""
     evidence = gathered(machine)
