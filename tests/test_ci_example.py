@@ -75,7 +75,7 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def step(repository: Repository, tmp_path: Path) -> Step:
-    """step("Gate", BUDGET="1"): the step's lines, inside the repository, with the inputs that it is given."""
+    """step("Gate", BUDGET="1s"): the step's lines, inside the repository, with the inputs that it is given."""
     path = tmp_path / "te-bench" / "bin"  # of the virtual environment that the first step makes
     path.mkdir(parents=True)
     for name, program in (("te-bench", TE_BENCH), ("gh", GH)):
@@ -149,16 +149,16 @@ def test_a_regression_fails_whatever_else_is_let_through(repository: Repository,
 
 def test_undecided_is_let_through_with_a_warning_or_fails_as_the_team_chose(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST}, {"a": FAST})
-    done = step("Gate", BUDGET="0.001")
+    done = step("Gate", BUDGET="0.06s")
     assert (done.code, "::warning::te-bench gate: exit code 3" in done.log) == (0, True), done
     assert done.summary.startswith(f"{MARKER}\n**INCONCLUSIVE")
-    strict = step("Gate", BUDGET="0.001", LET_THROUGH="")
+    strict = step("Gate", BUDGET="0.06s", LET_THROUGH="")
     assert (strict.code, "::warning::" in strict.log) == (3, False), strict
 
 
 def test_a_trial_that_is_gone_fails_unless_the_team_accepts_it(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST, "gone": FAST}, {"a": FAST})
-    soon = {"BUDGET": "0.001"}  # undecided, too: what is missing comes first
+    soon = {"BUDGET": "0.06s"}  # undecided, too: what is missing comes first
     assert step("Gate", **soon).code == 4
     assert step("Gate", **soon, LET_THROUGH="3 4").code == 0
 
@@ -186,7 +186,7 @@ def test_the_commands_of_another_repository_are_gated(repository: Repository, st
     repository.git("add", "--all")
     repository.git("commit", "--quiet", "-m", "a")
     asked = {"SUITE": "", "BASE": "HEAD"}
-    done = step("Gate", BUDGET="0.001", **asked)
+    done = step("Gate", BUDGET="0.06s", **asked)
     assert (done.code, "INCONCLUSIVE: 1 INCONCLUSIVE of 1 timed" in done.summary) == (0, True), done
     file.write_text('[bench.nap]\ncommand = "no-such-program"')
     done = step("Gate", **asked)

@@ -45,9 +45,7 @@ def advise(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
     ] = None,
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h, or seconds.")
-    ] = BUDGET,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min or 2h.")] = BUDGET,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL, and what else you say of it.")
     ] = None,

@@ -65,7 +65,7 @@ def read(path: Path) -> Commands:
         env=take.env(),
         warmup=take("warmup", int, "a whole number from 1: the first run shows whether a command works", 1, least=1),
         margin=take("margin", str, 'a share as a string, such as "5%"', None),
-        budget=take("budget", str, 'a time as a string, such as "10m"', None),
+        budget=take("budget", str, 'a time as a string, such as "10min"', None),
         timeout=take("timeout", float, "seconds, more than 0", None, least=1e-3),
     )
 

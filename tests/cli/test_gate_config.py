@@ -224,7 +224,7 @@ def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: 
     one = ONE.replace("true", "sh -c 'a  b'")
     (tmp_path / "a.toml").write_text(f'margin = "5%"\nbudget = "90s"\ntimeout = 7\n{one}')
     command("gate", "--config", "a.toml", "--base", "main")
-    command("gate", "--config", "a.toml", "--base", "main", "--margin", "3%", "--budget", 1, "--timeout", 9)
+    command("gate", "--config", "a.toml", "--base", "main", "--margin", "3%", "--budget", "1min", "--timeout", 9)
     assert [(one.margin, one.budget_s, one.timeout_s) for one in asked] == [(0.05, 90, 7), (0.03, 60, 9)]
     assert [one.commands.commands[0].words for one in asked] == [("sh", "-c", "a  b")] * 2
     done = command("gate", "--config", "a.toml", "--base", "main", "--suite", "quick")

@@ -133,7 +133,7 @@ def test_every_pair_counts_when_time_ends(
     monkeypatch.setattr(revisions, "time", clock)
     monkeypatch.setattr(revisions, "LOOKS", (5, 30))
     judge_as(monkeypatch, {"a": 1.02})
-    gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
+    gate(repository.commit({"a": FAST}), "--budget", "1000min", margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert (trial["pairs"], numbers) == (7, [*range(7)])
 
