@@ -5,6 +5,7 @@ measure several trials, the benchmarks whose figures it writes.
 """
 
 import contextlib
+import fnmatch
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches
+from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches, patterns
 from te_bench.gate.config import JSON, ROOT, Command, Commands
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
 from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
@@ -204,6 +205,8 @@ class CommandProcesses(GateProcesses):
         trials: dict[str, dict[str, Mapping[str, Any]]] = {one.name: {} for one in self.revisions}
         together: dict[str, str] = {}
         for command in self.commands.commands:
+            if not _may_match(command, self.question.only):
+                continue
             found: dict[str, Sequence[str]] = {}
             for one in self.revisions:
                 try:
@@ -221,7 +224,10 @@ class CommandProcesses(GateProcesses):
                         trials[one.name][trial.cell] = trial.to_json()
                         together[trial.cell] = command.name
         if not together:
-            raise ValueError(f"--only {self.question.only!r} matches nothing that {self.commands.file} measures")
+            names = ", ".join(command.name for command in self.commands.commands)
+            raise ValueError(
+                f"--only {self.question.only!r} matches nothing that {self.commands.file} measures; its benches: {names}"
+            )
         return PairedPlan(title=f"Commands of {self.commands.file}", baseline=None, trials=trials, together=together)
 
     def _trial(self, command: Command, figure: str) -> Trial:
@@ -282,6 +288,15 @@ class CommandProcesses(GateProcesses):
         if self._runner is not None:
             self._runner.close()
         self._runner = self.planned = None
+
+
+def _may_match(command: Command, only: str | None) -> bool:
+    """Whether a trial of the command may be asked for: those of one that writes figures are not known before it has run."""
+    if matches(command.name, only) or only is None:
+        return True
+    written = f"{command.name}: "  # any part of a pattern, from its beginning, that is like this may be like more
+    begun = (pattern[:end] for pattern in patterns(only) for end in range(len(pattern) + 1))
+    return command.writes and any(fnmatch.fnmatchcase(written, part) for part in begun)
 
 
 def _record(trial: Trial, one: Revision, started_at: str, runs: Sequence[CommandRun], failed: Failed | None) -> Record:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from in_process import Command
 from revisions import Repository
 
 from te_bench.experiments.store import load
-from te_bench.gate import checkouts, commands, revisions
+from te_bench.gate import checkouts, commands, config, revisions
 
 PYTHON = f"{sys.executable} -I -S"
 SCRIPT = "sleep {seconds}\n"
@@ -169,6 +170,36 @@ def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit:
         assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
 
 
+def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    names = ["test_a[1000]", "test_a[1]", "test_a[x, y]"]
+    written = json.dumps(dict.fromkeys(names, 1.0))
+    commit({"figures.py": f"import sys\nopen(sys.argv[1], 'w').write({written!r})\n"})
+    text = f"""
+        [bench.other]
+        command = "no-such-program"
+        [bench.figures]
+        command = "no-such-program {{json}}"
+        [bench.suite]
+        command = "{PYTHON} figures.py {{json}}"
+    """
+    for only, among in {
+        "suite: test_a[1000]": names[:1],
+        "suite: test_a[x, y]": names[2:],
+        "suite: test_a[1*": names[:2],
+        "s*": names,
+        "suite: *[1]": names[1:2],
+    }.items():
+        done = gate("HEAD", text, "--only", only, "--budget", "0.1s")
+        assert done.code == 3, done
+        assert {one["name"] for one in answer(tmp_path)["trials"]} == {f"suite: {name}" for name in among}
+    done = gate("HEAD", text, "--only", "suits")
+    assert done.err.endswith(
+        "'suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n"
+    )
+
+
 def test_a_run_that_hangs_is_stopped_with_all_that_it_started(
     gate: Callable[..., Any], commit: Files, repository: Repository
 ) -> None:
@@ -200,6 +231,18 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f"setup = [1]\n{ONE}", "setup[0]: 1; give a command as a string"),
         (f'directory = "../x"\n{ONE}', "directory: '../x'; give a folder of the repository, relative to its root"),
         (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
+        (
+            '[bench.a]\ncommand = "a && b"\n',
+            "bench.a.command: 'a && b'; give it without && or as sh -c '...', for no shell runs it",
+        ),
+        ('[bench.a]\ncommand = "a|b"\n', "give it without | or"),
+        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give it without > or"),
+        ('[bench.a]\ncommand = "a $HOME"\n', "give it without $ or"),
+        ('[bench.a]\ncommand = "a {jsn}"\n', "give {json} or {root} in place of {jsn}, which stands for nothing"),
+        ('[bench.a]\ncommand = "a --out={out}"\n', "in place of {out}, which stands for nothing"),
+        ("[bench.a]\ncommand = \"sh -c 'a {JSON}'\"\n", "in place of {JSON}, which stands for nothing"),
+        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give it without ; or"),
+        (f'env = {{ A = "{{rot}}/src" }}\n{ONE}', "env.A: '{rot}/src'; give {json} or {root} in place of {rot}"),
         (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
         (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),
         (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the sign"),
@@ -231,6 +274,14 @@ def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: 
     assert (done.code, "--suite: of suites, and --config times commands instead" in done.err) == (2, True)
     assert "say what to compare with, too" in command("gate", "--config", "a.toml").err
     assert "cannot read b.toml: No such file" in command("gate", "--config", "b.toml", "--base", "main").err
+
+
+def test_what_quotes_hold_is_the_commands_own(tmp_path: Path) -> None:
+    words = ["sh", "-c", "a && b > $HOME | awk '{print}'"]
+    file = tmp_path / "te-bench.toml"
+    file.write_text(f"env = {{ A = '{{name}}' }}\n[bench.a]\ncommand = {json.dumps(shlex.join(words))}")
+    [command] = config.read(file).commands
+    assert command.words == tuple(words)
 
 
 @pytest.mark.parametrize(
