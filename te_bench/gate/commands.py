@@ -9,6 +9,7 @@ import fnmatch
 import json
 import math
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -29,7 +30,12 @@ from te_bench.gate.stored_runs import COMMAND
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.exchange import pytest_import
 
-_LONGEST = 200  # characters of what a command printed last
+_LONGEST = 200  # characters of a line that a command printed
+#: In pytest's output a test that failed and the first line of its error, under its heading; and its line in the summary.
+_FAILURE = re.compile(
+    r"^_+ (?:ERROR (?:at \w+ of|collecting) )?(?!_)(.+?) _+\n(?:(?!_+ \w).*\n)*?E +(.+)", re.MULTILINE
+)
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S+(?:::|\.py).*)", re.MULTILINE)
 _ENDED_S = 10.0  # a killed process and what it started have ended by then
 
 
@@ -101,12 +107,12 @@ class CommandRunner:
         )
 
     def _last_words(self, output: Path) -> str:
-        """The last line that a command printed; all that it printed goes to the log."""
+        """The last line that a command printed, of pytest a test that failed too; all that it printed goes to the log."""
         text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1][:_LONGEST]) if lines else ""
+        return printable("; ".join(filter(None, [_failed_test(text), *(line[:_LONGEST] for line in lines[-1:])])))
 
     def close(self) -> None:
         """End it, and the command that it runs."""
@@ -123,6 +129,17 @@ def _placed(text: str, places: Mapping[str, str]) -> str:
     for name, path in places.items():
         text = text.replace(name, path)
     return text
+
+
+def _failed_test(text: str) -> str:
+    """The first test that failed in pytest's output, with the first line of its error; "" where there is none."""
+    listed = [found[1] for found in _SUMMARY.finditer(text)]
+    if (found := _FAILURE.search(text)) is None:
+        return listed[0][:_LONGEST] if listed else ""
+    name, bracket, case = found[1].partition("[")
+    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]  # a file's is its path
+    full = next((line[: line.index(name) + len(name)] for line in listed if name in line), found[1])
+    return f"{full}: {found[2][:_LONGEST]}"
 
 
 def _how_ended(code: int) -> str | None:

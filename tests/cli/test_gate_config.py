@@ -39,6 +39,7 @@ figures = {{"work": [once() for _ in range(9)], {more}}}
 json.dump(figures, open(sys.argv[1], "w"))
 """,
 }
+ALONE = 'env = { PYTEST_DISABLE_PLUGIN_AUTOLOAD = "1" }'
 Files = Callable[..., str]
 
 
@@ -104,7 +105,7 @@ def test_a_pytest_benchmark_suite_is_judged_by_benchmark(
     commit({"bench_it.py": SUITE.format(seconds=0.028)})
     pytest_benchmark = "-m pytest -q -p pytest_benchmark.plugin bench_it.py --benchmark-json={json}"
     text = f"""
-        env = {{ PYTEST_DISABLE_PLUGIN_AUTOLOAD = "1" }}
+        {ALONE}
         [bench.suite]
         command = "{sys.executable} {pytest_benchmark}"
         statistic = "median"
@@ -198,6 +199,38 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
     assert done.err.endswith(
         "'suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "said"),
+    [
+        (
+            f"class TestA:\n @pytest.mark.parametrize('n', [1.5])\n def test_b(self, n): raise ValueError('{'very ' * 20}gone')",
+            "",
+            f"bench_it.py::TestA::test_b[1.5]: ValueError: {'very ' * 20}gone; 1 failed in ",
+        ),
+        (
+            "def test_a(): pass\ndef test_b(): assert [1, 2] == [1, 3]\ndef test_c(): assert 0",
+            "--tb=short",
+            "bench_it.py::test_b: assert [1, 2] == [1, 3]; 2 failed, 1 passed in ",
+        ),
+        (
+            "@pytest.fixture\ndef f(): 1 / 0\ndef test_a(f): pass",
+            "",
+            "::test_a: ZeroDivisionError: division by zero; 1 ",
+        ),
+        ("import nope", "", "bench_it.py: ModuleNotFoundError: No module named 'nope'; 1 error in "),
+        ("def test_a(): assert 0", "--tb=no", "bench_it.py::test_a - assert 0; 1 failed in "),
+    ],
+    ids=["case", "second", "fixture", "collecting", "no traceback"],
+)
+def test_of_a_pytest_that_fails_a_test_and_its_error_are_told(
+    gate: Callable[..., Any], commit: Files, body: str, how: str, said: str
+) -> None:
+    commit({"bench_it.py": f"import pytest\n{body}\n"})
+    done = gate("HEAD", f'{ALONE}\n[bench.suite]\ncommand = "{sys.executable} -m pytest -q {how} bench_it.py"')
+    assert (done.code, done.err.count("\n")) == (2, 2), done
+    assert said in done.err
 
 
 def test_a_run_that_hangs_is_stopped_with_all_that_it_started(
