@@ -205,7 +205,8 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
     ("body", "how", "said"),
     [
         (
-            f"class TestA:\n @pytest.mark.parametrize('n', [1.5])\n def test_b(self, n): raise ValueError('{'very ' * 20}gone')",
+            "class TestA:\n @pytest.mark.parametrize('n', [1.5])\n"
+            f" def test_b(self, n): raise ValueError('{'very ' * 20}gone')",
             "",
             f"bench_it.py::TestA::test_b[1.5]: ValueError: {'very ' * 20}gone; 1 failed in ",
         ),
