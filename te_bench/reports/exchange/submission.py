@@ -14,6 +14,7 @@ from te_bench.experiments.spec import ADVICE, Experiment, Options, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood
 from te_bench.reports.analysis.rows import gaps, identity, trial_of
 
+LISTED = "published.toml"
 #: Of the user's text, not of the suite.
 DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")
 
@@ -34,6 +35,11 @@ def is_clean(environment: Mapping[str, Any]) -> bool:
     """Whether a commit is known and no file differed from it."""
     details = environment.get("details") or {}
     return bool(details.get("git_commit")) and details.get("git_dirty") is False
+
+
+def is_published(folder: Path) -> bool:
+    """Whether it lies below the results/ of a checkout, whose pages a repository keeps."""
+    return any((parent / LISTED).is_file() for parent in folder.resolve().parents)
 
 
 def settled(trial: Trial) -> str:
@@ -85,7 +91,7 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
     lines += [f"options = {{ {options} }}"] if options else []
     lines += ["trains = true"] if _trains(journal) else []
     lines += [f"known.missing = {_toml(submission.missing)}"] if submission.missing else []
-    listed = results / "published.toml"
+    listed = results / LISTED
     before, table, after = listed.read_text(encoding="utf-8").partition("\n[disagreements]")
     listed.write_text("\n".join([before.rstrip("\n"), "", *lines, ""]) + table + after, encoding="utf-8")
     commits = sorted({body["details"]["git_commit"][:7] for body in journal.environments.values()})
