@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from te_bench.experiments import plan as plans
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import ADVICE, Experiment, Options, Trial
-from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood
+from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood, written
 from te_bench.reports.analysis.rows import gaps, identity, trial_of
 
 LISTED = "published.toml"
@@ -58,9 +59,13 @@ def against_the_suite(journal: Journal, today: Experiment) -> tuple[list[str], l
     return old, sorted(name for key, name in planned.items() if key not in measured)
 
 
-def examine(run: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
-    """What a run lacks. Raises ValueError for a folder without a journal, and for one that this te-bench cannot read."""
+def examine(run: Path, results: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
+    """What a run lacks for `results`.
+
+    Raises ValueError for a folder without a journal, one that this te-bench cannot read, and records published there.
+    """
     journal = load(run)
+    _check_is_new(run, journal, results)
     if not journal.plans:
         raise ValueError(f"{run} holds a journal without a plan: run te-bench run --out {run} first")
     if any(plan.suite == ADVICE for plan in journal.plans):
@@ -73,6 +78,23 @@ def examine(run: Path, *, name: str | None = None, missing: str | None = None) -
     lacks = [*_of_records(journal, gpu), *gaps([run]), *([] if gpu == "None" else _of_plan(journal, missing))]
     folder = f"{said}/{name}"
     return Submission(run=run, folder=folder, gpu=gpu, journal=journal, missing=missing, lacks=tuple(lacks))
+
+
+def _check_is_new(run: Path, journal: Journal, results: Path) -> None:
+    """Raise ValueError, with the name, for records that are published, which are never to stand in two tables."""
+    listed = tomllib.loads((results / LISTED).read_text(encoding="utf-8"))
+    for folder in sorted(listed.keys() - {"disagreements"}):
+        if not written(results / folder):
+            continue
+        others = load(results / folder).records
+        both = journal.records.keys() & others.keys()
+        shared = [key for key in both if journal.records[key].started_at == others[key].started_at]
+        if shared:
+            known = "; ".join(f"known.{what}: {why}" for what, why in listed[folder].get("known", {}).items())
+            raise ValueError(
+                f"{run}: {len(shared)} of {len(journal.records)} records are published already, as {folder}"
+                f"{f' ({known})' if known else ''}: submit a run of others"
+            )
 
 
 def enter(submission: Submission, results: Path, command: str) -> Path:
