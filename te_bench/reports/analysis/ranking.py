@@ -46,7 +46,8 @@ def rank(values: Sequence[Values]) -> Ranking:
     rivals = [place for place, found in enumerate(differences) if place != first and len(found) > 1]
     if not rivals:
         return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
-    worse = tuple(place for place in rivals if _above_0(differences[place], len(rivals)))
+    # Two at least: of a single rival the 95 % interval that is quoted beside it could hold 1, for it has two sides.
+    worse = tuple(place for place in rivals if _above_0(differences[place], max(2, len(rivals))))
     best = tuple(sorted({first, *rivals} - {*worse}))
     return Ranking(best=best, worse=worse, alone=tuple(p for p in range(len(values)) if p not in (*best, *worse)))
 
