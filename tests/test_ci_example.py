@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,12 @@ EXAMPLES = sorted((ROOT / "examples" / "ci").glob("*.yml"))
 WORKFLOWS = {
     path: yaml.safe_load(path.read_text()) for path in [*EXAMPLES, *(ROOT / ".github" / "workflows").glob("*.yml")]
 }
+#: What te-bench depends on, and what of it a gate on commands does without.
+NEEDED = {
+    re.split(r"[^\w-]", one)[0]
+    for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+}
+LEFT_OUT = {"torch", "triton", "tokenizers", "safetensors"}
 BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail")  # `shell: bash`, as GitHub starts it
 FAST, SLOW = 0.002, 0.006
 
@@ -49,12 +56,23 @@ arguments = sys.argv[1:]
 if "--jq" in arguments:
     endpoint, how = arguments[2], arguments[arguments.index("--jq") + 1]
     assert (arguments[:2], endpoint) == (["api", "--paginate"], "repos/team/repository/issues/7/comments")
-    sys.exit(subprocess.run(["jq", "-r", how, "comments.json"]).returncode)
+    sys.exit(pathlib.Path("unreadable").exists() or subprocess.run(["jq", "-r", how, "comments.json"]).returncode)
 body = [pathlib.Path(a.removeprefix("body=@")).read_text() for a in arguments if a.startswith("body=@")]
 said = [a for a in arguments[1:] if a.startswith(("repos/", "id=")) or a in ("POST", "PATCH")]
 with open("done.jsonl", "a") as file:
     print(json.dumps([*said, *body]), file=file)
-sys.exit("POST" in said and pathlib.Path("read-only").exists())
+sys.exit(("POST" in said or "id=N3" in said) and pathlib.Path("read-only").exists())
+"""
+# python3 of a version: makes a virtual environment whose python notes what it is asked to install.
+PYTHON3 = f"""#!{sys.executable}
+import os, pathlib, sys
+
+if sys.argv[1] == "-c":
+    sys.version_info = tuple(map(int, os.environ["VERSION"].split(".")))
+    exec(sys.argv[2])
+python = pathlib.Path(sys.argv[3]) / "bin" / "python"
+python.write_text('#!/bin/sh\\necho "$@" >> "$RUNNER_TEMP/installed"\\n')
+python.chmod(0o755)
 """
 
 
@@ -75,10 +93,10 @@ def repository(tmp_path: Path) -> Repository:
 
 @pytest.fixture
 def step(repository: Repository, tmp_path: Path) -> Step:
-    """step("Gate", BUDGET="1"): the step's lines, inside the repository, with the inputs that it is given."""
+    """step("Gate", BUDGET="1s"): the step's lines, inside the repository, with the inputs that it is given."""
     path = tmp_path / "te-bench" / "bin"  # of the virtual environment that the first step makes
     path.mkdir(parents=True)
-    for name, program in (("te-bench", TE_BENCH), ("gh", GH)):
+    for name, program in (("te-bench", TE_BENCH), ("gh", GH), ("python3", PYTHON3)):
         (path / name).write_text(program)
         (path / name).chmod(0o755)
     inputs = {name.upper().replace("-", "_"): one.get("default", "") for name, one in ACTION["inputs"].items()}
@@ -115,6 +133,37 @@ def step(repository: Repository, tmp_path: Path) -> Step:
     return run
 
 
+def test_the_installation_is_pinned_and_without_torch_but_for_a_suite(step: Step, tmp_path: Path) -> None:
+    where = {"GITHUB_ACTION_PATH": str(ROOT), "VERSION": "3.11"}
+    old = step("Install te-bench", **{**where, "VERSION": "3.10"})
+    assert (old.code, "::error::te-bench needs Python 3.11 or newer as python3" in old.log) == (2, True), old
+    installed, pip = tmp_path / "installed", "-m pip install -q --disable-pip-version-check "
+    assert not installed.exists()
+    assert step("Install te-bench", **where, SUITE="quick").code == 0
+    assert installed.read_text() == f"{pip}-c {ROOT}/constraints.txt {ROOT}\n"
+    installed.unlink()
+    assert step("Install te-bench", **where, SUITE="").code == 0
+    packages, own = installed.read_text().splitlines()
+    assert own == f"{pip}--no-deps {ROOT}"
+    assert packages.startswith(f"{pip}-c {ROOT}/constraints.txt ")
+    pinned = {
+        line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert {*packages.removeprefix(f"{pip}-c {ROOT}/constraints.txt ").split()} == NEEDED - LEFT_OUT <= pinned
+
+
+def test_commands_are_gated_by_what_the_action_installs(repository: Repository, step: Step, tmp_path: Path) -> None:
+    (repository.root / "te-bench.toml").write_text('[bench.nap]\ncommand = "sleep 0.01"')
+    repository.git("add", "--all")
+    repository.git("commit", "--quiet", "-m", "a")
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({sorted(LEFT_OUT)})\n")
+    path = os.pathsep.join([str(absent), os.environ["PYTHONPATH"]])
+    done = step("Gate", SUITE="", BASE="HEAD", BUDGET="0.06s", PYTHONPATH=path)
+    assert (done.code, "INCONCLUSIVE: 1 INCONCLUSIVE of 1 timed" in done.summary) == (0, True), done
+
+
 def branched(repository: Repository, base: Mapping[str, Any], head: Mapping[str, Any]) -> str:
     """A pull request's repository: main is at the first revision, HEAD one commit on. The first one's hash."""
     commit = repository.commit(base)
@@ -149,16 +198,16 @@ def test_a_regression_fails_whatever_else_is_let_through(repository: Repository,
 
 def test_undecided_is_let_through_with_a_warning_or_fails_as_the_team_chose(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST}, {"a": FAST})
-    done = step("Gate", BUDGET="0.001")
+    done = step("Gate", BUDGET="0.06s")
     assert (done.code, "::warning::te-bench gate: exit code 3" in done.log) == (0, True), done
     assert done.summary.startswith(f"{MARKER}\n**INCONCLUSIVE")
-    strict = step("Gate", BUDGET="0.001", LET_THROUGH="")
+    strict = step("Gate", BUDGET="0.06s", LET_THROUGH="")
     assert (strict.code, "::warning::" in strict.log) == (3, False), strict
 
 
 def test_a_trial_that_is_gone_fails_unless_the_team_accepts_it(repository: Repository, step: Step) -> None:
     branched(repository, {"a": FAST, "gone": FAST}, {"a": FAST})
-    soon = {"BUDGET": "0.001"}  # undecided, too: what is missing comes first
+    soon = {"BUDGET": "0.06s"}  # undecided, too: what is missing comes first
     assert step("Gate", **soon).code == 4
     assert step("Gate", **soon, LET_THROUGH="3 4").code == 0
 
@@ -186,7 +235,7 @@ def test_the_commands_of_another_repository_are_gated(repository: Repository, st
     repository.git("add", "--all")
     repository.git("commit", "--quiet", "-m", "a")
     asked = {"SUITE": "", "BASE": "HEAD"}
-    done = step("Gate", BUDGET="0.001", **asked)
+    done = step("Gate", BUDGET="0.06s", **asked)
     assert (done.code, "INCONCLUSIVE: 1 INCONCLUSIVE of 1 timed" in done.summary) == (0, True), done
     file.write_text('[bench.nap]\ncommand = "no-such-program"')
     done = step("Gate", **asked)
@@ -223,6 +272,12 @@ def test_the_comment_is_the_gates_own_and_older_ones_are_folded(repository: Repo
     assert done(quoted, other, *own) == ([patch, ["id=N3"], ["id=N4"]], False)
     (repository.root / "read-only").touch()  # a token that may not: the summary has the answer
     assert done(quoted) == ([post], True)
+    assert done(quoted, *own) == ([patch, ["id=N3"], ["id=N4"]], True)  # of what cannot be folded the next one is
+    (repository.root / "unreadable").touch()
+    (repository.root / "done.jsonl").touch()
+    unread = step("Comment", **environment)
+    assert (unread.code, "this token reads no comments" in unread.log) == (0, True), unread
+    (repository.root / "unreadable").unlink()
     written.write_text(report + 70_000 * "x")
     assert len(done()[0][0][-1]) <= 65_536
 
@@ -236,6 +291,34 @@ def test_shell_lines_are_sound(name: str) -> None:
     assert "${{" not in lines  # what others write, such as a branch's name, would be run: it comes by the environment
     bare = re.sub(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\[\[.*?\]\]|#.*", "", lines)
     assert not re.findall(r"(?<!=)\$[\w{]", bare), bare  # every variable is quoted
+
+
+@pytest.mark.parametrize(
+    ("changed", "commented"),
+    [
+        ({}, True),
+        ({"cancelled()": True}, False),
+        ({"steps.gate.outputs.answered": ""}, False),
+        ({"inputs.comment": "false"}, False),
+        ({"github.event.pull_request.head.repo.full_name": "fork/repository"}, False),
+    ],
+)
+def test_when_there_is_a_comment(changed: dict[str, Any], commented: bool) -> None:
+    """Also after a regression, which fails the step before; GitHub's expression is read as Python."""
+    values: dict[str, Any] = {
+        "cancelled()": False,
+        "steps.gate.outputs.answered": "true",
+        "inputs.comment": "true",
+        "github.event.pull_request.head.repo.full_name": "team/repository",
+        "github.repository": "team/repository",
+    }
+    said = STEPS["Comment"]["if"].strip("${} \n").replace("&&", " and ").replace("!cancelled", "not cancelled")
+    for name, value in (values | changed).items():
+        assert name in said
+        said = said.replace(name, repr(value))
+    assert eval(said) is commented
+    assert ACTION["outputs"]["exit-code"]["value"] == "${{ steps.gate.outputs.code }}"
+    assert STEPS["Gate"]["id"] == "gate"
 
 
 def test_forks_have_no_comment_and_inputs_come_by_the_environment() -> None:

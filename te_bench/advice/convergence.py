@@ -1,49 +1,18 @@
 """Whether what is advised trains like bf16: the nearest published verdict, and the command that proves it for a model."""
 
-from dataclasses import dataclass
-
 from te_bench.advice.candidates import FP8_HEAD, Choice, Question
+from te_bench.reports.convergence import published
+from te_bench.reports.convergence.published import Published
 
 STEPS, BATCH_TOKENS, SEEDS = 300, 12 * 1024, 8  # of --preset gpt2-short
 ARMS, FUSED_ARMS = 4, 6  # control, A/A, the recipe, one broken; and with --fused the fused step with either head
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """A verdict of docs/convergence.md, as its records in results/ have it; tests hold the two together."""
-
-    recipe: str
-    fused: bool
-    fp8_head: bool
-    verdict: str
-    records: str  # below results/
-    arm: str  # what the report calls it
-
-
-#: GPT-2 124M, 300 steps of 12 x 1024 tokens, margin 0.02 nat, one H200, eight seeds.
-PUBLISHED = (
-    Published(
-        recipe="delayed_scaling", fused=False, fp8_head=False, verdict="EQUIVALENT",
-        records="h200/convergence-short", arm="delayed_scaling",
-    ),
-    Published(
-        recipe="delayed_scaling", fused=True, fp8_head=False, verdict="INCONCLUSIVE",
-        records="h200/convergence-short", arm="delayed_scaling, fused",
-    ),
-    Published(
-        recipe="delayed_scaling", fused=True, fp8_head=True, verdict="INCONCLUSIVE",
-        records="h200/convergence-short", arm="delayed_scaling, fused, FP8 head",
-    ),
-)  # fmt: skip
-IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSIVE": "eight seeds could not tell"}
 
 
 def nearest(choice: Choice) -> Published | None:
     """The published verdict on the same recipe and the same kernels, te-bench's own."""
     if choice.rival:
         return None
-    wanted = (choice.recipe, choice.fused, choice.head == FP8_HEAD)
-    return next((p for p in PUBLISHED if (p.recipe, p.fused, p.fp8_head) == wanted), None)
+    return published.nearest(choice.recipe, fused=choice.fused, fp8_head=choice.head == FP8_HEAD)
 
 
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
@@ -57,7 +26,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         what = choice.rival or choice.recipe
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     else:
-        said = f"{found.verdict} for GPT-2 124M, {IN_WORDS[found.verdict]} (results/{found.records})"
+        said = found.in_words()
     if not question.text:
         return f"Convergence: {said}; te-bench trains models of text alone, so yours is for you to judge."
     if choice.rival:

@@ -179,6 +179,9 @@ def _best(
     # The fewest changes; of recipes one with a published verdict; then the least memory.
     cheapest = min(fastest, key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
     tied = [choice for choice in fastest if choice != cheapest]
+    told = speedup(found[have], found[cheapest]) if have in found and have != cheapest else None
+    if told and told.low is not None and told.low <= 1:  # told apart one-sided, but not by the interval that is quoted
+        cheapest, tied = have, [cheapest, *tied]
     if cheapest == have and tied:
         why = f"{_looked(found[have], found[tied[0]], tied[0])}, but {len(found[have].ok)} runs cannot tell"
         return (

@@ -45,9 +45,7 @@ def advise(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
     ] = None,
-    budget: Annotated[
-        str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min, 1h, or seconds.")
-    ] = BUDGET,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min or 2h.")] = BUDGET,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL, and what else you say of it.")
     ] = None,
@@ -57,6 +55,9 @@ def advise(
     recorded: Annotated[
         bool, typer.Option("--recorded", help="Measure nothing: write the answer in DIR anew, of any machine.")
     ] = False,
+    rewrite: Annotated[
+        bool, typer.Option("--rewrite", help="With --recorded, write the pages of a published folder anew, too.")
+    ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
     from te_bench import plugins
@@ -65,6 +66,7 @@ def advise(
     from te_bench.experiments import environment, run_options
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
+    from te_bench.reports.exchange import submission
 
     machine, packages = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else (None, {})
     where = device or (machine["identity"]["device"] if machine else environment.default_device())
@@ -91,6 +93,9 @@ def advise(
     directory = out or folder(asked)
     if not fresh:
         _same_question(directory, question, recorded)
+    published = recorded and submission.is_published(directory)
+    if rewrite and not published:
+        raise ValueError("--rewrite is of a published folder, with --recorded: leave it out")
     own(directory / "advice")
     machine = machine or environment.capture(where, chosen)
     assert asked.budget_s is not None
@@ -113,7 +118,7 @@ def advise(
     except NothingMeasured as nothing:
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None
-    raise typer.Exit(_answer(evidence, directory, machine["id"], limit))
+    raise typer.Exit(_answer(evidence, directory, machine["id"], limit, kept=published and not rewrite))
 
 
 def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -233,8 +238,8 @@ def size(said: str) -> float:
     return value
 
 
-def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None) -> int:
-    """Write the answer and the report beside the journal, print the answer; the exit code."""
+def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None, *, kept: bool) -> int:
+    """Write the answer and the report beside the journal, unless those there are kept; print it; the exit code."""
     from te_bench.advice import answer, decision, page, traps
     from te_bench.experiments.spec import ADVICE
     from te_bench.reports.analysis.rows import load_results
@@ -244,10 +249,12 @@ def _answer(evidence: "Evidence", directory: Path, environment: str, limit: floa
     group = decision.group_of(load_results([directory]), ADVICE, environment)
     found = decision.decide(evidence, group, limit)
     findings = traps.of_evidence(evidence)
-    said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
-    write_atomically(directory / "advice.json", f"{said}\n".encode())
-    render.write_report([directory], directory / "report")
-    command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word != '--fresh')}"
-    index = page.write_page(evidence, found, findings, directory / "advice", command)
+    index = directory / "advice" / "index.html"
+    if not kept:
+        said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
+        write_atomically(directory / "advice.json", f"{said}\n".encode())
+        render.write_report([directory], directory / "report")
+        command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word not in ('--fresh', '--rewrite'))}"
+        index = page.write_page(evidence, found, findings, directory / "advice", command)
     print(answer.terminal(evidence, found, findings, str(index)))
     return found.exit_code

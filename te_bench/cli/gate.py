@@ -57,9 +57,7 @@ Config = Annotated[
     ),
 ]
 Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
-Budget = Annotated[
-    str | None, typer.Option(metavar="MINUTES", help="Stop there, undecided if need be. 90s and 2h are fine, too.")
-]
+Budget = Annotated[str | None, typer.Option(metavar="TIME", help="Stop there, undecided if need be: 90s, 10min or 2h.")]
 ExitFirst = Annotated[
     bool,
     typer.Option("-x", "--exitfirst", help="Stop at the first regression: the answer stands, the rest stays open."),
@@ -226,7 +224,7 @@ def _commands(
     if found.margin is not None and not said(context, "margin"):
         fraction(f"{file}: margin", margin := found.margin)
     if found.budget is not None and budget is None:
-        minutes(budget := found.budget, f"{file}: budget")
+        seconds(budget := found.budget, f"{file}: budget")
     return found, margin, budget, timeout if found.timeout is None or said(context, "timeout") else found.timeout
 
 
@@ -285,7 +283,7 @@ def _question(
         head="installed" if base is None else head,
         device=on,
         options={"data": _absolute(data_sets(data or [])), "cache": None if cache is None else str(cache)},
-        budget_s=None if budget is None else minutes(budget),
+        budget_s=None if budget is None else seconds(budget),
         timeout_s=timeout,
         cache=cache,
         gpu=gpus[0]["uuid"] if gpus else None,
@@ -351,15 +349,6 @@ def _show(question: Question, rates: "list[Rate]") -> NoReturn:
     print("\n".join(tables.terminal(shown)))
     say(shown.note)
     raise typer.Exit(0 if self_test.passed(rates, question.alpha) else 1)
-
-
-def minutes(budget: str, option: str = "--budget") -> float:
-    """Seconds of a --budget in minutes: 3, 0.5; or with a unit: 90s, 3m, 2h. Raises ValueError for anything else."""
-    text = budget.strip()
-    try:
-        return seconds(text if text[-1:].isalpha() else f"{text}m")
-    except ValueError:
-        raise ValueError(f"{option} {budget}: give a time greater than 0: 10 or 10m, 90s, 2h") from None
 
 
 def fraction(option: str, given: str) -> float:

@@ -28,7 +28,7 @@ def submit(
     results = next((path / "results" for path in (Path.cwd(), *Path.cwd().parents) if _is_checkout(path)), None)
     if results is None:
         raise ValueError("no checkout of te-bench here, with results/published.toml: go to one")
-    found = submission.examine(run, name=name, missing=missing)
+    found = submission.examine(run, results, name=name, missing=missing)
     if found.lacks:
         print("\n".join(found.lacks), file=sys.stderr)
         raise typer.Exit(INCOMPLETE)

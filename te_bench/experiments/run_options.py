@@ -72,8 +72,11 @@ def _a_mode(flag: str, value: str) -> None:
 # From what is said on the command line to an option's value.
 
 
-def seconds(budget: str) -> float:
-    """Seconds of a --budget: 90, 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for no time at all."""
+def seconds(budget: str, option: str = "--budget") -> float:
+    """Seconds of a --budget: 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for no time at all.
+
+    A bare number is refused: who means minutes would get seconds. option: what the message begins with.
+    """
     text = budget.strip()
     text = text.removesuffix("in") if text.endswith("min") else text
     unit = _UNITS.get(text[-1:].lower())
@@ -82,7 +85,9 @@ def seconds(budget: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:  # nor is NaN
-        raise ValueError(f"--budget {budget}: give a time greater than 0: 90 or 90s, 30m, 2h")
+        raise ValueError(f"{option} {budget}: give a time greater than 0 with its unit: 90s, 10min or 2h")
+    if unit is None:
+        raise ValueError(f"{option} {budget}: say the unit, {text}min or {text}s")
     return value
 
 
@@ -150,7 +155,7 @@ class Options:
         ),
     )
     budget_s: float | None = _option(
-        "90s, 30m or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
+        "90s, 10min or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
         str,
         flag="--budget",
         metavar="TIME",

@@ -80,7 +80,13 @@ class Trial:
 
 def matches(name: str, only: str | None) -> bool:
     """Whether a trial's name is like one of the patterns in `only`, between commas; without any it is."""
-    return only is None or any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in only.split(","))
+    return only is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns(only))
+
+
+def patterns(only: str) -> list[str]:
+    """The globs in `only`, each also with its brackets as they stand: pytest's names hold brackets, and commas in them."""
+    given = [only, *(one.strip() for one in only.split(","))]
+    return [*given, *(one.replace("[", "[[]") for one in given)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

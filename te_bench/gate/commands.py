@@ -5,9 +5,11 @@ measure several trials, the benchmarks whose figures it writes.
 """
 
 import contextlib
+import fnmatch
 import json
 import math
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -19,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches
+from te_bench.experiments.spec import NO_ATTENTION, Record, Trial, matches, patterns
 from te_bench.gate.config import JSON, ROOT, Command, Commands
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan, Revision
 from te_bench.gate.paired_trial import MOST_TURNS, PROTOCOL, TIMED_S, Unrunnable, as_known
@@ -28,7 +30,12 @@ from te_bench.gate.stored_runs import COMMAND
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.exchange import pytest_import
 
-_LONGEST = 200  # characters of what a command printed last
+_LONGEST = 200  # characters of a line that a command printed
+#: In pytest's output a test that failed and the first line of its error, under its heading; and its line in the summary.
+_FAILURE = re.compile(
+    r"^_+ (?:ERROR (?:at \w+ of|collecting) )?(?!_)(.+?) _+\n(?:(?!_+ \w).*\n)*?E +(.+)", re.MULTILINE
+)
+_SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S+(?:::|\.py).*)", re.MULTILINE)
 _ENDED_S = 10.0  # a killed process and what it started have ended by then
 
 
@@ -100,12 +107,12 @@ class CommandRunner:
         )
 
     def _last_words(self, output: Path) -> str:
-        """The last line that a command printed; all that it printed goes to the log."""
+        """The last line that a command printed, of pytest a test that failed too; all that it printed goes to the log."""
         text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return printable(lines[-1][:_LONGEST]) if lines else ""
+        return printable("; ".join(filter(None, [_failed_test(text), *(line[:_LONGEST] for line in lines[-1:])])))
 
     def close(self) -> None:
         """End it, and the command that it runs."""
@@ -122,6 +129,17 @@ def _placed(text: str, places: Mapping[str, str]) -> str:
     for name, path in places.items():
         text = text.replace(name, path)
     return text
+
+
+def _failed_test(text: str) -> str:
+    """The first test that failed in pytest's output, with the first line of its error; "" where there is none."""
+    listed = [found[1] for found in _SUMMARY.finditer(text)]
+    if (found := _FAILURE.search(text)) is None:
+        return listed[0][:_LONGEST] if listed else ""
+    name, bracket, case = found[1].partition("[")
+    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]  # a file's is its path
+    full = next((line[: line.index(name) + len(name)] for line in listed if name in line), found[1])
+    return f"{full}: {found[2][:_LONGEST]}"
 
 
 def _how_ended(code: int) -> str | None:
@@ -204,6 +222,8 @@ class CommandProcesses(GateProcesses):
         trials: dict[str, dict[str, Mapping[str, Any]]] = {one.name: {} for one in self.revisions}
         together: dict[str, str] = {}
         for command in self.commands.commands:
+            if not _may_match(command, self.question.only):
+                continue
             found: dict[str, Sequence[str]] = {}
             for one in self.revisions:
                 try:
@@ -221,7 +241,10 @@ class CommandProcesses(GateProcesses):
                         trials[one.name][trial.cell] = trial.to_json()
                         together[trial.cell] = command.name
         if not together:
-            raise ValueError(f"--only {self.question.only!r} matches nothing that {self.commands.file} measures")
+            names = ", ".join(command.name for command in self.commands.commands)
+            raise ValueError(
+                f"--only {self.question.only!r} matches nothing that {self.commands.file} measures; its benches: {names}"
+            )
         return PairedPlan(title=f"Commands of {self.commands.file}", baseline=None, trials=trials, together=together)
 
     def _trial(self, command: Command, figure: str) -> Trial:
@@ -282,6 +305,15 @@ class CommandProcesses(GateProcesses):
         if self._runner is not None:
             self._runner.close()
         self._runner = self.planned = None
+
+
+def _may_match(command: Command, only: str | None) -> bool:
+    """Whether a trial of the command may be asked for: those of one that writes figures are not known before it has run."""
+    if matches(command.name, only) or only is None:
+        return True
+    written = f"{command.name}: "  # any part of a pattern, from its beginning, that is like this may be like more
+    begun = (pattern[:end] for pattern in patterns(only) for end in range(len(pattern) + 1))
+    return command.writes and any(fnmatch.fnmatchcase(written, part) for part in begun)
 
 
 def _record(trial: Trial, one: Revision, started_at: str, runs: Sequence[CommandRun], failed: Failed | None) -> Record:

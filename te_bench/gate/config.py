@@ -1,6 +1,8 @@
 """te-bench.toml: the commands of any repository that a gate times, and how both revisions are made ready for them."""
 
+import difflib
 import math
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,6 +12,9 @@ from typing import Any
 
 JSON, ROOT = "{json}", "{root}"  # in a command: a file that it is to write; the revision's files
 STATISTICS = ("min", "median")
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
+_OF_A_SHELL = re.compile(r"&&|\|\|?|>>?|[;<&`]|\$(?=[\w{(])")
+_PLACE = re.compile(r"\{(\w+)\}")
 _KEYS = ("bench", "setup", "directory", "env", "warmup", "margin", "budget", "timeout")
 _KEYS_OF_BENCH = ("command", "statistic")
 
@@ -65,7 +70,7 @@ def read(path: Path) -> Commands:
         env=take.env(),
         warmup=take("warmup", int, "a whole number from 1: the first run shows whether a command works", 1, least=1),
         margin=take("margin", str, 'a share as a string, such as "5%"', None),
-        budget=take("budget", str, 'a time as a string, such as "10m"', None),
+        budget=take("budget", str, 'a time as a string, such as "10min"', None),
         timeout=take("timeout", float, "seconds, more than 0", None, least=1e-3),
     )
 
@@ -114,14 +119,25 @@ class _Taker:
         return value
 
     def words(self, key: str, value: Any) -> tuple[str, ...]:
-        """A command's words, split as a POSIX shell splits them; nothing else that a shell does is done."""
+        """A command's words, split as a POSIX shell splits them; what else a shell would do is refused."""
         try:
             words = tuple(shlex.split(value)) if isinstance(value, str) else ()
         except ValueError as error:  # an open quotation
             raise self._refused(key, value, f"a command as a string ({error})") from None
         if not words:
             raise self._refused(key, value, "a command as a string")
+        bare = _QUOTED.sub("''", value)
+        if found := _OF_A_SHELL.search(bare):
+            raise self._refused(key, value, f"it without {found[0]} or as sh -c '...', for no shell runs it")
+        self.check_places(key, value, bare)
         return words
+
+    def check_places(self, key: str, value: str, bare: str = "") -> None:
+        """Refuse {names} that stand for nothing: all in `bare`, which no quotes hold, and misspelled ones anywhere."""
+        known = [place.strip("{}") for place in (JSON, ROOT)]
+        for name in _PLACE.findall(value):
+            if name not in known and (f"{{{name}}}" in bare or difflib.get_close_matches(name.lower(), known)):
+                raise self._refused(key, value, f"{JSON} or {ROOT} in place of {{{name}}}, which stands for nothing")
 
     def directory(self) -> str:
         found: str = self("directory", str, "a folder of the repository, relative to its root", ".")
@@ -134,6 +150,7 @@ class _Taker:
         for name, value in found.items():
             if not isinstance(value, str):
                 raise self._refused(f"env.{name}", value, "a string")
+            self.check_places(f"env.{name}", value)
         return found
 
     def _refused(self, key: str, value: Any, legal: str) -> ValueError:

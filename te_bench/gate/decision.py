@@ -225,7 +225,9 @@ def _judge(
     return GateJudgement(
         **asdict(found),
         verdict=verdict,
-        reason=_reason(verdict, one, look, slower.left[name], passes.left[name], known),
+        reason=_slower(one, look, slower.left[name], found, *means)
+        if verdict is GateVerdict.REGRESSION
+        else _reason(verdict, one, look, passes.left[name], known),
         pairs=first.at(look).n,
         more=more if undecided else 0,
         suspect=undecided and more > 0 and pairs >= SUSPECT_FROM and any(t.latest.log_ratio > t.bar for t in one.times),
@@ -234,20 +236,29 @@ def _judge(
     )
 
 
-def _reason(verdict: GateVerdict, one: TrialRatios, look: int, slower: int, passes: int, needed: Sequence[int]) -> str:
-    """slower, passes: how many hypotheses shared alpha."""
+def _slower(one: TrialRatios, look: int, left: int, found: MeasuredRatio, mean: MeasuredRatio | None = None) -> str:
+    """By which factor a REGRESSION is slower, with its interval; left: how many hypotheses shared alpha."""
+    typical, *_ = one.slower_by(left)
+    pairs = _pairs(one.times[0].at(look).n)
+    if typical is None or typical > look:
+        assert mean is not None
+        assert found.ratio is not None
+        said = f"{_factor(mean)} over all calls on average, above {_percent(one.times[1].bar)} ({pairs})"
+        return f"{said}, though its typical ones take {100 * (found.ratio - 1):+.2f} %"
+    also = "" if mean is None else f", over all calls on average {_factor(mean)}"
+    return f"{_factor(found)}, above the margin of {_percent(one.times[0].bar)} ({pairs}){also}"
+
+
+def _factor(found: MeasuredRatio) -> str:
+    interval = "" if found.low is None or found.high is None else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{found.ratio:.3f} times as slow{interval}"
+
+
+def _reason(verdict: GateVerdict, one: TrialRatios, look: int, passes: int, needed: Sequence[int]) -> str:
+    """Why it is no REGRESSION; passes: how many hypotheses shared alpha."""
     found, *means = (time.at(look) for time in one.times)
     over = f"{_difference(found)} over {_pairs(found.n)}"
     also = f", all calls on average {_difference(means[0])}" if means else ""
-    if verdict is GateVerdict.REGRESSION:
-        typical, *mean = one.slower_by(slower)
-        if typical is None or typical > look:
-            assert mean
-            least = _percent(one.times[1].bar)
-            return (
-                f"all calls on average slower by more than {least}: {_difference(means[0])}, though typical ones {over}"
-            )
-        return f"slower by more than {_percent(one.times[0].bar)}: {over}{also}"
     if verdict is GateVerdict.IMPROVED:
         return f"faster: {over}{also}"
     if verdict is GateVerdict.PASS:

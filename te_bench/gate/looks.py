@@ -10,6 +10,7 @@ from te_bench.reports.convergence.sequential import t_levels
 
 #: Holm's divisors of alpha. Between them the next larger is taken: a level takes 0.3 s to work out, and is kept.
 _DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+HUGE = math.log(1000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +19,7 @@ class MeasuredRatio:
 
     low: above the bar in REGRESSION; high: below it in PASS. detectable: the smallest slow-down (0.03 is 3 %) that is found
     in 80 % of gates with this noise; by the pairs that there are, or by all that were planned where the trial was decided
-    before. None is what too few pairs cannot tell.
+    before. None is what too few pairs cannot tell: no interval is given where a bound is off by a factor of 1,000 or more.
     """
 
     ratio: float | None = None
@@ -60,14 +61,15 @@ class LogRatios:
         found = self.at(look)
         if not found.se:
             return MeasuredRatio(ratio=found.ratio)
-        below, above = (found.bound(t_levels(self.looks, alpha)[look]) for alpha in (slower, passes))
+        bounds = [found.bound(t_levels(self.looks, alpha)[look]) for alpha in (slower, passes)]
+        below, above = bounds if max(bounds) < HUGE else (None, None)
         n = found.n if undecided else self.looks[-1]
         away = detectable(found.sd, n, alpha=self.final(final), alike=self.alike)
         return MeasuredRatio(
             ratio=found.ratio,
-            low=math.exp(found.log_ratio - below),
-            high=_unless_huge(math.exp, found.log_ratio + above),
-            detectable=None if away is None else _unless_huge(math.expm1, self.bar + away),
+            low=None if below is None else math.exp(found.log_ratio - below),
+            high=None if above is None else math.exp(found.log_ratio + above),
+            detectable=None if away is None or away > HUGE else math.expm1(self.bar + away),
         )
 
     def needed(self, look: int, alpha: float, finest: float) -> int | None:
@@ -141,8 +143,3 @@ def holm(trials: Mapping[str, TrialRatios], claim: Callable[[TrialRatios, int], 
             break
         made |= new
     return HolmClaim(made=made, left=left)
-
-
-def _unless_huge(of: Callable[[float], float], log_ratio: float) -> float | None:
-    """exp or expm1; None for what is beyond a factor of 1000: two pairs say nothing."""
-    return of(log_ratio) if log_ratio < math.log(1000) else None

@@ -19,6 +19,7 @@ from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 SCHEMA = 2  # of the JSON; 2: the mean of all calls is judged too
 MARKER = "<!-- te-bench gate -->"  # by which a workflow finds its own comment to bring it up to date
+MOST_SAID = 5  # regressions in sentences
 _WIDTH = tables.TERMINAL_WIDTH
 _HEADINGS = {1: "Got worse", 4: "Missing or failed", 3: "Undecided", 0: "Also"}
 _ANSWERS = {0: "PASS", 1: "REGRESSION", 3: "INCONCLUSIVE", 4: "INCOMPLETE", 5: "ENVIRONMENT MISMATCH"}
@@ -53,9 +54,17 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
         f"all calls. To PASS, their intervals must end below 1 + {bars}. Finds is the test's power, not what it found: it "
         "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
-        f"{_say_how_rare(gate)}"
+        f"{_say_where_no_interval_is(gate)}{_say_how_rare(gate)}"
     )
     return table_of("gate", "Seconds", rows, note)
+
+
+def _say_where_no_interval_is(gate: Gate) -> str:
+    without = [name for name, one in gate.judgements.items() if one.ratio is not None and one.low is None]
+    if not without:
+        return ""
+    who = f"{without[0]} has" if len(without) == 1 else f"{len(without)} rows have"
+    return f" {who} no interval: so few pairs bound a ratio by no factor below 1,000, or they do not vary."
 
 
 def _say_how_rare(gate: Gate) -> str:
@@ -82,7 +91,7 @@ def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> dict[s
 def _ratio(one: MeasuredRatio) -> Value:
     if one.ratio is None:
         return word(None)
-    interval = "" if one.low is None else f" [{one.low:.3f}, {'∞' if one.high is None else f'{one.high:.3f}'}]"
+    interval = "" if one.low is None or one.high is None else f" [{one.low:.3f}, {one.high:.3f}]"
     return Value(text=f"{one.ratio:.3f}{interval}", sort=one.ratio)
 
 
@@ -100,6 +109,8 @@ def _cut_middle(name: str, limit: int) -> str:
 def terminal(gate: Gate) -> list[str]:
     """Lines of at most 100 columns."""
     lines = textwrap.wrap(sentence(gate), _WIDTH)
+    for said in _regressions(gate):
+        lines += _wrap(said)
     full = table(gate)
     if full is not None:
         columns = zip(
@@ -124,6 +135,14 @@ def _wrap(content: str) -> list[str]:
     return textwrap.wrap(content, _WIDTH, subsequent_indent="    ", initial_indent="  " if content[0] == " " else "")
 
 
+def _regressions(gate: Gate) -> list[str]:
+    """What is slower and by how much, the slowest first; MOST_SAID of many."""
+    slower = [(name, one) for name, one in gate.judgements.items() if one.verdict is GateVerdict.REGRESSION]
+    slower.sort(key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
+    said = [f"{name} is {one.reason}." for name, one in slower]
+    return said if len(said) <= MOST_SAID else [*said[:MOST_SAID], f"{len(said) - MOST_SAID} more are in the table."]
+
+
 def _undecided(gate: Gate) -> dict[str, GateJudgement]:
     """What would have to be decided for another answer: nothing once there is a regression."""
     if gate.exit_code == REGRESSED:
@@ -145,6 +164,7 @@ def _notes(gate: Gate) -> list[str]:
 def markdown(gate: Gate) -> str:
     """A comment for a pull request, in GitHub's Markdown; whatever a record says stays text."""
     lines = [MARKER, f"**{tables.escape(sentence(gate))}**", ""]
+    lines += [line for said in _regressions(gate) for line in (tables.escape(said), "")]
     lines += [f"Baseline {tables.escape(gate.baseline)}, candidate {tables.escape(gate.candidate)}.", ""]
     shown = table(gate)
     if shown is not None:

@@ -7,11 +7,12 @@ in DIR/base and DIR/head, and else sets it aside.
 import contextlib
 import functools
 import json
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from te_bench.experiments.spec import Record, digest
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
-from te_bench.gate.decision import FEWEST, check_test
+from te_bench.gate.decision import FEWEST, GateVerdict, check_test
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
 from te_bench.gate.question import Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.rows import TIMED, printable
+from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_atomically
 
 SIDES = ("base", "head")
@@ -110,7 +112,31 @@ def run_rounds(
             gate = judge_at_end(gate, looks=looks or LOOKS, mde=question.mde)
         answered = question.exit_first and gate.regressed
         if not chosen or late or answered or number == question.most:
-            return gate
+            part_s = slowest or took / max(len(planned.parts(planned.common)), 1)
+            spent_s = time.monotonic() - started
+            return replace(gate, notes=(*gate.notes, *_note_budget(gate, planned, spent_s, part_s)))
+
+
+def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float) -> list[str]:
+    """In which --budget every undecided trial gets the pairs that it needs, part_s for one of a part of the plan."""
+    undecided = {name: one for name, one in gate.trials.items() if one.verdict is GateVerdict.INCONCLUSIVE}
+    if gate.regressed or not undecided:
+        return []
+    few = any(one.pairs < FEWEST for one in undecided.values())
+    needed = {name: FEWEST if few else one.needed or math.inf for name, one in undecided.items()}
+    for name, pairs in needed.items():
+        if pairs > LOOKS[-1]:
+            what = "a quieter machine, a longer command or a wider --margin may"
+            return [f"no --budget decides {name}, for a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"]
+    more_s = part_s * sum(
+        max(0, *(needed[name] - one.pairs for name, one in undecided.items() if _cells_of([name], gate, part)))
+        for part in planned.parts(_cells_of(undecided, gate, planned.common))
+    )
+    if more_s <= 0:  # as many pairs as would decide it in most cases: each trial's reason says so
+        return []
+    how = f"the {FEWEST} pairs of each trial without which nothing is decided" if few else "a decision in 80 % of cases"
+    whole = duration(spent_s + more_s)
+    return [f"{how} would take about {whole} in all: --budget {whole.replace(' ', '')}"]
 
 
 def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) -> Gate:
@@ -190,14 +216,15 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
     and is measured at once with a suspect costs nothing more.
     """
     undecided = {name: one for name, one in gate.trials.items() if one.more}
-
-    def of(names: Iterable[str]) -> list[str]:
-        chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
-        return [cell for cell in cells if gate.names.get(cell) in chosen]
-
-    first = of(name for name, one in undecided.items() if one.suspect)
-    parts = planned.parts(of(undecided))
+    first = _cells_of((name for name, one in undecided.items() if one.suspect), gate, cells)
+    parts = planned.parts(_cells_of(undecided, gate, cells))
     return [cell for part in parts if not first or not set(part).isdisjoint(first) for cell in part]
+
+
+def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[str]:
+    """Those of the cells that a judgement of these names is of."""
+    chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
+    return [cell for cell in cells if gate.names.get(cell) in chosen]
 
 
 def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None) -> str:

@@ -108,6 +108,23 @@ def test_an_absurdly_wide_interval_is_told_in_a_clause(tmp_path: Path, slowest: 
     assert re.search(said, found.why)
 
 
+def test_nothing_is_advised_whose_interval_holds_1(tmp_path: Path) -> None:
+    """Of two steps a one-sided test tells what the 95 % interval that is quoted does not."""
+    asked = question("tiny", "cpu")
+    base = Machine(asked).step(asked.trial(asked.have))
+
+    def faster(trial: Trial) -> float:
+        return base / Machine(asked).step(trial) / (1.0 if trial.precision == "bf16" else (1.25, 1.5, 2.0)[trial.seed])
+
+    fails = dict.fromkeys(("/compile/", "/fp8/", "/manual/", "-head-"), "oom")
+    machine = Machine(asked, times_of_step=faster, fails=fails)
+    evidence = gathered(machine)
+    assert [choice.precision for choice in evidence.steps] == ["bf16", "fp32"]
+    found = decided(machine, evidence, tmp_path)
+    assert (found.exit_code, found.use) == (3, asked.have)
+    assert found.why.startswith("fp32, flash attention, eager looked 1.55 times as fast, but 3 runs cannot tell")
+
+
 def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
     machine = Machine(question())
     evidence = gathered(machine, budget_s=0.0)

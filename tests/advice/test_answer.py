@@ -16,6 +16,7 @@ from te_bench.advice.decision import Decision, between, fp8_in_words, linear_gai
 from te_bench.advice.steps import typical
 from te_bench.experiments.spec import Trial
 from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence.published import PUBLISHED
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.verdict import judge_study
 
@@ -231,11 +232,11 @@ def test_convergence_of_bf16_needs_no_proof_and_of_fp8_names_the_command() -> No
 
 
 def test_the_published_verdicts_are_those_of_the_records() -> None:
-    for records in {published.records for published in convergence.PUBLISHED}:
+    for records in {published.records for published in PUBLISHED}:
         (group,) = load_results([ROOT / "results" / records]).groups
         judged = [judge_study(study) for study in studies(group)]
         verdicts = {found.arm.name: str(found.verdict) for verdict in judged for found in verdict.findings}
-        for published in convergence.PUBLISHED:
+        for published in PUBLISHED:
             if published.records == records:
                 assert verdicts[published.arm] == published.verdict
 

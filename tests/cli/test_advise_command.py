@@ -1,6 +1,7 @@
 """te-bench advise on the command line: a real answer on a CPU, exit codes, and one sentence for each wrong word."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,33 @@ def test_an_answer_from_records_measures_nothing(
     assert len(simulated.asked) == asked
     once_more = json.loads((tmp_path / "run" / "advice.json").read_text())
     assert {**once_more, "took_s": 0} == {**said, "took_s": 0}
+
+
+def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
+    command: Command, simulated: Machine, tmp_path: Path
+) -> None:
+    folder = tmp_path / "results" / "h200" / "tiny"
+    command("advise", "--model", "tiny", "--device", "cpu", "--out", folder)
+    (tmp_path / "results" / "published.toml").touch()
+    shutil.rmtree(folder / "advice")
+
+    def files() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    before = files()
+    words = ("advise", "--model", "tiny", "--out", folder, "--recorded")
+    done = command(*words)
+    assert (done.code, "Use " in done.out) == (0, True), done
+    assert files() == before
+    assert command(*words, "--rewrite").code == 0
+    assert files().keys() - before.keys() == {
+        str(folder / "advice" / "index.html"),
+        *map(str, folder.glob("advice/figures/*")),
+    }
+    assert "advise --model tiny --out" in (page := (folder / "advice" / "index.html").read_text())
+    assert "--rewrite" not in page
+    done = command("advise", "--model", "tiny", "--device", "cpu", "--rewrite")
+    assert (done.code, done.err) == (2, "te-bench: --rewrite is of a published folder, with --recorded: leave it out\n")
 
 
 @pytest.mark.parametrize(

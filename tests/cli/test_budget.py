@@ -76,7 +76,7 @@ def planned(command: Command, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("budget", "seeds"), [(3 * SEED_S, 3), (3.99 * SEED_S, 3), (9.01 * SEED_S, 9)])
 def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
-    found = planned(command, "--budget", budget, "--timings", pilot)
+    found = planned(command, "--budget", f"{budget}s", "--timings", pilot)
     assert {trial["seed"] for trial in found["trials"]} == set(range(seeds))
     assert found["judgement"]["seeds"] == found["conclusion"]["seeds"] == seeds
     assert found["estimate"]["device_s"] == pytest.approx(seeds * SEED_S)
@@ -277,7 +277,7 @@ def test_a_run_that_has_begun_keeps_its_seeds_whatever_its_own_records_say(comma
     journal.unlink()
     assert planned(command, "--budget", "10h", "--out", tmp_path / "out")["judgement"]["seeds"] == 3
     write(tmp_path / "other", [ended(trial) for trial in trials()], seeds=1)
-    assert planned(command, "--budget", 7 * SEED_S, "--out", tmp_path / "other")["judgement"]["seeds"] == 7
+    assert planned(command, "--budget", f"{7 * SEED_S}s", "--out", tmp_path / "other")["judgement"]["seeds"] == 7
 
 
 def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command: Command, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_run_takes_the_seeds_of_its_budget(
     command: Command, started: list[Started], pilot: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    done = command("run", *CONVERGENCE, "--budget", 6.5 * SEED_S, "--timings", pilot, "--out", out)
+    done = command("run", *CONVERGENCE, "--budget", f"{6.5 * SEED_S}s", "--timings", pilot, "--out", out)
     assert done.code == 130
     assert "What 6 seeds can conclude" in done.out
     [run] = started

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from in_process import Command
 from revisions import Repository
 
 from te_bench.experiments.store import load
-from te_bench.gate import checkouts, commands, revisions
+from te_bench.gate import checkouts, commands, config, revisions
 
 PYTHON = f"{sys.executable} -I -S"
 SCRIPT = "sleep {seconds}\n"
@@ -38,6 +39,7 @@ figures = {{"work": [once() for _ in range(9)], {more}}}
 json.dump(figures, open(sys.argv[1], "w"))
 """,
 }
+ALONE = 'env = { PYTEST_DISABLE_PLUGIN_AUTOLOAD = "1" }'
 Files = Callable[..., str]
 
 
@@ -103,7 +105,7 @@ def test_a_pytest_benchmark_suite_is_judged_by_benchmark(
     commit({"bench_it.py": SUITE.format(seconds=0.028)})
     pytest_benchmark = "-m pytest -q -p pytest_benchmark.plugin bench_it.py --benchmark-json={json}"
     text = f"""
-        env = {{ PYTEST_DISABLE_PLUGIN_AUTOLOAD = "1" }}
+        {ALONE}
         [bench.suite]
         command = "{sys.executable} {pytest_benchmark}"
         statistic = "median"
@@ -169,6 +171,69 @@ def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit:
         assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
 
 
+def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    names = ["test_a[1000]", "test_a[1]", "test_a[x, y]"]
+    written = json.dumps(dict.fromkeys(names, 1.0))
+    commit({"figures.py": f"import sys\nopen(sys.argv[1], 'w').write({written!r})\n"})
+    text = f"""
+        [bench.other]
+        command = "no-such-program"
+        [bench.figures]
+        command = "no-such-program {{json}}"
+        [bench.suite]
+        command = "{PYTHON} figures.py {{json}}"
+    """
+    for only, among in {
+        "suite: test_a[1000]": names[:1],
+        "suite: test_a[x, y]": names[2:],
+        "suite: test_a[1*": names[:2],
+        "s*": names,
+        "suite: *[1]": names[1:2],
+    }.items():
+        done = gate("HEAD", text, "--only", only, "--budget", "0.1s")
+        assert done.code == 3, done
+        assert {one["name"] for one in answer(tmp_path)["trials"]} == {f"suite: {name}" for name in among}
+    done = gate("HEAD", text, "--only", "suits")
+    assert done.err.endswith(
+        "'suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "said"),
+    [
+        (
+            "class TestA:\n @pytest.mark.parametrize('n', [1.5])\n"
+            f" def test_b(self, n): raise ValueError('{'very ' * 20}gone')",
+            "",
+            f"bench_it.py::TestA::test_b[1.5]: ValueError: {'very ' * 20}gone; 1 failed in ",
+        ),
+        (
+            "def test_a(): pass\ndef test_b(): assert [1, 2] == [1, 3]\ndef test_c(): assert 0",
+            "--tb=short",
+            "bench_it.py::test_b: assert [1, 2] == [1, 3]; 2 failed, 1 passed in ",
+        ),
+        (
+            "@pytest.fixture\ndef f(): 1 / 0\ndef test_a(f): pass",
+            "",
+            "::test_a: ZeroDivisionError: division by zero; 1 ",
+        ),
+        ("import nope", "", "bench_it.py: ModuleNotFoundError: No module named 'nope'; 1 error in "),
+        ("def test_a(): assert 0", "--tb=no", "bench_it.py::test_a - assert 0; 1 failed in "),
+    ],
+    ids=["case", "second", "fixture", "collecting", "no traceback"],
+)
+def test_of_a_pytest_that_fails_a_test_and_its_error_are_told(
+    gate: Callable[..., Any], commit: Files, body: str, how: str, said: str
+) -> None:
+    commit({"bench_it.py": f"import pytest\n{body}\n"})
+    done = gate("HEAD", f'{ALONE}\n[bench.suite]\ncommand = "{sys.executable} -m pytest -q {how} bench_it.py"')
+    assert (done.code, done.err.count("\n")) == (2, 2), done
+    assert said in done.err
+
+
 def test_a_run_that_hangs_is_stopped_with_all_that_it_started(
     gate: Callable[..., Any], commit: Files, repository: Repository
 ) -> None:
@@ -200,6 +265,18 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f"setup = [1]\n{ONE}", "setup[0]: 1; give a command as a string"),
         (f'directory = "../x"\n{ONE}', "directory: '../x'; give a folder of the repository, relative to its root"),
         (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
+        (
+            '[bench.a]\ncommand = "a && b"\n',
+            "bench.a.command: 'a && b'; give it without && or as sh -c '...', for no shell runs it",
+        ),
+        ('[bench.a]\ncommand = "a|b"\n', "give it without | or"),
+        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give it without > or"),
+        ('[bench.a]\ncommand = "a $HOME"\n', "give it without $ or"),
+        ('[bench.a]\ncommand = "a {jsn}"\n', "give {json} or {root} in place of {jsn}, which stands for nothing"),
+        ('[bench.a]\ncommand = "a --out={out}"\n', "in place of {out}, which stands for nothing"),
+        ("[bench.a]\ncommand = \"sh -c 'a {JSON}'\"\n", "in place of {JSON}, which stands for nothing"),
+        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give it without ; or"),
+        (f'env = {{ A = "{{rot}}/src" }}\n{ONE}', "env.A: '{rot}/src'; give {json} or {root} in place of {rot}"),
         (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
         (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),
         (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the sign"),
@@ -224,13 +301,21 @@ def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: 
     one = ONE.replace("true", "sh -c 'a  b'")
     (tmp_path / "a.toml").write_text(f'margin = "5%"\nbudget = "90s"\ntimeout = 7\n{one}')
     command("gate", "--config", "a.toml", "--base", "main")
-    command("gate", "--config", "a.toml", "--base", "main", "--margin", "3%", "--budget", 1, "--timeout", 9)
+    command("gate", "--config", "a.toml", "--base", "main", "--margin", "3%", "--budget", "1min", "--timeout", 9)
     assert [(one.margin, one.budget_s, one.timeout_s) for one in asked] == [(0.05, 90, 7), (0.03, 60, 9)]
     assert [one.commands.commands[0].words for one in asked] == [("sh", "-c", "a  b")] * 2
     done = command("gate", "--config", "a.toml", "--base", "main", "--suite", "quick")
     assert (done.code, "--suite: of suites, and --config times commands instead" in done.err) == (2, True)
     assert "say what to compare with, too" in command("gate", "--config", "a.toml").err
     assert "cannot read b.toml: No such file" in command("gate", "--config", "b.toml", "--base", "main").err
+
+
+def test_what_quotes_hold_is_the_commands_own(tmp_path: Path) -> None:
+    words = ["sh", "-c", "a && b > $HOME | awk '{print}'"]
+    file = tmp_path / "te-bench.toml"
+    file.write_text(f"env = {{ A = '{{name}}' }}\n[bench.a]\ncommand = {json.dumps(shlex.join(words))}")
+    [command] = config.read(file).commands
+    assert command.words == tuple(words)
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ def test_1_a_revision_of_which_every_fourth_call_is_slow_is_found(
 
 def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
     base = repository.commit({"a": FAST})
-    done = gate(base, "--budget", "0.001")
+    done = gate(base, "--budget", "0.06s")
     assert (done.code, "1 pair:" in done.out) == (3, True)
+    assert "Note: the 5 pairs of each trial without which nothing is decided would take about" in done.out
     assert outcomes(tmp_path / "out") == {("a", "ok"): 1}
 
 
@@ -150,7 +151,7 @@ def test_a_trial_of_another_question_is_not_gone_on_with(
     (out / "gate.json").unlink()  # as if it had been killed just before its answer
     gate(base)
     assert {key: record.started_at for key, record in load(out / "head").records.items()} == first
-    for changed in (("--timeout", 30), ("--budget", 5), ("--alpha", 0.01)):
+    for changed in (("--timeout", 30), ("--budget", "5min"), ("--alpha", 0.01)):
         (out / "gate.json").unlink()
         gate(base, *changed)
         again = {key: record.started_at for key, record in load(out / "head").records.items()}

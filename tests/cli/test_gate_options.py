@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from in_process import Command
 
-from te_bench.cli.gate import minutes
 from te_bench.gate import revisions
 
 
@@ -48,8 +47,21 @@ def test_a_slow_down_is_planted_once(command: Command, slower: str) -> None:
     assert (done.code, f"--slower {slower}: give each slow-down once" in done.err) == (2, True)
 
 
-def test_a_budget_is_minutes_unless_it_says_otherwise() -> None:
-    assert [minutes(said) for said in ("10", "0.5", "90s", "2h", " 3m ")] == [600, 30, 90, 7200, 180]
-    for said in ("0", "soon", "-1", "nan", "10d"):
-        with pytest.raises(ValueError, match=f"--budget {said}: give a time greater than 0: 10 or 10m, 90s, 2h"):
-            minutes(said)
+VERBS = (
+    ("gate", "--base", "main", "--device", "cpu"),
+    ("advise", "--model", "tiny", "--device", "cpu"),
+    ("plan", "curves", "--device", "cpu", "--data", "random"),
+)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
+def test_a_budget_without_its_unit_is_refused_by_every_verb(
+    command: Command, asked: list[Any], verb: tuple[str, ...]
+) -> None:
+    done = command(*verb, "--budget", "10")
+    assert (done.code, done.err) == (2, "te-bench: --budget 10: say the unit, 10min or 10s\n"), done
+    for wrong in ("0s", "soon", "-1min", "nans", "10d"):
+        done = command(*verb, f"--budget={wrong}")
+        expected = f"te-bench: --budget {wrong}: give a time greater than 0 with its unit: 90s, 10min or 2h\n"
+        assert (done.code, done.err) == (2, expected)
+    assert not asked

@@ -14,6 +14,7 @@ import pytest
 from gates import FAST, judge_as, outcomes
 from revisions import FILES, Repository
 
+from te_bench.experiments.run_options import seconds
 from te_bench.experiments.store import load
 from te_bench.gate import paired_trial, revisions
 
@@ -117,7 +118,7 @@ def test_looks_are_those_that_the_time_allows() -> None:
     assert revisions.looks_within(7) == (7,)
 
 
-def test_every_pair_counts_when_time_ends(
+def test_every_pair_counts_when_time_ends_and_it_is_said_how_much_time_would_decide(
     gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = revisions.paired_sweep.run_round
@@ -128,14 +129,29 @@ def test_every_pair_counts_when_time_ends(
         return rounds(number, *arguments, **options)
 
     now = time.monotonic
-    clock = SimpleNamespace(monotonic=lambda: now() + (1e6 if len(numbers) == 7 else 0.0))
+    clock = SimpleNamespace(monotonic=lambda: now() + (100 if len(numbers) == 7 else 0.0))
     monkeypatch.setattr(revisions.paired_sweep, "run_round", run)
     monkeypatch.setattr(revisions, "time", clock)
     monkeypatch.setattr(revisions, "LOOKS", (5, 30))
-    judge_as(monkeypatch, {"a": 1.02})
-    gate(repository.commit({"a": FAST}), "--budget", 1000, margin="2%")
+    judge_as(monkeypatch, {"a": 1.02}, noise=0.02)
+    done = gate(repository.commit({"a": FAST}), "--budget", "95s", margin="2%")
     [trial] = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
     assert (trial["pairs"], numbers) == (7, [*range(7)])
+    assert 7 < trial["needed"] <= 30
+    said = " ".join(done.out.split()).partition("Note: a decision in 80 % of cases would take about ")[2]
+    budget = seconds(said.partition("--budget ")[2].removesuffix("."))
+    assert budget == pytest.approx(100 * (1 + trial["needed"] - 7), rel=0.1)  # by the slowest round
+
+
+def test_where_no_budget_decides_it_is_said(
+    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_as(monkeypatch, {"a": 1.02}, noise=0.2)
+    done = gate(repository.commit({"a": FAST}), margin="2%")
+    assert done.code == 3
+    assert "Note: no --budget decides train_step/a/flash/fp32/eager, for a gate makes at most 5 pairs" in " ".join(
+        done.out.split()
+    )
 
 
 def test_a_trial_that_may_be_slower_goes_before_the_others(

@@ -28,7 +28,10 @@ USAGE = [
     (["run", "quick", "--timeout", "0"], "--timeout 0: give seconds greater than 0"),
     (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
     *(
-        (["run", "curves", "--budget", wrong], f"--budget {wrong}: give a time greater than 0: 90 or 90s, 30m, 2h")
+        (
+            ["run", "curves", "--budget", wrong],
+            f"--budget {wrong}: give a time greater than 0 with its unit: 90s, 10min or 2h",
+        )
         for wrong in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
     ),
     (

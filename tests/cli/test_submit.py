@@ -1,6 +1,7 @@
 """te-bench submit: a run that lacks something is refused in a sentence each; a whole one is entered under results/."""
 
 import dataclasses
+import shutil
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,6 +63,10 @@ def write(tmp_path: Path, suite: Experiment) -> Write:
 
 def test_a_whole_run_is_entered_and_published(command: Command, results: Path, write: Write, suite: Experiment) -> None:
     run = write("speed.1")
+    (results / "h200" / "taken").mkdir(parents=True)
+    taken = command("submit", run, "--name", "taken")
+    assert (taken.code, taken.out) == (2, "")
+    assert "published already: choose another --name" in taken.err
     done = command("submit", run)
     assert (done.code, done.err) == (0, "")
     folder = results / "h200" / "speed.1"
@@ -82,9 +87,25 @@ def test_a_whole_run_is_entered_and_published(command: Command, results: Path, w
     assert len(suite.trials) > 1
     assert published.gallery(results, ".").count("<tr data-model") == len(suite.trials)
 
-    again = command("submit", run)
-    assert (again.code, again.out) == (2, "")
-    assert "published already: choose another --name" in again.err
+
+def test_a_journal_that_is_published_is_refused_with_its_name_and_what_is_known_of_it(
+    command: Command, results: Path, write: Write
+) -> None:
+    run = write("first", body=details(git_dirty=True))
+    folder = results / "h200" / "speed"
+    shutil.copytree(run, folder)
+    listed = results / "published.toml"
+    listed.write_text('["h200/speed"]\nsuite = "fp8"\nknown.dirty = "no git"\n\n[disagreements]\n')
+    before = listed.read_text()
+    number = len(load(run).records)
+    for again, more in ((run, ()), (run, ("--name", "other")), (folder, ())):
+        done = command("submit", again, *more)
+        said = f"{again}: {number} of {number} records are published already, as h200/speed (known.dirty: no git)"
+        assert (done.code, done.err) == (2, f"te-bench: {said}: submit a run of others\n"), done
+    assert listed.read_text() == before
+    measured_again = {"started_at": "2026-11-21T00:00:00+00:00"}  # of the same configuration on the same machine
+    part = write("part", outcome="oom", **measured_again)
+    assert f"{number - 1} of {number} records are published already" in command("submit", part).err
 
 
 def details(**changed: object) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes of one CPU each, one of them with two GPUs that are pretended."""
+    """Three nodes of one CPU each, one of them with two GPUs that are pretended, whose lock files would stay in /tmp."""
     pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     from ray.cluster_utils import Cluster
 
@@ -122,7 +122,7 @@ def cluster() -> Iterator[Any]:
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": notice}
         nodes = Cluster(initialize_head=True, head_node_args=head)
         for gpus in (0, 2):
-            nodes.add_node(num_cpus=1, num_gpus=gpus)
+            nodes.add_node(num_cpus=1, num_gpus=gpus, env_vars={"TMPDIR": folder})
         try:
             yield nodes
         finally:
@@ -166,6 +166,8 @@ def test_each_gpu_has_one_trial_at_a_time(on_gpus: tuple[Any, list[dict[str, Any
     for row in on_gpus[1]:
         began = datetime.fromisoformat(row["started_at"]).timestamp()
         seen[row["kernels"][0]].append((began, began + row["wall_s"]))
+    locks = Path(os.environ["RAY_TMPDIR"]).glob("te-bench-GPU-*.lock")
+    assert sorted(path.name[9:-5] for path in locks) == ["GPU-0.gate", "GPU-0.work", "GPU-1.gate", "GPU-1.work"]
     for spans in seen.values():
         assert len(spans) >= 2
         assert all(end <= began + 0.002 for (_, end), (began, _) in pairwise(sorted(spans))), spans

@@ -182,7 +182,7 @@ def test_the_same_records_twice_are_no_pass():
 def test_pairs_far_apart_at_an_early_look_do_not_overflow():
     apart = [1.0, 3e3, 1.0, 1e-4, 2.0]
     found = decide({"a": apart, "b": ratios(0.0, n=5)}, looks=(5, 60)).trials["a"]
-    assert (found.low, found.high, found.detectable) == (pytest.approx(0), None, None)
+    assert (found.low, found.high, found.detectable) == (None, None, None)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 4])

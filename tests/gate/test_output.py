@@ -40,7 +40,7 @@ def test_the_terminal_has_every_verdict_in_a_hundred_columns() -> None:
     assert lines[0].startswith(
         "REGRESSION: 1 REGRESSION, 1 PASS, 1 IMPROVED, 1 INCONCLUSIVE of 4 timed; their geometric"
     )
-    rows = [line.split() for line in lines if line.startswith(("train", "layer", "short", "quick", "geometric mean  "))]
+    rows = [line.split() for line in lines if line.endswith(("  REGRESSION", "  PASS", "  IMPROVED", "  INCONCLUSIVE"))]
     assert [row[-1] for row in rows[:4]] == ["REGRESSION", "INCONCLUSIVE", "PASS", "IMPROVED"]  # the slowest first
     assert rows[0][0].startswith("train_step/gpt2")
     assert rows[0][0].endswith("reduce-overhead")
@@ -49,6 +49,38 @@ def test_the_terminal_has_every_verdict_in_a_hundred_columns() -> None:
     assert "10 (2)" in text
     assert ">= 2." in text  # the minimum detectable effect
     assert text.index("Got worse:") < text.index("Missing or failed:") < text.index("Undecided:") < text.index("Also:")
+
+
+def test_a_regression_is_said_with_its_factor_and_interval() -> None:
+    """In words before the table, the slowest first; of many the slowest five."""
+
+    def said(found: Gate) -> list[str]:
+        lines = output.terminal(found)
+        return " ".join(" ".join(lines[: lines.index("")]).split()).partition(" alpha 0.05. ")[2].split(". ")
+
+    one = gate(decision=decide({"a": ratios(0.12), "b": ratios(0.0)}), findings=())
+    low, high = one.trials["a"].low, one.trials["a"].high
+    assert 1.05 < low < 1.12 < high < 1.2
+    words = f"is 1.120 times as slow [{low:.3f}, {high:.3f}], above the margin of 2 % (10 pairs)"
+    assert said(one)[0] == f"a {words}"
+    assert words.replace("[", "\\[").replace("]", "\\]") in output.markdown(one)
+    many = gate(decision=decide({f"t{n}": ratios(0.1 + n / 100) for n in range(7)}), findings=())
+    assert [sentence.split()[0] for sentence in said(many)] == ["t6", "t5", "t4", "t3", "t2", "3"]
+    [calls] = said(gate(decision=decide({"a": ratios(0.0)}, means={"a": ratios(0.4)}), findings=()))
+    assert calls.startswith("a is 1.400 times as slow [1.3")
+    assert "] over all calls on average, above 5 % (10 pairs), though its typical ones take +0." in calls
+
+
+def test_a_ratio_that_nothing_bounds_has_no_interval_and_it_is_said_why() -> None:
+    few = [1.0, 3.0]
+    one = gate(decision=decide({"a": ratios(0.12), "b": few}), findings=())
+    family = one.judgements["geometric mean"]
+    assert (family.low, family.high, output.to_json(one)["family"]["low"]) == (None, None, None)
+    text = " ".join(" ".join(output.terminal(one)).split())
+    assert "∞" not in text
+    assert "0.000" not in text
+    assert "2 rows have no interval: so few pairs bound a ratio by no factor below 1,000" in text
+    assert "no interval" not in " ".join(output.terminal(gate()))
 
 
 def test_beside_a_regression_nothing_is_said_to_be_undecided() -> None:
@@ -98,7 +130,7 @@ def test_junit_counts_what_it_holds() -> None:
     assert int(suite.get("tests")) == 9
     failure = cases["te-bench.gate.time", LONG].find("failure")
     assert failure.get("type") == "REGRESSION"
-    assert failure.get("message").startswith("slower by more than 2 %: +5.0")
+    assert failure.get("message").startswith("1.050 times as slow [1.04")
     assert all(float(case.get("time")) == 0 for case in suite)
 
 

@@ -1,10 +1,10 @@
 """Which configuration is the best, as far as paired processes tell; and what they do not tell apart, with the reason.
 
 The one with the least time on average is compared with each of the others, process by process with the same seed. Another
-counts as slower where the one-sided t-test of the mean log-ratio says so at 5 % over the number of comparisons; those that
-remain are not distinguished from it. The truly fastest is then among them with a probability of 95 %, whichever was taken
-for it: leaving it out needs one of its own comparisons to err (Bonferroni; multiple comparisons with the best, after Gupta
-1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same way, by differences.
+counts as slower where a one-sided t-test of the mean log-ratio says so at 5 % over the comparisons, two at least; those
+that remain are not distinguished from it. The truly fastest is then among them with a probability of 95 %, whichever was
+taken for it: leaving it out needs one of its own comparisons to err (Bonferroni; multiple comparisons with the best, after
+Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same way, by differences.
 """
 
 import math
@@ -46,7 +46,8 @@ def rank(values: Sequence[Values]) -> Ranking:
     rivals = [place for place, found in enumerate(differences) if place != first and len(found) > 1]
     if not rivals:
         return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
-    worse = tuple(place for place in rivals if _above_0(differences[place], len(rivals)))
+    # Two at least: of a single rival the 95 % interval that is quoted beside it could hold 1, for it has two sides.
+    worse = tuple(place for place in rivals if _above_0(differences[place], max(2, len(rivals))))
     best = tuple(sorted({first, *rivals} - {*worse}))
     return Ranking(best=best, worse=worse, alone=tuple(p for p in range(len(values)) if p not in (*best, *worse)))
 

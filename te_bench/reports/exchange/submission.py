@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 from te_bench.experiments import plan as plans
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import ADVICE, Experiment, Options, Trial
-from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood
+from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, understood, written
 from te_bench.reports.analysis.rows import gaps, identity, trial_of
 
+LISTED = "published.toml"
 #: Of the user's text, not of the suite.
 DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")
 
@@ -36,6 +38,11 @@ def is_clean(environment: Mapping[str, Any]) -> bool:
     return bool(details.get("git_commit")) and details.get("git_dirty") is False
 
 
+def is_published(folder: Path) -> bool:
+    """Whether it lies below the results/ of a checkout, whose pages a repository keeps."""
+    return any((parent / LISTED).is_file() for parent in folder.resolve().parents)
+
+
 def settled(trial: Trial) -> str:
     """What a suite fixes about a trial: not its seed, and of a training not the user's text."""
     drop = DATA if trial.workload == "training" else ()
@@ -52,9 +59,13 @@ def against_the_suite(journal: Journal, today: Experiment) -> tuple[list[str], l
     return old, sorted(name for key, name in planned.items() if key not in measured)
 
 
-def examine(run: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
-    """What a run lacks. Raises ValueError for a folder without a journal, and for one that this te-bench cannot read."""
+def examine(run: Path, results: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
+    """What a run lacks for `results`.
+
+    Raises ValueError for a folder without a journal, one that this te-bench cannot read, and records published there.
+    """
     journal = load(run)
+    _check_is_new(run, journal, results)
     if not journal.plans:
         raise ValueError(f"{run} holds a journal without a plan: run te-bench run --out {run} first")
     if any(plan.suite == ADVICE for plan in journal.plans):
@@ -67,6 +78,23 @@ def examine(run: Path, *, name: str | None = None, missing: str | None = None) -
     lacks = [*_of_records(journal, gpu), *gaps([run]), *([] if gpu == "None" else _of_plan(journal, missing))]
     folder = f"{said}/{name}"
     return Submission(run=run, folder=folder, gpu=gpu, journal=journal, missing=missing, lacks=tuple(lacks))
+
+
+def _check_is_new(run: Path, journal: Journal, results: Path) -> None:
+    """Raise ValueError, with the name, for records that are published, which are never to stand in two tables."""
+    listed = tomllib.loads((results / LISTED).read_text(encoding="utf-8"))
+    for folder in sorted(listed.keys() - {"disagreements"}):
+        if not written(results / folder):
+            continue
+        others = load(results / folder).records
+        both = journal.records.keys() & others.keys()
+        shared = [key for key in both if journal.records[key].started_at == others[key].started_at]
+        if shared:
+            known = "; ".join(f"known.{what}: {why}" for what, why in listed[folder].get("known", {}).items())
+            raise ValueError(
+                f"{run}: {len(shared)} of {len(journal.records)} records are published already, as {folder}"
+                f"{f' ({known})' if known else ''}: submit a run of others"
+            )
 
 
 def enter(submission: Submission, results: Path, command: str) -> Path:
@@ -85,7 +113,7 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
     lines += [f"options = {{ {options} }}"] if options else []
     lines += ["trains = true"] if _trains(journal) else []
     lines += [f"known.missing = {_toml(submission.missing)}"] if submission.missing else []
-    listed = results / "published.toml"
+    listed = results / LISTED
     before, table, after = listed.read_text(encoding="utf-8").partition("\n[disagreements]")
     listed.write_text("\n".join([before.rstrip("\n"), "", *lines, ""]) + table + after, encoding="utf-8")
     commits = sorted({body["details"]["git_commit"][:7] for body in journal.environments.values()})

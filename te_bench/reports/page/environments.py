@@ -86,7 +86,7 @@ def commands(results: Results) -> list[str]:
         own = {(str(p["model"]), str(p["data"])) for p in problems if p.get("data") not in (None, "random", "stdlib")}
         command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
         budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
-        command += [f"--budget {budget:g}" for budget in budgets if len(budgets) == 1]
+        command += [f"--budget {budget:g}s" for budget in budgets if len(budgets) == 1]
         for asked in group.asked:
             words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
             verb = ["run", *words, *command] if group.suite != ADVICE else [*words, command[0]]

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+from te_bench.experiments.spec import Trial
 from te_bench.reports.analysis.ranking import StepRanking
 from te_bench.reports.analysis.steps import MeasuredStep
+from te_bench.reports.convergence.published import nearest
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
 
 BLOCK_FORMATS = "MXFP8 and NVFP4 are emulated by bf16 GEMMs: these times say nothing about a GPU that multiplies them."
-UNPROVEN = "Whether FP8 trains like bf16 these times do not say; te-bench run convergence does."
 EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
 NAMED = 4  # configurations that a sentence names; of more, the number of the rest
 
@@ -30,8 +31,9 @@ def headlines(report: ReportResult) -> list[str]:
             found.append(
                 (2, f"Largest batch: {largest.configuration.label}: {text.count(largest.max_batch)} on {where}.")
             )
-    if any(_unproven(result) for result in report.groups) and not any(result.studies for result in report.groups):
-        found.append((1, UNPROVEN))
+    if not any(result.studies for result in report.groups):
+        unproven = [trial for result in report.groups if (trial := _unproven(result))]
+        found += [(1, _what_is_proven(trial)) for trial in unproven[:1]]
     if any(_emulated(result) for result in report.groups):
         found.append((3, EMULATED))
     elif any(_has_block_formats(result) for result in report.groups):
@@ -45,10 +47,20 @@ def headlines(report: ReportResult) -> list[str]:
     return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
 
 
-def _unproven(result: GroupResult) -> bool:
-    """Whether a training step in FP8 is, or may be, the fastest."""
+def _unproven(result: GroupResult) -> Trial | None:
+    """Of a training step in FP8 that is, or may be, the fastest."""
     found = result.steps.fastest or [step for step in result.steps.steps if step.latency_s is not None][:1]
-    return any(step.configuration.trial.precision == "fp8" for step in found)
+    return next((step.configuration.trial for step in found if step.configuration.trial.precision == "fp8"), None)
+
+
+def _what_is_proven(trial: Trial) -> str:
+    """The published verdict on the recipe of an FP8 step, and what judges it."""
+    fused, problem = trial.problem.get("blocks") == "fused", trial.problem
+    of_others = problem.get("rival") or problem.get("linears")
+    known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=problem.get("head") == "fp8")
+    published = f"published is {known.in_words()}" if known else "no verdict on this step is published"
+    judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
+    return f"Whether FP8 trains like bf16 these times do not say; {published}; {judges} judges it."
 
 
 def _has_block_formats(result: GroupResult) -> bool:
@@ -81,15 +93,37 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(found.steps, found.fastest[0])}, on {where}.")
     else:
-        names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms)" for step in found.fastest]
-        tied = f"{text.listed(names, NAMED)}, on {where} ({found.reason})"
-        sentences.append(f"Not distinguished, any may be the fastest{what}: {tied}.")
+        sentences += _of_the_tied(found, what, where)
         sentences += [f"Fastest of the others: {_time(found.slower[0])}."] if found.slower else []
     if found.alone:
         number = f"{len(found.alone)} configurations" if len(found.alone) > 1 else "One configuration"
         once = f"{number} ran once, so no interval compares them with these"
         sentences.append(f"{once}; the fastest: {_time(found.alone[0])}.")
     return sentences
+
+
+def _of_the_tied(found: StepRanking, what: str, where: str) -> list[str]:
+    """What to use where times do not tell: what one has, else no FP8, else the least memory; then what is as good."""
+    exact = [step for step in found.fastest if step.configuration.trial.precision != "fp8"]
+    some = exact or list(found.fastest)
+    peaks = [step.peak_allocated or step.peak_reserved or step.peak_rss for step in some]
+    least = min((peak for peak in peaks if peak), default=None)
+    have = next((step for step in found.fastest if step.is_baseline), None)
+    best = have or some[peaks.index(least) if least and all(peaks) else 0]
+    others = [step for step in found.fastest if step is not best]
+    names = [f"{step.configuration.label} ({text.milliseconds(step.latency_s)} ms)" for step in others]
+    tied = f"Not distinguished from it, any may be the fastest: {text.listed(names, NAMED)} ({found.reason})."
+    if have:
+        return [
+            f"Keep the baseline{what and f' of the{what}'}, {_time(have)}, on {where}: none is shown to be faster.",
+            tied,
+        ]
+    mixed = 0 < len(exact) < len(found.fastest)
+    why = ["no FP8, so its loss is not in question"] if mixed else []
+    if len({*peaks}) > 1 and all(peaks):
+        why.append(f"the least memory of {'those without FP8' if mixed else 'these'}")
+    tied += f" Chosen: {'; '.join(why)}." if why else ""
+    return [f"Use {what and f'for the{what}: '}{_quoted(found.steps, best)}, on {where}.", tied]
 
 
 def _time(step: MeasuredStep) -> str:

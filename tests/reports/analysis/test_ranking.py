@@ -39,6 +39,16 @@ def test_what_pairs_do_not_tell_apart_is_not_distinguished(tmp_path):
     assert found.reason == "only 3 runs of each"
 
 
+def test_two_are_told_apart_where_the_interval_of_their_ratio_is(tmp_path):
+    """A one-sided test at 5 % tells these, of which the 95 % interval holds 1."""
+    found = ladder(tmp_path, {"flash": (10.0, 10.0, 10.1), "math": (12.5, 15.0, 20.0)})
+    assert words(found) == {"flash": "not distinguished", "math": "not distinguished"}
+    assert set(words(ladder(tmp_path / "2", {"flash": (10.0, 10.0, 10.1), "math": (14.0, 15.0, 16.0)})).values()) == {
+        "fastest",
+        "slower",
+    }
+
+
 def test_pairs_are_compared_and_not_what_all_seeds_have_in_common(tmp_path):
     """Every third run is 9 times as slow: of the pairs it takes nothing."""
     times = {"flash": (10.0, 10.1, 90.5), "cudnn": (12.0, 12.2, 108.0)}

@@ -44,7 +44,7 @@ def test_the_command_that_repeats_a_run_says_its_options(tmp_path):
     problem = {"model": "char", "data": "text:my corpus.txt", "budget_s": 60.0}
     trained = [record(trial("training", precision="bf16", seed=seed, **problem)) for seed in range(2)]
     curves = write_report([write(tmp_path / "curves", trained)], tmp_path / "b")
-    expected = "--seeds 2 --data 'char=text:my corpus.txt' --budget 60 --out my-run"
+    expected = "--seeds 2 --data 'char=text:my corpus.txt' --budget 60s --out my-run"
     assert expected in content(curves.parent, "report.md")
 
 

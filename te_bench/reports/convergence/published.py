@@ -1,0 +1,42 @@
+"""The published verdicts on FP8's convergence, which advice and reports quote."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """A verdict of docs/convergence.md, as its records in results/ have it; tests hold the two together."""
+
+    recipe: str
+    fused: bool
+    fp8_head: bool
+    verdict: str
+    records: str  # below results/
+    arm: str  # what the report calls it
+
+    def in_words(self) -> str:
+        return f"{self.verdict} for GPT-2 124M, {IN_WORDS[self.verdict]} (results/{self.records})"
+
+
+#: GPT-2 124M, 300 steps of 12 x 1024 tokens, margin 0.02 nat, one H200, eight seeds.
+PUBLISHED = (
+    Published(
+        recipe="delayed_scaling", fused=False, fp8_head=False, verdict="EQUIVALENT",
+        records="h200/convergence-short", arm="delayed_scaling",
+    ),
+    Published(
+        recipe="delayed_scaling", fused=True, fp8_head=False, verdict="INCONCLUSIVE",
+        records="h200/convergence-short", arm="delayed_scaling, fused",
+    ),
+    Published(
+        recipe="delayed_scaling", fused=True, fp8_head=True, verdict="INCONCLUSIVE",
+        records="h200/convergence-short", arm="delayed_scaling, fused, FP8 head",
+    ),
+)  # fmt: skip
+IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSIVE": "eight seeds could not tell"}
+
+
+def nearest(recipe: str | None, *, fused: bool, fp8_head: bool) -> Published | None:
+    """The verdict on te-bench's own kernels of this recipe, in fused blocks or without them, with either head."""
+    wanted = (recipe, fused, fp8_head)
+    return next((one for one in PUBLISHED if (one.recipe, one.fused, one.fp8_head) == wanted), None)
