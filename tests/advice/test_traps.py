@@ -82,6 +82,14 @@ def test_a_planted_trap_is_found_with_its_reason_and_its_mend(planted: str) -> N
     assert set(found) <= {name, "dropout"}  # dropout in attention is one of its own, too
 
 
+def test_a_classifiers_few_rows_need_no_padding() -> None:
+    """As a ViT's: 64 images, 1000 classes."""
+    head = {"rows": 64, "in_features": 1024, "out_features": 1000, "calls": 1, "kept": 0}
+    assert traps.findings(survey(vocab=1000, linears=[*CLEAN["linears"], head]), (), ()) == []
+    (found,) = traps.findings(survey(vocab=1000, linears=[*CLEAN["linears"], {**head, "rows": 8192}]), (), ())
+    assert found.name == "vocabulary"
+
+
 def test_a_clean_model_has_none() -> None:
     eager, compiled = step(20, "eager"), step(15, "compile")
     assert traps.findings(survey(optimizer={"name": "AdamW", "fused": True}), [eager], [compiled], [gain(2, 1)]) == []
