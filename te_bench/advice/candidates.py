@@ -252,7 +252,9 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
 def _of_rivals() -> list[Choice]:
     """Other projects' steps of a user's model, each as its users train."""
     order = (None, *RECIPES)  # tensorwise scaling, the fastest of torchao's, while the budget lasts
-    adopting = sorted(((name, rivals.load(name)) for name in rivals.adopting()), key=lambda one: order.index(one[1].recipe))
+    adopting = sorted(
+        ((name, rivals.load(name)) for name in rivals.adopting()), key=lambda one: order.index(one[1].recipe)
+    )
     return [
         Choice(attention=OWN_ATTENTION, precision=rival.precision, recipe=rival.recipe, mode=mode, rival=name)
         for name, rival in adopting
