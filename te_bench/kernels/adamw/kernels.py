@@ -178,6 +178,8 @@ def _update_tile(
         random = 0
     else:
         random = _draw(seed, row_number, count, first, offsets, width, ALIGNED, ROWS, COLUMNS)
+    y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
+    tl.store(weight, y, mask=mask)
     if IN_FP8:
         _store_blocks(exp_avg, m_scales, m, (random >> 16) & 0xFF, mask, 0.0)
         _store_blocks(exp_avg_sq, v_scales, tl.sqrt_rn(v), random >> 24, mask, 0.001953125)
@@ -187,8 +189,6 @@ def _update_tile(
     else:
         tl.store(exp_avg, m, mask=mask)
         tl.store(exp_avg_sq, v, mask=mask)
-    y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
-    tl.store(weight, y, mask=mask)
     if HALF or TARGET is not None:
         # FP8 is made of the bf16, as the quantisers make it of a bf16 weight; and never of the float32 tile: on Hopper
         # Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
