@@ -121,7 +121,7 @@ class TableAdamW:
 
     `state`, `param_groups`, `zero_grad` and `step` are as torch.optim.AdamW's, the rate and the number of updates tensors
     on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are
-    neither float32 nor, without micro-batches, bfloat16.
+    neither float32 nor, in one process without micro-batches, bfloat16.
     states: "bf16" or "fp8" keeps the moments of matrices so, None in float32, as those of vectors always are. What is
     rounded stochastically is so by torch's seed as it is now, which `state` has with the number of updates.
     fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
@@ -158,7 +158,8 @@ class TableAdamW:
             raise ValueError(f"optimizer {name}: {reason}")
         if not fixed and self._backend.move is None:
             raise ValueError(f"optimizer {name}: no captured graph can follow it; choose mode eager, or triton")
-        if accumulate and any(p.dtype is torch.bfloat16 for p in self.masters):
+        half = any(p.dtype is torch.bfloat16 for p in self.masters)
+        if accumulate and half:
             raise ValueError(
                 "weights bf16 with micro-batches: their gradients would be summed in bf16, which loses small ones; take "
                 "accumulate 1 and a larger batch, or float32 weights"
@@ -171,7 +172,11 @@ class TableAdamW:
         }
         self.state["step"] = {"step": self._count}
         self._seed: Tensor | None = None
-        if states is not None or any(p.dtype is torch.bfloat16 for p in self.masters):
+        if states is not None or half:
+            if parallel is not SINGLE:
+                raise ValueError(
+                    "weights or states in fewer bits over several ranks, which would round apart: take one GPU"
+                )
             self._seed = torch.full((), torch.initial_seed() % 2**63, dtype=torch.int64, device=device)
             self.state["step"]["seed"] = self._seed
         self._multiplier: Tensor | None = None

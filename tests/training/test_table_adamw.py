@@ -35,6 +35,7 @@ from te_bench.models.zoo.gpt import GPT
 from te_bench.training import checkpoints, resume
 from te_bench.training import optimizer as table_adamw
 from te_bench.training.optimizer import TableAdamW
+from te_bench.training.parallel import Parallel
 from te_bench.training.step import TrainStep, evaluate
 
 vectorised = pytest.mark.skipif(
@@ -390,29 +391,13 @@ def test_a_recipe_that_casts_in_its_own_way_keeps_its_casts() -> None:
 # Weights and moments in fewer bits
 
 
-WIDE = dataclasses.replace(SMALL, n_embd=64)
-
-
-def in_few_bits(
-    precision: str = "bf16",
-    states: str | None = "bf16",
-    optimizer: str | None = "reference",
-    *,
-    seed: int = 0,
-    **more: Any,
-) -> TrainStep:
-    torch.manual_seed(seed)
-    found = recipes.load(DELAYED) if precision == "fp8" else None
-    model = GPT(WIDE, attention="manual", padded_vocab_size=64, recipe=found, blocks=more.pop("blocks", None))
-    model.halve()
-    optim = dataclasses.replace(OPTIM, **more)
-    return TrainStep(model, optim, precision=precision, mode="eager", optimizer=optimizer, states=states)
+in_few_bits = functools.partial(a_step, recipe=DELAYED, halved=True, n_embd=64)
 
 
 @pytest.mark.parametrize(("precision", "blocks"), [("bf16", None), ("bf16", "fused"), ("fp8", "fused")])
 def test_bf16_weights_have_no_master_and_train_as_float32_does(precision: str, blocks: str | None) -> None:
     """Thirty steps: as near as float32's arms an ulp away are to each other, or three times that."""
-    step = in_few_bits(precision, "fp8", blocks=blocks)
+    step = in_few_bits(precision, states="fp8", blocks=blocks, n_layer=1)
     ours = losses(step)
     assert {p.dtype for p in step.model.parameters() if p.dim() >= 2} == {torch.bfloat16}
     assert {p.dtype for p in step.model.parameters() if p.dim() < 2} == {torch.float32}
@@ -423,7 +408,7 @@ def test_bf16_weights_have_no_master_and_train_as_float32_does(precision: str, b
     assert [h is p for h, p in zip(step.table.gradient_holders(), step.table.masters, strict=True)].count(False) == 0
     assert all((copy.leaf is master) and copy.fp8 is not None for master, copy in step.table.copies.items())
     assert bool(step.table.copies) is (precision == "fp8")
-    wide = [a_step(precision, recipe=DELAYED, nudge=seed, n_embd=64) for seed in (None, 0)]
+    wide = [a_step(precision, recipe=DELAYED, nudge=seed, n_embd=64, n_layer=1) for seed in (None, 0)]
     plain, nudged = (losses(one) for one in wide)
     assert plain[0] - plain[-1] > 0.3
     assert furthest(ours, plain) < max(3 * furthest(plain, nudged), 0.02)
@@ -431,7 +416,7 @@ def test_bf16_weights_have_no_master_and_train_as_float32_does(precision: str, b
 
 @pytest.mark.parametrize(("precision", "states"), [("bf16", "fp8"), ("fp8", "bf16")])
 def test_a_resumed_or_copied_step_draws_as_the_one_it_follows(precision: str, states: str, tmp_path: Path) -> None:
-    step, other = (in_few_bits(precision, states, seed=seed) for seed in (0, 1))
+    step, other = (in_few_bits(precision, states=states, seed=seed) for seed in (0, 1))
     losses(step, 3)
     resume.save(step, tmp_path / "at", 3)
     twin = copy.deepcopy(step)
@@ -441,28 +426,37 @@ def test_a_resumed_or_copied_step_draws_as_the_one_it_follows(precision: str, st
     assert losses(other, 4) == expected
     for again in (twin, other):
         assert all(torch.equal(a, b) for a, b in zip(weights(again), left, strict=True))
-    stranger = in_few_bits(precision, states)
-    assert stranger.table is not None
-    stranger.table.state["step"]["seed"].add_(1)
-    losses(stranger, 3)
-    assert not torch.equal(weights(stranger)[0], weights(in_few_bits(precision, states))[0])
-    for wrong in (in_few_bits(precision, None), a_step(precision, recipe=DELAYED, n_embd=64)):
+    for wrong in (in_few_bits(precision), a_step(precision, recipe=DELAYED, n_embd=64)):
         with pytest.raises(ValueError, match=r"make the step with those weights and states|of another model"):
             resume.load(wrong, tmp_path / "at")
 
 
 def test_steps_in_fewer_bits_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown states .bf17.. Did you mean bf16"):
-        in_few_bits(states="bf17")
+        in_few_bits("bf16", states="bf17")
     with pytest.raises(ValueError, match=r"weights bf16 with micro-batches: .* take accumulate 1"):
-        in_few_bits(accumulate=2)
+        in_few_bits("bf16", optim=dataclasses.replace(OPTIM, accumulate=2))
     with pytest.raises(ValueError, match=r"states fp8 with torch's AdamW, .* name an optimizer, reference or triton"):
-        in_few_bits(states="fp8", optimizer=None)
-    assert in_few_bits(optimizer=None).states == "bf16"
+        in_few_bits("bf16", None, states="fp8")
+    assert in_few_bits("bf16", None, states="bf16").states == "bf16"
     with pytest.raises(ValueError, match="rows must be multiples of 64"):
-        TrainStep(
-            GPT(SMALL, attention="manual"), OPTIM, precision="bf16", mode="eager", optimizer="reference", states="fp8"
-        )
+        a_step("bf16", states="fp8")
+    how: Any = {"precision": "bf16", "mode": "eager", "optimizer": "reference", "parallel": Parallel()}
+    with pytest.raises(ValueError, match="over several ranks, which would round apart: take one GPU"):
+        TrainStep(GPT(SMALL, attention="manual"), OPTIM, states="bf16", **how)
+
+
+@pytest.mark.parametrize("states", [None, "bf16", "fp8"])
+def test_another_seed_rounds_otherwise(states: str | None) -> None:
+    found = []
+    for seed in (5, 5, 6):
+        step = in_few_bits("bf16", states=states)
+        assert step.table is not None
+        step.table.state["step"]["seed"].fill_(seed)
+        losses(step, 2)
+        found.append(weights(step)[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 # What cannot be

@@ -7,9 +7,8 @@ from typing import Any
 import kernel_checks
 import pytest
 import torch
-from adamw_checks import E4M3, STATE, assert_same, copy, gradient, parameter, plain, rate_of, update
+from adamw_checks import E4M3, FORMS, assert_same, copy, few_bits, gradient, parameter, plain, rate_of, update
 from kernel_checks import DEVICES
-from torch import Tensor
 
 from te_bench.kernels import adamw
 from te_bench.kernels.adamw import BLOCK, Backend, Parameter
@@ -17,36 +16,7 @@ from te_bench.kernels.adamw.backends import reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 BETAS = (0.9, 0.95)
-FORMS = {
-    "bf16": (BF16, BF16),
-    "bf16, moments in FP8": (BF16, E4M3),
-    "moments in bf16": (F32, BF16),
-    "moments in FP8": (F32, E4M3),
-}
 backend = functools.partial(kernel_checks.supported, adamw, fp8=True)
-
-
-def few_bits(
-    shape: tuple[int, ...],
-    form: tuple[torch.dtype, torch.dtype],
-    layouts: str = "",
-    device: str = "cpu",
-    offset: int = 0,
-) -> Parameter:
-    """`parameter`, with weight and moments in those dtypes, `offset` elements off an address that is a multiple of 16."""
-
-    def room(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        numel = math.prod(size)
-        return torch.zeros(numel + offset, device=device).to(dtype)[offset:].view(size)
-
-    p = parameter(shape, room, len(shape), layouts + ("g" if form[0] is BF16 else ""))
-    values: dict[str, Any] = {name: getattr(p, name) for name in p.__slots__}
-    for name, dtype in zip(STATE, (form[0], form[1], form[1]), strict=True):
-        value = values[name] * (1.0 if dtype is not E4M3 else 40.0)
-        values[name] = room(shape, dtype).copy_(value.to(dtype))
-        if dtype is E4M3:
-            values[f"{name}_scale"] = torch.rand(value.numel() // BLOCK, device=device) + 0.01
-    return Parameter(**values)
 
 
 def run(
