@@ -136,7 +136,7 @@ def _require_optimizer(trial: Trial) -> None:
     if p.weights is not None or p.states is not None:
         require(f"weights {p.weights or 'float32'}, states {p.states or 'float32'}", _no_fewer_bits(trial))
     if p.optimizer is not None:
-        backend, cast = adamw.load(p.optimizer), trial.precision == "fp8"
+        backend, cast = adamw.load(p.optimizer), "fp8" in (trial.precision, p.states)
         reason = backend.unsupported(adamw.Problem(fp8=cast, **_machine(trial)))
         if trial.mode == "cudagraph" and backend.move is None:
             reason = reason or "no captured graph can follow its table; choose triton"

@@ -105,6 +105,19 @@ def _make_fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
 
 
+def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: bool, parallel: Parallel) -> bool:
+    """Whether anything is rounded stochastically. Raises ValueError for what cannot be."""
+    half = any(p.dtype is torch.bfloat16 for p in masters)
+    if accumulate and half:
+        raise ValueError(
+            "weights bf16 with micro-batches: their gradients would be summed in bf16, which loses small ones; take "
+            "accumulate 1 and a larger batch, or float32 weights"
+        )
+    if (half or states is not None) and parallel is not SINGLE:
+        raise ValueError("weights or states in fewer bits over several ranks, which would round apart: take one GPU")
+    return half or states is not None
+
+
 def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
     """exp_avg and exp_avg_sq of a parameter, and their scales where they are in FP8, by the names of adamw.Parameter."""
     matrix = parameter.dim() >= 2
@@ -146,39 +159,27 @@ class TableAdamW:
     ) -> None:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
+        draws = _draws(self.masters, states, accumulate, parallel)
         owners = parallel.owners(self.masters)
         self._owning = parallel if owners else None
         self._others = {p for p, rank in zip(self.masters, owners or (), strict=bool(owners)) if rank != parallel.rank}
         self.copies = make_copies(model, direct=not accumulate, region=region) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        cast = any(copy.fp8 for copy in self.copies.values())
+        cast = states == "fp8" or any(copy.fp8 for copy in self.copies.values())
         reason = self._backend.unsupported(adamw.Problem(device=device.type, capability=capability, fp8=cast))
         if reason:
             raise ValueError(f"optimizer {name}: {reason}")
         if not fixed and self._backend.move is None:
             raise ValueError(f"optimizer {name}: no captured graph can follow it; choose mode eager, or triton")
-        half = any(p.dtype is torch.bfloat16 for p in self.masters)
-        if accumulate and half:
-            raise ValueError(
-                "weights bf16 with micro-batches: their gradients would be summed in bf16, which loses small ones; take "
-                "accumulate 1 and a larger batch, or float32 weights"
-            )
         self._decay, self._betas = weight_decay, betas
         self._rate, self._count = (torch.full((), x, dtype=torch.float32, device=device) for x in (rate, 0.0))
         self.param_groups: list[dict[str, Any]] = [{"params": self.masters, "lr": self._rate}]
         self.state: dict[Any, dict[str, Tensor]] = {
             p: _make_moments(p, states) for p in self.masters if p not in self._others
         }
-        self.state["step"] = {"step": self._count}
-        self._seed: Tensor | None = None
-        if states is not None or half:
-            if parallel is not SINGLE:
-                raise ValueError(
-                    "weights or states in fewer bits over several ranks, which would round apart: take one GPU"
-                )
-            self._seed = torch.full((), torch.initial_seed() % 2**63, dtype=torch.int64, device=device)
-            self.state["step"]["seed"] = self._seed
+        self._seed = torch.full((), torch.initial_seed() % 2**63, device=device) if draws else None
+        self.state["step"] = {"step": self._count} | ({} if self._seed is None else {"seed": self._seed})
         self._multiplier: Tensor | None = None
         self._fresh, self._versions = False, self._seen()
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []

@@ -72,7 +72,7 @@ class Table:
 class Problem:
     device: str  # "cpu", "cuda"
     capability: tuple[int, int] | None
-    fp8: bool  # data or data_t is wanted
+    fp8: bool  # data, data_t or moments in FP8 are wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
