@@ -135,7 +135,7 @@ def _store_blocks(data, scales, x, bits, mask, LEAST_ABOVE_0: tl.constexpr):
     scale = tl.maximum(
         tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
     )
-    y = _stochastic_e4m3(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), bits)
+    y = _stochastic_e4m3(x * tl.div_rn(1.0, scale)[:, None], bits)
     if LEAST_ABOVE_0 > 0:
         y = tl.where(x > 0, tl.maximum(y, LEAST_ABOVE_0, propagate_nan=tl.PropagateNan.ALL), y)
     tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1) > 0)

@@ -194,7 +194,7 @@ def _store_fp8(data: Tensor, scales: Tensor, x: Tensor, bits: Tensor, least: flo
     """data, scales := x by blocks; what is above 0 becomes at least `least`."""
     blocks = x.view(-1, BLOCK)
     scale = (blocks.abs().amax(1) / torch.full_like(scales, 448.0)).clamp(min=LEAST_SCALE)
-    y = stochastic_e4m3(blocks / scale[:, None], bits.view(-1, BLOCK))
+    y = stochastic_e4m3(blocks * (1 / scale)[:, None], bits.view(-1, BLOCK))
     y = torch.where(blocks > 0, y.clamp(min=least), y) if least else y
     scales.copy_(scale)
     data.copy_(y.view(x.shape).to(data.dtype))
