@@ -125,18 +125,8 @@ def printable(text: str) -> str:
 def _differing(trials: Collection[Trial]) -> list[str]:
     """What differs among these and is no choice of how the same work is done: batch, model, mask."""
     shaped = any(trial.workload in SHAPED for trial in trials)
-    chosen = {
-        *_CHOICES,
-        *_RANKS,
-        "weights",
-        "states",
-        "vocab",
-        "padded_vocab",
-        "rival",
-        "linears",
-        "amax_history_len",
-        "variant",
-    }
+    said = (*_CHOICES, *_RANKS, "weights", "states")
+    chosen = {*said, "vocab", "padded_vocab", "rival", "linears", "amax_history_len", "variant"}
     keys = dict.fromkeys(key for trial in trials for key in trial.problem)
     named = [key for key in keys if key not in chosen and not (shaped and key in _SHAPE)]
     return [key for key in named if len({str(trial.problem.get(key)) for trial in trials}) > 1]

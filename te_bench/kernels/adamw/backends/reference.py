@@ -201,13 +201,12 @@ def _store_fp8(data: Tensor, scales: Tensor, x: Tensor, bits: Tensor, least: flo
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """x, float32, to one of its neighbours in bfloat16, to the farther with the probability of the distance to the nearer.
+    """x, float32, to a neighbour in bfloat16, as often to the upper one as x lies near it; bits: 16 random ones an element.
 
-    bits: 16 random ones an element. A magnitude is rounded, so that infinity stays; NaN stays.
+    A magnitude is rounded, so that infinity stays; NaN stays.
     """
-    moved = (x.view(torch.int32).long() & 0xFFFFFFFF) + bits
-    rounded = (moved >> 16).to(torch.uint16).view(torch.bfloat16)
-    return torch.where(x.isnan(), torch.nan, rounded)
+    moved = (x.view(torch.int32) + bits.int()) & -0x10000
+    return torch.where(x.isnan(), x, moved.view(torch.float32)).to(torch.bfloat16)
 
 
 def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
