@@ -26,15 +26,22 @@ def a_step(
     optim: Optim = OPTIM,
     nudge: int | None = None,
     mode: str = "eager",
+    blocks: str | None = None,
+    halved: bool = False,
+    states: str | None = None,
+    seed: int = 0,
     **config: Any,
 ) -> TrainStep:
-    torch.manual_seed(0)
+    """halved: bf16 weights."""
+    torch.manual_seed(seed)
     found = recipes.load(recipe) if precision == "fp8" else None
     shape = dataclasses.replace(SMALL, **config)
-    model = GPT(shape, attention="manual", padded_vocab_size=64, recipe=found, head=head)
+    model = GPT(shape, attention="manual", padded_vocab_size=64, recipe=found, head=head, blocks=blocks)
+    if halved:
+        model.halve()
     if nudge is not None:
         model.perturb(nudge)
-    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
+    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer, states=states)
 
 
 def a_batch(k: int = 0) -> Batch:

@@ -62,14 +62,15 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
 
 
 def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
-    """Its training steps over the ranks of --gpus-per-trial, and with --checkpointing.
+    """Its training steps over the ranks of --gpus-per-trial, with --checkpointing, and with --weights and --states.
 
     Raises ValueError for a suite without any.
     """
     over: Settings = {} if options.parallel is None else {"parallel": options.parallel, "world": options.gpus_per_trial}
     over |= {} if options.shard is None else {"shard": options.shard}
     again: Settings = {"checkpointing": "blocks"} if options.checkpointing else {}
-    if not over and not again and not options.sequence_parallel:
+    fewer = run_options.fewer_bits(options)
+    if not over and not again and not fewer and not options.sequence_parallel:
         return experiment
     workloads_of = {trial.workload for trial in experiment.trials}
     for flag, asked, legal in (("--parallel", over, SPANNING), ("--checkpointing", again, STEPS)):
@@ -80,6 +81,8 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         more: Settings = (over if trial.workload in SPANNING else {}) | (again if trial.workload in STEPS else {})
         if options.gather is not None and trial.workload == "train_step" and trial.precision == "fp8":
             more["gather"] = options.gather
+        if trial.workload in STEPS:
+            more |= _in_fewer_bits(trial, fewer)
         shares = {**trial.problem, **more}.get("parallel") in parallel.SHARING and "rival" not in trial.problem
         if options.sequence_parallel and shares:  # other projects' always do
             more["sequence_parallel"] = True
@@ -88,6 +91,11 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         trials.append(divided)
     if options.gather is not None and all("gather" not in trial.problem for trial in trials):
         raise ValueError(f"--gather: the suite {experiment.suite} has no step in FP8 at a fixed batch; leave it out")
+    for name in fewer:
+        if all(name not in trial.problem for trial in trials):
+            raise ValueError(f"--{name}: the suite {experiment.suite} has no training step that heeds it; leave it out")
+        if adoption.adoptee(options) is not None:
+            raise ValueError(f"--{name}: of te-bench's own models alone; make yours in the dtype that you want")
     if options.sequence_parallel and all("sequence_parallel" not in trial.problem for trial in trials):
         raise ValueError(
             f"--sequence-parallel: no step of {experiment.suite} has ranks that share layers; give --gpus-per-trial N "
@@ -95,6 +103,15 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         )
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
+
+
+def _in_fewer_bits(trial: Trial, fewer: Settings) -> Settings:
+    """What the step trains in: arms say it themselves, and torch's AdamW keeps states in the dtype of the weights."""
+    if trial.precision not in ("bf16", "fp8") or {"arm", "lr_factor"} & trial.problem.keys():
+        return {}
+    if trial.problem.get("optimizer") is not None:
+        return fewer
+    return {"weights": fewer["weights"], "states": fewer["weights"]} if "weights" in fewer else {}
 
 
 def _check_options(experiment: Experiment, options: Options) -> None:

@@ -37,6 +37,8 @@ _SHOWN = {
     "lr_factor": "lr",
     "head": "head-",
     "optimizer": "adamw-",
+    "weights": "weights-",
+    "states": "states-",
     "parts": "parts-",
     "blocks": "blocks-",
     "checkpointing": "checkpointed-",
@@ -134,6 +136,8 @@ class StepProblem(TrialProblem):
     dropout: float | None = None
     head: str | None = None  # of kernels.linear_cross_entropy; None: all logits at once
     optimizer: str | None = None  # of kernels.adamw; None: torch's fused AdamW
+    weights: Literal["bf16"] | None = None  # matrices that are trained, without a master; None: float32
+    states: Literal["bf16", "fp8"] | None = None  # matrices' moments; None: float32
     blocks: Literal["fused"] | None = None  # None: one module after the other
     checkpointing: Literal["blocks"] | None = None  # whose activations are computed again; None: all are kept
     rival: str | None = None  # of models.rivals; None: te-bench's own passes

@@ -19,8 +19,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 #: Options that a report tells from the trials, and where this machine keeps its files.
 TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
 
-#: Settings that the option `fused` gives a trial.
-FUSED = ("blocks", "optimizer", "head")
+#: Settings that options give what a study of convergence judges.
+JUDGED = ("blocks", "optimizer", "head", "weights", "states")
 
 #: Modes of training.parallel that gather weights, which may be in FP8.
 GATHERING = ("fsdp2", "hsdp")
@@ -262,6 +262,18 @@ class Options:
     checkpointing: bool | None = _option(
         "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.", bool
     )
+    weights: str | None = _option(
+        "What matrices are trained in, of te-bench's models: bf16, without float32 masters. Default: float32.",
+        str,
+        metavar="FORMAT",
+        check=lambda flag, value: plugins.check(flag, value, ["bf16"]),
+    )
+    states: str | None = _option(
+        "What te-bench's AdamW keeps matrices' moments in: bf16 or fp8. Default: float32; torch's: as the weights.",
+        str,
+        metavar="FORMAT",
+        check=lambda flag, value: plugins.check(flag, value, ["bf16", "fp8"]),
+    )
 
     def data_for(self, model: str, default: str) -> str:
         return self.data.get(model, self.data.get("", default))
@@ -290,9 +302,18 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
         )
+    for name in ("weights", "states"):
+        if options.parallel is not None and (value := getattr(options, name)) is not None:
+            raise ValueError(f"--{name} {value}: of steps on one GPU alone; leave --parallel out")
     _check_shard(options.shard, options.parallel, options.gpus_per_trial)
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
+
+
+def fewer_bits(options: Options) -> dict[str, str]:
+    """What --weights and --states ask of a step."""
+    said = {name: getattr(options, name) for name in ("weights", "states")}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _check_shard(shard: int | None, parallel: str | None, world: int | None) -> None:
@@ -352,7 +373,13 @@ def read(said: Mapping[str, Any], device: str) -> Options:
 
 
 def shown(settings: Mapping[str, Any]) -> str:
-    """What a report adds to a recipe's name for an option's settings: ", fused, FP8 head"."""
-    if not settings.get("blocks"):
-        return ""
-    return f", {settings['blocks']}{', FP8 head' if settings.get('head') == 'fp8' else ''}"
+    """What a report adds to a recipe's name for an option's settings: ", fused, FP8 head", ", bf16 weights, FP8 states"."""
+    said = [str(settings["blocks"])] if settings.get("blocks") else []
+    said += ["FP8 head"] if said and settings.get("head") == "fp8" else []
+    return "".join(f", {word}" for word in (*said, *fewer_words(settings)))
+
+
+def fewer_words(settings: Mapping[str, Any]) -> list[str]:
+    """What a name says of weights and states in fewer bits than float32's."""
+    said = {name: settings.get(name) for name in ("weights", "states")}
+    return [f"{'FP8' if value == 'fp8' else value} {name}" for name, value in said.items() if value]

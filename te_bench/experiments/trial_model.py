@@ -131,16 +131,34 @@ def _machine(trial: Trial) -> dict[str, Any]:
 
 
 def _require_optimizer(trial: Trial) -> None:
-    """Raise Unsupported when this machine cannot run the trial's optimizer."""
+    """Raise Unsupported when this machine cannot run the trial's optimizer, or keep weights and states as it asks for."""
     p = StepProblem.of(trial)
+    if p.weights is not None or p.states is not None:
+        require(f"weights {p.weights or 'float32'}, states {p.states or 'float32'}", _no_fewer_bits(trial))
     if p.optimizer is not None:
-        backend, cast = adamw.load(p.optimizer), trial.precision == "fp8"
+        backend, cast = adamw.load(p.optimizer), "fp8" in (trial.precision, p.states)
         reason = backend.unsupported(adamw.Problem(fp8=cast, **_machine(trial)))
         if trial.mode == "cudagraph" and backend.move is None:
             reason = reason or "no captured graph can follow its table; choose triton"
         if trial.precision == "fp16":
             reason = reason or "fp16: it has no gradient scaler"
         require(f"optimizer {p.optimizer}", reason)
+
+
+def _no_fewer_bits(trial: Trial) -> str | None:
+    """Why the trial's weights and states cannot be kept in fewer bits than float32's, or None."""
+    p = StepProblem.of(trial)
+    if p.source is not None:
+        return "of te-bench's own models alone; leave --weights and --states out"
+    if p.parallel is not None:
+        return "of steps on one GPU alone; leave --gpus-per-trial out"
+    if trial.precision not in ("bf16", "fp8"):
+        return f"{trial.precision}: of steps in bf16 and fp8 alone"
+    if p.optimizer is None and p.states != p.weights:
+        return "torch's AdamW keeps states in the weights' dtype; give both bf16, or an optimizer of te-bench's"
+    if p.weights is not None and (p.accumulate or 1) > 1:
+        return f"accumulate {p.accumulate}: micro-batches' gradients would be summed in bf16"
+    return None
 
 
 def _require_checkpointing(trial: Trial) -> None:
@@ -276,6 +294,8 @@ def build(trial: Trial) -> Decoder:
         )
     if p.against is not None:
         p.against.build(model)
+    if p.weights is not None:
+        model.halve()
     if p.perturb_ulp is not None:
         model.perturb(trial.seed, p.perturb_ulp)
     return model
@@ -300,6 +320,7 @@ def step_of(trial: Trial) -> TrainStep:
         mode=trial.mode,
         optimizer=p.optimizer,
         parallel=parallel_of(trial),
+        states=p.states,
     )
 
 

@@ -1,8 +1,8 @@
 """What one training step of a decoder, and a pass of one layer, must at least compute, move and hold. No torch.
 
 Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
-stream are float32, as under autocast, all else bf16 or, where a GEMM of a recipe reads it, FP8 in two layouts (two bytes an
-element as well). A GEMM's own operands are left out: at these sizes they hide behind its FLOP.
+stream are float32, as under autocast, or as is said; all else is bf16 or, where a GEMM of a recipe reads it, FP8 in two
+layouts (two bytes an element as well). A GEMM's own operands are left out: at these sizes they hide behind its FLOP.
 All comes from a configuration's `shape`, whatever its family: tied tables or two, positions learned or turned by, grouped
 queries, gated activations, RMSNorm, biases.
 """
@@ -10,6 +10,9 @@ queries, gated activations, RMSNorm, biases.
 from dataclasses import dataclass
 
 from te_bench.models.configs import DecoderConfig, Shape
+
+#: Bytes an element of weights or moments, by their format; of FP8 moments BLOCK elements share a float32 scale.
+BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / 64}
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
 WEIGHTS = "weights"
@@ -41,17 +44,28 @@ def parameters(config: DecoderConfig, padded_vocab: int) -> int:
 
 
 def step(
-    config: DecoderConfig, *, batch: int, padded_vocab: int, fp8: bool, fp8_head: bool, clipped: bool
+    config: DecoderConfig,
+    *,
+    batch: int,
+    padded_vocab: int,
+    fp8: bool,
+    fp8_head: bool,
+    clipped: bool,
+    weights: str | None = None,
+    states: str | None = None,
 ) -> tuple[Cost, ...]:
     """The least of a forward and backward pass with one update, block_size tokens a sequence.
 
     fp8: the layers' Linears compute in FP8; fp8_head: so does the head; clipped: gradients are, by their norm. Causal
-    attention is bf16, with 2.5 times the forward pass's FLOP in the backward pass, where it is computed again.
+    attention is bf16, with 2.5 times the forward pass's FLOP in the backward pass, where it is computed again. weights and
+    states: the formats of weights and moments, None for float32. A bf16 weight has a bf16 gradient, and no bf16 copy.
     """
     s = config.shape
     n = batch * s.length
     linears, head = 6 * n * s.weights * s.layers, 6 * n * s.hidden * padded_vocab
-    weights = s.weights * s.layers + s.hidden * padded_vocab  # those that a GEMM reads in half precision or FP8
+    multiplied = s.weights * s.layers + s.hidden * padded_vocab  # weights that a GEMM reads in half precision or FP8
+    copied = s.weights * s.layers * fp8 if weights else multiplied
+    update = 2 * BYTES[weights] + (1 + clipped) * BYTES[weights] + 4 * BYTES[states]
     in_fp8 = linears * fp8 + head * fp8_head
     return (
         Cost(kind=GEMM, bf16_flop=linears + head - in_fp8, fp8_flop=in_fp8),
@@ -59,7 +73,7 @@ def step(
         Cost(kind=LOSS, bytes=4 * n * padded_vocab),  # logits read once, their gradient written once
         Cost(kind=ELEMENTWISE, bytes=n * (s.layers * _layer_elementwise(s, fp8) + _outer_elementwise(s))),
         # weight, gradient and both moments read, all but the gradient written; the gradient's norm; the copies for GEMMs
-        Cost(kind=OPTIMIZER, bytes=(16 + 12 + 4 * clipped) * parameters(config, padded_vocab) + 2 * weights),
+        Cost(kind=OPTIMIZER, bytes=round(update * parameters(config, padded_vocab)) + 2 * copied),
     )
 
 
@@ -136,6 +150,8 @@ def memory(
     chunk: int = 0,
     known: bool = True,
     granularity: str = "tensor",
+    weights: str | None = None,
+    states: str | None = None,
 ) -> tuple[Held, ...]:
     """What a step of fused blocks, table AdamW and a head in chunks holds at its peak, block_size tokens a sequence.
 
@@ -145,10 +161,12 @@ def memory(
     recipe's, what shares a scale. A tensor's one scale is not counted.
     logits: rows of them that the head makes at a time, which in bf16 become their own gradient; fp8_head: that is kept for
     dx of `strip` rows and for dW of `chunk` rows. No gradient of a parameter is there yet but, in bf16, the head's.
+    weights and states: as in `step`; of bf16 weights the residual stream is bf16, too.
     """
     s = config.shape
     n, layers = batch * s.length, s.layers
-    held = parameters(config, padded_vocab)
+    vectors = layers * s.vectors + s.last_vectors  # in float32 whatever the others are
+    matrices = parameters(config, padded_vocab) - vectors
     linear, head = s.weights * layers, padded_vocab * s.hidden
     tokens, attended = n * s.hidden, n * s.heads * s.head_dim
     statistics = (8 if s.norm == "layernorm" else 4) * n * (2 * layers + 1)  # mean and rstd, or rstd alone
@@ -158,21 +176,23 @@ def memory(
         operands = size * (2 * tokens + attended + (0 if known else n * s.ffn))
     else:
         operands = 2 * (2 * tokens + (0 if s.gated else n * s.ffn))
-    weights = size * linear if fp8 and not known else 0  # beside bf16
+    copies = 2 * (linear + head) if weights is None else 2 * linear if fp8 and known else 0
+    copies += size * linear if fp8 and not known else 0  # beside bf16
+    wide = 4 if weights is None else 2  # the stream
     scales, scales_of_weights = _scales(s, n, granularity) if fp8 else (0, 0)
     return (
-        Held(what="weights", bytes=4 * held),
-        Held(what="AdamW's moments", bytes=8 * held),
+        Held(what="weights", bytes=round(BYTES[weights] * matrices) + 4 * vectors),
+        Held(what="AdamW's moments", bytes=round(2 * BYTES[states] * matrices) + 8 * vectors),
         # In bf16, or in FP8 in both layouts.
-        Held(what="weights for GEMMs", bytes=2 * (linear + head) + weights + layers * scales_of_weights),
+        Held(what="weights for GEMMs", bytes=copies + layers * scales_of_weights),
         # What the embedding made; then after each block the stream, and before its MLP what attention added.
-        Held(what="residual stream", bytes=4 * tokens + layers * (4 + 2) * tokens + statistics),
+        Held(what="residual stream", bytes=wide * tokens + layers * (wide + 2) * tokens + statistics),
         # q, k, v, the output, and a logarithm for each row and head
         Held(what="attention", bytes=layers * (2 * (n * s.qkv + attended) + 4 * n * s.heads + normed)),
         Held(what="the activation's input", bytes=layers * 2 * n * s.ffn * (2 if s.gated else 1)),
         # In FP8, transposed, what the Linears read; in bf16 what all read but attention's output.
         Held(what="operands of weight gradients", bytes=layers * (operands + scales)),
-        Held(what="head: hidden states and their gradient", bytes=(4 + 4) * tokens),
+        Held(what="head: hidden states and their gradient", bytes=(wide + 4) * tokens),
         Held(what="head: operands", bytes=2 * (tokens + head) if fp8_head else 2 * tokens),
         Held(
             what="head: logits and their gradients",

@@ -196,6 +196,13 @@ class Decoder(nn.Module):
                 ulps,
             )
 
+    @torch.no_grad()
+    def halve(self) -> None:
+        """Round the tables and every matrix to bfloat16; vectors, a hundred-thousandth of a model, stay float32."""
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                parameter.data = parameter.to(torch.bfloat16)
+
     @property
     def as_it_is(self) -> bool:
         """Whether a step is captured without a compiler: it would find next to nothing to fuse, or kernels of a rival."""

@@ -6,6 +6,8 @@ to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded 
 backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
 what is kept and quantizes no weight. A Decoder reads such a weight nowhere else: of its leaf only the gradient is
 real, its numbers are one NaN.
+
+A weight that is bf16 itself has no master: it is its own leaf, and the update leaves its FP8 alone.
 """
 
 import contextlib
@@ -29,6 +31,9 @@ from te_bench.training.parallel import SINGLE, Parallel
 
 EPS = 1e-8  # torch.optim.AdamW's default
 
+#: Dtypes of a matrix's moments.
+STATES = {None: torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Copy:
@@ -45,7 +50,8 @@ class Copy:
     """A matrix's bf16 leaf and the modules in which it takes the master's place.
 
     direct: the leaf's gradient is all of the master's, and the update reads it there; else it is added to the master's.
-    half: it is the weight in bf16; else nobody multiplies by it, and it has no numbers. `leaf.copy_of` is the master.
+    half: it is the weight in bf16; else nobody multiplies by it, and it has no numbers. `leaf.copy_of` is the master. A
+    bf16 master is the leaf itself, which nobody has to fill.
     """
 
     leaf: nn.Parameter
@@ -60,17 +66,20 @@ def make_copies(
 ) -> dict[nn.Parameter, Copy]:
     """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
+    found: dict[nn.Parameter, Copy] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 users.setdefault(parameter, []).append(module)
-    found = {}
     with torch.no_grad(), region():
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
             if linear:
                 alone = len(modules) == 1
                 fp8 = _make_fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
+                if master.dtype is torch.bfloat16:
+                    found |= {} if fp8 is None else {master: Copy(master, tuple(linear), True, False, fp8)}
+                    continue
                 half = fp8 is None or not isinstance(model, Decoder)
                 leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
                 leaf.copy_of = master
@@ -96,12 +105,38 @@ def _make_fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
 
 
+def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: bool, parallel: Parallel) -> bool:
+    """Whether anything is rounded stochastically. Raises ValueError for what cannot be."""
+    half = any(p.dtype is torch.bfloat16 for p in masters)
+    if accumulate and half:
+        raise ValueError(
+            "weights bf16 with micro-batches: their gradients would be summed in bf16, which loses small ones; take "
+            "accumulate 1 and a larger batch, or float32 weights"
+        )
+    if (half or states is not None) and parallel is not SINGLE:
+        raise ValueError("weights or states in fewer bits over several ranks, which would round apart: take one GPU")
+    return half or states is not None
+
+
+def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
+    """exp_avg and exp_avg_sq of a parameter, and their scales where they are in FP8, by the names of adamw.Parameter."""
+    matrix = parameter.dim() >= 2
+    dtype = STATES[states] if matrix else torch.float32
+    found = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    if states == "fp8" and matrix:
+        blocks = parameter.numel() // adamw.BLOCK
+        found |= {f"{name}_scale": torch.zeros(blocks, device=parameter.device) for name in list(found)}
+    return found
+
+
 class TableAdamW:
     """AdamW on every parameter of `model` that is trained, in one go; matrices decay, the others do not.
 
     `state`, `param_groups`, `zero_grad` and `step` are as torch.optim.AdamW's, the rate and the number of updates tensors
-    on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are not
-    float32.
+    on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are
+    neither float32 nor, in one process without micro-batches, bfloat16.
+    states: "bf16" or "fp8" keeps the moments of matrices so, None in float32, as those of vectors always are. What is
+    rounded stochastically is so by torch's seed as it is now, which `state` has with the number of updates.
     fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
     bf16: the Linears compute with copies; region: the model's FP8 autocast. parallel: of the step; where a rank does not
     own all parameters, `state` has the moments of its own.
@@ -120,16 +155,18 @@ class TableAdamW:
         fixed: bool,
         region: Callable[[], contextlib.AbstractContextManager[None]],
         parallel: Parallel = SINGLE,
+        states: str | None = None,
     ) -> None:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
+        draws = _draws(self.masters, states, accumulate, parallel)
         owners = parallel.owners(self.masters)
         self._owning = parallel if owners else None
         self._others = {p for p, rank in zip(self.masters, owners or (), strict=bool(owners)) if rank != parallel.rank}
         self.copies = make_copies(model, direct=not accumulate, region=region) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        cast = any(copy.fp8 for copy in self.copies.values())
+        cast = states == "fp8" or any(copy.fp8 for copy in self.copies.values())
         reason = self._backend.unsupported(adamw.Problem(device=device.type, capability=capability, fp8=cast))
         if reason:
             raise ValueError(f"optimizer {name}: {reason}")
@@ -139,11 +176,10 @@ class TableAdamW:
         self._rate, self._count = (torch.full((), x, dtype=torch.float32, device=device) for x in (rate, 0.0))
         self.param_groups: list[dict[str, Any]] = [{"params": self.masters, "lr": self._rate}]
         self.state: dict[Any, dict[str, Tensor]] = {
-            p: {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-            for p in self.masters
-            if p not in self._others
+            p: _make_moments(p, states) for p in self.masters if p not in self._others
         }
-        self.state["step"] = {"step": self._count}
+        self._seed = torch.full((), torch.initial_seed() % 2**63, device=device) if draws else None
+        self.state["step"] = {"step": self._count} | ({} if self._seed is None else {"seed": self._seed})
         self._multiplier: Tensor | None = None
         self._fresh, self._versions = False, self._seen()
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
@@ -168,7 +204,8 @@ class TableAdamW:
     def carry(self, old: "TableAdamW") -> None:
         """Go on from the table of a model that this one's is a copy of: its moments, and the copies that it left."""
         self._rate.copy_(old._rate)
-        self._count.copy_(old._count)
+        for name, value in self.state["step"].items():
+            value.copy_(old.state["step"][name])
         for mine, theirs in zip(self.masters, old.masters, strict=True):
             for name, moment in self.state[mine].items():
                 moment.copy_(old.state[theirs][name])
@@ -325,6 +362,7 @@ class TableAdamW:
             betas=self._betas,
             eps=EPS,
             multiplier=self._multiplier,
+            seed=self._seed,
         )
         if self._owning is not None:
             self._owning.updated()

@@ -166,6 +166,9 @@ def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata]
         if tensor.size() != saved[name].size:
             sizes = f"{tuple(saved[name].size)}, this step's {tuple(tensor.size())}"
             raise ValueError(f"{folder}: its {name} is {sizes}: it is of another model, or another history's length")
+        if tensor.dtype != saved[name].properties.dtype:
+            dtypes = f"{saved[name].properties.dtype}, this step's {tensor.dtype}"
+            raise ValueError(f"{folder}: its {name} is {dtypes}: make the step with those weights and states")
 
 
 def _is_fp8(name: str) -> bool:

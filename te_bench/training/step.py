@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from te_bench import plugins
-from te_bench.training.optimizer import TableAdamW
+from te_bench.kernels import adamw as adamws
+from te_bench.training.optimizer import STATES, TableAdamW
 from te_bench.training.parallel import SINGLE, Parallel
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -83,6 +84,8 @@ class TrainStep:
     `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
     optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
     fp8, leaves the copies that the next pass computes with (training.optimizer); None is torch's fused AdamW.
+    states: "bf16" or "fp8", in which the optimizer keeps a matrix's moments; None is float32. torch's AdamW keeps them in
+    the weights' dtype, whatever that is.
     parallel: how the step is divided over ranks, each of which is given the whole batch; it makes `model` one rank's part.
     Raises ValueError for what is not known or cannot be.
     """
@@ -96,6 +99,7 @@ class TrainStep:
         mode: str,
         optimizer: str | None = None,
         parallel: Parallel = SINGLE,
+        states: str | None = None,
     ):
         plugins.check("precision", precision, list(AUTOCAST))
         plugins.check("mode", mode, list(MODES))
@@ -111,6 +115,11 @@ class TrainStep:
             got = f"got {self.device.type}, {precision}; take mode eager or compile"
             raise ValueError(f"mode cudagraph needs a GPU and no gradient scaler; {got}")
         parallel.prepare(model, AUTOCAST[precision])
+        if states is not None:
+            plugins.check("states", states, [name for name in STATES if name is not None])
+            if optimizer is None:
+                self._check_torchs(states)
+        self.states = states
         self.table = None if optimizer is None else self._table_adamw(optimizer)
         self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
         if not self.captured:
@@ -128,6 +137,15 @@ class TrainStep:
         self._norm: Tensor | None = None  # the graph's own
         self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
 
+    def _check_torchs(self, states: str) -> None:
+        """Raise ValueError for states that torch's AdamW would not have: its are in the dtype of the weights."""
+        dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() >= 2}
+        if dtypes != {STATES[states]}:
+            raise ValueError(
+                f"states {states} with torch's AdamW, whose states have the weights' dtype, "
+                f"{', '.join(map(str, dtypes))}: name an optimizer, {' or '.join(adamws.names())}"
+            )
+
     def _table_adamw(self, name: str) -> TableAdamW:
         if self.precision == "fp16":
             raise ValueError(f"optimizer {name} with fp16: it has no gradient scaler; choose bf16, or no optimizer")
@@ -142,6 +160,7 @@ class TrainStep:
             fixed=not self.captured,
             region=functools.partial(fp8_autocast, self.model),
             parallel=self.parallel,
+            states=self.states,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -152,7 +171,8 @@ class TrainStep:
             raise ValueError("mode cudagraph: a captured step has no copy; copy its model and make another TrainStep")
         table, model = self.table, copy.deepcopy(self.model, memo)
         optimizer = None if table is None else table.name
-        twin = type(self)(model, self.optim, precision=self.precision, mode=self.mode, optimizer=optimizer)
+        how: dict[str, Any] = {"mode": self.mode, "optimizer": optimizer, "states": self.states}
+        twin = type(self)(model, self.optim, precision=self.precision, **how)
         if table is None:
             twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         else:
@@ -323,7 +343,8 @@ class TrainStep:
                 p.copy_(value)
             for state in self.optimizer.state.values():
                 for value in state.values():
-                    value.zero_()
+                    if value.is_floating_point():  # not the seed
+                        value.zero_()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._graph is None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Trial
+from te_bench.reports.analysis.naming import plain_names
 
 STEP: dict[str, Any] = {"model": "tiny", "batch": 2, "block": 64, "vocab": 250, "padded_vocab": 256}
 TRIAL = Trial(workload="train_step", device="cpu", problem=STEP, attention="manual")
@@ -255,6 +256,34 @@ def test_checkpointing_is_a_setting_of_every_suites_steps(suite: str) -> None:
     ]
     assert "checkpointing" not in plain.trials[0].problem
     assert again.baseline in {trial.cell for trial in again.trials}
+
+
+def test_rivals_have_weights_and_states_in_the_dtypes_that_torchs_optimizer_has() -> None:
+    """A rival of float32 beside te-bench's bf16 would be no rival; its states have the weights' dtype, whatever is asked."""
+    asked: dict[str, Any] = {"device": "cuda", "model": "llama3-8b", "batch": 1, "tokens": 8192, "seeds": 1}
+    found = plan.resolve("speed", Options(**asked, weights="bf16", states="fp8"))
+    steps = [t for t in found.trials if t.workload == "train_step"]
+    kept = {
+        ("optimizer" in t.problem, "rival" in t.problem): (t.problem["weights"], t.problem["states"]) for t in steps
+    }
+    assert kept == {(True, False): ("bf16", "fp8"), (False, True): ("bf16", "bf16"), (False, False): ("bf16", "bf16")}
+    assert found.baseline in {t.cell for t in steps}
+    names = plain_names({t.cell: t for t in steps})
+    assert all("bf16 weights, " in name for name in names.values())
+    assert {name.split(", ")[2] for name in names.values()} == {"bf16 states", "FP8 states"}
+    states = plan.resolve("speed", Options(**asked, states="bf16"))
+    assert {t.problem.get("states") for t in states.trials if "optimizer" in t.problem} == {"bf16"}
+    assert not any({"weights", "states"} & t.problem.keys() for t in states.trials if "optimizer" not in t.problem)
+
+
+def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
+    for suite in ("attention", "stress"):
+        with pytest.raises(ValueError, match=f"--weights: the suite {suite} has no training step that heeds it"):
+            plan.resolve(suite, Options(device="cpu", weights="bf16"))
+    with pytest.raises(ValueError, match="--states bf16: of steps on one GPU alone; leave --parallel out"):
+        plan.resolve("fp8", Options(device="cpu", gpus_per_trial=2, parallel="ddp", states="bf16"))
+    with pytest.raises(ValueError, match="Did you mean bf16"):
+        plan.resolve("fp8", Options(device="cpu", weights="bf61"))
 
 
 def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:

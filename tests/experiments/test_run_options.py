@@ -31,6 +31,7 @@ def test_the_settings_of_the_fused_step_are_shown_beside_a_recipe() -> None:
     assert run_options.shown({"model": "gpt2"}) == ""
     assert run_options.shown({"blocks": "fused", "head": "chunked"}) == ", fused"
     assert run_options.shown({"blocks": "fused", "head": "fp8"}) == ", fused, FP8 head"
+    assert run_options.shown({"weights": "bf16", "states": "fp8"}) == ", bf16 weights, FP8 states"
 
 
 def test_data_belongs_to_a_model_or_to_all() -> None:

@@ -197,7 +197,7 @@ def activated(kind: str) -> dict[str, Call]:
 ACTIVATION = activated("gelu") | activated("gelu_erf") | activated("swiglu")
 
 
-def step(bf16: bool, target: torch.dtype | None) -> Call:
+def step(bf16: bool, target: torch.dtype | None, weights: torch.dtype = FP32, moments: torch.dtype = FP32) -> Call:
     """With copies; and the norm, where there are none."""
 
     def call() -> None:
@@ -205,9 +205,13 @@ def step(bf16: bool, target: torch.dtype | None) -> Call:
         if target is not None:
             more |= {"data": matrix(F, D, target), "data_t": matrix(D, F, target)}
             more |= {name: one() for name in ("scale", "scale_inv", "amax")}
-        state = {name: matrix(F, D, FP32) for name in ("weight", "grad", "exp_avg", "exp_avg_sq")}
+        state = {"weight": matrix(F, D, weights), "grad": matrix(F, D, weights)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = matrix(F, D, moments)
+            more |= {f"{name}_scale": torch.empty(F * D // 64)} if moments is E4M3 else {}
+        seed = None if (weights, moments) == (FP32, FP32) else one(torch.int64)
         table = adamw.table([Parameter(**state, **more)])
-        adamw.step(table, rate=one(), step=one(), betas=(0.9, 0.95), eps=1e-8, multiplier=one())
+        adamw.step(table, rate=one(), step=one(), betas=(0.9, 0.95), eps=1e-8, multiplier=one(), seed=seed)
         if not more:
             adamw.norm(table, 1.0)
 
@@ -337,6 +341,9 @@ FAMILIES: dict[str, dict[str, Call]] = {
     "gate": {"a planted slow-down": lambda: planted_faults.spin(1e-5)},
     "adamw": {
         "step": step(False, None), "bf16": step(True, None), "E5M2": step(False, E5M2), "bf16, E4M3": step(True, E4M3),
+        "half": step(False, None, BF16, BF16), "half, E4M3": step(False, E4M3, BF16, BF16),
+        "half, states in FP8": step(False, None, BF16, E4M3), "half, E4M3, states in FP8": step(False, E4M3, BF16, E4M3),
+        "bf16, states in bf16": step(True, None, FP32, BF16), "bf16, states in FP8": step(True, E4M3, FP32, E4M3),
     },
     "linear cross-entropy": {
         "loss": lambda: losses(False), "loss and gradient": lambda: losses(True), "FP8": losses_in_fp8,
@@ -537,9 +544,15 @@ def check_spin(kernel: Compiled) -> None:
 
 def check_adamw(kernel: Compiled) -> None:
     """Three programs of 8 warps; 16-byte accesses; no float32 or FP8 tile transposed."""
-    programs = {"step_kernel": 3, "squares_kernel": 8, "norm_kernel": 4}
+    programs = {"step_kernel": 2 if "states in FP8" in kernel.call else 3, "squares_kernel": 8, "norm_kernel": 4}
     assert kernel.programs >= programs[kernel.kernel], str(kernel)
     if kernel.kernel != "step_kernel":
+        return
+    if "half" in kernel.call or "states" in kernel.call:
+        # Weight, gradient (once in each of its dtypes) and moments of bf16 are a load each; random bits need no exchange.
+        assert len(re.findall(r"ld\.global[\w.:]*\.v4", kernel.ptx)) >= (4 if "FP8" in kernel.call else 6), str(kernel)
+        moved = re.findall(r"(?:convert_layout|tt\.trans) .*: tensor<(\w+)x(\w+), ", kernel.ttgir)
+        assert {dtype for size, dtype in moved if "x" in size} <= {"bf16", "i1", "f32"}, f"{kernel}: {moved}"
         return
     each = adamw.TILE["ROWS"] * adamw.TILE["COLUMNS"] // (32 * kernel.warps * 4)  # 16-byte accesses a thread and tensor
     loads = len(re.findall(r"ld\.global[\w.:]*\.v4", kernel.ptx))

@@ -95,12 +95,17 @@ RECIPES: dict[str | None, dict[str, Any]] = {
 }
 
 
-def a_step(config: DecoderConfig, recipe: str | None) -> TrainStep:
+def a_step(
+    config: DecoderConfig, recipe: str | None, weights: str | None = None, states: str | None = None
+) -> TrainStep:
     torch.manual_seed(0)
     found = None if recipe is None else recipes.load(recipe)
     options: dict[str, Any] = {"padded_vocab_size": 64, "recipe": found, "head": "chunked", "blocks": "fused"}
     model = decoder.build(config, attention="manual", **options)
-    return TrainStep(model, OPTIM, precision="fp8" if recipe else "bf16", mode="eager", optimizer="reference")
+    if weights:
+        model.halve()
+    how: dict[str, Any] = {"mode": "eager", "optimizer": "reference", "states": states}
+    return TrainStep(model, OPTIM, precision="fp8" if recipe else "bf16", **how)
 
 
 def copies(step: TrainStep) -> list[Tensor]:
@@ -111,13 +116,23 @@ def copies(step: TrainStep) -> list[Tensor]:
     return found + [t for c in made if c.fp8 is not None for t in (c.fp8.kept.data, c.fp8.kept.data_t)]
 
 
+#: A row of each matrix of which is a multiple of 64.
+WIDE = dataclasses.replace(LLAMA, hidden_size=64, intermediate_size=128, head_dim=16)
+
+
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name is None or not name.endswith("dpa")])
-@pytest.mark.parametrize("config", [SMALL, LLAMA, QWEN], ids=["gpt", "llama", "qwen"])
-def test_what_the_blocks_keep_is_what_is_counted(config: DecoderConfig, recipe: str | None) -> None:
+@pytest.mark.parametrize(
+    ("config", "weights"), [(SMALL, None), (LLAMA, None), (QWEN, None), (WIDE, "bf16")],
+    ids=["gpt", "llama", "qwen", "bf16 weights"],
+)  # fmt: skip
+def test_what_the_blocks_keep_is_what_is_counted(
+    config: DecoderConfig, weights: str | None, recipe: str | None
+) -> None:
     """Every storage that autograd keeps from fused blocks, once each; of weights those that no optimizer left."""
-    step, batch = a_step(config, recipe), 2
+    step, batch = a_step(config, recipe, weights), 2
     found = kept(step, torch.randint(0, config.vocab_size, (batch, config.block_size)))
-    counted = held(config=config, batch=batch, padded=64, fp8_head=False, logits=1, **RECIPES[recipe])
+    more = RECIPES[recipe] | {"weights": weights}
+    counted = held(config=config, batch=batch, padded=64, fp8_head=False, logits=1, **more)
     blocks = ("residual stream", "attention", "the activation's input", "operands of weight gradients")
     weights = counted["weights for GEMMs"] - sum(t.nbytes for t in copies(step))
     assert sum(size for _, size in found) == weights + sum(counted[name] for name in blocks)
@@ -142,10 +157,14 @@ def test_a_layer_of_llama_3_8b_by_hand() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, DELAYED])
-def test_weights_moments_and_copies_are_the_optimizers(recipe: str | None) -> None:
-    step = a_step(SMALL, recipe)
+@pytest.mark.parametrize(("weights", "states"), [(None, None), ("bf16", "bf16"), ("bf16", "fp8"), (None, "fp8")])
+def test_weights_moments_and_copies_are_the_optimizers(
+    weights: str | None, states: str | None, recipe: str | None
+) -> None:
+    step = a_step(WIDE, recipe, weights, states)
     assert step.table is not None
-    counted = held(config=SMALL, batch=2, padded=64, fp8_head=False, logits=1, **RECIPES[recipe])
+    more = RECIPES[recipe] | {"weights": weights, "states": states}
+    counted = held(config=WIDE, batch=2, padded=64, fp8_head=False, logits=1, **more)
     moments = [t for p, state in step.table.state.items() if p != "step" for t in state.values()]
     for what, tensors in (
         ("weights", list(step.model.parameters())),
@@ -153,6 +172,27 @@ def test_weights_moments_and_copies_are_the_optimizers(recipe: str | None) -> No
         ("weights for GEMMs", copies(step)),
     ):
         assert counted[what] == sum(t.nbytes for t in tensors), what
+
+
+def test_llama_3_8b_fits_where_its_weights_and_states_are_in_fewer_bits() -> None:
+    """8.03 B parameters at 1 x 8192 tokens, on a GPU of 141 GB, in FP8 with delayed scaling."""
+    config = CONFIGS["llama3-8b"]
+    gib = {}
+    for weights, states in ((None, None), ("bf16", "bf16"), ("bf16", "fp8")):
+        counted = held(
+            config=config, batch=1, padded=128256, fp8=True, fp8_head=True, logits=1, weights=weights, states=states
+        )
+        gib[weights, states] = sum(counted.values()) / 2**30
+    assert gib[None, None] > 130
+    assert gib["bf16", "bf16"] == pytest.approx(84.5, abs=1)
+    assert gib["bf16", "bf16"] - gib["bf16", "fp8"] == pytest.approx(8.03e9 * (4 - 2.125) / 2**30, rel=1e-3)
+    update = {
+        states: {c.kind: c.bytes for c in cost.step(
+            config, batch=1, padded_vocab=128256, fp8=False, fp8_head=False, clipped=False, weights="bf16", states=states
+        )}[OPTIMIZER] / cost.parameters(config, 128256)
+        for states in ("bf16", "fp8")
+    }  # fmt: skip
+    assert update == {"bf16": 14, "fp8": pytest.approx(10.25)}
 
 
 def test_gpt2s_bytes_by_hand() -> None:

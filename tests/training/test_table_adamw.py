@@ -32,9 +32,10 @@ from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT
-from te_bench.training import checkpoints
+from te_bench.training import checkpoints, resume
 from te_bench.training import optimizer as table_adamw
 from te_bench.training.optimizer import TableAdamW
+from te_bench.training.parallel import Parallel
 from te_bench.training.step import TrainStep, evaluate
 
 vectorised = pytest.mark.skipif(
@@ -385,6 +386,77 @@ def test_a_recipe_that_casts_in_its_own_way_keeps_its_casts() -> None:
     step = TrainStep(model, OPTIM, precision="fp8", mode="eager", optimizer="reference")
     assert step.table is not None
     assert not any(c.fp8 for c in step.table.copies.values())
+
+
+# Weights and moments in fewer bits
+
+
+in_few_bits = functools.partial(a_step, recipe=DELAYED, halved=True, n_embd=64)
+
+
+@pytest.mark.parametrize(("precision", "blocks"), [("bf16", None), ("bf16", "fused"), ("fp8", "fused")])
+def test_bf16_weights_have_no_master_and_train_as_float32_does(precision: str, blocks: str | None) -> None:
+    """Thirty steps: as near as float32's arms an ulp away are to each other, or three times that."""
+    step = in_few_bits(precision, states="fp8", blocks=blocks, n_layer=1)
+    ours = losses(step)
+    assert {p.dtype for p in step.model.parameters() if p.dim() >= 2} == {torch.bfloat16}
+    assert {p.dtype for p in step.model.parameters() if p.dim() < 2} == {torch.float32}
+    assert step.table is not None
+    for p, state in step.table.state.items():
+        if p != "step":
+            assert state["exp_avg"].dtype is (torch.float8_e4m3fn if p.dim() >= 2 else torch.float32)
+    assert [h is p for h, p in zip(step.table.gradient_holders(), step.table.masters, strict=True)].count(False) == 0
+    assert all((copy.leaf is master) and copy.fp8 is not None for master, copy in step.table.copies.items())
+    assert bool(step.table.copies) is (precision == "fp8")
+    wide = [a_step(precision, recipe=DELAYED, nudge=seed, n_embd=64, n_layer=1) for seed in (None, 0)]
+    plain, nudged = (losses(one) for one in wide)
+    assert plain[0] - plain[-1] > 0.3
+    assert furthest(ours, plain) < max(3 * furthest(plain, nudged), 0.02)
+
+
+@pytest.mark.parametrize(("precision", "states"), [("bf16", "fp8"), ("fp8", "bf16")])
+def test_a_resumed_or_copied_step_draws_as_the_one_it_follows(precision: str, states: str, tmp_path: Path) -> None:
+    step, other = (in_few_bits(precision, states=states, seed=seed) for seed in (0, 1))
+    losses(step, 3)
+    resume.save(step, tmp_path / "at", 3)
+    twin = copy.deepcopy(step)
+    expected, left = losses(step, 4), weights(step)
+    assert losses(twin, 4) == expected
+    assert resume.load(other, tmp_path / "at") == 3  # the last to begin: a pass moves every model's scales on
+    assert losses(other, 4) == expected
+    for again in (twin, other):
+        assert all(torch.equal(a, b) for a, b in zip(weights(again), left, strict=True))
+    for wrong in (in_few_bits(precision), a_step(precision, recipe=DELAYED, n_embd=64)):
+        with pytest.raises(ValueError, match=r"make the step with those weights and states|of another model"):
+            resume.load(wrong, tmp_path / "at")
+
+
+def test_steps_in_fewer_bits_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown states .bf17.. Did you mean bf16"):
+        in_few_bits("bf16", states="bf17")
+    with pytest.raises(ValueError, match=r"weights bf16 with micro-batches: .* take accumulate 1"):
+        in_few_bits("bf16", optim=dataclasses.replace(OPTIM, accumulate=2))
+    with pytest.raises(ValueError, match=r"states fp8 with torch's AdamW, .* name an optimizer, reference or triton"):
+        in_few_bits("bf16", None, states="fp8")
+    assert in_few_bits("bf16", None, states="bf16").states == "bf16"
+    with pytest.raises(ValueError, match="rows must be multiples of 64"):
+        a_step("bf16", states="fp8")
+    how: Any = {"precision": "bf16", "mode": "eager", "optimizer": "reference", "parallel": Parallel()}
+    with pytest.raises(ValueError, match="over several ranks, which would round apart: take one GPU"):
+        TrainStep(GPT(SMALL, attention="manual"), OPTIM, states="bf16", **how)
+
+
+@pytest.mark.parametrize("states", [None, "bf16", "fp8"])
+def test_another_seed_rounds_otherwise(states: str | None) -> None:
+    found = []
+    for seed in (5, 5, 6):
+        step = in_few_bits("bf16", states=states)
+        assert step.table is not None
+        step.table.state["step"]["seed"].fill_(seed)
+        losses(step, 2)
+        found.append(weights(step)[0])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 # What cannot be

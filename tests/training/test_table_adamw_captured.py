@@ -119,12 +119,17 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("more", [{}, {"halved": True, "states": "bf16"}], ids=["float32", "few bits"])
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", DELAYED)])
 def test_a_captured_step_trains_as_the_eager_one(
-    precision: str, recipe: str, captured: Callable[[TrainStep], TrainStep], monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    recipe: str,
+    more: dict[str, Any],
+    captured: Callable[[TrainStep], TrainStep],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After three steps that warm up, at the first batch; in FP8 they leave scales, from which the eager one begins too."""
-    one = {"n_layer": 1}
+    one: dict[str, Any] = {"n_layer": 1, **more}
     step = captured(a_step(precision, "triton", recipe=recipe, head="chunked", **one))
     before = weights(step)
     loss, found = step.gradients(*a_batch())
@@ -189,14 +194,36 @@ def test_a_compiled_step_is_one_graph_whatever_is_evaluated(monkeypatch: pytest.
 # On a GPU
 
 
-def on_gpu(precision: str, recipe: str, mode: str, optimizer: str | None, head: str | None) -> TrainStep:
+def on_gpu(
+    precision: str, recipe: str, mode: str, optimizer: str | None, head: str | None, states: str | None = None
+) -> TrainStep:
+    """states: with bf16 weights."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIGS["tiny"], vocab_size=250)
     found = recipes.load(recipe) if precision == "fp8" else None
     attention = "mem_efficient" if precision == "fp32" else "flash"  # FlashAttention-2 has no float32
     model = GPT(config, attention=attention, padded_vocab_size=256, recipe=found, head=head).cuda()
+    if states:
+        model.halve()
     optim = Optim(learning_rate=1e-3, grad_clip=0.3)
-    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer)
+    return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer, states=states)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_captured_step_in_few_bits_trains_as_the_eager_one(precision: str, states: str) -> None:
+    """Whose random bits are of the same steps; what warms up takes none of them."""
+    eager, step, plain = (
+        on_gpu(precision, DELAYED, mode, "triton", "chunked", of)
+        for mode, of in (("eager", states), ("cudagraph", states), ("eager", None))
+    )
+    wanted, found, float32 = five_steps(eager), five_steps(step), five_steps(plain)
+    assert found == pytest.approx(wanted, rel=1e-3 if precision == "bf16" else 1e-2)
+    assert found == pytest.approx(float32, rel=2e-2)
+    assert step.table is not None
+    assert step.table.state["step"]["seed"] == torch.initial_seed()
+    assert {p.dtype for p in step.model.parameters() if p.dim() > 1} == {torch.bfloat16}
 
 
 @pytest.mark.gpu

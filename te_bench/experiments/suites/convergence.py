@@ -1,12 +1,16 @@
-"""Does FP8 train like BF16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault."""
+"""Does FP8 train like BF16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault.
+
+With --weights or --states: do weights and moments in fewer bits train like float32's?
+"""
 
 import dataclasses
 
-from te_bench.experiments import presets, suite_trials
+from te_bench.experiments import presets, run_options, suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 
 ALPHA = 0.05
+ASKED = "does FP8 train like BF16"
 #: Nats. gpt2 and llama: 0.24 % of a loss near 2.1, as DeepSeek-V3's bar of 0.25 %; their TIGHTER margin is stated beside it.
 #: The tiny GPT of preset cpu ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
 #: gpt2-short: at step 200 of 2,035 of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
@@ -46,7 +50,7 @@ def experiment(options: Options) -> Experiment:
         trials = [trial for number in seeds for trial in _round(options, problem, ways, number, ratio)]
     return Experiment(
         suite="convergence",
-        title=f"Convergence: does FP8 train like BF16? {problem['model']}, {problem['steps']} steps",
+        title=f"Convergence: {_question(options)}? {problem['model']}, {problem['steps']} steps",
         trials=tuple(trials),
         baseline=trials[0].cell,
         judgement={
@@ -62,6 +66,13 @@ def experiment(options: Options) -> Experiment:
     )
 
 
+def _question(options: Options) -> str:
+    fewer = run_options.fewer_bits(options)
+    return (
+        f"do {' and '.join(f'{value} {name}' for name, value in fewer.items())} train like float32" if fewer else ASKED
+    )
+
+
 def best_ratio(recipes: int) -> int:
     """bf16 runs for each run of a recipe with the least variance of a gap for the same number of runs: about sqrt(recipes).
 
@@ -70,11 +81,19 @@ def best_ratio(recipes: int) -> int:
     return min((2, 3, 4), key=lambda ratio: ((recipes + ratio) * (1 + 1 / ratio), -ratio))
 
 
-def _ways(options: Options, preset: str) -> list[tuple[str, Settings]]:
-    """What is judged: recipes, each with the parts that it runs through besides the problem's."""
+Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
+
+
+def _ways(options: Options, preset: str) -> list[Way]:
+    """What is judged: recipes; with --weights or --states bf16, which then has them as the recipes that are named."""
+    if fewer := run_options.fewer_bits(options):
+        if options.fused:
+            raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
+        own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
+        return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = presets.recipes_of(options)
     if preset in presets.FUSED:  # bf16 too runs through the fused step
-        found: list[tuple[str, Settings]] = [(recipe, {}) for recipe in recipes]
+        found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
             found += [(suite_trials.FP8_RECIPE, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
@@ -86,9 +105,9 @@ def _ways(options: Options, preset: str) -> list[tuple[str, Settings]]:
     return [(recipe, way) for recipe in recipes for way in parts]
 
 
-def _arms(options: Options, problem: Settings, ways: list[tuple[str, Settings]], seed: int) -> list[Trial]:
+def _arms(options: Options, problem: Settings, ways: list[Way], seed: int) -> list[Trial]:
     """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
-    asked: list[tuple[str | None, Settings]] = [
+    asked: list[Way] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
         *((recipe, {"arm": "recipe", **way}) for recipe, way in ways),
@@ -97,9 +116,7 @@ def _arms(options: Options, problem: Settings, ways: list[tuple[str, Settings]],
     return [presets.arm(options, {**problem, **more}, recipe, seed) for recipe, more in asked]
 
 
-def _round(
-    options: Options, problem: Settings, ways: list[tuple[str, Settings]], number: int, ratio: int
-) -> list[Trial]:
+def _round(options: Options, problem: Settings, ways: list[Way], number: int, ratio: int) -> list[Trial]:
     """One run of every recipe and `ratio` of bf16, each of a seed of its own: after any round the arms are balanced."""
     first = number * ratio
     control, aa, *recipes, broken = _arms(options, problem, ways, first)

@@ -3,6 +3,16 @@
 Loshchilov, Hutter, arXiv:1711.05101, in torch.optim.AdamW(fused=True)'s order, all float32, t counting from 1:
 g = grad * multiplier; m += (1 - beta1) (g - m); v = beta2 v + (1 - beta2) g^2;
 w = (1 - rate * weight_decay) w - rate / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+
+A weight without a master, in bf16, and moments in fewer bits are read as float32 and rounded once when they are written:
+
+- A bf16 weight: stochastically. A step of rate 3e-4 is far less than half of bf16's spacing, 2^-8 of the weight, and rounded
+  to the nearest it would be lost; like this it arrives on average.
+- m in bf16: to the nearest, for each update brings in more new weight, 1 - beta1, than bf16 rounds away.
+- v in bf16: stochastically. With beta2 = 0.999 v loses a thousandth an update; to the nearest it would never fall, and after
+  one large gradient the steps of that weight would stay small for ever.
+- m and sqrt(v) in FP8, E4M3, BLOCK elements by one scale, their largest / 448: stochastically, too, for E4M3's spacing is a
+  sixteenth to an eighth. The root has half of v's exponents. One above 0 becomes no 0, by which m would be divided.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,13 +21,18 @@ from typing import Any
 
 from te_bench import plugins
 
+BLOCK = 64  # elements of a row whose FP8 moments share a scale
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Parameter:
     """One parameter with its state, and where a step leaves what is made of the new weight. All contiguous.
 
     weight, the master, grad, exp_avg and exp_avg_sq: float32, of one shape; grad may be bfloat16, each parameter's apart:
-    it is widened, and all sums are float32's. bf16: the weight in bfloat16. data (M, N) and
+    it is widened, and all sums are float32's. A bfloat16 weight has no master, and its gradient is bfloat16. exp_avg and
+    exp_avg_sq may both be bfloat16, or both float8_e4m3fn, which is the root of exp_avg_sq, of a last dimension that
+    is a multiple of BLOCK: exp_avg_scale and exp_avg_sq_scale, (numel / BLOCK,) float32, then multiply away from FP8.
+    bf16: the weight in bfloat16, of a master alone. data (M, N) and
     data_t (N, M), either or both: the FP8 of that bfloat16, fp8(bf16(weight) * scale), of a 2-D weight, by the rules of
     te_bench.kernels.quantize; scale, () float32, comes with them. scale_inv, () float32, becomes 1 / scale; amax, ()
     float32, becomes max(amax, max |bf16(weight)|), NaN above everything.
@@ -34,6 +49,8 @@ class Parameter:
     scale: Any = None
     scale_inv: Any = None
     amax: Any = None
+    exp_avg_scale: Any = None
+    exp_avg_sq_scale: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,13 +65,14 @@ class Table:
     target: Any = None  # torch.float8_e4m3fn or torch.float8_e5m2, the same for all; None where none is cast to FP8
     rows: Any = None  # (parameters, fields) int64
     tiles: Any = None  # (programs, 2) int32: a row, and which of its tiles
+    forms: Any = ()  # ((weight's dtype, moments' dtype), first program, programs), a launch each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
     device: str  # "cpu", "cuda"
     capability: tuple[int, int] | None
-    fp8: bool  # data or data_t is wanted
+    fp8: bool  # data, data_t or moments in FP8 are wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +81,9 @@ class Backend:
 
     table(parameters) -> Table: built before a capture, for it copies addresses to the device. ValueError for what does
     not fit. An empty parameter is legal and nothing of it changes.
-    step(table, *, rate, step, betas, eps, multiplier=None) -> None: in place. rate, step and multiplier, () float32 on
-    the device: the learning rate, which update this is (1 for the first), and what gradients are multiplied by.
+    step(table, *, rate, step, betas, eps, multiplier=None, seed=None) -> None: in place. rate, step and multiplier, ()
+    float32 on the device: the learning rate, which update this is (1 for the first), and what gradients are multiplied
+    by. seed, () int64: of what is rounded stochastically, whose bits are philox's of (seed; element, parameter, step).
     Gradients are only read. ValueError for betas outside [0, 1), a negative eps, and other tensors than these.
     norm(table, max_norm) -> norm, multiplier, () float32: the norm of all gradients together, and
     min(1, max_norm / (norm + 1e-6)), NaN where the norm is, as torch.nn.utils.clip_grad_norm_ defines it. The same bits

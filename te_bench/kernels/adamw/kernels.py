@@ -2,13 +2,16 @@
 """AdamW's Triton kernels: one tile of one parameter a program, looked up in a table of addresses.
 
 Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout, 2 less for a
-bf16 gradient. A parameter with a data_t is cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a
-tile, so that its tiles are runs of ROWS * COLUMNS elements.
+bf16 gradient; 14 in all where weight, gradient and moments are bf16, 10.25 with moments in FP8. A parameter with a data_t is
+cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a tile, so that its tiles are runs of
+ROWS * COLUMNS elements.
 """
 
 import triton
 import triton.language as tl
 
+from te_bench.kernels.adamw import BLOCK
+from te_bench.kernels.adamw.backends.reference import LEAST_SCALE, ROUNDS
 from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile, rounded, to_fp8
 
 # Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
@@ -17,13 +20,15 @@ ROWS, COLUMNS, WARPS = 32, 64, 8
 PIECE = 8  # rows that a parameter without the alignment takes at a time
 SUMS = 2048  # partial sums that the second stage of the norm adds at a time
 # Numbers, or views into a table of them: not worth a compilation for each alignment.
-UNALIGNED = ["rate", "step", "multiplier"]
+UNALIGNED = ["rate", "step", "multiplier", "seed"]
+PHILOX_ROUNDS, LEAST = tl.constexpr(ROUNDS), tl.constexpr(LEAST_SCALE)
+assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
 #: Fields of a row of the table, 8 bytes each: addresses or 0; the bits of a float64; numbers.
 (
-    WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ, BF16, DATA, DATA_T, SCALE, SCALE_INV, AMAX, WEIGHT_DECAY, HEIGHT, WIDTH, COUNT,
-    ALIGNED, HALF_GRAD, FIELDS,
-) = (tl.constexpr(i) for i in range(17))  # fmt: skip
+    WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ, BF16, DATA, DATA_T, SCALE, SCALE_INV, AMAX, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE,
+    WEIGHT_DECAY, HEIGHT, WIDTH, COUNT, ALIGNED, HALF_GRAD, FIELDS,
+) = (tl.constexpr(i) for i in range(19))  # fmt: skip
 
 
 @triton.jit
@@ -85,8 +90,62 @@ def _multiply_add(a, b, c):
 
 
 @triton.jit
+def _draw(
+    seed, row_number, step, first, offsets, width, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """32 random bits of each element of a tile, as the reference's philox has them."""
+    if ALIGNED:  # widths are multiples of 4: each call of philox makes four neighbours
+        quarter = tl.arange(0, ROWS)[:, None] * (width // 4) + tl.arange(0, COLUMNS // 4)[None, :]
+        index = (first // 4 + quarter).to(tl.uint32)
+        zero = index * 0
+        a, b, c, d = tl.philox(seed, index, zero + row_number, zero + step, zero, PHILOX_ROUNDS)
+        bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS))
+    else:
+        element = first + offsets
+        index = (element // 4).to(tl.uint32)
+        zero, word = index * 0, element % 4
+        a, b, c, d = tl.philox(seed, index, zero + row_number, zero + step, zero, PHILOX_ROUNDS)
+        bits = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+    return bits
+
+
+@triton.jit
+def _stochastic_bf16(x, bits):
+    """x, float32, to one of its neighbours in bf16, by 16 random bits; NaN stays."""
+    moved = x.to(tl.uint32, bitcast=True) + bits
+    return (tl.where(x == x, moved, 0x7FC00000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _stochastic_e4m3(x, bits):
+    """x, float32, to one of its neighbours in E4M3, still float32, by 8 random bits; for `to_fp8`, which saturates."""
+    code = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((code >> 23) & 0xFF, 121)  # of 2^-6, below which the spacing stays
+    places = tl.abs(x) * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
+    below = tl.floor(places)
+    up = (places - below > (bits.to(tl.float32) + 0.5) * 0.00390625).to(tl.float32)
+    y = (below + up) * ((exponent - 3) << 23).to(tl.float32, bitcast=True)
+    return (y.to(tl.int32, bitcast=True) | (code & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_blocks(data, scales, x, bits, mask, LEAST_ABOVE_0: tl.constexpr):
+    """data := the E4M3 of x, a scale a row; what is above 0 becomes at least LEAST_ABOVE_0."""
+    largest = tl.max(tl.where(mask, magnitude(x), 0), 1).to(tl.float32, bitcast=True)
+    scale = tl.maximum(
+        tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
+    )
+    y = _stochastic_e4m3(x * tl.div_rn(1.0, scale)[:, None], bits)
+    if LEAST_ABOVE_0 > 0:
+        y = tl.where(x > 0, tl.maximum(y, LEAST_ABOVE_0, propagate_nan=tl.PropagateNan.ALL), y)
+    tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1) > 0)
+    tl.store(data, to_fp8(y, tl.float8e4nv), mask=mask)
+
+
+@triton.jit
 def _update_tile(
     row, tile, down, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
+    seed, row_number, count, w_dtype: tl.constexpr, m_dtype: tl.constexpr,
     FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -94,25 +153,47 @@ def _update_tile(
     top, left, width, rest = _place(row, tile, down, ALIGNED, TILE, COLUMNS)
     first = top.to(tl.int64) * width + left
     offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
-    weight = _address(row, WEIGHT, first, tl.float32, ALIGNED) + offsets
-    exp_avg = _address(row, EXP_AVG, first, tl.float32, ALIGNED) + offsets
-    exp_avg_sq = _address(row, EXP_AVG_SQ, first, tl.float32, ALIGNED) + offsets
+    weight = _address(row, WEIGHT, first, w_dtype, ALIGNED) + offsets
+    exp_avg = _address(row, EXP_AVG, first, m_dtype, ALIGNED) + offsets
+    exp_avg_sq = _address(row, EXP_AVG_SQ, first, m_dtype, ALIGNED) + offsets
     g = _gradient(row, first, left, width, rest, ALIGNED, ROWS, COLUMNS)
-    m = tl.load(exp_avg, mask=mask, other=0.0)
-    v = tl.load(exp_avg_sq, mask=mask, other=0.0)
-    w = tl.load(weight, mask=mask, other=0.0)
+    m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    IN_FP8: tl.constexpr = m_dtype == tl.float8e4nv
+    if IN_FP8:
+        blocks = tl.arange(0, ROWS) * (width // COLUMNS)
+        there = blocks * COLUMNS < rest
+        m_scales = _address(row, EXP_AVG_SCALE, first // COLUMNS, tl.float32, False) + blocks
+        v_scales = _address(row, EXP_AVG_SQ_SCALE, first // COLUMNS, tl.float32, False) + blocks
+        m *= tl.load(m_scales, mask=there, other=0.0)[:, None]
+        v *= tl.load(v_scales, mask=there, other=0.0)[:, None]
+        v *= v
     g *= grad_scale
     m = _multiply_add(lerp_weight, g - m, g if FROM_GRAD else m)
     v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
     decay = (1.0 - lr * tl.load(row + WEIGHT_DECAY).to(tl.float64, bitcast=True)).to(tl.float32)
     w = w * decay + tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction2_sqrt) + eps)
-    tl.store(exp_avg, m, mask=mask)
-    tl.store(exp_avg_sq, v, mask=mask)
-    tl.store(weight, w, mask=mask)
+    if w_dtype == tl.float32 and m_dtype == tl.float32:
+        random = 0
+    else:
+        random = _draw(seed, row_number, count, first, offsets, width, ALIGNED, ROWS, COLUMNS)
+    y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
+    tl.store(weight, y, mask=mask)
+    if IN_FP8:
+        _store_blocks(exp_avg, m_scales, m, (random >> 16) & 0xFF, mask, 0.0)
+        _store_blocks(exp_avg_sq, v_scales, tl.sqrt_rn(v), random >> 24, mask, 0.001953125)
+    elif m_dtype == tl.bfloat16:
+        tl.store(exp_avg, rounded(m, tl.bfloat16), mask=mask)
+        tl.store(exp_avg_sq, _stochastic_bf16(v, random >> 16), mask=mask)
+    else:
+        tl.store(exp_avg, m, mask=mask)
+        tl.store(exp_avg_sq, v, mask=mask)
     if HALF or TARGET is not None:
         # FP8 is made of the bf16, as the quantisers make it of a bf16 weight; and never of the float32 tile: on Hopper
         # Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
-        y = rounded(w, tl.bfloat16)
+        if w_dtype == tl.float32:
+            y = rounded(w, tl.bfloat16)
         # As a line: Triton gives tiles of one shape the threads of the narrowest dtype, 8 float32 apiece instead of 4.
         at = tl.arange(0, ROWS * COLUMNS)
         offsets, mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
@@ -148,16 +229,21 @@ def _transposed_tile(
     quantize_tile(y, mask, scale, None, data_t, rows, columns, height, width, TARGET)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["start"], do_not_specialize_on_alignment=UNALIGNED)
 def step_kernel(
-    table, tiles, rate, step, multiplier, lerp_weight, one_minus_beta2, beta2, eps,
-    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, FROM_GRAD: tl.constexpr,
+    table, tiles, start, rate, step, multiplier, seed, lerp_weight, one_minus_beta2, beta2, eps,
+    w_dtype: tl.constexpr, m_dtype: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, FROM_GRAD: tl.constexpr,
     HALF: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on one tile a program. LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32."""
-    row = table + tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64) * FIELDS
-    tile = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    """AdamW on one tile a program, from number `start` on, whose parameters are in these dtypes.
+
+    LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32.
+    """
+    program = start + tl.program_id(0)
+    row_number = tl.load(tiles + 2 * program)
+    row = table + row_number.to(tl.int64) * FIELDS
+    tile = tl.load(tiles + 2 * program + 1)
     count = tl.load(step).to(tl.float64)
     lr = tl.load(rate).to(tl.float64)
     step_size = (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32)
@@ -165,17 +251,21 @@ def step_kernel(
     grad_scale = 1.0
     if multiplier is not None:
         grad_scale = tl.load(multiplier)
+    key = 0
+    if seed is not None:
+        key = tl.load(seed).to(tl.uint64, bitcast=True)
+    number = count.to(tl.int32)
     if tl.load(row + ALIGNED) != 0:
         _update_tile(
             row, tile, 0, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
-            FROM_GRAD, HALF, TARGET, True, ROWS, ROWS, COLUMNS,
+            key, row_number, number, w_dtype, m_dtype, FROM_GRAD, HALF, TARGET, True, ROWS, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         # Piece by piece: an address for each element of a whole tile would take the registers of the other branch, too.
         for down in tl.range(0, ROWS, PIECE):
             _update_tile(
                 row, tile, down, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
-                FROM_GRAD, HALF, TARGET, False, ROWS, PIECE, COLUMNS,
+                key, row_number, number, w_dtype, m_dtype, FROM_GRAD, HALF, TARGET, False, ROWS, PIECE, COLUMNS,
             )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.tile import rounded
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # Rows of a token's that are read at once: one that is there 600 times among 12288 takes 75 turns.
@@ -75,11 +76,11 @@ def add_rows_kernel(table, rows, tokens, places, N, V, D, ROWS: tl.constexpr, CO
             more = tl.where(last == token, more + ROWS, N)
             near, place, last = _next(tokens, places, more, N, ROWS)
             total += tl.sum(found.to(tl.float32), 0)
-        tl.store(there, was + total, mask=inside)
+        tl.store(there, rounded(was + total, table.dtype.element_ty), mask=inside)
 
 
 def add_rows(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """table[t] += the sum of rows[i] over all i with tokens[i] = t, in float32; (Vp, D) float32, (N, D), (N,) int64."""
+    """table[t] += the sum of rows[i] over all i with tokens[i] = t, in float32; (Vp, D), (N, D), (N,) int64."""
     if not (table.is_cuda or INTERPRETED):
         table.index_add_(0, tokens, rows.to(table.dtype))
     elif rows.numel():
@@ -160,8 +161,8 @@ class _Tied(torch.autograd.Function):
 def tied(table: Tensor, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
 
-    table (Vp, D), positions (at least T, D) or None, float32; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may
-    look at the second one's gradient.
+    table (Vp, D), positions (at least T, D) or None; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
+    the second one's gradient.
     """
     embedded, again = _Tied.apply(table, positions, tokens)
     return embedded, again

@@ -199,21 +199,25 @@ def nvfp4(
 
 
 def random_bytes(seed: Tensor, blocks: int, stream: int) -> Tensor:
-    """(blocks, 16) float32, bytes of Philox4x32-10 with key `seed` and counter (block, stream, 0, 0).
+    """(blocks, 16) float32, bytes of `philox` at (block, stream, 0): of each of its words in order, the lowest first."""
+    words = philox(seed, torch.arange(blocks, device=seed.device), stream, 0)
+    return words.to(torch.int32).view(torch.uint8).float()
 
-    Of each block's four words in order, the lowest byte first. Source: Salmon et al., Parallel Random Numbers, SC 2011.
+
+def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tensor, rounds: int = 10) -> Tensor:
+    """(N, 4) int64, the 32-bit words of Philox4x32 with key `seed`, () int64, and counter (first, second, third, 0).
+
+    first: (N,) int64, below 2^32. Source: Salmon et al., Parallel Random Numbers, SC 2011.
     """
-    block = torch.arange(blocks, device=seed.device)
-    zero = torch.zeros_like(block)
-    even, odd = torch.stack([block & _WORD, zero]), torch.stack([zero + stream, zero])  # counter 0 and 2, 1 and 3
+    zero = torch.zeros_like(first)
+    even, odd = torch.stack([first, zero + third]), torch.stack([zero + second, zero])  # counter 0 and 2, 1 and 3
     factors, more = (torch.tensor(pair, device=seed.device) for pair in (_FACTORS, _MORE))
     key = torch.stack([seed & _WORD, (seed >> 32) & _WORD])
-    for _ in range(10):
+    for _ in range(rounds):
         product = even * factors[:, None]  # past int64's sign: its bits are right
         even, odd = ((product >> 32).flip(0) ^ odd ^ key[:, None]) & _WORD, (product & _WORD).flip(0)
         key = (key + more) & _WORD
-    words = torch.stack([even[0], odd[0], even[1], odd[1]], 1)
-    return words.to(torch.int32).view(torch.uint8).float()
+    return torch.stack([even[0], odd[0], even[1], odd[1]], 1)
 
 
 _WORD, _FACTORS, _MORE = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)

@@ -133,6 +133,8 @@ def _costs(configuration: Configuration) -> tuple[Cost, ...]:
         fp8=precision == "fp8",
         fp8_head=p.head == "fp8",
         clipped=p.grad_clip != 0,
+        weights=p.weights,
+        states=p.states,
     )
 
 

@@ -16,7 +16,7 @@ STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads
 _OWN_PARTS = ("head", "optimizer", "blocks", "parts")
 #: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
 _SHAPE = ("batch", "heads", "kv_heads", "length", "head_dim", "causal", "dropout", "window_left", "window_right")
-_ARM = ("arm", "perturb_ulp", "fault", *run_options.FUSED)  # what arm_name says
+_ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # what arm_name says
 _RANKS = ("parallel", "world", "shard", "sequence_parallel")  # said together: ddp x4, hsdp x4 in groups of 2
 
 _KERNELS = {
@@ -125,7 +125,8 @@ def printable(text: str) -> str:
 def _differing(trials: Collection[Trial]) -> list[str]:
     """What differs among these and is no choice of how the same work is done: batch, model, mask."""
     shaped = any(trial.workload in SHAPED for trial in trials)
-    chosen = {*_CHOICES, *_RANKS, "vocab", "padded_vocab", "rival", "linears", "amax_history_len", "variant"}
+    said = (*_CHOICES, *_RANKS, "weights", "states")
+    chosen = {*said, "vocab", "padded_vocab", "rival", "linears", "amax_history_len", "variant"}
     keys = dict.fromkeys(key for trial in trials for key in trial.problem)
     named = [key for key in keys if key not in chosen and not (shaped and key in _SHAPE)]
     return [key for key in named if len({str(trial.problem.get(key)) for trial in trials}) > 1]
@@ -147,6 +148,8 @@ def _always(trial: Trial, differing: Collection[str]) -> list[str]:
         groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
         tokens = " with sequence parallelism" if problem.get("sequence_parallel") else ""
         words.append(f"{problem['parallel']} x{problem['world']}{groups}{tokens}")
+    if "arm" not in problem:
+        words += run_options.fewer_words(problem)
     return [printable(word) for word in (*words, *(_setting(trial, key) for key in differing)) if word]
 
 

@@ -203,7 +203,7 @@ def pace(record: Record) -> Pace | None:
 #: Of the problem, what a training's seconds depend on beside the number of its steps.
 _SIZES = (
     *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
-    *("blocks", "head", "optimizer"),
+    *("blocks", "head", "optimizer", "weights", "states"),
     *("evaluate", "eval_tokens", "early_eval_tokens"),
 )
 

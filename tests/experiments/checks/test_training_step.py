@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import CheckFailed
+from te_bench.experiments.measurement import CheckFailed, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels.quantize import Operand, Quantized, block_casts
@@ -102,6 +102,48 @@ def test_true_fast_steps_pass(precision: str, recipe: str, problem: dict[str, An
         step = trial_model.step_of(trial)
         assert step.table is not None
         training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "states"),
+    [("bf16", None, "bf16"), ("bf16", "reference", "fp8"), ("fp8", "reference", "bf16")],
+)
+def test_bf16_weights_are_held_to_float64_of_the_same_rounded_weights(
+    precision: str, optimizer: str | None, states: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both references begin with the trial's bf16 weights, bit for bit, and not with what those were rounded from."""
+    blocks = {"blocks": "fused", "head": "chunked", "optimizer": optimizer} if optimizer else {}
+    trial = a_trial(precision, recipe="delayed_scaling", weights="bf16", states=states, **blocks)
+    trial_model.require_supported(trial)
+    step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
+    assert {p.dtype for p in step.model.parameters() if p.dim() > 1} == {torch.bfloat16}
+    right, built = trial_model.build, []
+
+    def noted(asked: Trial) -> Any:
+        model = right(asked)
+        built.append({name: p.detach().double() for name, p in model.named_parameters()})
+        return model
+
+    monkeypatch.setattr(trial_model, "build", noted)
+    training_step.check_step(trial, *batch, step)
+    assert len(built) == 2
+    for found in built:
+        for name, p in step.model.named_parameters():
+            assert torch.equal(found[name], p.detach().double()[: len(found[name])]), name
+
+
+def test_steps_in_fewer_bits_that_no_machine_has_are_unsupported() -> None:
+    for problem, reason in (
+        ({"weights": "bf16"}, "torch's AdamW keeps states in the weights' dtype; give both bf16"),
+        ({"states": "fp8"}, "torch's AdamW keeps states in the weights' dtype"),
+        ({"weights": "bf16", "states": "bf16", "accumulate": 2}, "accumulate 2: .* would be summed in bf16"),
+        ({"weights": "bf16", "states": "bf16", "parallel": "ddp", "world": 2}, "of steps on one GPU alone"),
+    ):
+        with pytest.raises(Unsupported, match=reason):
+            trial_model.require_supported(a_trial("bf16", **problem))
+    with pytest.raises(Unsupported, match="fp32: of steps in bf16 and fp8 alone"):
+        trial_model.require_supported(a_trial("fp32", weights="bf16", states="bf16"))
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:

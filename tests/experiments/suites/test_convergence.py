@@ -73,6 +73,23 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     }
 
 
+def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
+    experiment = resolve(device="cpu", weights="bf16", states="fp8", recipes=("delayed_scaling",), steps=300)
+    arms = {arm_name(trial): trial for trial in experiment.trials}
+    judged = ["bf16, bf16 weights, FP8 states", "delayed_scaling, bf16 weights, FP8 states"]
+    assert list(arms) == ["bf16", "bf16, A/A", *judged, "float8_current_scaling, broken on purpose: flushed_gradients"]
+    for name, trial in arms.items():
+        fewer = {key: trial.problem.get(key) for key in ("weights", "states", "optimizer")}
+        expected = ("bf16", "fp8", "reference") if name in judged else (None, None, None)
+        assert tuple(fewer.values()) == expected
+        assert (trial.problem["arm"] == "recipe") is (name in judged)
+    assert experiment.title.startswith("Convergence: do bf16 weights and fp8 states train like float32?")
+    alone = resolve(device="cpu", states="bf16").trials
+    assert {arm_name(t) for t in alone if t.problem["arm"] == "recipe"} == {"bf16, bf16 states"}
+    with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
+        resolve(device="cpu", states="bf16", fused=True)
+
+
 def test_on_a_cpu_early_evaluations_are_short() -> None:
     """Few tokens for evaluations that enter no verdict; those that do see all."""
     for p in (t.problem for t in resolve().trials):

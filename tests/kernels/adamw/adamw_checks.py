@@ -8,13 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.adamw import Parameter
+from te_bench.kernels.adamw import BLOCK, Parameter
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STATE = ("weight", "exp_avg", "exp_avg_sq")
 COPIES = ("bf16", "data", "data_t", "scale_inv", "amax")
 # Of no element, below, at and beyond a tile of 32 x 64, with lengths that are and are not multiples of 16.
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (0, 5), (7,), (2112,), (2, 3, 5), (33, 70), (48, 80))
+
+#: Dtypes of weight and moments.
+FORMS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, moments in FP8": (torch.bfloat16, E4M3),
+    "moments in bf16": (torch.float32, torch.bfloat16),
+    "moments in FP8": (torch.float32, E4M3),
+}
 
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
@@ -64,6 +72,29 @@ def parameters(room: Room, target: torch.dtype = E4M3, shapes: Sequence[tuple[in
     for i, shape in enumerate(shapes):
         made.append(parameter(shape, room, i, kinds[i % 3] if len(shape) == 2 else "bg" if i % 2 else "", target))
     return made
+
+
+def few_bits(
+    shape: tuple[int, ...],
+    form: tuple[torch.dtype, torch.dtype],
+    layouts: str = "",
+    device: str = "cpu",
+    offset: int = 0,
+) -> Parameter:
+    """`parameter`, with weight and moments in those dtypes, `offset` elements off an address that is a multiple of 16."""
+
+    def room(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        numel = math.prod(size)
+        return torch.zeros(numel + offset, device=device).to(dtype)[offset:].view(size)
+
+    p = parameter(shape, room, len(shape), layouts + ("g" if form[0] is torch.bfloat16 else ""))
+    values: dict[str, Any] = {name: getattr(p, name) for name in p.__slots__}
+    for name, dtype in zip(STATE, (form[0], form[1], form[1]), strict=True):
+        value = values[name] * (1.0 if dtype is not E4M3 else 40.0)
+        values[name] = room(shape, dtype).copy_(value.to(dtype))
+        if dtype is E4M3:
+            values[f"{name}_scale"] = torch.rand(value.numel() // BLOCK, device=device) + 0.01
+    return Parameter(**values)
 
 
 def plain(device: str) -> Room:

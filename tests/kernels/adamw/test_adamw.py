@@ -323,7 +323,20 @@ def changed(**values: Any) -> Parameter:
 
 NOWHERE = {"data": None, "data_t": None}
 WRONG = (
-    ({"weight": torch.ones(4, 6).bfloat16()}, "weight .4, 6. of torch.bfloat16"),
+    ({"weight": torch.ones(4, 6).half()}, "weight .4, 6. of torch.float16"),
+    ({"weight": torch.ones(4, 6).bfloat16()}, "grad .* must be .4, 6. of torch.bfloat16"),
+    (
+        {"weight": torch.ones(4, 6).bfloat16(), "grad": torch.ones(4, 6).bfloat16()},
+        "bf16 of a weight in bfloat16: it is that weight; leave bf16 out",
+    ),
+    ({"exp_avg": torch.ones(4, 6).bfloat16()}, "exp_avg_sq .* must be .4, 6. of torch.bfloat16"),
+    ({name: torch.ones(4, 6).to(E4M3) for name in STATE[1:]}, "exp_avg_scale and exp_avg_sq_scale are of those in FP8"),
+    ({"exp_avg_scale": torch.ones(0)}, "exp_avg_scale and exp_avg_sq_scale are of those in FP8"),
+    (
+        {name: torch.ones(4, 6).to(E4M3) for name in STATE[1:]}
+        | {f"{name}_scale": torch.ones(0) for name in STATE[1:]},
+        "rows must be multiples of 64",
+    ),
     ({"grad": torch.ones(4, 6).double()}, "grad .4, 6. of torch.float64"),
     ({"grad": torch.ones(6, 4)}, "grad .6, 4."),
     ({"exp_avg": torch.ones(24)}, r"exp_avg .24,."),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adamw_checks import E4M3, E5M2, assert_same, copy, parameter, parameters, plain
+from adamw_checks import E4M3, E5M2, FORMS, assert_same, copy, few_bits, parameter, parameters, plain
 from kernel_checks import captured, seconds
 from launch_checks import Recorder
 from torch import Tensor
@@ -33,9 +33,13 @@ def test_what_is_compiled_apart_has_another_key(monkeypatch: pytest.MonkeyPatch)
                         triton.step(made, rate=rate, step=numbers[3], betas=betas, eps=eps, multiplier=multiplier)
             triton.norm(made, 1)
             triton.norm(made, 2.0)
+    for form in FORMS.values():
+        made = triton.table([few_bits((64, 64), form), few_bits((3, 64), form), parameter((7,), plain("cpu"), 0)])
+        for seed in torch.arange(2):
+            triton.step(made, rate=numbers[0], step=numbers[3], betas=BETAS, eps=1e-8, seed=seed)
     steps = {compiled for compiled in recorder.call if compiled.startswith("step_kernel")}
-    # Betas; with and without a multiplier; no copy, bf16, and FP8 of two formats with it or not.
-    assert len(steps) == 3 * 2 * 6
+    # Betas; with and without a multiplier; no copy, bf16, and FP8 of two formats with it or not. And forms in fewer bits.
+    assert len(steps) == 3 * 2 * 6 + len(FORMS)
     assert all("'enable_fp_fusion': False" in compiled for compiled in steps)
     norms = set(recorder.call) - steps
     assert len(norms) <= 1 + 4  # squares_kernel, and norm_kernel by the number of partial sums
@@ -78,12 +82,13 @@ def test_a_table_moves_to_its_own_like_only() -> None:
 def test_a_captured_step_follows_its_inputs() -> None:
     """Clipping, the step's number, the rate, the gradients and the scales all change between replays."""
     ours, rate, count = parameters(plain("cuda")), torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
-    table = triton.table(ours)
+    ours += [few_bits((34, 64), form, "rt", "cuda") for form in FORMS.values()]
+    table, seed = triton.table(ours), torch.tensor(5, device="cuda")
 
     def call() -> None:
         count.add_(1)
         _, multiplier = triton.norm(table, 1.0)
-        triton.step(table, rate=rate, step=count, betas=BETAS, eps=1e-8, multiplier=multiplier)
+        triton.step(table, rate=rate, step=count, betas=BETAS, eps=1e-8, multiplier=multiplier, seed=seed)
 
     graph = captured(call)  # at rate 0, but with moments
     theirs = [copy(p) for p in ours]
@@ -100,7 +105,7 @@ def test_a_captured_step_follows_its_inputs() -> None:
         _, multiplier = triton.norm(table, 1.0)
         graph.replay()
         step = torch.tensor(float(t), device="cuda")
-        reference.step(plainly, rate=rate, step=step, betas=BETAS, eps=1e-8, multiplier=multiplier)
+        reference.step(plainly, rate=rate, step=step, betas=BETAS, eps=1e-8, multiplier=multiplier, seed=seed)
         for p, other in zip(ours, theirs, strict=True):
             assert_same(p, other)
 

@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from te_bench.kernels.adamw import Backend, Parameter, Problem, Table
+from te_bench.kernels.adamw import BLOCK, Backend, Parameter, Problem, Table
 from te_bench.kernels.quantize.backends import reference as quantizer
+from te_bench.kernels.quantize.block_formats import philox
 
 FLOATS = ("weight", "grad", "exp_avg", "exp_avg_sq")
 GRADIENTS = (torch.float32, torch.bfloat16)
 NUMBERS = ("scale", "scale_inv", "amax")
-TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS)  # of a Parameter, in the order of its dataclass
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS, *SCALES)  # of a Parameter, in the order of its dataclass
+MOMENTS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+ROUNDS = 7  # of philox: the fewest that pass BigCrush (Salmon et al., SC 2011)
+LEAST_SCALE = 2.0**-126  # of a block of zeros, too
 RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
-WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv")
+WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv", *SCALES)
 
 
 def unsupported(p: Problem) -> str | None:
@@ -56,7 +61,12 @@ def _check(p: Parameter, where: str) -> None:
     expected: dict[str, tuple[torch.Size, tuple[torch.dtype, ...]]] = {
         name: (shape, (torch.float32,)) for name in FLOATS
     }
-    expected["grad"] = (shape, GRADIENTS)
+    half = p.weight.dtype is torch.bfloat16
+    expected["weight"] = (shape, GRADIENTS)
+    expected["grad"] = (shape, (torch.bfloat16,) if half else GRADIENTS)
+    expected["exp_avg"] = (shape, MOMENTS)
+    expected["exp_avg_sq"] = (shape, (p.exp_avg.dtype,))
+    expected |= dict.fromkeys(SCALES, (torch.Size((p.weight.numel() // BLOCK,)), (torch.float32,)))
     expected |= {name: (torch.Size(()), (torch.float32,)) for name in NUMBERS}
     expected |= {"bf16": (shape, (torch.bfloat16,)), "data": (shape, quantizer.FORMATS)}
     expected |= {"data_t": (transposed, quantizer.FORMATS)}
@@ -67,6 +77,15 @@ def _check(p: Parameter, where: str) -> None:
                 f"{where}: {name} {tuple(t.shape)} of {t.dtype}, strides {t.stride()}: it must be {tuple(legal)} of "
                 f"{' or '.join(map(str, dtypes))}, contiguous"
             )
+    in_fp8 = p.exp_avg.dtype is torch.float8_e4m3fn
+    if any((getattr(p, name) is not None) != in_fp8 for name in SCALES):
+        raise ValueError(
+            f"{where}: moments of {p.exp_avg.dtype}: {' and '.join(SCALES)} are of those in FP8, which need both"
+        )
+    if in_fp8 and (not shape or shape[-1] % BLOCK):
+        raise ValueError(f"{where}: moments in FP8 of a weight {tuple(shape)}: rows must be multiples of {BLOCK}")
+    if half and p.bf16 is not None:
+        raise ValueError(f"{where}: bf16 of a weight in bfloat16: it is that weight; leave bf16 out")
     cast = p.data is not None or p.data_t is not None
     if cast and len(shape) != 2:
         raise ValueError(f"{where}: data of a weight {tuple(shape)}: FP8 layouts are of 2-D weights")
@@ -78,19 +97,36 @@ def _check(p: Parameter, where: str) -> None:
         raise ValueError(f"{where}: weight_decay {p.weight_decay}: it must be finite and at least 0")
 
 
+def form(p: Parameter) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of the weight and its moments."""
+    return p.weight.dtype, p.exp_avg.dtype
+
+
 def check_step(
-    table: Table, rate: Tensor, step: Tensor, betas: tuple[float, float], eps: float, multiplier: Tensor | None
+    table: Table,
+    rate: Tensor,
+    step: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    multiplier: Tensor | None,
+    seed: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the tensors are () float32 on the table's device, betas in [0, 1) and eps at least 0."""
+    """Raise ValueError unless the tensors are () float32 on the table's device, betas in [0, 1) and eps at least 0.
+
+    seed is () int64 there, and is needed where anything is rounded stochastically.
+    """
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas {betas}: each must be at least 0 and below 1")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps {eps}: it must be finite and at least 0")
     device = table.parameters[0].weight.device if table.parameters else rate.device
-    for name, t in (("rate", rate), ("step", step), ("multiplier", multiplier)):
-        if t is not None and (t.dim() or t.dtype != torch.float32 or t.device != device):
+    if seed is None and any(form(p) != (torch.float32, torch.float32) for p in table.parameters):
+        raise ValueError("no seed: weights and moments in fewer bits are rounded stochastically; give a () int64")
+    for name, t in (("rate", rate), ("step", step), ("multiplier", multiplier), ("seed", seed)):
+        dtype = torch.int64 if name == "seed" else torch.float32
+        if t is not None and (t.dim() or t.dtype != dtype or t.device != device):
             raise ValueError(
-                f"{name} {tuple(t.shape)} of {t.dtype} on {t.device}: it must be () of torch.float32 on {device}"
+                f"{name} {tuple(t.shape)} of {t.dtype} on {t.device}: it must be () of {dtype} on {device}"
             )
 
 
@@ -104,9 +140,10 @@ def step(
     betas: tuple[float, float],
     eps: float,
     multiplier: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     """AdamW's step-th update of every parameter, in place, and its copies; see Backend. ValueError: check_step."""
-    check_step(table, rate, step, betas, eps, multiplier)
+    check_step(table, rate, step, betas, eps, multiplier, seed)
     beta1, beta2 = betas
     rate64, step64 = rate.double(), step.double()
     step_size = (rate64 / (beta1**step64 - 1)).float()  # what multiplies m / (...): negative
@@ -115,18 +152,77 @@ def step(
     def number(value: float) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=rate.device)  # a fill: legal in a capture
 
-    for p in table.parameters:
+    for i, p in enumerate(p for p in table.parameters if p.weight.numel()):
         g = p.grad.float() if multiplier is None else p.grad.float() * multiplier
+        exp_avg, exp_avg_sq = _moments(p)
         # From the nearer end, as torch.lerp: exact where beta1 is 0.
-        weight, start = (number(1 - beta1), p.exp_avg) if 1 - beta1 < 0.5 else (number(1 - beta1) - 1, g)
-        m = _multiply_add(weight, g - p.exp_avg, start)
-        v = _multiply_add(number(1 - beta2) * g, g, p.exp_avg_sq * number(beta2))
+        weight, start = (number(1 - beta1), exp_avg) if 1 - beta1 < 0.5 else (number(1 - beta1) - 1, g)
+        m = _multiply_add(weight, g - exp_avg, start)
+        v = _multiply_add(number(1 - beta2) * g, g, exp_avg_sq * number(beta2))
         denominator = _root(v) / bias_correction2_sqrt + number(eps)
         decay = (1 - rate64 * p.weight_decay).float()
-        p.weight.copy_(p.weight * decay + step_size * m / denominator)
-        p.exp_avg.copy_(m)
-        p.exp_avg_sq.copy_(v)
+        w = p.weight.float() * decay + step_size * m / denominator
+        stochastic = form(p) != (torch.float32, torch.float32)
+        bits = random_bits(seed, w.numel(), i, step).view(w.shape) if stochastic and seed is not None else None
+        p.weight.copy_(w if bits is None or p.weight.dtype is torch.float32 else stochastic_bf16(w, bits & 0xFFFF))
+        _keep(p, m, v, bits)
         _emit(p)
+
+
+def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
+    """exp_avg and exp_avg_sq in float32."""
+    if p.exp_avg_scale is None:
+        return p.exp_avg.float(), p.exp_avg_sq.float()
+    m, root = (
+        (q.float().view(-1, BLOCK) * scale[:, None]).view(q.shape)
+        for q, scale in ((p.exp_avg, p.exp_avg_scale), (p.exp_avg_sq, p.exp_avg_sq_scale))
+    )
+    return m, root * root
+
+
+def _keep(p: Parameter, m: Tensor, v: Tensor, bits: Tensor | None) -> None:
+    """Store the moments, rounded as the operator says."""
+    if p.exp_avg_scale is not None and bits is not None:
+        _store_fp8(p.exp_avg, p.exp_avg_scale, m, (bits >> 16) & 0xFF, 0.0)
+        _store_fp8(p.exp_avg_sq, p.exp_avg_sq_scale, _root(v), bits >> 24, 2.0**-9)
+        return
+    p.exp_avg.copy_(m)
+    p.exp_avg_sq.copy_(v if bits is None or p.exp_avg_sq.dtype is torch.float32 else stochastic_bf16(v, bits >> 16))
+
+
+def _store_fp8(data: Tensor, scales: Tensor, x: Tensor, bits: Tensor, least: float) -> None:
+    """data, scales := x by blocks; what is above 0 becomes at least `least`."""
+    blocks = x.view(-1, BLOCK)
+    scale = (blocks.abs().amax(1) / torch.full_like(scales, 448.0)).clamp(min=LEAST_SCALE)
+    y = stochastic_e4m3(blocks * (1 / scale)[:, None], bits.view(-1, BLOCK))
+    y = torch.where(blocks > 0, y.clamp(min=least), y) if least else y
+    scales.copy_(scale)
+    data.copy_(y.view(x.shape).to(data.dtype))
+
+
+def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
+    """x, float32, to a neighbour in bfloat16, as often to the upper one as x lies near it; bits: 16 random ones an element.
+
+    A magnitude is rounded, so that infinity stays; NaN stays.
+    """
+    moved = (x.view(torch.int32) + bits.int()) & -0x10000
+    return torch.where(x.isnan(), x, moved.view(torch.float32)).to(torch.bfloat16)
+
+
+def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
+    """x, float32, to one of its neighbours in E4M3, still float32, saturated; bits: 8 random ones an element."""
+    exponent = ((x.view(torch.int32) >> 23) & 0xFF).clamp(min=121)  # of 2^-6, below which the spacing stays
+    inverse, spacing = (b.int().view(torch.float32) for b in ((257 - exponent) << 23, (exponent - 3) << 23))
+    places = x.abs() * inverse
+    below = places.floor()
+    up = (places - below) > (bits.float() + 0.5) / 256
+    return ((below + up) * spacing).clamp(max=448.0).copysign(x)
+
+
+def random_bits(seed: Tensor, count: int, number: int, step: Tensor) -> Tensor:
+    """32 random bits of each of `count` elements, int64: philox's words at (element / 4, number, step) in turn."""
+    quarter = torch.arange(-(-count // 4), device=seed.device)
+    return philox(seed, quarter, number, step.long(), ROUNDS).flatten()[:count]
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

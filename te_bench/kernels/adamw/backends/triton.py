@@ -4,6 +4,7 @@ Every result is the reference's, bit for bit, but for the norm's last places.
 """
 
 import ctypes
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from te_bench.kernels.adamw import Backend, Parameter, Problem, Table, kernels
 from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.adamw.kernels import COLUMNS, PIECE, ROWS, SUMS, WARPS
 from te_bench.kernels.launch import launch
-from te_bench.kernels.tile import FP8, lacks_triton
+from te_bench.kernels.tile import FLOATS, FP8, lacks_triton
 
 WIDEST = 2**31 // max(ROWS, COLUMNS)  # offsets inside a tile are 32-bit
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
@@ -36,22 +37,25 @@ def table(parameters: Sequence[Parameter]) -> Table:
     """
     checked = reference.table(parameters)
     rows: list[list[int]] = []
-    tiles: list[Tensor] = []
+    tiles: dict[tuple[torch.dtype, torch.dtype], list[Tensor]] = {}
     for i, p in enumerate(p for p in checked.parameters if p.weight.numel()):
         rows.append(_row(p))
         height, width = rows[-1][kernels.HEIGHT.value], rows[-1][kernels.WIDTH.value]
         if p.data_t is not None and max(height, width) >= WIDEST:
             raise ValueError(f"data_t of a weight {tuple(p.weight.shape)}: rows and columns must be below {WIDEST}")
         own_tiles = torch.arange(-(-height // ROWS) * -(-width // COLUMNS), dtype=torch.int32)
-        tiles.append(torch.stack([torch.full_like(own_tiles, i), own_tiles], 1))
+        tiles.setdefault(reference.form(p), []).append(torch.stack([torch.full_like(own_tiles, i), own_tiles], 1))
     if not rows:
         return checked
     device = checked.parameters[0].weight.device
+    counts = [sum(map(len, own)) for own in tiles.values()]
+    starts = itertools.accumulate(counts, initial=0)
     return Table(
         parameters=checked.parameters,
         target=checked.target,
         rows=torch.tensor(rows, dtype=torch.int64).to(device),
-        tiles=torch.cat(tiles).to(device),
+        tiles=torch.cat([one for own in tiles.values() for one in own]).to(device),
+        forms=tuple(zip(tiles, starts, counts, strict=False)),
     )
 
 
@@ -72,7 +76,10 @@ def _form(table: Table) -> list[tuple[Any, ...]]:
     """What a table says besides addresses."""
     copies = ((p.bf16, p.data, p.data_t) for p in table.parameters)
     asked = ([None if t is None else t.dtype for t in three] for three in copies)
-    return [(p.weight.shape, p.grad.dtype, *three) for p, three in zip(table.parameters, asked, strict=True)]
+    return [
+        (p.weight.shape, p.grad.dtype, *reference.form(p), *three)
+        for p, three in zip(table.parameters, asked, strict=True)
+    ]
 
 
 def _row(p: Parameter) -> list[int]:
@@ -97,12 +104,13 @@ def step(
     betas: tuple[float, float],
     eps: float,
     multiplier: Tensor | None = None,
+    seed: Tensor | None = None,
 ) -> None:
-    """AdamW's step-th update of every parameter, in place, and its copies, in one launch; see Backend.
+    """AdamW's step-th update of every parameter, in place, and its copies, in a launch for all of one form; see Backend.
 
     Raises ValueError as the reference's.
     """
-    reference.check_step(table, rate, step, betas, eps, multiplier)
+    reference.check_step(table, rate, step, betas, eps, multiplier, seed)
     if table.tiles is None:
         return
     beta1, beta2 = betas
@@ -119,11 +127,15 @@ def step(
         # Multiplications and additions that the reference rounds apart stay apart.
         "enable_fp_fusion": False,
     }
-    key = (betas, half, table.target, multiplier is None)
     # Rounded here, for Triton's interpreter keeps Python's float64.
     lerp_weight, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
-    args = (table.rows, table.tiles, rate, step, multiplier, lerp_weight - 1 if from_grad else lerp_weight, *numbers)
-    launch(kernels.step_kernel, len(table.tiles), key, rate.get_device(), args, constants)
+    numbers = [lerp_weight - 1 if from_grad else lerp_weight, *numbers]
+    for form, start, programs in table.forms:
+        own_seed = None if form == (torch.float32, torch.float32) else seed
+        key = (betas, half, table.target, multiplier is None, form)
+        args = (table.rows, table.tiles, start, rate, step, multiplier, own_seed, *numbers)
+        dtypes = {name: {**FLOATS, **FP8}[dtype] for name, dtype in zip(("w_dtype", "m_dtype"), form, strict=True)}
+        launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants)
     # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
     written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
     torch.autograd.graph.increment_version(written)
