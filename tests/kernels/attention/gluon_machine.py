@@ -108,6 +108,8 @@ class Machine(Threads):
         super().__init__(slow)
         self.own, self.unseen = threading.local(), dict[Place, Any]()
         self.without, self.made, self.found = without, list[list[Barrier]](), list[Any]()
+        self.both = Barrier()
+        self.both.count = self.both.pending = 2
 
     def barriers(self, count: int, arrivals: int) -> Room:
         made = Room([Barrier() for _ in range(count)])
@@ -119,6 +121,12 @@ class Machine(Threads):
     def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
         if self.without is None or barrier not in self.made[self.without]:
             super().wait(barrier, parity, pred=pred)
+
+    def meet(self) -> None:
+        parity = self.own.__dict__.get("met", 0)
+        self.own.met = parity ^ 1
+        self.arrive(self.both)
+        self.wait(self.both, parity)
 
     def fence(self) -> None:
         self.do(lambda: [self.unseen.pop(place, None) for place in self.own.__dict__.pop("unseen", [])])
@@ -159,6 +167,9 @@ class Machine(Threads):
         left, place.stored = (desc.name, *at, *place.stored), []
         if at[2] < desc.limit:
             self.do(lambda: self.found.append(left))
+
+    def add(self, desc: Any, at: list[int], place: Place) -> None:
+        self.leave(desc, at, place)
 
     def stores(self) -> list[Place]:
         found: list[Place] = self.own.__dict__.setdefault("stores", [])
@@ -257,7 +268,8 @@ def in_python(
     values = {
         "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
         "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,
-        "fence_async_shared": machine.fence, "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
+        "fence_async_shared": machine.fence, "meet": machine.meet, "add_to_global": machine.add,
+        "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
         **dict.fromkeys(as_it_is, lambda x, *_: x),
     } | stubs  # fmt: skip
     for module in KERNELS:

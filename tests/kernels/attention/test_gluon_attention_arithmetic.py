@@ -70,6 +70,9 @@ class Block(Place):
     def index(self, i: int) -> "Block":
         return Block(self.holds[i])
 
+    def _reinterpret(self, _: Any, shape: list[int], __: Any) -> "Block":
+        return Block(self.holds.view(shape))
+
     def slice(self, first: int, count: int, dim: int) -> "Block":
         return Block(self.holds.narrow(dim, first, count))
 
@@ -108,6 +111,9 @@ class Calculator(Machine):
     def leave(self, desc: Any, at: list[Any], place: Any) -> None:
         there = desc.of[int(at[0]), int(at[1]), at[2] : at[2] + ROWS]
         there.copy_(place.holds[: there.shape[0]])
+
+    def add(self, desc: Any, at: list[Any], place: Any) -> None:
+        self.do(lambda: desc.of[int(at[0])].add_(place.holds))
 
     def multiply(self, a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool) -> Any:
         made = (a.holds if isinstance(a, Block) else a) @ b.holds
@@ -323,6 +329,22 @@ def test_backward_by_one_kernel(
     assert processors.edges == {s.causal or s.keys % 128 != 0}
     assert sorted(processors.masked) == sorted(partly_hidden(s))
     assert_close(made[infinite:], exact[infinite:], 1e-4 if far else 1e-5)  # levels and delta are of float32
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("shape", "infinite"), INFINITE)
+def test_backward_by_one_kernel_by_tma(
+    shape: str, infinite: bool, width: int, order: int, processors: Processors
+) -> None:
+    s = SHAPES[shape]
+    q, k, v, dout = drawn(s, width)
+    if infinite:
+        with_infinite_keys(s, q, k)
+    out, lse, *exact = by_definition(s, q, k, v, dout)
+    plan = Plan(2, 8192 // width, 2, 1, 240, dq="tma", order=order, named=order > 0, exact=order > 0)
+    made = launch.backward(dout, q, k, v, out, lse, s.causal, SCALE, fused=plan)
+    assert_close(made[infinite:], exact[infinite:], 1e-5)
 
 
 # In FP8

@@ -25,14 +25,17 @@ from te_bench.kernels.attention.hopper.parts import (
     ROWS,
     SIZES,
     UNALIGNED,
+    add_to_global,
     allocate,
     as_matrix,
     as_operand,
     count_tiles,
     exp2,
     make_barriers,
+    meet,
     next_stage,
     pick_tile,
+    previous_stage,
     round_to,
 )
 
@@ -80,10 +83,26 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 
 @gluon.jit
-def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
+def find_dq_blocks(dq_sum, head, consumer, padded, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Which block of the sums, of those of 4096 that TMA adds to, is a warpgroup's of a head's first rows."""
+    return head * (padded // BLOCK_M * CONSUMERS) + consumer
+
+
+@gluon.jit
+def add_dq_by_tma(dq_sum, block, dq, dq_stage):
+    """dq (64, 64) added to a block of the sums, in the order of _flatten_dq, by way of memory that is the warpgroup's."""
+    tma.store_wait(0)
+    line = _flatten_dq(dq)
+    dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
+    fence_async_shared()
+    add_to_global(dq_sum, [block, 0, 0], dq_stage)
+
+
+@gluon.jit
+def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr = ROWS):
     """Where the rows begin that see a program's keys, where those end whose blocks may be partly hidden, and all."""
-    first_block, last_block = find_row_blocks(program_n, T, ROWS, CAUSAL)
-    begin, end = first_block * ROWS, last_block * ROWS
+    first_block, last_block = find_row_blocks(program_n, T, BLOCK_M, CAUSAL)
+    begin, end = first_block * BLOCK_M, last_block * BLOCK_M
     masked_end = begin
     if CAUSAL:
         masked_end = min(program_n + ROWS * CONSUMERS, end)
@@ -93,23 +112,42 @@ def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.conste
 
 
 @gluon.jit
+def _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS: gl.constexpr, NAMED: gl.constexpr):
+    """ds for all warpgroups to read, and theirs there."""
+    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
+    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
+    fence_async_shared()
+    if NAMED:
+        meet()
+    else:
+        mbarrier.arrive(ds_ready.index(buffer), count=1)
+        mbarrier.wait(ds_ready.index(buffer), parity)
+
+
+@gluon.jit
+def _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A warpgroup's half of a block's dQ, under way: of 64 rows half of the columns, of 128 half of the rows."""
+    WIDTH: gl.constexpr = BLOCK_M * D // (CONSUMERS * ROWS)
+    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
+    for other in gl.static_range(CONSUMERS):
+        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(buffer * CONSUMERS + other)
+        if WIDTH < D:
+            k_columns = k_columns.slice(consumer * WIDTH, WIDTH, dim=1)
+        if BLOCK_M > ROWS:
+            ds_rows = ds_rows.slice(consumer * ROWS, ROWS, dim=1)
+        dq = warpgroup_mma(ds_rows.permute((1, 0)), k_columns, dq, use_acc=other > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
 def add_dq_and_dk(
     dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
     """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
-    WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
-    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
-    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(buffer), count=1)
-    mbarrier.wait(ds_ready.index(buffer), parity)
-    dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
-    for other in gl.static_range(CONSUMERS):
-        k_columns = as_matrix(k_shared.index(other)).slice(consumer * WIDTH, WIDTH, dim=1)
-        ds_transposed = ds_shared.index(buffer * CONSUMERS + other).permute((1, 0))
-        dq = warpgroup_mma(ds_transposed, k_columns, dq, use_acc=other > 0, is_async=True)
+    _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, False)
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], ROWS)
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
     add_dq(dq_columns, start_m, dq, OUT.instr_shape[1])
@@ -135,78 +173,157 @@ def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free
 
 
 @gluon.jit
+def _start_scores(k_shared, consumer, q, SCORES: gl.constexpr):
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
+    k = as_matrix(k_shared.index(consumer))
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _take_dq(dq, dq_sum, dq_at, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr):
+    """A block's dq added to its sums, which begin at dq_at."""
+    if DQ == "tma":
+        add_dq_by_tma(dq_sum, dq_at + start_m // BLOCK_M * CONSUMERS, dq, dq_stage)
+    elif DQ == "red":
+        add_dq(dq_at, start_m, dq, D)
+
+
+@gluon.jit
 def _add_gradients(
-    dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
+    dk, dv, qk, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, sums, scale, following,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
-    k_shared, v_shared, ds_shared = shared
-    q, do, info = arrived
-    zeros = gl.zeros((ROWS, ROWS), gl.float32, SCORES)
-    lse_and_delta = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k, v = as_matrix(k_shared.index(consumer)), as_matrix(v_shared.index(consumer))
-    qk = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    """dk and dv with a block's share, dq's added to its sums. EDGE: the block may be partly hidden.
+
+    qk: its scores, if ORDER is 2; what is returned has those of the block that is following.
+    """
+    k_shared, v_shared, ds_shared, dq_shared = shared
+    q, do, info, free = arrived
+    dq_sum, dq_at = sums
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    D: gl.constexpr = OUT.instr_shape[1]
+    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
+    lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if ORDER < 2:
+        qk = _start_scores(k_shared, consumer, q, SCORES)
+    v = as_matrix(v_shared.index(consumer))
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    qk = warpgroup_mma_wait(1, deps=(qk,))
+    if ORDER < 2:
+        qk = warpgroup_mma_wait(1, deps=(qk,))
     if EDGE:
         qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
     lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
     p = exp2(qk * scale - lse_2[None, :])
     p_low = round_to(p, q.dtype)
     dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
+    if not EXACT:
+        p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
     delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = round_to(p * (dp - delta[None, :]), q.dtype)
-    return add_dq_and_dk(
-        dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS, OUT
-    )
+    if ORDER > 0:
+        dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
+    if DQ != "off":
+        _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, NAMED)
+        dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, BLOCK_M)
+    else:
+        dq = zeros
+    if ORDER == 0:
+        dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
+        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(free, count=1)
+    elif ORDER == 1:
+        dq, dk, dv = warpgroup_mma_wait(0, deps=(dq, dk, dv))
+        mbarrier.arrive(free, count=1)
+        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+    else:
+        next_q, there, phase, more = following
+        mbarrier.wait(there, phase, pred=more)
+        dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
+        mbarrier.arrive(free, count=1, pred=more)
+        qk = _start_scores(k_shared, consumer, next_q, SCORES)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        qk = warpgroup_mma_wait(0, deps=(qk,))  # in flight over the loop's end, the assembler would serialise all (C7514)
+    if ORDER == 2:
+        return dk, dv, qk
+    else:
+        return dk, dv, 0
 
 
 @gluon.jit
 def _make_gradients(
-    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr
-):
+    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr,
+):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
+    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
     if CAUSAL:  # keys from T on, no row sees: nor may one beyond T
         S = min(S, T)
+    BLOCK_M: gl.constexpr = q_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     stage, phase, held_phase, n_step = 0, 0, 0, 0
     for tile_index in range(count_tiles(whole, rest)):
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
         program_n = n_block * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
-        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL)
+        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL, BLOCK_M)
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held_full.index(other), held_phase)
+        qk, left = 0, 0
+        if ORDER == 2:
+            left = group * ((end - begin) // BLOCK_M)
+            mbarrier.wait(full.index(stage), phase)
+            qk = _start_scores(k_shared, consumer, as_matrix(q_shared.index(stage)), SCORES)
+            qk = warpgroup_mma_wait(0, deps=(qk,))
         for h in range(kv * group, kv * group + group):
-            dq_columns = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D)
+            if DQ == "tma":
+                dq_at = find_dq_blocks(dq_sum, b * H + h, consumer, padded, BLOCK_M, CONSUMERS)
+            else:
+                dq_at = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D)
             for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = masked_end, end
                 if MASKED:
                     start, stop = begin, masked_end
-                for start_m in range(start, stop, ROWS):
-                    mbarrier.wait(full.index(stage), phase)
+                for start_m in range(start, stop, BLOCK_M):
+                    after, after_phase = next_stage(stage, phase, STAGES)
+                    following = 0
+                    if ORDER == 2:
+                        left -= 1
+                        look = stage  # after a tile's last block scores that nobody takes, of rows that are there
+                        if left > 0:
+                            look = after
+                        following = as_matrix(q_shared.index(look)), full.index(after), after_phase, left > 0
+                    else:
+                        mbarrier.wait(full.index(stage), phase)
                     arrived = (
                         as_matrix(q_shared.index(stage)),
                         as_matrix(do_shared.index(stage)),
                         info_shared.index(stage),
+                        empty.index(stage),
                     )
-                    dk, dv = _add_gradients(
-                        dk, dv, (k_shared, v_shared, ds_shared), consumer, program_n, S, arrived, start_m, ds_ready,
-                        n_step & 1, n_step >> 1 & 1, dq_columns, scale, CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
+                    dk, dv, qk = _add_gradients(
+                        dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S, arrived, start_m,
+                        ds_ready, n_step & 1, n_step >> 1 & 1, (dq_sum, dq_at), scale, following,
+                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED,
                     )  # fmt: skip
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    stage, phase = next_stage(stage, phase, STAGES)
+                    stage, phase = after, after_phase
                     n_step += 1
+        if ORDER == 2:
+            last, _phase = previous_stage(stage, phase, STAGES)
+            mbarrier.arrive(empty.index(last), count=1)
         store_dk_and_dv(
             dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
             held_empty, scale,
@@ -219,20 +336,25 @@ def _make_gradients(
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, DQ: gl.constexpr = "red", ORDER: gl.constexpr = 0,
+    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
     dq_sum: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' halves of columns as in _flatten_dq.
     scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
     """
-    gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
-    info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], info_desc.layout)
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    gl.static_assert(CONSUMERS == 2 and BLOCK_M * q_desc.block_type.shape[3] == 8192)
+    info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, BLOCK_M], info_desc.layout)
     shared = (
         allocate(k_desc, CONSUMERS), allocate(v_desc, CONSUMERS), allocate(q_desc, STAGES), allocate(do_desc, STAGES),
         info_shared,
     )  # fmt: skip
-    ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    dq_shared = ds_shared
+    if DQ == "tma":
+        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 16, 256], dq_sum.layout)
     gates = (
         make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
@@ -241,11 +363,11 @@ def gluon_attention_backward_fused_kernel(
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetch_args = (k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
+    args = (dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

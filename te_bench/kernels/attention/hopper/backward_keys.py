@@ -41,8 +41,14 @@ def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
     """
     begin = 0
     if CAUSAL:
-        begin = min(start_n, T - 1) // ROWS * (ROWS // BLOCK_M)
-    return begin, gl.cdiv(T, ROWS) * (ROWS // BLOCK_M)
+        if BLOCK_M > ROWS:
+            begin = min(start_n, T - 1) // BLOCK_M
+        else:
+            begin = min(start_n, T - 1) // ROWS * (ROWS // BLOCK_M)
+    if BLOCK_M > ROWS:
+        return begin, gl.cdiv(T, BLOCK_M)
+    else:
+        return begin, gl.cdiv(T, ROWS) * (ROWS // BLOCK_M)
 
 
 @gluon.jit

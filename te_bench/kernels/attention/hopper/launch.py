@@ -42,6 +42,10 @@ class Plan(NamedTuple):
     overlap: bool = False
     in_registers: bool = False
     sharing: int = 0
+    dq: str = "red"
+    order: int = 0
+    exact: bool = False
+    named: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -102,10 +106,10 @@ def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
-def pad_last_rows(q: Tensor) -> Tensor:
-    """(B, H, 64, D), q's rows from the last multiple of 64 on, and the last of all up to there; q where 64 divides T."""
-    there = q.shape[2] % ROWS
-    return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, ROWS - there, -1)], 2) if there else q
+def pad_last_rows(q: Tensor, rows: int = ROWS) -> Tensor:
+    """(B, H, rows, D), q's from the last multiple of `rows` on, and the last of all up to there; q where it divides T."""
+    there = q.shape[2] % rows
+    return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, rows - there, -1)], 2) if there else q
 
 
 def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
@@ -186,9 +190,9 @@ def _backward_fused(
     scale: float, p: Plan,
 ) -> None:  # fmt: skip
     """Into gradients, of what TMA can read."""
-    dq, dk, dv = gradients
+    (dq, dk, dv), n = gradients, p.at_once
     batch, heads, rows, width = q.shape
-    padded = triton.cdiv(rows, ROWS) * ROWS
+    padded = triton.cdiv(rows, n) * n
     info = q.new_empty(2, batch * heads, padded, dtype=torch.float32)
     sums = q.new_empty(batch * heads, padded, width, dtype=torch.float32)
     gluon_attention_delta_kernel[(batch * heads * padded // DELTA_ROWS,)](
@@ -196,13 +200,22 @@ def _backward_fused(
         D=width, BLOCK_M=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     programs, sizes = deal_tiles(p, q, k, of_keys=True)
-    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, ROWS) for x in (q, pad_last_rows(q), dout)]
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q, n), dout)]
+    by_tma = p.dq == "tma"
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *arriving, describe_info(info.transpose(0, 1), ROWS), describe(dk, ROWS), describe(dv, ROWS), sums, padded,
+        *held, *arriving, describe_info(info.transpose(0, 1), n), describe(dk, ROWS), describe(dv, ROWS),
+        describe_sums(sums) if by_tma else sums, padded,
         float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        **p.constants(),
+        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, **p.constants(),
     )  # fmt: skip
     store_dq(sums, dq, scale)
+
+
+def describe_sums(sums: Tensor) -> TensorDescriptor:
+    """Of blocks of 4096 of dQ's sums, in one line."""
+    layout = gl.NVMMASharedLayout(0, 32, 3)
+    blocks = sums.view(-1, 16, 256)
+    return TensorDescriptor(blocks, list(blocks.shape), list(blocks.stride()), [1, 16, 256], layout)
 
 
 def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:

@@ -6,8 +6,10 @@ are in units of log2(e), so that a weight is one multiplication and addition, on
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ROWS = gl.constexpr(64)  # of a warpgroup: those of one instruction of the tensor core
@@ -97,6 +99,22 @@ def allocate(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT blocks of desc's tensor, (1, 1, rows, D) each."""
     shape: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
+
+
+@builtin
+def add_to_global(desc, at, source, _semantic=None):
+    """What is in shared memory added to global memory, by TMA, in no order."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
+
+
+@gluon.jit
+def meet():
+    """Two warpgroups wait for each other, by one of the barriers that Triton leaves."""
+    one_each = gl.zeros((128,), gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(
+        "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [one_each], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
