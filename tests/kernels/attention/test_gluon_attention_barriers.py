@@ -166,6 +166,9 @@ VARIANTS = {
     "dk first": BY_TMA._replace(order=1, stages=2, named=True),
     "next scores": BY_TMA._replace(order=2, stages=2),
     "next scores, 3 stages": BY_TMA._replace(order=2, named=True),
+    "late": BY_TMA._replace(late=True),
+    "late, 2 stages": BY_TMA._replace(late=True, stages=2),
+    "128 rows, late": BY_TMA._replace(at_once=128, stages=2, late=True),
     "128 rows": BY_TMA._replace(at_once=128, stages=2),
     "128 rows, next scores": BY_TMA._replace(at_once=128, stages=2, order=2),
 }
@@ -173,7 +176,7 @@ DQ_SUM = types.SimpleNamespace(name="dq", dtype=None, layout=None, limit=1)
 
 
 def variant(p: Plan) -> dict[str, Any]:
-    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named}
+    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named, "LATE": p.late, "dq_desc": DQ_SUM}
 
 
 def of_dk_and_dv_by_tma(s: Shape, p: Plan) -> Iterator[Any]:
@@ -214,7 +217,7 @@ KERNELS = {
     ),
     "all gradients by TMA": Kernel(
         launch.gluon_attention_backward_fused_kernel, VARIANTS,
-        "k v q: last: dout: info: dk dv", (DQ_SUM, 1024, 1.0), variant, of_dk_and_dv_by_tma, of_keys=True,
+        "k v q: last: dout: info: dk dv", (None, 1024, 1.0), variant, of_dk_and_dv_by_tma, of_keys=True,
     ),
     "all gradients in FP8": Kernel(
         fp8_launch.fp8_attention_backward_gluon_kernel,

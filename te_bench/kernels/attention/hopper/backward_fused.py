@@ -71,9 +71,11 @@ def _flatten_dq(dq):
 
 
 @gluon.jit
-def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr):
-    """Where a warpgroup's columns of dQ begin in the sums of a sequence's head."""
-    return dq_sum + head.to(gl.int64) * padded * D + consumer * (ROWS * D // CONSUMERS)
+def find_dq_columns(
+    dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr = ROWS
+):  # fmt: skip
+    """Where a warpgroup's share of dQ begins in the sums of a sequence's head."""
+    return dq_sum + head.to(gl.int64) * padded * D + consumer * (BLOCK_M * D // CONSUMERS)
 
 
 @gluon.jit
@@ -83,19 +85,23 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 
 @gluon.jit
-def find_dq_blocks(dq_sum, head, consumer, padded, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr):
+def find_dq_blocks(head, consumer, padded, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr):
     """Which block of the sums, of those of 4096 that TMA adds to, is a warpgroup's of a head's first rows."""
     return head * (padded // BLOCK_M * CONSUMERS) + consumer
 
 
 @gluon.jit
-def add_dq_by_tma(dq_sum, block, dq, dq_stage):
-    """dq (64, 64) added to a block of the sums, in the order of _flatten_dq, by way of memory that is the warpgroup's."""
+def add_dq_by_tma(dq_desc, block, line, dq_stage):
+    """dq in a line, as of _flatten_dq, added to the sums from a block on, by way of memory that is the warpgroup's own."""
     tma.store_wait(0)
-    line = _flatten_dq(dq)
     dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
     fence_async_shared()
-    add_to_global(dq_sum, [block, 0, 0], dq_stage)
+    add_to_global(dq_desc, [block, 0, 0], dq_stage)
+
+
+@gluon.jit
+def _halve(line):
+    return gl.split(gl.permute(gl.reshape(line, (2, line.shape[0] // 2)), (1, 0)))
 
 
 @gluon.jit
@@ -181,27 +187,41 @@ def _start_scores(k_shared, consumer, q, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _take_dq(dq, dq_sum, dq_at, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr):
-    """A block's dq added to its sums, which begin at dq_at."""
+def _take_dq(
+    dq, sums, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr
+):  # fmt: skip
+    """A block's dq added to its sums."""
+    dq_desc, columns, first_block = sums
     if DQ == "tma":
-        add_dq_by_tma(dq_sum, dq_at + start_m // BLOCK_M * CONSUMERS, dq, dq_stage)
+        add_dq_by_tma(dq_desc, first_block + start_m // BLOCK_M * CONSUMERS, _flatten_dq(dq), dq_stage)
+    elif DQ == "mix":  # the second half leaves by TMA
+        line, by_tma = _halve(_flatten_dq(dq))
+        at = columns + start_m * D + gl.arange(0, line.shape[0], line.type.layout)
+        gl.atomic_add(at, line, sem="relaxed")
+        add_dq_by_tma(dq_desc, (first_block + start_m // BLOCK_M * CONSUMERS) * 2 + 1, by_tma, dq_stage)
     elif DQ == "red":
-        add_dq(dq_at, start_m, dq, D)
+        add_dq(columns, start_m, dq, D)
+    elif DQ == "none":
+        gl.inline_asm_elementwise(  # it is looked at, lest the assembler leave the product out
+            "{ .reg .pred p; .reg .f32 x, y; .reg .b32 a; mov.b32 a, 0; add.f32 x, $4, $5; add.f32 y, $6, $7; add.f32 x, x, y; "
+            "setp.eq.f32 p, x, 0f0D2B3C4D; @p st.shared.f32 [a], x; "
+            "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }",
+            "=f,=f,=f,=f,f,f,f,f", [dq], dtype=gl.float32, is_pure=False, pack=4,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _add_gradients(
     dk, dv, qk, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, sums, scale, following,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with a block's share, dq's added to its sums. EDGE: the block may be partly hidden.
 
     qk: its scores, if ORDER is 2; what is returned has those of the block that is following.
     """
     k_shared, v_shared, ds_shared, dq_shared = shared
-    q, do, info, free = arrived
-    dq_sum, dq_at = sums
+    q, do, info, free, before, begun = arrived
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     D: gl.constexpr = OUT.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
@@ -211,6 +231,8 @@ def _add_gradients(
     v = as_matrix(v_shared.index(consumer))
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if ORDER < 2:
+        if LATE:
+            mbarrier.arrive(before, count=1, pred=begun)
         qk = warpgroup_mma_wait(1, deps=(qk,))
     if EDGE:
         qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
@@ -233,14 +255,18 @@ def _add_gradients(
     if ORDER == 0:
         dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        if LATE:
+            next_q, there, phase, more = following
+            mbarrier.wait(there, phase, pred=more)
         # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        mbarrier.arrive(free, count=1)
+        if not LATE:
+            mbarrier.arrive(free, count=1)
     elif ORDER == 1:
         dq, dk, dv = warpgroup_mma_wait(0, deps=(dq, dk, dv))
         mbarrier.arrive(free, count=1)
-        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
     else:
         next_q, there, phase, more = following
         mbarrier.wait(there, phase, pred=more)
@@ -248,7 +274,7 @@ def _add_gradients(
         mbarrier.arrive(free, count=1, pred=more)
         qk = _start_scores(k_shared, consumer, next_q, SCORES)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        _take_dq(dq, dq_sum, dq_at, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
         qk = warpgroup_mma_wait(0, deps=(qk,))  # in flight over the loop's end, the assembler would serialise all (C7514)
     if ORDER == 2:
         return dk, dv, qk
@@ -259,10 +285,10 @@ def _add_gradients(
 @gluon.jit
 def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
+    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
@@ -283,16 +309,18 @@ def _make_gradients(
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held_full.index(other), held_phase)
         qk, left = 0, 0
-        if ORDER == 2:
+        if ORDER == 2 or LATE:
             left = group * ((end - begin) // BLOCK_M)
             mbarrier.wait(full.index(stage), phase)
+        if ORDER == 2:
             qk = _start_scores(k_shared, consumer, as_matrix(q_shared.index(stage)), SCORES)
             qk = warpgroup_mma_wait(0, deps=(qk,))
         for h in range(kv * group, kv * group + group):
-            if DQ == "tma":
-                dq_at = find_dq_blocks(dq_sum, b * H + h, consumer, padded, BLOCK_M, CONSUMERS)
-            else:
-                dq_at = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D)
+            sums = (
+                dq_desc,
+                find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, BLOCK_M),
+                find_dq_blocks(b * H + h, consumer, padded, BLOCK_M, CONSUMERS),
+            )
             for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = masked_end, end
                 if MASKED:
@@ -300,24 +328,26 @@ def _make_gradients(
                 for start_m in range(start, stop, BLOCK_M):
                     after, after_phase = next_stage(stage, phase, STAGES)
                     following = 0
-                    if ORDER == 2:
+                    if ORDER == 2 or LATE:
                         left -= 1
                         look = stage  # after a tile's last block scores that nobody takes, of rows that are there
                         if left > 0:
                             look = after
                         following = as_matrix(q_shared.index(look)), full.index(after), after_phase, left > 0
-                    else:
+                    if ORDER < 2 and not LATE:
                         mbarrier.wait(full.index(stage), phase)
                     arrived = (
                         as_matrix(q_shared.index(stage)),
                         as_matrix(do_shared.index(stage)),
                         info_shared.index(stage),
                         empty.index(stage),
+                        empty.index((stage + STAGES - 1) % STAGES),
+                        n_step > 0,
                     )
                     dk, dv, qk = _add_gradients(
                         dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S, arrived, start_m,
-                        ds_ready, n_step & 1, n_step >> 1 & 1, (dq_sum, dq_at), scale, following,
-                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED,
+                        ds_ready, n_step & 1, n_step >> 1 & 1, sums, scale, following,
+                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE,
                     )  # fmt: skip
                     stage, phase = after, after_phase
                     n_step += 1
@@ -337,7 +367,7 @@ def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, DQ: gl.constexpr = "red", ORDER: gl.constexpr = 0,
-    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False,
+    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, dq_desc=None,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
@@ -354,7 +384,9 @@ def gluon_attention_backward_fused_kernel(
     ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_shared = ds_shared
     if DQ == "tma":
-        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 16, 256], dq_sum.layout)
+        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 16, 256], dq_desc.layout)
+    if DQ == "mix":
+        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 8, 256], dq_desc.layout)
     gates = (
         make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
@@ -363,11 +395,13 @@ def gluon_attention_backward_fused_kernel(
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetch_args = (k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
+    args = (
+        dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     order: int = 0
     exact: bool = False
     named: bool = False
+    late: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -201,21 +202,21 @@ def _backward_fused(
     )  # fmt: skip
     programs, sizes = deal_tiles(p, q, k, of_keys=True)
     held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q, n), dout)]
-    by_tma = p.dq == "tma"
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *arriving, describe_info(info.transpose(0, 1), n), describe(dk, ROWS), describe(dv, ROWS),
-        describe_sums(sums) if by_tma else sums, padded,
-        float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, **p.constants(),
+        sums, padded, float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
+        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, LATE=p.late, dq_desc=describe_sums(sums, p), **p.constants(),
     )  # fmt: skip
     store_dq(sums, dq, scale)
 
 
-def describe_sums(sums: Tensor) -> TensorDescriptor:
-    """Of blocks of 4096 of dQ's sums, in one line."""
-    layout = gl.NVMMASharedLayout(0, 32, 3)
-    blocks = sums.view(-1, 16, 256)
-    return TensorDescriptor(blocks, list(blocks.shape), list(blocks.stride()), [1, 16, 256], layout)
+def describe_sums(sums: Tensor, p: Plan) -> TensorDescriptor | None:
+    """Of blocks of 4096 of dQ's sums, in one line, or of half as many."""
+    if p.dq not in ("tma", "mix"):
+        return None
+    lines = 16 if p.dq == "tma" else 8
+    blocks = sums.view(-1, lines, 256)
+    return TensorDescriptor(blocks, list(blocks.shape), list(blocks.stride()), [1, lines, 256], gl.NVMMASharedLayout(0, 32, 3))
 
 
 def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
