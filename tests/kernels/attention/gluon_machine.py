@@ -264,7 +264,7 @@ def in_python(
         async_copy_shared_to_global=machine.leave,
         store_wait=machine.store_wait,
     )
-    as_it_is = ("as_matrix", "_as_lines", "round_to", "as_operand", "hold_back")
+    as_it_is = ("as_matrix", "_as_lines", "round_to", "widen", "as_operand", "hold_back")
     values = {
         "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
         "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,

@@ -343,7 +343,7 @@ def test_backward_by_one_kernel_by_tma(
         with_infinite_keys(s, q, k)
     out, lse, *exact = by_definition(s, q, k, v, dout)
     dq = ("tma", "mix", "red")[order]
-    plan = Plan(2, 8192 // width, 2, 1, 240, dq=dq, order=order, named=order > 0, exact=order > 0, late=order == 0)
+    plan = Plan(2, 8192 // width, 2, 1, 240, dq=dq, order=order, named=order > 0, exact=order > 0, late=order == 0, widen=order == 2)
     made = launch.backward(dout, q, k, v, out, lse, s.causal, SCALE, fused=plan)
     assert_close(made[infinite:], exact[infinite:], 1e-5)
 

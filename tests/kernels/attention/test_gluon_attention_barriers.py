@@ -160,7 +160,7 @@ def of_dk_and_dv(s: Shape, p: Plan, fp8: str = "", *, dq: bool = True, warpgroup
                 yield from ((*at(x, b, kv, key), tuple(y)) for x, y in zip(("dk", "dv"), products, strict=True))
 
 
-BY_TMA = Plan(2, 64, 3, 1, 240, dq="tma")
+BY_TMA = Plan(2, 64, 3, 1, 240, dq="tma", widen=True)
 VARIANTS = {
     "today's order": BY_TMA,
     "dk first": BY_TMA._replace(order=1, stages=2, named=True),
@@ -176,7 +176,7 @@ DQ_SUM = types.SimpleNamespace(name="dq", dtype=None, layout=None, limit=1)
 
 
 def variant(p: Plan) -> dict[str, Any]:
-    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named, "LATE": p.late, "dq_desc": DQ_SUM}
+    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named, "LATE": p.late, "WIDEN": p.widen, "dq_desc": DQ_SUM}
 
 
 def of_dk_and_dv_by_tma(s: Shape, p: Plan) -> Iterator[Any]:

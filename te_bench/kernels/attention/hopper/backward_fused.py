@@ -37,6 +37,7 @@ from te_bench.kernels.attention.hopper.parts import (
     pick_tile,
     previous_stage,
     round_to,
+    widen,
 )
 
 
@@ -214,7 +215,7 @@ def _take_dq(
 def _add_gradients(
     dk, dv, qk, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, sums, scale, following,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with a block's share, dq's added to its sums. EDGE: the block may be partly hidden.
 
@@ -241,7 +242,7 @@ def _add_gradients(
     p_low = round_to(p, q.dtype)
     dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
     if not EXACT:
-        p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
+        p = widen(p_low) if WIDEN else p_low.to(gl.float32)  # dV's product keeps these registers in any case
     delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = round_to(p * (dp - delta[None, :]), q.dtype)
@@ -285,7 +286,7 @@ def _add_gradients(
 @gluon.jit
 def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale = args
@@ -347,7 +348,7 @@ def _make_gradients(
                     dk, dv, qk = _add_gradients(
                         dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S, arrived, start_m,
                         ds_ready, n_step & 1, n_step >> 1 & 1, sums, scale, following,
-                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE,
+                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE, WIDEN,
                     )  # fmt: skip
                     stage, phase = after, after_phase
                     n_step += 1
@@ -367,7 +368,7 @@ def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, DQ: gl.constexpr = "red", ORDER: gl.constexpr = 0,
-    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, dq_desc=None,
+    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, WIDEN: gl.constexpr = False, dq_desc=None,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
@@ -400,8 +401,8 @@ def gluon_attention_backward_fused_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

@@ -176,6 +176,17 @@ def round_to(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def widen(x):
+    """x, of round_to, in float32: in pairs, lest what an operand needs packed be taken apart."""
+    if gl.bfloat16 == x.dtype:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def as_operand(x, LAYOUT: gl.constexpr):
     """A product's result as the left operand of the next one; nothing leaves its thread."""
     return gl.convert_layout(x, gl.DotOperandLayout(0, LAYOUT, 2))
