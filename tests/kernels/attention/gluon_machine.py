@@ -244,6 +244,15 @@ def in_python(
         place.halves = shared.setdefault(place, rooms([2, ROWS, 128]))  # one for all threads
         return place.halves
 
+    def stages(there: Room, _: Any, count: int) -> Room:
+        """Of dk in dS's memory, of which each holds a part, and of dv in that of dq's."""
+        if len(there.of) == count:
+            return there
+        made = rooms([count, ROWS, 128])
+        for i, place in enumerate(made.of):
+            place.halves = Room(there.of[2 * i : 2 * i + 2])
+        return made
+
     def specialize(calls: list[Any], warps: list[int], registers: list[int]) -> None:
         assert warps == [4] * (len(calls) - 2) + [1], "the last one fetches"
         assert len(set(registers[:-1])) == 1
@@ -267,7 +276,7 @@ def in_python(
     as_it_is = ("as_matrix", "_as_lines", "round_to", "widen", "as_operand", "hold_back")
     values = {
         "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
-        "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,
+        "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves, "_as_stages": stages,
         "fence_async_shared": machine.fence, "meet": machine.meet, "add_to_global": machine.add,
         "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
         **dict.fromkeys(as_it_is, lambda x, *_: x),

@@ -169,6 +169,8 @@ VARIANTS = {
     "late": BY_TMA._replace(late=True),
     "late, 2 stages": BY_TMA._replace(late=True, stages=2),
     "128 rows, late": BY_TMA._replace(at_once=128, stages=2, late=True),
+    "ends": BY_TMA._replace(late=True, ends=True),
+    "ends, next scores": BY_TMA._replace(order=2, ends=True, stages=2),
     "128 rows": BY_TMA._replace(at_once=128, stages=2),
     "128 rows, next scores": BY_TMA._replace(at_once=128, stages=2, order=2),
 }
@@ -176,7 +178,7 @@ DQ_SUM = types.SimpleNamespace(name="dq", dtype=None, layout=None, limit=1)
 
 
 def variant(p: Plan) -> dict[str, Any]:
-    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named, "LATE": p.late, "WIDEN": p.widen, "dq_desc": DQ_SUM}
+    return {"EDGE": True, "DQ": p.dq, "ORDER": p.order, "EXACT": p.exact, "NAMED": p.named, "LATE": p.late, "WIDEN": p.widen, "ENDS": p.ends, "dq_desc": DQ_SUM}
 
 
 def of_dk_and_dv_by_tma(s: Shape, p: Plan) -> Iterator[Any]:

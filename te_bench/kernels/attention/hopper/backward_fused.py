@@ -92,9 +92,10 @@ def find_dq_blocks(head, consumer, padded, BLOCK_M: gl.constexpr, CONSUMERS: gl.
 
 
 @gluon.jit
-def add_dq_by_tma(dq_desc, block, line, dq_stage):
+def add_dq_by_tma(dq_desc, block, line, dq_stage, WAIT: gl.constexpr):
     """dq in a line, as of _flatten_dq, added to the sums from a block on, by way of memory that is the warpgroup's own."""
-    tma.store_wait(0)
+    if WAIT:
+        tma.store_wait(0)
     dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
     fence_async_shared()
     add_to_global(dq_desc, [block, 0, 0], dq_stage)
@@ -119,10 +120,30 @@ def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.conste
 
 
 @gluon.jit
-def _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS: gl.constexpr, NAMED: gl.constexpr):
+def _place_ds(buffer, consumer, CONSUMERS: gl.constexpr, ENDS: gl.constexpr):
+    """Which block of shared memory; ENDS: a warpgroup's own lie together."""
+    if ENDS:
+        return consumer * 2 + buffer
+    else:
+        return buffer * CONSUMERS + consumer
+
+
+@gluon.jit
+def _as_stages(shared, desc, COUNT: gl.constexpr):
+    """Memory for COUNT blocks of desc's tensor in what is there."""
+    shape: gl.constexpr = desc.block_type.shape
+    return shared._reinterpret(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
+
+
+@gluon.jit
+def _share_ds(
+    ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS: gl.constexpr, NAMED: gl.constexpr, ENDS: gl.constexpr
+):  # fmt: skip
     """ds for all warpgroups to read, and theirs there."""
+    if ENDS:  # the tile before's dk has left from here, and dq's share of the block before
+        tma.store_wait(0)
     # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
-    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
+    ds_shared.index(_place_ds(buffer, consumer, CONSUMERS, ENDS)).store(ds)
     fence_async_shared()
     if NAMED:
         meet()
@@ -132,13 +153,16 @@ def _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS: gl.c
 
 
 @gluon.jit
-def _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+def _start_dq(
+    k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    ENDS: gl.constexpr,
+):  # fmt: skip
     """A warpgroup's half of a block's dQ, under way: of 64 rows half of the columns, of 128 half of the rows."""
     WIDTH: gl.constexpr = BLOCK_M * D // (CONSUMERS * ROWS)
     SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
     for other in gl.static_range(CONSUMERS):
-        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(buffer * CONSUMERS + other)
+        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(_place_ds(buffer, other, CONSUMERS, ENDS))
         if WIDTH < D:
             k_columns = k_columns.slice(consumer * WIDTH, WIDTH, dim=1)
         if BLOCK_M > ROWS:
@@ -153,8 +177,8 @@ def add_dq_and_dk(
     OUT: gl.constexpr,
 ):  # fmt: skip
     """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
-    _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, False)
-    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], ROWS)
+    _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, False, False)
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], ROWS, False)
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
     add_dq(dq_columns, start_m, dq, OUT.instr_shape[1])
@@ -189,17 +213,18 @@ def _start_scores(k_shared, consumer, q, SCORES: gl.constexpr):
 
 @gluon.jit
 def _take_dq(
-    dq, sums, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr
+    dq, sums, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr,
+    ENDS: gl.constexpr,
 ):  # fmt: skip
     """A block's dq added to its sums."""
     dq_desc, columns, first_block = sums
     if DQ == "tma":
-        add_dq_by_tma(dq_desc, first_block + start_m // BLOCK_M * CONSUMERS, _flatten_dq(dq), dq_stage)
+        add_dq_by_tma(dq_desc, first_block + start_m // BLOCK_M * CONSUMERS, _flatten_dq(dq), dq_stage, not ENDS)
     elif DQ == "mix":  # the second half leaves by TMA
         line, by_tma = _halve(_flatten_dq(dq))
         at = columns + start_m * D + gl.arange(0, line.shape[0], line.type.layout)
         gl.atomic_add(at, line, sem="relaxed")
-        add_dq_by_tma(dq_desc, (first_block + start_m // BLOCK_M * CONSUMERS) * 2 + 1, by_tma, dq_stage)
+        add_dq_by_tma(dq_desc, (first_block + start_m // BLOCK_M * CONSUMERS) * 2 + 1, by_tma, dq_stage, True)
     elif DQ == "red":
         add_dq(columns, start_m, dq, D)
     elif DQ == "none":
@@ -215,7 +240,7 @@ def _take_dq(
 def _add_gradients(
     dk, dv, qk, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, sums, scale, following,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv with a block's share, dq's added to its sums. EDGE: the block may be partly hidden.
 
@@ -249,14 +274,14 @@ def _add_gradients(
     if ORDER > 0:
         dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     if DQ != "off":
-        _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, NAMED)
-        dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, BLOCK_M)
+        _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, NAMED, ENDS)
+        dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, BLOCK_M, ENDS)
     else:
         dq = zeros
     if ORDER == 0:
         dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
         if LATE:
             next_q, there, phase, more = following
             mbarrier.wait(there, phase, pred=more)
@@ -267,7 +292,7 @@ def _add_gradients(
     elif ORDER == 1:
         dq, dk, dv = warpgroup_mma_wait(0, deps=(dq, dk, dv))
         mbarrier.arrive(free, count=1)
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
     else:
         next_q, there, phase, more = following
         mbarrier.wait(there, phase, pred=more)
@@ -275,7 +300,7 @@ def _add_gradients(
         mbarrier.arrive(free, count=1, pred=more)
         qk = _start_scores(k_shared, consumer, next_q, SCORES)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ)
+        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
         qk = warpgroup_mma_wait(0, deps=(qk,))  # in flight over the loop's end, the assembler would serialise all (C7514)
     if ORDER == 2:
         return dk, dv, qk
@@ -286,7 +311,7 @@ def _add_gradients(
 @gluon.jit
 def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr,
+    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale = args
@@ -348,17 +373,30 @@ def _make_gradients(
                     dk, dv, qk = _add_gradients(
                         dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S, arrived, start_m,
                         ds_ready, n_step & 1, n_step >> 1 & 1, sums, scale, following,
-                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE, WIDEN,
+                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS,
                     )  # fmt: skip
                     stage, phase = after, after_phase
                     n_step += 1
         if ORDER == 2:
             last, _phase = previous_stage(stage, phase, STAGES)
             mbarrier.arrive(empty.index(last), count=1)
-        store_dk_and_dv(
-            dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
-            held_empty, scale,
-        )  # fmt: skip
+        if ENDS:
+            mbarrier.arrive(keys_free, count=1)
+            mbarrier.wait(keys_free, tile_index & 1)  # the others' dQ is of these keys, and this dS, too
+            mbarrier.arrive(held_empty.index(consumer), count=1)
+            dk_shared, dv_shared = _as_stages(ds_shared, dk_desc, CONSUMERS), _as_stages(dq_shared, dv_desc, CONSUMERS)
+            dk_stage, dv_stage = dk_shared.index(consumer), dv_shared.index(consumer)
+            tma.store_wait(0)
+            as_matrix(dv_stage).store(round_to(dv, dv_desc.dtype))
+            as_matrix(dk_stage).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(dv_desc, [b, kv, program_n + consumer * ROWS, 0], dv_stage)
+            tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], dk_stage)
+        else:
+            store_dk_and_dv(
+                dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
+                held_empty, scale,
+            )  # fmt: skip
         held_phase ^= 1
     tma.store_wait(0)
 
@@ -368,7 +406,7 @@ def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, DQ: gl.constexpr = "red", ORDER: gl.constexpr = 0,
-    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, WIDEN: gl.constexpr = False, dq_desc=None,
+    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, WIDEN: gl.constexpr = False, ENDS: gl.constexpr = False, dq_desc=None,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
@@ -401,8 +439,8 @@ def gluon_attention_backward_fused_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

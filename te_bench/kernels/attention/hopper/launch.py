@@ -48,6 +48,7 @@ class Plan(NamedTuple):
     named: bool = False
     late: bool = False
     widen: bool = False
+    ends: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -206,7 +207,7 @@ def _backward_fused(
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *arriving, describe_info(info.transpose(0, 1), n), describe(dk, ROWS), describe(dv, ROWS),
         sums, padded, float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, LATE=p.late, WIDEN=p.widen, dq_desc=describe_sums(sums, p), **p.constants(),
+        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, LATE=p.late, WIDEN=p.widen, ENDS=p.ends, dq_desc=describe_sums(sums, p), **p.constants(),
     )  # fmt: skip
     store_dq(sums, dq, scale)
 
