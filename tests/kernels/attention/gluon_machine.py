@@ -101,7 +101,7 @@ class Machine(Threads):
     """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late.
 
     What a thread has stored, the tensor core and TMA see from its fence on. without: those barriers, in the order in which
-    they are made, at which nobody waits. found: what goes to global memory, and where.
+    they are made, at which nobody waits; -1: where two meet. found: what goes to global memory, and where.
     """
 
     def __init__(self, slow: str = "", without: int | None = None) -> None:
@@ -119,7 +119,7 @@ class Machine(Threads):
         return made
 
     def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
-        if self.without is None or barrier not in self.made[self.without]:
+        if self.without is None or barrier not in ([self.both] if self.without < 0 else self.made[self.without]):
             super().wait(barrier, parity, pred=pred)
 
     def meet(self) -> None:
@@ -244,15 +244,6 @@ def in_python(
         place.halves = shared.setdefault(place, rooms([2, ROWS, 128]))  # one for all threads
         return place.halves
 
-    def stages(there: Room, _: Any, count: int) -> Room:
-        """Of dk in dS's memory, of which each holds a part, and of dv in that of dq's."""
-        if len(there.of) == count:
-            return there
-        made = rooms([count, ROWS, 128])
-        for i, place in enumerate(made.of):
-            place.halves = Room(there.of[2 * i : 2 * i + 2])
-        return made
-
     def specialize(calls: list[Any], warps: list[int], registers: list[int]) -> None:
         assert warps == [4] * (len(calls) - 2) + [1], "the last one fetches"
         assert len(set(registers[:-1])) == 1
@@ -276,7 +267,7 @@ def in_python(
     as_it_is = ("as_matrix", "_as_lines", "round_to", "widen", "as_operand", "hold_back")
     values = {
         "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
-        "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves, "_as_stages": stages,
+        "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,
         "fence_async_shared": machine.fence, "meet": machine.meet, "add_to_global": machine.add,
         "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
         **dict.fromkeys(as_it_is, lambda x, *_: x),

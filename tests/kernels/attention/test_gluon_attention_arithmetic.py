@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from fp8_definition import definition, slots, trip
-from gluon_machine import ROWS, Machine, Place, Room, Shape, in_python
+from gluon_machine import ROWS, Machine, Place, Shape, in_python
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -182,7 +182,6 @@ class Processors:
             stubs = {
                 "pick_tile": lambda *args: (tile(*args)[0], torch.tensor(tile(*args)[1])), "exp2": torch.exp2,
                 "spread_rows": lambda x, _: x[:, None], "sum_in_parts": lambda x: x.reshape(ROWS, -1, 8).sum(1),
-                "_as_stages": lambda _, __, count: Room([block([ROWS, D]) for _ in range(count)]),
                 "mask_scores_in_eights": lambda *x: (self.masked.append(x[2]), hidden(*x))[1],
             }  # fmt: skip
             given = tuple(Pointer(x) if isinstance(x, Tensor) else x for x in given)
@@ -300,27 +299,33 @@ def test_backward_by_two_kernels(width: int, shape: str, infinite: bool, process
     assert processors.edges == {s.causal or s.keys % 64 != 0}
 
 
-def partly_hidden(s: Shape) -> list[int]:
+def partly_hidden(s: Shape, rows: int) -> list[int]:
     """The blocks of rows, of each of two warpgroups and each head, of which a tile of 128 keys may be partly hidden."""
-    found, end = list[int](), -(-s.rows // ROWS) * ROWS
+    found, end = list[int](), -(-s.rows // rows) * rows
     for first in range(0, s.keys, 2 * ROWS):
-        begin = min(first, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        begin = min(first, s.rows - 1) // rows * rows if s.causal else 0
         edge = end if first + 2 * ROWS > s.keys else min(first + 2 * ROWS, end) if s.causal else begin
-        found += list(range(begin, edge, ROWS)) * 2 * s.batch * s.heads
+        found += list(range(begin, edge, rows)) * 2 * s.batch * s.heads
     return found
 
 
+ONE_KERNEL = [
+    *((x, "infinite keys" if infinite else "near") for x, infinite in INFINITE),
+    *((x, "far below 0") for x in PARTS),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "scores"),
-    [*((x, "infinite keys" if infinite else "near") for x, infinite in INFINITE), *((x, "far below 0") for x in PARTS)],
+    ("width", "shape", "scores"),
+    [(w, x, how) for w in (64, 128) for x, how in ONE_KERNEL if (w, SHAPES[x].causal) in launch.FUSED],
 )
 def test_backward_by_one_kernel(
-    shape: str, scores: str, processors: Processors, monkeypatch: pytest.MonkeyPatch
+    width: int, shape: str, scores: str, processors: Processors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
     s, far, infinite = SHAPES[shape], scores == "far below 0", scores == "infinite keys"
-    monkeypatch.setattr(launch, "FUSED_FROM", 0)
-    q, k, v, dout = drawn(s)
+    monkeypatch.setattr(launch, "FUSED_FROM", {width: 0})
+    q, k, v, dout = drawn(s, width)
     if far:
         q, k = q.abs() + 8, -k.abs() - 8
     if infinite:
@@ -328,25 +333,8 @@ def test_backward_by_one_kernel(
     out, lse, *exact = by_definition(s, q, k, v, dout)
     made = launch.backward(dout, q, k, v, out, lse, s.causal, SCALE)
     assert processors.edges == {s.causal or s.keys % 128 != 0}
-    assert sorted(processors.masked) == sorted(partly_hidden(s))
+    assert sorted(processors.masked) == sorted(partly_hidden(s, launch.FUSED[width, s.causal].at_once))
     assert_close(made[infinite:], exact[infinite:], 1e-4 if far else 1e-5)  # levels and delta are of float32
-
-
-@pytest.mark.parametrize("order", [0, 1, 2])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize(("shape", "infinite"), INFINITE)
-def test_backward_by_one_kernel_by_tma(
-    shape: str, infinite: bool, width: int, order: int, processors: Processors
-) -> None:
-    s = SHAPES[shape]
-    q, k, v, dout = drawn(s, width)
-    if infinite:
-        with_infinite_keys(s, q, k)
-    out, lse, *exact = by_definition(s, q, k, v, dout)
-    dq = ("tma", "mix", "red")[order]
-    plan = Plan(2, 8192 // width, 2, 1, 240, dq=dq, order=order, named=order > 0, exact=order > 0, late=order == 0, widen=order == 2, ends=width == 128 and order == 0)
-    made = launch.backward(dout, q, k, v, out, lse, s.causal, SCALE, fused=plan)
-    assert_close(made[infinite:], exact[infinite:], 1e-5)
 
 
 # In FP8

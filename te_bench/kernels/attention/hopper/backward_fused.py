@@ -2,8 +2,8 @@
 
 Five products where backward_rows and backward_keys have seven. The price: programs add to dQ, in float32 and in no order,
 so the bits differ from run to run. Scores are transposed, as in backward_keys; dS also goes to shared
-memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of its columns, which leave from
-registers under dK's product, for shared memory already moves all it can (docs/attention.md).
+memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of it. Its half leaves from
+registers, under dK's product, or AHEAD by shared memory and TMA, under the next block's scores (docs/attention.md).
 Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
@@ -74,9 +74,15 @@ def _flatten_dq(dq):
 @gluon.jit
 def find_dq_columns(
     dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr = ROWS
-):  # fmt: skip
+):
     """Where a warpgroup's share of dQ begins in the sums of a sequence's head."""
     return dq_sum + head.to(gl.int64) * padded * D + consumer * (BLOCK_M * D // CONSUMERS)
+
+
+@gluon.jit
+def find_dq_blocks(head, consumer, padded, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The same as a number of blocks of 64 x 64."""
+    return head * (padded // BLOCK_M * CONSUMERS) + consumer
 
 
 @gluon.jit
@@ -86,24 +92,13 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 
 @gluon.jit
-def find_dq_blocks(head, consumer, padded, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Which block of the sums, of those of 4096 that TMA adds to, is a warpgroup's of a head's first rows."""
-    return head * (padded // BLOCK_M * CONSUMERS) + consumer
-
-
-@gluon.jit
-def add_dq_by_tma(dq_desc, block, line, dq_stage, WAIT: gl.constexpr):
-    """dq in a line, as of _flatten_dq, added to the sums from a block on, by way of memory that is the warpgroup's own."""
-    if WAIT:
-        tma.store_wait(0)
+def add_dq_by_tma(dq_desc, block, dq, dq_stage):
+    """dq (64, 64) added to a block of the sums by way of memory that is the warpgroup's own."""
+    tma.store_wait(0)
+    line = _flatten_dq(dq)
     dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
     fence_async_shared()
     add_to_global(dq_desc, [block, 0, 0], dq_stage)
-
-
-@gluon.jit
-def _halve(line):
-    return gl.split(gl.permute(gl.reshape(line, (2, line.shape[0] // 2)), (1, 0)))
 
 
 @gluon.jit
@@ -120,49 +115,13 @@ def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.conste
 
 
 @gluon.jit
-def _place_ds(buffer, consumer, CONSUMERS: gl.constexpr, ENDS: gl.constexpr):
-    """Which block of shared memory; ENDS: a warpgroup's own lie together."""
-    if ENDS:
-        return consumer * 2 + buffer
-    else:
-        return buffer * CONSUMERS + consumer
-
-
-@gluon.jit
-def _as_stages(shared, desc, COUNT: gl.constexpr):
-    """Memory for COUNT blocks of desc's tensor in what is there."""
-    shape: gl.constexpr = desc.block_type.shape
-    return shared._reinterpret(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
-
-
-@gluon.jit
-def _share_ds(
-    ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS: gl.constexpr, NAMED: gl.constexpr, ENDS: gl.constexpr
-):  # fmt: skip
-    """ds for all warpgroups to read, and theirs there."""
-    if ENDS:  # the tile before's dk has left from here, and dq's share of the block before
-        tma.store_wait(0)
-    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
-    ds_shared.index(_place_ds(buffer, consumer, CONSUMERS, ENDS)).store(ds)
-    fence_async_shared()
-    if NAMED:
-        meet()
-    else:
-        mbarrier.arrive(ds_ready.index(buffer), count=1)
-        mbarrier.wait(ds_ready.index(buffer), parity)
-
-
-@gluon.jit
-def _start_dq(
-    k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    ENDS: gl.constexpr,
-):  # fmt: skip
+def _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
     """A warpgroup's half of a block's dQ, under way: of 64 rows half of the columns, of 128 half of the rows."""
     WIDTH: gl.constexpr = BLOCK_M * D // (CONSUMERS * ROWS)
     SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
     for other in gl.static_range(CONSUMERS):
-        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(_place_ds(buffer, other, CONSUMERS, ENDS))
+        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(buffer * CONSUMERS + other)
         if WIDTH < D:
             k_columns = k_columns.slice(consumer * WIDTH, WIDTH, dim=1)
         if BLOCK_M > ROWS:
@@ -177,11 +136,16 @@ def add_dq_and_dk(
     OUT: gl.constexpr,
 ):  # fmt: skip
     """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
-    _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, False, False)
-    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], ROWS, False)
+    D: gl.constexpr = OUT.instr_shape[1]
+    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
+    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_ready.index(buffer), count=1)
+    mbarrier.wait(ds_ready.index(buffer), parity)
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, ds.shape[1])
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-    add_dq(dq_columns, start_m, dq, OUT.instr_shape[1])
+    add_dq(dq_columns, start_m, dq, D)
     # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
     dk = warpgroup_mma_wait(0, deps=(dk,))
     return dk, dv
@@ -204,117 +168,90 @@ def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free
 
 
 @gluon.jit
-def _start_scores(k_shared, consumer, q, SCORES: gl.constexpr):
+def _start_product(held, consumer, rows, SCORES: gl.constexpr):
+    """A warpgroup's keys, or values, times rows, under way."""
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
-    k = as_matrix(k_shared.index(consumer))
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(as_matrix(held.index(consumer)), rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _take_dq(
-    dq, sums, start_m, dq_stage, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, DQ: gl.constexpr,
-    ENDS: gl.constexpr,
+def _make_ds(
+    dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
-    """A block's dq added to its sums."""
-    dq_desc, columns, first_block = sums
-    if DQ == "tma":
-        add_dq_by_tma(dq_desc, first_block + start_m // BLOCK_M * CONSUMERS, _flatten_dq(dq), dq_stage, not ENDS)
-    elif DQ == "mix":  # the second half leaves by TMA
-        line, by_tma = _halve(_flatten_dq(dq))
-        at = columns + start_m * D + gl.arange(0, line.shape[0], line.type.layout)
-        gl.atomic_add(at, line, sem="relaxed")
-        add_dq_by_tma(dq_desc, (first_block + start_m // BLOCK_M * CONSUMERS) * 2 + 1, by_tma, dq_stage, True)
-    elif DQ == "red":
-        add_dq(columns, start_m, dq, D)
-    elif DQ == "none":
-        gl.inline_asm_elementwise(  # it is looked at, lest the assembler leave the product out
-            "{ .reg .pred p; .reg .f32 x, y; .reg .b32 a; mov.b32 a, 0; add.f32 x, $4, $5; add.f32 y, $6, $7; add.f32 x, x, y; "
-            "setp.eq.f32 p, x, 0f0D2B3C4D; @p st.shared.f32 [a], x; "
-            "mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7; }",
-            "=f,=f,=f,=f,f,f,f,f", [dq], dtype=gl.float32, is_pure=False, pack=4,
-        )  # fmt: skip
+    """dv with a block's share under way, and ds; qk: scores, dp: under way. EDGE: the block may be partly hidden."""
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if EDGE:
+        qk = mask_scores_in_eights(qk, start_n, start_m, S, CAUSAL)
+    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
+    p = exp2(qk * scale - lse_2[None, :])
+    p_low = round_to(p, do.dtype)
+    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
+    p = widen(p_low)  # dV's product keeps these registers in any case
+    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    return dv, round_to(p * (dp - delta[None, :]), do.dtype)
 
 
 @gluon.jit
 def _add_gradients(
-    dk, dv, qk, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, sums, scale, following,
+    dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its sums. EDGE: the block may be partly hidden.
+    """dk and dv with a block's share, dq's added to its columns."""
+    k_shared, v_shared, ds_shared = shared
+    q, do, info = arrived
+    qk = _start_product(k_shared, consumer, q, SCORES)
+    dp = _start_product(v_shared, consumer, do, SCORES)
+    qk = warpgroup_mma_wait(1, deps=(qk,))
+    start_n = program_n + consumer * ROWS
+    dv, ds = _make_ds(dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE, CAUSAL, SCORES, OUT)
+    return add_dq_and_dk(
+        dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS, OUT
+    )
 
-    qk: its scores, if ORDER is 2; what is returned has those of the block that is following.
+
+@gluon.jit
+def _add_gradients_ahead(
+    dk, dv, qk, shared, consumer, program_n, S, arrived, following, start_m, buffer, dq_desc, dq_block, scale,
+    CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The same by way of TMA, and the scores qk of the block that is following; given are this one's.
+
+    dS meets after dK's product has begun, and dq leaves under the next scores'. So no product waits for either.
     """
     k_shared, v_shared, ds_shared, dq_shared = shared
-    q, do, info, free, before, begun = arrived
+    q, do, info, free = arrived
+    next_q, there, phase, more = following
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
-    D: gl.constexpr = OUT.instr_shape[1]
-    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
-    lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if ORDER < 2:
-        qk = _start_scores(k_shared, consumer, q, SCORES)
-    v = as_matrix(v_shared.index(consumer))
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if ORDER < 2:
-        if LATE:
-            mbarrier.arrive(before, count=1, pred=begun)
-        qk = warpgroup_mma_wait(1, deps=(qk,))
-    if EDGE:
-        qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
-    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
-    p = exp2(qk * scale - lse_2[None, :])
-    p_low = round_to(p, q.dtype)
-    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    if not EXACT:
-        p = widen(p_low) if WIDEN else p_low.to(gl.float32)  # dV's product keeps these registers in any case
-    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = round_to(p * (dp - delta[None, :]), q.dtype)
-    if ORDER > 0:
-        dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
-    if DQ != "off":
-        _share_ds(ds, ds_shared, consumer, ds_ready, buffer, parity, CONSUMERS, NAMED, ENDS)
-        dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, BLOCK_M, ENDS)
-    else:
-        dq = zeros
-    if ORDER == 0:
-        dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
-        if LATE:
-            next_q, there, phase, more = following
-            mbarrier.wait(there, phase, pred=more)
-        # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
-        dk = warpgroup_mma_wait(0, deps=(dk,))
-        if not LATE:
-            mbarrier.arrive(free, count=1)
-    elif ORDER == 1:
-        dq, dk, dv = warpgroup_mma_wait(0, deps=(dq, dk, dv))
-        mbarrier.arrive(free, count=1)
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
-    else:
-        next_q, there, phase, more = following
-        mbarrier.wait(there, phase, pred=more)
-        dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
-        mbarrier.arrive(free, count=1, pred=more)
-        qk = _start_scores(k_shared, consumer, next_q, SCORES)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        _take_dq(dq, sums, start_m, dq_shared.index(consumer), BLOCK_M, CONSUMERS, D, DQ, ENDS)
-        qk = warpgroup_mma_wait(0, deps=(qk,))  # in flight over the loop's end, the assembler would serialise all (C7514)
-    if ORDER == 2:
-        return dk, dv, qk
-    else:
-        return dk, dv, 0
+    dp = _start_product(v_shared, consumer, do, SCORES)
+    start_n = program_n + consumer * ROWS
+    dv, ds = _make_ds(dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE, CAUSAL, SCORES, OUT)
+    dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
+    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)  # of two, as in add_dq_and_dk
+    fence_async_shared()
+    meet()
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], BLOCK_M)
+    mbarrier.wait(there, phase, pred=more)
+    # Were dk in flight when the next scores begin, they would lack registers, and the assembler serialise all (C7512).
+    dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
+    mbarrier.arrive(free, count=1, pred=more)
+    qk = _start_product(k_shared, consumer, next_q, SCORES)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    add_dq_by_tma(dq_desc, dq_block + start_m // BLOCK_M * CONSUMERS, dq, dq_shared.index(consumer))
+    qk = warpgroup_mma_wait(0, deps=(qk,))  # nor may scores be in flight from one turn of a loop to the next (C7514)
+    return dk, dv, qk
 
 
 @gluon.jit
 def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
-    DQ: gl.constexpr, ORDER: gl.constexpr, EXACT: gl.constexpr, NAMED: gl.constexpr, LATE: gl.constexpr, WIDEN: gl.constexpr, ENDS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale = args
+    """A warpgroup's keys of every tile, and its half of the tile's share of dQ."""
+    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
@@ -334,69 +271,52 @@ def _make_gradients(
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held_full.index(other), held_phase)
-        qk, left = 0, 0
-        if ORDER == 2 or LATE:
+        if AHEAD:
             left = group * ((end - begin) // BLOCK_M)
             mbarrier.wait(full.index(stage), phase)
-        if ORDER == 2:
-            qk = _start_scores(k_shared, consumer, as_matrix(q_shared.index(stage)), SCORES)
+            qk = _start_product(k_shared, consumer, as_matrix(q_shared.index(stage)), SCORES)
             qk = warpgroup_mma_wait(0, deps=(qk,))
         for h in range(kv * group, kv * group + group):
-            sums = (
-                dq_desc,
-                find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, BLOCK_M),
-                find_dq_blocks(b * H + h, consumer, padded, BLOCK_M, CONSUMERS),
-            )
+            if AHEAD:
+                dq_at = find_dq_blocks(b * H + h, consumer, padded, CONSUMERS, BLOCK_M)
+            else:
+                dq_at = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, BLOCK_M)
             for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = masked_end, end
                 if MASKED:
                     start, stop = begin, masked_end
                 for start_m in range(start, stop, BLOCK_M):
+                    q, do = as_matrix(q_shared.index(stage)), as_matrix(do_shared.index(stage))
+                    info, free = info_shared.index(stage), empty.index(stage)
                     after, after_phase = next_stage(stage, phase, STAGES)
-                    following = 0
-                    if ORDER == 2 or LATE:
+                    if AHEAD:
                         left -= 1
                         look = stage  # after a tile's last block scores that nobody takes, of rows that are there
                         if left > 0:
                             look = after
                         following = as_matrix(q_shared.index(look)), full.index(after), after_phase, left > 0
-                    if ORDER < 2 and not LATE:
+                        dk, dv, qk = _add_gradients_ahead(
+                            dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S,
+                            (q, do, info, free), following, start_m, n_step & 1, dq_sum, dq_at, scale,
+                            CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
+                        )  # fmt: skip
+                    else:
                         mbarrier.wait(full.index(stage), phase)
-                    arrived = (
-                        as_matrix(q_shared.index(stage)),
-                        as_matrix(do_shared.index(stage)),
-                        info_shared.index(stage),
-                        empty.index(stage),
-                        empty.index((stage + STAGES - 1) % STAGES),
-                        n_step > 0,
-                    )
-                    dk, dv, qk = _add_gradients(
-                        dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S, arrived, start_m,
-                        ds_ready, n_step & 1, n_step >> 1 & 1, sums, scale, following,
-                        CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS,
-                    )  # fmt: skip
+                        dk, dv = _add_gradients(
+                            dk, dv, (k_shared, v_shared, ds_shared), consumer, program_n, S, (q, do, info), start_m,
+                            ds_ready, n_step & 1, n_step >> 1 & 1, dq_at, scale,
+                            CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
+                        )  # fmt: skip
+                        mbarrier.arrive(free, count=1)
                     stage, phase = after, after_phase
                     n_step += 1
-        if ORDER == 2:
+        if AHEAD:
             last, _phase = previous_stage(stage, phase, STAGES)
             mbarrier.arrive(empty.index(last), count=1)
-        if ENDS:
-            mbarrier.arrive(keys_free, count=1)
-            mbarrier.wait(keys_free, tile_index & 1)  # the others' dQ is of these keys, and this dS, too
-            mbarrier.arrive(held_empty.index(consumer), count=1)
-            dk_shared, dv_shared = _as_stages(ds_shared, dk_desc, CONSUMERS), _as_stages(dq_shared, dv_desc, CONSUMERS)
-            dk_stage, dv_stage = dk_shared.index(consumer), dv_shared.index(consumer)
-            tma.store_wait(0)
-            as_matrix(dv_stage).store(round_to(dv, dv_desc.dtype))
-            as_matrix(dk_stage).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(dv_desc, [b, kv, program_n + consumer * ROWS, 0], dv_stage)
-            tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], dk_stage)
-        else:
-            store_dk_and_dv(
-                dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
-                held_empty, scale,
-            )  # fmt: skip
+        store_dk_and_dv(
+            dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
+            held_empty, scale,
+        )  # fmt: skip
         held_phase ^= 1
     tma.store_wait(0)
 
@@ -405,16 +325,15 @@ def _make_gradients(
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, DQ: gl.constexpr = "red", ORDER: gl.constexpr = 0,
-    EXACT: gl.constexpr = False, NAMED: gl.constexpr = False, LATE: gl.constexpr = False, WIDEN: gl.constexpr = False, ENDS: gl.constexpr = False, dq_desc=None,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
-    dq_sum: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' halves of columns as in _flatten_dq.
-    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
+    dq_sum: float32 (sequences, heads, padded rows, D), not scaled; 64 rows' 64 columns as in _flatten_dq; AHEAD a descriptor
+    of them. scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    gl.static_assert(CONSUMERS == 2 and BLOCK_M * q_desc.block_type.shape[3] == 8192)
+    gl.static_assert(CONSUMERS == 2 and BLOCK_M * q_desc.block_type.shape[3] == 2 * ROWS * ROWS)
     info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, BLOCK_M], info_desc.layout)
     shared = (
         allocate(k_desc, CONSUMERS), allocate(v_desc, CONSUMERS), allocate(q_desc, STAGES), allocate(do_desc, STAGES),
@@ -422,10 +341,9 @@ def gluon_attention_backward_fused_kernel(
     )  # fmt: skip
     ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
     dq_shared = ds_shared
-    if DQ == "tma":
-        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 16, 256], dq_desc.layout)
-    if DQ == "mix":
-        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 1, 8, 256], dq_desc.layout)
+    if AHEAD:
+        shape: gl.constexpr = dq_sum.block_type.shape
+        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, shape[0], shape[1], shape[2]], dq_sum.layout)
     gates = (
         make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
@@ -434,13 +352,11 @@ def gluon_attention_backward_fused_kernel(
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetch_args = (k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (
-        dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, dq_desc, padded, scale,
-    )  # fmt: skip
+    args = (dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, DQ, ORDER, EXACT, NAMED, LATE, WIDEN, ENDS)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, AHEAD)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, AHEAD)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

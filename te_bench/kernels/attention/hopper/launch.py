@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
     at_once: keys (or rows) that come together; stages: how many of those blocks are in shared memory; slots: how many
     tiles' own rows. registers: of a thread that multiplies. overlap: exponentials run under the product before them.
-    in_registers: what is held is an operand from registers, in the pass for dK and dV. sharing: how many programs work on
+    in_registers: what is held is an operand from registers, in the pass for dK and dV. ahead: the next block's scores begin
+    before dQ's share of this one leaves, in the pass for all three. sharing: how many programs work on
     one sequence and head at a time, ALL or, for as few as can be, 0.
     """
 
@@ -41,14 +42,8 @@ class Plan(NamedTuple):
     registers: int
     overlap: bool = False
     in_registers: bool = False
+    ahead: bool = False
     sharing: int = 0
-    dq: str = "red"
-    order: int = 0
-    exact: bool = False
-    named: bool = False
-    late: bool = False
-    widen: bool = False
-    ends: bool = False
 
     def at_start(self) -> int:
         """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
@@ -85,13 +80,15 @@ OF_KEYS: Mapping[int, Plan] = {  # dK and dV, however many the keys
     128: Plan(2, 32, 4, 2, 240),
 }
 #: All three, with dQ's sums in global memory; by the width, and causal. A pair's rows and sums come and go 4 times less
-#: often where 4 programs share them; where all work alike, all may (docs/attention.md).
+#: often where 4 programs share them; where all work alike, all may. What was not measured stays as it was.
 FUSED: Mapping[tuple[int, bool], Plan] = {
-    (128, True): Plan(2, 64, 3, 1, 240, sharing=4),
+    (64, True): Plan(2, 128, 2, 1, 240, sharing=4),
+    (128, True): Plan(2, 64, 3, 1, 240, ahead=True, sharing=4),
     (128, False): Plan(2, 64, 3, 1, 240, sharing=ALL),
 }
 LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
-FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
+#: Keys by the width. D64's 1,024 are faster by two kernels, for the sums weigh more; lengths between were not measured.
+FUSED_FROM: Mapping[int, int] = {64: LONG, 128: 2048}
 
 
 def make_readable(x: Tensor) -> Tensor:
@@ -153,7 +150,7 @@ def backward(
 
     The one kernel where it is faster; fused: by it, and this plan. gradients: memory for them, which TMA can write.
     """
-    if fused is None and not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST:
+    if fused is None and not deterministic and k.shape[2] >= FUSED_FROM[k.shape[3]] and q.shape[2] <= LONGEST:
         fused = FUSED.get((k.shape[3], causal))
     dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or empty_gradients(q, k, v)
@@ -206,19 +203,18 @@ def _backward_fused(
     held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q, n), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
         *held, *arriving, describe_info(info.transpose(0, 1), n), describe(dk, ROWS), describe(dv, ROWS),
-        sums, padded, float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        DQ=p.dq, ORDER=p.order, EXACT=p.exact, NAMED=p.named, LATE=p.late, WIDEN=p.widen, ENDS=p.ends, dq_desc=describe_sums(sums, p), **p.constants(),
+        describe_sums(sums) if p.ahead else sums, padded, float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, AHEAD=p.ahead, **p.constants(),
     )  # fmt: skip
     store_dq(sums, dq, scale)
 
 
-def describe_sums(sums: Tensor, p: Plan) -> TensorDescriptor | None:
-    """Of blocks of 4096 of dQ's sums, in one line, or of half as many."""
-    if p.dq not in ("tma", "mix"):
-        return None
-    lines = 16 if p.dq == "tma" else 8
-    blocks = sums.view(-1, lines, 256)
-    return TensorDescriptor(blocks, list(blocks.shape), list(blocks.stride()), [1, lines, 256], gl.NVMMASharedLayout(0, 32, 3))
+def describe_sums(sums: Tensor) -> TensorDescriptor:
+    """Of what 64 rows and 64 columns have of dQ's sums, which lies in one line."""
+    blocks = sums.view(-1, ROWS * ROWS // 256, 256)
+    return TensorDescriptor(
+        blocks, list(blocks.shape), list(blocks.stride()), [1, *blocks.shape[1:]], gl.NVMMASharedLayout(0, 32, 3)
+    )
 
 
 def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:

@@ -103,18 +103,16 @@ def allocate(desc, COUNT: gl.constexpr):
 
 @builtin
 def add_to_global(desc, at, source, _semantic=None):
-    """What is in shared memory added to global memory, by TMA, in no order."""
+    """What is in shared memory added to global memory, by TMA, in no order: of Gluon's language, but for this name."""
     at = _semantic._convert_to_ir_values(at, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
 
 
 @gluon.jit
 def meet():
-    """Two warpgroups wait for each other, by one of the barriers that Triton leaves."""
-    one_each = gl.zeros((128,), gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [one_each], dtype=gl.int32, is_pure=False, pack=1
-    )
+    """Two warpgroups wait for each other, at one of the processor's 16 barriers, of which Triton takes the first few."""
+    each = gl.zeros((128,), gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [each], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -177,7 +175,7 @@ def round_to(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def widen(x):
-    """x, of round_to, in float32: in pairs, lest what an operand needs packed be taken apart."""
+    """x, of round_to, in float32. Its pairs stay together, as an operand needs them: Triton's own way takes them apart."""
     if gl.bfloat16 == x.dtype:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
