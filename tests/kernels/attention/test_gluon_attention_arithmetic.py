@@ -71,7 +71,7 @@ class Block(Place):
         return Block(self.holds[i])
 
     def _reinterpret(self, _: Any, shape: list[int], __: Any) -> "Block":
-        return Block(self.holds.view(shape))
+        return self if list(self.holds.shape) == shape else Block(self.holds.view(shape))
 
     def slice(self, first: int, count: int, dim: int) -> "Block":
         return Block(self.holds.narrow(dim, first, count))
@@ -299,7 +299,7 @@ def test_backward_by_two_kernels(width: int, shape: str, infinite: bool, process
     assert processors.edges == {s.causal or s.keys % 64 != 0}
 
 
-def partly_hidden(s: Shape, rows: int) -> list[int]:
+def partly_hidden(s: Shape, rows: int = ROWS) -> list[int]:
     """The blocks of rows, of each of two warpgroups and each head, of which a tile of 128 keys may be partly hidden."""
     found, end = list[int](), -(-s.rows // rows) * rows
     for first in range(0, s.keys, 2 * ROWS):

@@ -72,9 +72,7 @@ def _flatten_dq(dq):
 
 
 @gluon.jit
-def find_dq_columns(
-    dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr = ROWS
-):
+def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
     """Where a warpgroup's share of dQ begins in the sums of a sequence's head."""
     return dq_sum + head.to(gl.int64) * padded * D + consumer * (BLOCK_M * D // CONSUMERS)
 
@@ -102,7 +100,7 @@ def add_dq_by_tma(dq_desc, block, dq, dq_stage):
 
 
 @gluon.jit
-def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr = ROWS):
+def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     """Where the rows begin that see a program's keys, where those end whose blocks may be partly hidden, and all."""
     first_block, last_block = find_row_blocks(program_n, T, BLOCK_M, CAUSAL)
     begin, end = first_block * BLOCK_M, last_block * BLOCK_M
