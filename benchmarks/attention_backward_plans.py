@@ -30,27 +30,21 @@ SHAPES = {  # B, H, T, causal, the bar in TFLOP/s
     "B1 H16 T16384 full": (1, 16, 16384, False, 540),
 }
 BASE = Plan(2, 64, 3, 1, 240, sharing=4)
+AHEAD = BASE._replace(ahead=True)
 PLANS = {
-    "3 places, sharing 4": BASE,
-    "3 places, sharing 1": BASE._replace(sharing=0),
-    "3 places, sharing 2": BASE._replace(sharing=2),
-    "3 places, sharing 6": BASE._replace(sharing=6),
-    "3 places, sharing 8": BASE._replace(sharing=8),
-    "3 places, sharing 12": BASE._replace(sharing=12),
-    "3 places, all sharing": BASE._replace(sharing=launch.ALL),
-    "2 places, sharing 4": BASE._replace(stages=2),
+    "ahead, sharing 4": AHEAD,
+    "ahead, sharing 2": AHEAD._replace(sharing=2),
+    "ahead, sharing 8": AHEAD._replace(sharing=8),
+    "ahead, all sharing": AHEAD._replace(sharing=launch.ALL),
+    "ahead, 2 places": AHEAD._replace(stages=2),
+    "sharing 4": BASE,
+    "all sharing": BASE._replace(sharing=launch.ALL),
 }
 #: One of each compilation, with those that share it.
 CHECKED = {
-    "3 places, sharing 4": [
-        "3 places, sharing 1",
-        "3 places, sharing 2",
-        "3 places, sharing 6",
-        "3 places, sharing 8",
-        "3 places, sharing 12",
-        "3 places, all sharing",
-    ],
-    "2 places, sharing 4": [],
+    "ahead, sharing 4": ["ahead, sharing 2", "ahead, sharing 8", "ahead, all sharing"],
+    "ahead, 2 places": [],
+    "sharing 4": ["all sharing"],
 }
 BF16, FP16 = torch.bfloat16, torch.float16
 CASES = [  # B, H, Hkv, T, S, causal
@@ -121,7 +115,7 @@ def measure(skip: Collection[str], file: Path | None) -> None:
 def profile() -> None:
     for shape in SHAPES:
         made = calls(shape)
-        for name in ("cuDNN", "two kernels", "3 places, sharing 4"):
+        for name in ("cuDNN", "two kernels", "ahead, sharing 4"):
             made[name]()
             with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
                 for _ in range(5):

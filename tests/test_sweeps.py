@@ -90,12 +90,13 @@ def test_a_piece_that_hangs_is_killed(
 
 def test_plans_of_the_backward_pass(script: Callable[[str], Any]) -> None:
     sweep = script("attention_backward_plans")
-    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 8
-    assert set(sweep.launch.FUSED.values()) <= set(sweep.PLANS.values())
+    assert len(sweep.PLANS) == len(set(sweep.PLANS.values())) == 7
+    assert {plan for (width, _), plan in sweep.launch.FUSED.items() if width == 128} <= set(sweep.PLANS.values())
     for p in sweep.PLANS.values():
         held, ring, dscores = 2 * p.warpgroups * p.slots * 64 * 256, 4 * p.stages * 64 * 128, 4 * p.warpgroups * 64 * 64
         assert p.fetching() >= 24
-        assert held + ring + p.stages * 64 * 8 + dscores + 1024 <= SHARED
+        leaving = p.ahead * p.warpgroups * 64 * 64 * 4
+        assert held + ring + p.stages * 64 * 8 + dscores + leaving + 512 <= SHARED
     covered(sweep.PLANS, sweep.CHECKED)
 
 

@@ -101,13 +101,15 @@ class Machine(Threads):
     """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late.
 
     What a thread has stored, the tensor core and TMA see from its fence on. without: those barriers, in the order in which
-    they are made, at which nobody waits. found: what goes to global memory, and where.
+    they are made, at which nobody waits; -1: where two meet. found: what goes to global memory, and where.
     """
 
     def __init__(self, slow: str = "", without: int | None = None) -> None:
         super().__init__(slow)
         self.own, self.unseen = threading.local(), dict[Place, Any]()
         self.without, self.made, self.found = without, list[list[Barrier]](), list[Any]()
+        self.both = Barrier()
+        self.both.count = self.both.pending = 2
 
     def barriers(self, count: int, arrivals: int) -> Room:
         made = Room([Barrier() for _ in range(count)])
@@ -117,8 +119,14 @@ class Machine(Threads):
         return made
 
     def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
-        if self.without is None or barrier not in self.made[self.without]:
+        if self.without is None or barrier not in ([self.both] if self.without < 0 else self.made[self.without]):
             super().wait(barrier, parity, pred=pred)
+
+    def meet(self) -> None:
+        parity = self.own.__dict__.get("met", 0)
+        self.own.met = parity ^ 1
+        self.arrive(self.both)
+        self.wait(self.both, parity)
 
     def fence(self) -> None:
         self.do(lambda: [self.unseen.pop(place, None) for place in self.own.__dict__.pop("unseen", [])])
@@ -159,6 +167,9 @@ class Machine(Threads):
         left, place.stored = (desc.name, *at, *place.stored), []
         if at[2] < desc.limit:
             self.do(lambda: self.found.append(left))
+
+    def add(self, desc: Any, at: list[int], place: Place) -> None:
+        self.leave(desc, at, place)
 
     def stores(self) -> list[Place]:
         found: list[Place] = self.own.__dict__.setdefault("stores", [])
@@ -253,11 +264,12 @@ def in_python(
         async_copy_shared_to_global=machine.leave,
         store_wait=machine.store_wait,
     )
-    as_it_is = ("as_matrix", "_as_lines", "round_to", "as_operand", "hold_back")
+    as_it_is = ("as_matrix", "_as_lines", "round_to", "widen", "as_operand", "hold_back")
     values = {
         "gl": types.SimpleNamespace(**gl | words), "mbarrier": waits, "tma": copies, "make_barriers": machine.barriers,
         "allocate": lambda desc, count: rooms([count, *desc.block_type.shape[2:]]), "_split_dv_stage": halves,
-        "fence_async_shared": machine.fence, "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
+        "fence_async_shared": machine.fence, "meet": machine.meet, "add_to_global": machine.add,
+        "warpgroup_mma": machine.multiply, "warpgroup_mma_wait": machine.finish,
         **dict.fromkeys(as_it_is, lambda x, *_: x),
     } | stubs  # fmt: skip
     for module in KERNELS:

@@ -109,7 +109,8 @@ def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
     monkeypatch.setattr(architecture, "processors", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
     one, two = ["delta", "fused", "sums"], ["rows", "keys"]
-    for keys, width, kernels in ((2047, 128, two), (2048, 128, one), (launch.LONG, 128, one), (launch.LONG, 64, two)):
+    of_64 = one if causal else two
+    for keys, width, kernels in ((2047, 128, two), (2048, 128, one), (4095, 64, two), (4096, 64, of_64)):
         x = torch.empty(1, 1, keys, width, dtype=BF16)
         ran.clear()
         launch.backward(x, x, x, x, x, torch.empty(1, 1, keys), causal, 0.125, deterministic)
@@ -154,11 +155,11 @@ def test_programs_are_dealt_alike_and_every_tile_once(
 # On a GPU
 
 
-@pytest.fixture(params=["64", "128", "128 by one kernel"])
+@pytest.fixture(params=["64", "64 by one kernel", "128", "128 by one kernel"])
 def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """And by which kernels the gradients are made."""
     width, *by_one = request.param.split(" ", 1)
-    monkeypatch.setattr(launch, "FUSED_FROM", 1 if by_one else sys.maxsize)
+    monkeypatch.setattr(launch, "FUSED_FROM", {int(width): 1 if by_one else sys.maxsize})
     return int(width)
 
 

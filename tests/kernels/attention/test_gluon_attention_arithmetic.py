@@ -70,6 +70,9 @@ class Block(Place):
     def index(self, i: int) -> "Block":
         return Block(self.holds[i])
 
+    def _reinterpret(self, _: Any, shape: list[int], __: Any) -> "Block":
+        return self if list(self.holds.shape) == shape else Block(self.holds.view(shape))
+
     def slice(self, first: int, count: int, dim: int) -> "Block":
         return Block(self.holds.narrow(dim, first, count))
 
@@ -108,6 +111,9 @@ class Calculator(Machine):
     def leave(self, desc: Any, at: list[Any], place: Any) -> None:
         there = desc.of[int(at[0]), int(at[1]), at[2] : at[2] + ROWS]
         there.copy_(place.holds[: there.shape[0]])
+
+    def add(self, desc: Any, at: list[Any], place: Any) -> None:
+        self.do(lambda: desc.of[int(at[0])].add_(place.holds))
 
     def multiply(self, a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool) -> Any:
         made = (a.holds if isinstance(a, Block) else a) @ b.holds
@@ -293,27 +299,33 @@ def test_backward_by_two_kernels(width: int, shape: str, infinite: bool, process
     assert processors.edges == {s.causal or s.keys % 64 != 0}
 
 
-def partly_hidden(s: Shape) -> list[int]:
+def partly_hidden(s: Shape, rows: int = ROWS) -> list[int]:
     """The blocks of rows, of each of two warpgroups and each head, of which a tile of 128 keys may be partly hidden."""
-    found, end = list[int](), -(-s.rows // ROWS) * ROWS
+    found, end = list[int](), -(-s.rows // rows) * rows
     for first in range(0, s.keys, 2 * ROWS):
-        begin = min(first, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        begin = min(first, s.rows - 1) // rows * rows if s.causal else 0
         edge = end if first + 2 * ROWS > s.keys else min(first + 2 * ROWS, end) if s.causal else begin
-        found += list(range(begin, edge, ROWS)) * 2 * s.batch * s.heads
+        found += list(range(begin, edge, rows)) * 2 * s.batch * s.heads
     return found
 
 
+ONE_KERNEL = [
+    *((x, "infinite keys" if infinite else "near") for x, infinite in INFINITE),
+    *((x, "far below 0") for x in PARTS),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "scores"),
-    [*((x, "infinite keys" if infinite else "near") for x, infinite in INFINITE), *((x, "far below 0") for x in PARTS)],
+    ("width", "shape", "scores"),
+    [(w, x, how) for w in (64, 128) for x, how in ONE_KERNEL if (w, SHAPES[x].causal) in launch.FUSED],
 )
 def test_backward_by_one_kernel(
-    shape: str, scores: str, processors: Processors, monkeypatch: pytest.MonkeyPatch
+    width: int, shape: str, scores: str, processors: Processors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
     s, far, infinite = SHAPES[shape], scores == "far below 0", scores == "infinite keys"
-    monkeypatch.setattr(launch, "FUSED_FROM", 0)
-    q, k, v, dout = drawn(s)
+    monkeypatch.setattr(launch, "FUSED_FROM", {width: 0})
+    q, k, v, dout = drawn(s, width)
     if far:
         q, k = q.abs() + 8, -k.abs() - 8
     if infinite:
@@ -321,7 +333,7 @@ def test_backward_by_one_kernel(
     out, lse, *exact = by_definition(s, q, k, v, dout)
     made = launch.backward(dout, q, k, v, out, lse, s.causal, SCALE)
     assert processors.edges == {s.causal or s.keys % 128 != 0}
-    assert sorted(processors.masked) == sorted(partly_hidden(s))
+    assert sorted(processors.masked) == sorted(partly_hidden(s, launch.FUSED[width, s.causal].at_once))
     assert_close(made[infinite:], exact[infinite:], 1e-4 if far else 1e-5)  # levels and delta are of float32
 
 

@@ -26,6 +26,7 @@ SHAPES = {
 }
 SLOW = ("fetch", "0", "1")
 D = 128
+PADDED = 1024  # rows that dQ's sums have of a head
 
 
 class Index(int):
@@ -53,7 +54,7 @@ def stubs(machine: Machine) -> dict[str, Any]:
         **dict.fromkeys(unchanged, lambda x, *_: x), "_sum_own_columns": lambda _: Number(), "spread_rows": lambda *_: 1,
         "_start_softmax": lambda *given: weigh(*given)[:3], "_update_softmax": weigh,
         "pick_tile": lambda *given: tuple(map(Index, tile(*given))),
-        "find_dq_columns": lambda _, head, who, *__: (head, who),
+        "_flatten_dq": lambda dq: dq, "find_dq_columns": lambda _, head, who, *__: (head, who),
         "add_dq": lambda at, row, dq, _: machine.do(lambda: machine.found.append(("dq", *at, row, dq.done()))),
     }  # fmt: skip
 
@@ -130,9 +131,10 @@ def of_dq(s: Shape, p: Plan) -> Iterator[Any]:
 
 
 def of_dk_and_dv(s: Shape, p: Plan, fp8: str = "", *, dq: bool = True, warpgroups: int = 2) -> Iterator[Any]:
-    """And of dQ, for which the warpgroups share their keys, each half of its columns."""
+    """And of dQ, for which the warpgroups share their keys, each half of it."""
     for b, kv, first in itertools.product(range(s.batch), range(s.kv_heads), range(0, s.keys, warpgroups * ROWS)):
-        begin = min(first, s.rows - 1) // ROWS * ROWS if s.causal else 0
+        whole = max(ROWS, p.at_once)
+        begin = min(first, s.rows - 1) // whole * whole if s.causal else 0
         made: dict[int, tuple[list[Any], list[Any]]] = {first + i * ROWS: ([], []) for i in range(warpgroups)}
         heads = range(kv * s.group, (kv + 1) * s.group)
         for h, row in itertools.product(heads, range(begin, -(-s.rows // ROWS) * ROWS, p.at_once)):
@@ -151,8 +153,10 @@ def of_dk_and_dv(s: Shape, p: Plan, fp8: str = "", *, dq: bool = True, warpgroup
                 dv.append((weights, dout))
                 dk.append((dscores, q))
                 share.append(((dscores,), k))
-            if dq:
-                yield from (("dq", b * s.heads + h, who, row, tuple(share)) for who in range(2))
+            for who in range(2 * dq):
+                head = b * s.heads + h
+                block = (head * PADDED + row) // p.at_once * 2 + who  # of 64 x 64
+                yield "dq", *((block, 0, 0) if p.ahead else (head, who, row)), tuple(share)
         for key, products in made.items():
             if key < s.keys:
                 yield from ((*at(x, b, kv, key), tuple(y)) for x, y in zip(("dk", "dv"), products, strict=True))
@@ -183,8 +187,12 @@ KERNELS = {
     ),
     "all gradients": Kernel(
         launch.gluon_attention_backward_fused_kernel,
-        {"3 stages": launch.FUSED[128, True], "2 stages": Plan(2, 64, 2, 1, 240)},
-        "k v q last dout info dk dv", (None, 0, 1.0), lambda _: {"EDGE": True}, of_dk_and_dv, of_keys=True,
+        {
+            "ahead": launch.FUSED[128, True], "ahead, 2 stages": launch.FUSED[128, True]._replace(stages=2),
+            "by columns": launch.FUSED[128, False], "by rows": launch.FUSED[64, True],
+        },
+        "k v q: last: dout: info: dk dv", (desc("dq", SHAPES["one of each"], ROWS), PADDED, 1.0),
+        lambda p: {"EDGE": True, "AHEAD": p.ahead}, of_dk_and_dv, of_keys=True,
     ),
     "all gradients in FP8": Kernel(
         fp8_launch.fp8_attention_backward_gluon_kernel,
@@ -220,7 +228,8 @@ def test_each_tile_is_of_its_own_rows_and_keys(
 
 #: Of barriers in the order in which they are made, and what is slow then.
 NEEDED = [
-    *(("all gradients", "3 stages", i, slow) for i in (4, 5) for slow in "01"),
+    *(("all gradients", "by columns", i, slow) for i in (4, 5) for slow in "01"),
+    *(("all gradients", "ahead", i, slow) for i in (-1, 5) for slow in "01"),
     *(
         ("all gradients in FP8", "one place", i, slow)
         for i, slow in enumerate(("k8", "0", "q8", "q", "dout", "0", "0", "0"))

@@ -21,7 +21,8 @@ BF16 = torch.bfloat16
 OF_A_TILE = 64  # bytes spilled
 OF_A_FUSED_TILE = 400  # there the loop over blocks takes all registers, so that what deals tiles waits in memory
 LONGEST, BESIDES = 6, 140  # instructions for an element, and for a block
-LONGEST_FUSED, LONGEST_MASKED = 480, 540  # for a block of the fused kernel, and for one that may be partly hidden
+#: For a block of the fused kernel, and for one that may be partly hidden; by the width.
+LONGEST_FUSED, LONGEST_MASKED = {64: 620, 128: 510}, {64: 760, 128: 530}
 Call = Callable[[], object]
 
 #: One worker asks for them all, of one child process.
@@ -46,8 +47,10 @@ def forward(q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
     launch.forward(q, k, k, causal, 0.125)
 
 
-def backward(q: torch.Tensor, k: torch.Tensor, causal: bool, fused: Plan | None = None) -> None:
-    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, fused=fused)
+def backward(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, fused: Plan | None = None, deterministic: bool = False
+) -> None:
+    launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, deterministic, fused)
 
 
 CALLS: dict[str, Call] = {
@@ -58,11 +61,12 @@ CALLS: dict[str, Call] = {
 }
 # Of a tile that is causal all instructions but the plan of its blocks are those of a full one, whose last keys are hidden.
 del CALLS["forward 64, full"], CALLS["backward 128, full"]
-CALLS["backward 64, long"] = on_an_h200(64, backward, keys=launch.LONG)
+CALLS["backward 64, long"] = on_an_h200(64, backward, None, True, keys=launch.LONG)
 CALLS["backward 64, shared heads"] = on_an_h200(64, backward, groups=1)
 FUSED: dict[str, Call] = {
+    "fused 64": on_an_h200(64, backward, launch.FUSED[64, True]),
     "fused 128": on_an_h200(128, backward, launch.FUSED[128, True]),
-    "fused 128, full": on_an_h200(128, backward, launch.FUSED[128, True], causal=False, keys=1024),
+    "fused 128, full": on_an_h200(128, backward, launch.FUSED[128, False], causal=False, keys=1024),
     "fused 128, shared heads": on_an_h200(128, backward, launch.FUSED[128, True], groups=1),
 }
 CALLS |= FUSED
@@ -136,41 +140,57 @@ def test_the_fused_backward_kernel_keeps_its_products_in_flight(folder: Path) ->
         assert kernel.count(r"\bUTMALDG"), str(kernel)
         assert kernel.count(r"\bUTMASTG"), str(kernel)
         found_loops = [(count(loop, "HGMMA"), len(loop)) for loop in loops(kernel)]
-        inside = [loop for loop in loops(kernel) if count(loop, "HGMMA") == 32 and len(loop) <= LONGEST_MASKED]
+        width = int(re.findall(r"\d+", kernel.call)[0])
+        plan = launch.FUSED[width, "full" not in kernel.call]
+        inside = [loop for loop in loops(kernel) if count(loop, "HGMMA") == 32 and len(loop) <= LONGEST_MASKED[width]]
         inside.sort(key=len)
-        assert len(inside) == (2 if kernel.call == "fused 128, full" else 4), f"{kernel}: {found_loops}"
-        assert len(inside[1]) <= LONGEST_FUSED, f"{kernel}: {found_loops}"
-        for loop in inside[:2]:
-            check_order(loop, kernel, int("shared heads" in kernel.call))  # a number of the tile
-        for loop in inside[2:]:  # two blocks of a tile
-            check_order(loop, kernel, 2)
+        assert len(inside) == (2 if "full" in kernel.call else 4), f"{kernel}: {found_loops}"
+        assert len(inside[1]) <= LONGEST_FUSED[width], f"{kernel}: {found_loops}"
+        for i, loop in enumerate(inside):
+            check_order(loop, kernel, plan, width, spilled=0 if i < 2 else 4)  # the longer ones: two blocks of a tile
 
 
-def check_order(loop: list[str], kernel: Compiled, spilled: int) -> None:
+def check_order(loop: list[str], kernel: Compiled, plan: Plan, width: int, *, spilled: int) -> None:
     """Of a block: what runs under which product, and that dS is told of after it is there for the tensor core to read.
 
-    spilled: how many numbers may wait in memory.
+    "shared" are products whose left operand is in shared memory (scores, dP and dQ), "held" those of dV and dK. spilled: how
+    many numbers may wait in memory.
     """
     patterns = {
-        "scores": r"HGMMA\.64x64x16", "wide": r"HGMMA\.64x128x16", "wait": r"WARPGROUP\.DEPBAR", "exp": r"MUFU\.EX2",
-        "put": r"\bSTSM", "fence": r"FENCE\.VIEW\.ASYNC", "sync": r"BAR\.SYNC", "tell": r"SYNCS\.ARRIVE", "add": r"\bREDG",
-        "see": r"SYNCS\.PHASECHK", "spilled": r"\b(LDL|STL)\b",
+        "shared": r"HGMMA\S+ R\d+, gdesc", "held": r"HGMMA\S+ R\d+, R\d+, gdesc", "wait": r"WARPGROUP\.DEPBAR",
+        "exp": r"MUFU\.EX2", "put": r"\bSTSM", "line": r"\bSTS\.128", "fence": r"FENCE\.VIEW\.ASYNC",
+        "meet": r"BAR\.SYNC\S* 0x8, 0x100", "sync": r"BAR\.SYNC", "tell": r"SYNCS\.ARRIVE",
+        "add": r"\bREDG\.E\.ADD\.F32x4|\bUTMAREDG\.3D\.ADD", "see": r"SYNCS\.PHASECHK", "spilled": r"\b(LDL|STL)\b",
     }  # fmt: skip
-    order = [name for line in loop for name, pattern in patterns.items() if re.search(pattern, line)]
+    order = [next((name for name, pattern in patterns.items() if re.search(pattern, line)), "") for line in loop]
     waits = [int(x, 16) for line in loop for x in re.findall(r"DEPBAR.*gsb0, (0x\d)", line)]
     assert waits == [1, 1, 1, 0], f"{kernel}: waits with {waits} products under way"
-    assert order.count("scores") == 3 * 8, str(kernel)
-    assert order.count("wide") == 2 * 4, str(kernel)
-    assert order.count("exp") == 32, str(kernel)
-    assert order.count("put") == 4, str(kernel)
+    rows, scores = plan.at_once // 16, width // 16  # instructions of depth 16
+    counts = {"shared": 2 * scores + 8, "held": 2 * rows, "exp": 8 * rows, "put": rows, "add": 1 if plan.ahead else 8}
+    assert {name: order.count(name) for name in counts} == counts, str(kernel)
     assert order.count("spilled") <= spilled, str(kernel)
-    assert order.count("add") == sum("REDG.E.ADD.F32x4" in line for line in loop) == 8, f"{kernel}: 16 bytes at a time"
     first, second, third, last = [i for i, name in enumerate(order) if name == "wait"]
-    assert order[:first].count("scores") == 16, "scores and dP are both under way"
-    assert set(order[first:second]) >= {"exp", "wide"}
-    assert not {"exp"} & set(order[second:]), "exponentials under dP's product"
-    given = order[second:third]
-    assert given.index("put") < given.index("fence") < given.index("tell") < given.index("see") < given.index("scores")
-    assert "sync" in given[given.index("fence") : given.index("tell")], "one thread tells for all, so all are awaited"
-    assert given.index("scores") < given.index("wide"), "dQ before dK"
-    assert order[third:last].count("add") == 8, "dQ leaves under dK's product"
+    if plan.ahead:
+        before, given, leaving = order[:first], order[first:second], order[third:last]
+        assert [before.count(name) for name in ("shared", "held", "exp")] == [scores, rows, 8 * rows], (
+            "all under dP's product"
+        )
+        assert given.index("held") < given.index("put"), "dK's product runs while dS meets"
+        assert given.index("put") < given.index("fence") < given.index("meet") < given.index("shared")
+        assert order[second:third].count("shared") == scores, "the next scores begin before dQ is there"
+        assert leaving.count("line") == 8, "and dQ leaves under them: 16 bytes at a time"
+        assert leaving.index("line") < leaving.index("fence") < leaving.index("add")
+        assert "sync" in leaving[leaving.index("fence") : leaving.index("add")], "one thread tells TMA for all"
+    else:
+        assert order[:first].count("shared") == 2 * scores, "scores and dP are both under way"
+        assert set(order[first:second]) >= {"exp", "held"}
+        assert not {"exp"} & set(order[second:]), "exponentials under dP's product"
+        given = order[second:third]
+        assert (
+            given.index("put") < given.index("fence") < given.index("tell") < given.index("see") < given.index("shared")
+        )
+        assert "sync" in given[given.index("fence") : given.index("tell")], (
+            "one thread tells for all, so all are awaited"
+        )
+        assert given.index("shared") < given.index("held"), "dQ before dK"
+        assert order[third:last].count("add") == 8, "dQ leaves under dK's product"

@@ -2,8 +2,8 @@
 
 Five products where backward_rows and backward_keys have seven. The price: programs add to dQ, in float32 and in no order,
 so the bits differ from run to run. Scores are transposed, as in backward_keys; dS also goes to shared
-memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of its columns, which leave from
-registers under dK's product, for shared memory already moves all it can (docs/attention.md).
+memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of it. Its half leaves from
+registers, under dK's product, or AHEAD by shared memory and TMA, under the next block's scores (docs/attention.md).
 Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
@@ -25,15 +25,19 @@ from te_bench.kernels.attention.hopper.parts import (
     ROWS,
     SIZES,
     UNALIGNED,
+    add_to_global,
     allocate,
     as_matrix,
     as_operand,
     count_tiles,
     exp2,
     make_barriers,
+    meet,
     next_stage,
     pick_tile,
+    previous_stage,
     round_to,
+    widen,
 )
 
 
@@ -68,9 +72,15 @@ def _flatten_dq(dq):
 
 
 @gluon.jit
-def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr):
-    """Where a warpgroup's columns of dQ begin in the sums of a sequence's head."""
-    return dq_sum + head.to(gl.int64) * padded * D + consumer * (ROWS * D // CONSUMERS)
+def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Where a warpgroup's share of dQ begins in the sums of a sequence's head."""
+    return dq_sum + head.to(gl.int64) * padded * D + consumer * (BLOCK_M * D // CONSUMERS)
+
+
+@gluon.jit
+def find_dq_blocks(head, consumer, padded, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The same as a number of blocks of 64 x 64."""
+    return head * (padded // BLOCK_M * CONSUMERS) + consumer
 
 
 @gluon.jit
@@ -80,10 +90,20 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 
 @gluon.jit
-def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
+def add_dq_by_tma(dq_desc, block, dq, dq_stage):
+    """dq (64, 64) added to a block of the sums by way of memory that is the warpgroup's own."""
+    tma.store_wait(0)
+    line = _flatten_dq(dq)
+    dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
+    fence_async_shared()
+    add_to_global(dq_desc, [block, 0, 0], dq_stage)
+
+
+@gluon.jit
+def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     """Where the rows begin that see a program's keys, where those end whose blocks may be partly hidden, and all."""
-    first_block, last_block = find_row_blocks(program_n, T, ROWS, CAUSAL)
-    begin, end = first_block * ROWS, last_block * ROWS
+    first_block, last_block = find_row_blocks(program_n, T, BLOCK_M, CAUSAL)
+    begin, end = first_block * BLOCK_M, last_block * BLOCK_M
     masked_end = begin
     if CAUSAL:
         masked_end = min(program_n + ROWS * CONSUMERS, end)
@@ -93,26 +113,37 @@ def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.conste
 
 
 @gluon.jit
+def _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A warpgroup's half of a block's dQ, under way: of 64 rows half of the columns, of 128 half of the rows."""
+    WIDTH: gl.constexpr = BLOCK_M * D // (CONSUMERS * ROWS)
+    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
+    for other in gl.static_range(CONSUMERS):
+        k_columns, ds_rows = as_matrix(k_shared.index(other)), ds_shared.index(buffer * CONSUMERS + other)
+        if WIDTH < D:
+            k_columns = k_columns.slice(consumer * WIDTH, WIDTH, dim=1)
+        if BLOCK_M > ROWS:
+            ds_rows = ds_rows.slice(consumer * ROWS, ROWS, dim=1)
+        dq = warpgroup_mma(ds_rows.permute((1, 0)), k_columns, dq, use_acc=other > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
 def add_dq_and_dk(
     dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
     """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
-    WIDTH: gl.constexpr = OUT.instr_shape[1] // CONSUMERS
-    SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    D: gl.constexpr = OUT.instr_shape[1]
     # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
     ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(buffer), count=1)
     mbarrier.wait(ds_ready.index(buffer), parity)
-    dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
-    for other in gl.static_range(CONSUMERS):
-        k_columns = as_matrix(k_shared.index(other)).slice(consumer * WIDTH, WIDTH, dim=1)
-        ds_transposed = ds_shared.index(buffer * CONSUMERS + other).permute((1, 0))
-        dq = warpgroup_mma(ds_transposed, k_columns, dq, use_acc=other > 0, is_async=True)
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, D, ds.shape[1])
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
-    add_dq(dq_columns, start_m, dq, OUT.instr_shape[1])
+    add_dq(dq_columns, start_m, dq, D)
     # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
     dk = warpgroup_mma_wait(0, deps=(dk,))
     return dk, dv
@@ -135,78 +166,151 @@ def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free
 
 
 @gluon.jit
+def _start_product(held, consumer, rows, SCORES: gl.constexpr):
+    """A warpgroup's keys, or values, times rows, under way."""
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
+    return warpgroup_mma(as_matrix(held.index(consumer)), rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _make_ds(
+    dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr,
+):  # fmt: skip
+    """dv with a block's share under way, and ds; qk: scores, dp: under way. EDGE: the block may be partly hidden."""
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if EDGE:
+        qk = mask_scores_in_eights(qk, start_n, start_m, S, CAUSAL)
+    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
+    p = exp2(qk * scale - lse_2[None, :])
+    p_low = round_to(p, do.dtype)
+    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
+    p = widen(p_low)  # dV's product keeps these registers in any case
+    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    return dv, round_to(p * (dp - delta[None, :]), do.dtype)
+
+
+@gluon.jit
 def _add_gradients(
     dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
+    """dk and dv with a block's share, dq's added to its columns."""
     k_shared, v_shared, ds_shared = shared
     q, do, info = arrived
-    zeros = gl.zeros((ROWS, ROWS), gl.float32, SCORES)
-    lse_and_delta = info._reinterpret(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k, v = as_matrix(k_shared.index(consumer)), as_matrix(v_shared.index(consumer))
-    qk = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    qk = _start_product(k_shared, consumer, q, SCORES)
+    dp = _start_product(v_shared, consumer, do, SCORES)
     qk = warpgroup_mma_wait(1, deps=(qk,))
-    if EDGE:
-        qk = mask_scores_in_eights(qk, program_n + consumer * ROWS, start_m, S, CAUSAL)
-    lse_2 = lse_and_delta.index(0).load(gl.SliceLayout(0, SCORES))
-    p = exp2(qk * scale - lse_2[None, :])
-    p_low = round_to(p, q.dtype)
-    dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
-    delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    ds = round_to(p * (dp - delta[None, :]), q.dtype)
+    start_n = program_n + consumer * ROWS
+    dv, ds = _make_ds(dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE, CAUSAL, SCORES, OUT)
     return add_dq_and_dk(
         dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS, OUT
     )
 
 
 @gluon.jit
+def _add_gradients_ahead(
+    dk, dv, qk, shared, consumer, program_n, S, arrived, following, start_m, buffer, dq_desc, dq_block, scale,
+    CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """The same by way of TMA, and the scores qk of the block that is following; given are this one's.
+
+    dS meets after dK's product has begun, and dq leaves under the next scores'. So no product waits for either.
+    """
+    k_shared, v_shared, ds_shared, dq_shared = shared
+    q, do, info, free = arrived
+    next_q, there, phase, more = following
+    BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
+    dp = _start_product(v_shared, consumer, do, SCORES)
+    start_n = program_n + consumer * ROWS
+    dv, ds = _make_ds(dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE, CAUSAL, SCORES, OUT)
+    dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
+    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)  # of two, as in add_dq_and_dk
+    fence_async_shared()
+    meet()
+    dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], BLOCK_M)
+    mbarrier.wait(there, phase, pred=more)
+    # Were dk in flight when the next scores begin, they would lack registers, and the assembler serialise all (C7512).
+    dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
+    mbarrier.arrive(free, count=1, pred=more)
+    qk = _start_product(k_shared, consumer, next_q, SCORES)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    add_dq_by_tma(dq_desc, dq_block + start_m // BLOCK_M * CONSUMERS, dq, dq_shared.index(consumer))
+    qk = warpgroup_mma_wait(0, deps=(qk,))  # nor may scores be in flight from one turn of a loop to the next (C7514)
+    return dk, dv, qk
+
+
+@gluon.jit
 def _make_gradients(
-    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr
-):
-    """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
-    dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
+    args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    AHEAD: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's keys of every tile, and its half of the tile's share of dQ."""
+    dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
     if CAUSAL:  # keys from T on, no row sees: nor may one beyond T
         S = min(S, T)
+    BLOCK_M: gl.constexpr = q_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     stage, phase, held_phase, n_step = 0, 0, 0, 0
     for tile_index in range(count_tiles(whole, rest)):
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
         program_n = n_block * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
-        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL)
+        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL, BLOCK_M)
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held_full.index(other), held_phase)
+        if AHEAD:
+            left = group * ((end - begin) // BLOCK_M)
+            mbarrier.wait(full.index(stage), phase)
+            qk = _start_product(k_shared, consumer, as_matrix(q_shared.index(stage)), SCORES)
+            qk = warpgroup_mma_wait(0, deps=(qk,))
         for h in range(kv * group, kv * group + group):
-            dq_columns = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D)
+            if AHEAD:
+                dq_at = find_dq_blocks(b * H + h, consumer, padded, CONSUMERS, BLOCK_M)
+            else:
+                dq_at = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, BLOCK_M)
             for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
                 start, stop = masked_end, end
                 if MASKED:
                     start, stop = begin, masked_end
-                for start_m in range(start, stop, ROWS):
-                    mbarrier.wait(full.index(stage), phase)
-                    arrived = (
-                        as_matrix(q_shared.index(stage)),
-                        as_matrix(do_shared.index(stage)),
-                        info_shared.index(stage),
-                    )
-                    dk, dv = _add_gradients(
-                        dk, dv, (k_shared, v_shared, ds_shared), consumer, program_n, S, arrived, start_m, ds_ready,
-                        n_step & 1, n_step >> 1 & 1, dq_columns, scale, CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
-                    )  # fmt: skip
-                    mbarrier.arrive(empty.index(stage), count=1)
-                    stage, phase = next_stage(stage, phase, STAGES)
+                for start_m in range(start, stop, BLOCK_M):
+                    q, do = as_matrix(q_shared.index(stage)), as_matrix(do_shared.index(stage))
+                    info, free = info_shared.index(stage), empty.index(stage)
+                    after, after_phase = next_stage(stage, phase, STAGES)
+                    if AHEAD:
+                        left -= 1
+                        look = stage  # after a tile's last block scores that nobody takes, of rows that are there
+                        if left > 0:
+                            look = after
+                        following = as_matrix(q_shared.index(look)), full.index(after), after_phase, left > 0
+                        dk, dv, qk = _add_gradients_ahead(
+                            dk, dv, qk, (k_shared, v_shared, ds_shared, dq_shared), consumer, program_n, S,
+                            (q, do, info, free), following, start_m, n_step & 1, dq_sum, dq_at, scale,
+                            CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
+                        )  # fmt: skip
+                    else:
+                        mbarrier.wait(full.index(stage), phase)
+                        dk, dv = _add_gradients(
+                            dk, dv, (k_shared, v_shared, ds_shared), consumer, program_n, S, (q, do, info), start_m,
+                            ds_ready, n_step & 1, n_step >> 1 & 1, dq_at, scale,
+                            CONSUMERS, MASKED > 0, CAUSAL, SCORES, OUT,
+                        )  # fmt: skip
+                        mbarrier.arrive(free, count=1)
+                    stage, phase = after, after_phase
                     n_step += 1
+        if AHEAD:
+            last, _phase = previous_stage(stage, phase, STAGES)
+            mbarrier.arrive(empty.index(last), count=1)
         store_dk_and_dv(
             dk, dv, (dk_desc, dv_desc), (k_shared, v_shared), consumer, b, kv, program_n, keys_free, tile_index & 1,
             held_empty, scale,
@@ -219,20 +323,25 @@ def _make_gradients(
 def gluon_attention_backward_fused_kernel(
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, dk_desc, dv_desc, dq_sum, padded, scale, T, S, H, group, pairs,
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
+    FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
 
-    dq_sum: float32 (sequences, heads, padded rows, 128), not scaled; 64 rows' halves of columns as in _flatten_dq.
-    scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
+    dq_sum: float32 (sequences, heads, padded rows, D), not scaled; 64 rows' 64 columns as in _flatten_dq; AHEAD a descriptor
+    of them. scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
     """
-    gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
-    info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], info_desc.layout)
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    gl.static_assert(CONSUMERS == 2 and BLOCK_M * q_desc.block_type.shape[3] == 2 * ROWS * ROWS)
+    info_shared = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, BLOCK_M], info_desc.layout)
     shared = (
         allocate(k_desc, CONSUMERS), allocate(v_desc, CONSUMERS), allocate(q_desc, STAGES), allocate(do_desc, STAGES),
         info_shared,
     )  # fmt: skip
-    ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, 64], gl.NVMMASharedLayout(128, 16, 2))
+    ds_shared = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 64, BLOCK_M], gl.NVMMASharedLayout(128, 16, 2))
+    dq_shared = ds_shared
+    if AHEAD:
+        shape: gl.constexpr = dq_sum.block_type.shape
+        dq_shared = gl.allocate_shared_memory(gl.float32, [CONSUMERS, shape[0], shape[1], shape[2]], dq_sum.layout)
     gates = (
         make_barriers(CONSUMERS, 1), make_barriers(CONSUMERS, 1),
         make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS),
@@ -241,11 +350,11 @@ def gluon_attention_backward_fused_kernel(
     fence_async_shared()
     sizes = (T, S, H, group, pairs, blocks, near, whole, rest)
     fetch_args = (k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, shared, gates, sizes)
-    args = (dk_desc, dv_desc, shared, ds_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
+    args = (dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale)
     gl.warp_specialize(
         [
-            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE)),
-            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE)),
+            (_make_gradients, (args, 0, CONSUMERS, STAGES, CAUSAL, EDGE, AHEAD)),
+            (_make_gradients, (args, 1, CONSUMERS, STAGES, CAUSAL, EDGE, AHEAD)),
             (fetch_rows, (fetch_args, CONSUMERS, 1, STAGES, CAUSAL)),
         ],
         [4, 1],

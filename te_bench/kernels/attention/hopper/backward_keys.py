@@ -39,10 +39,11 @@ def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
     What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T weigh nothing.
     """
+    WHOLE: gl.constexpr = max(ROWS, BLOCK_M)
     begin = 0
     if CAUSAL:
-        begin = min(start_n, T - 1) // ROWS * (ROWS // BLOCK_M)
-    return begin, gl.cdiv(T, ROWS) * (ROWS // BLOCK_M)
+        begin = min(start_n, T - 1) // WHOLE * (WHOLE // BLOCK_M)
+    return begin, gl.cdiv(T, WHOLE) * (WHOLE // BLOCK_M)
 
 
 @gluon.jit

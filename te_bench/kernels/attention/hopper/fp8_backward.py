@@ -148,13 +148,13 @@ def _make_gradients(
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
         program_n = n_block * ROWS * CONSUMERS
         b, kv = pair // (H // group), pair % (H // group)
-        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL)
+        begin, masked_end, end = find_masked_rows(program_n, T, S, CONSUMERS, CAUSAL, ROWS)
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
         for other in gl.static_range(CONSUMERS):
             mbarrier.wait(held_full.index(other), tile_index & 1)
         for h in range(kv * group, kv * group + group):
-            dq_columns = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D)
+            dq_columns = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, ROWS)
             qk_scale = keep_positive(scale * gl.load(q_inv + b * H + h) * gl.load(k_inv + pair))
             dp_scale = gl.load(do_inv + b * H + h) * gl.load(v_inv + pair)
             for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask

@@ -30,7 +30,8 @@ class Plan(NamedTuple):
 
     at_once: keys (or rows) that come together; stages: how many of those blocks are in shared memory; slots: how many
     tiles' own rows. registers: of a thread that multiplies. overlap: exponentials run under the product before them.
-    in_registers: what is held is an operand from registers, in the pass for dK and dV. sharing: how many programs work on
+    in_registers: what is held is an operand from registers, in the pass for dK and dV. ahead: the next block's scores begin
+    before dQ's share of this one leaves, in the pass for all three. sharing: how many programs work on
     one sequence and head at a time, ALL or, for as few as can be, 0.
     """
 
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
     registers: int
     overlap: bool = False
     in_registers: bool = False
+    ahead: bool = False
     sharing: int = 0
 
     def at_start(self) -> int:
@@ -78,13 +80,15 @@ OF_KEYS: Mapping[int, Plan] = {  # dK and dV, however many the keys
     128: Plan(2, 32, 4, 2, 240),
 }
 #: All three, with dQ's sums in global memory; by the width, and causal. A pair's rows and sums come and go 4 times less
-#: often where 4 programs share them; where all work alike, all may (docs/attention.md).
+#: often where 4 programs share them; where all work alike, all may. What was not measured stays as it was.
 FUSED: Mapping[tuple[int, bool], Plan] = {
-    (128, True): Plan(2, 64, 3, 1, 240, sharing=4),
+    (64, True): Plan(2, 128, 2, 1, 240, sharing=4),
+    (128, True): Plan(2, 64, 3, 1, 240, ahead=True, sharing=4),
     (128, False): Plan(2, 64, 3, 1, 240, sharing=ALL),
 }
 LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
-FUSED_FROM = 2048  # keys; of fewer, by which the sums weigh more, it was not measured against two kernels
+#: Keys by the width. D64's 1,024 are faster by two kernels, for the sums weigh more; lengths between were not measured.
+FUSED_FROM: Mapping[int, int] = {64: LONG, 128: 2048}
 
 
 def make_readable(x: Tensor) -> Tensor:
@@ -102,10 +106,10 @@ def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*steps, 1], [1, 1, rows, columns], layout)
 
 
-def pad_last_rows(q: Tensor) -> Tensor:
-    """(B, H, 64, D), q's rows from the last multiple of 64 on, and the last of all up to there; q where 64 divides T."""
-    there = q.shape[2] % ROWS
-    return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, ROWS - there, -1)], 2) if there else q
+def pad_last_rows(q: Tensor, rows: int = ROWS) -> Tensor:
+    """(B, H, rows, D), q's from the last multiple of `rows` on, and the last of all up to there; q where it divides T."""
+    there = q.shape[2] % rows
+    return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, rows - there, -1)], 2) if there else q
 
 
 def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
@@ -146,7 +150,7 @@ def backward(
 
     The one kernel where it is faster; fused: by it, and this plan. gradients: memory for them, which TMA can write.
     """
-    if fused is None and not deterministic and k.shape[2] >= FUSED_FROM and q.shape[2] <= LONGEST:
+    if fused is None and not deterministic and k.shape[2] >= FUSED_FROM[k.shape[3]] and q.shape[2] <= LONGEST:
         fused = FUSED.get((k.shape[3], causal))
     dout, q, k, v, out = (make_readable(x) for x in (dout, q, k, v, out))
     gradients = gradients or empty_gradients(q, k, v)
@@ -186,9 +190,9 @@ def _backward_fused(
     scale: float, p: Plan,
 ) -> None:  # fmt: skip
     """Into gradients, of what TMA can read."""
-    dq, dk, dv = gradients
+    (dq, dk, dv), n = gradients, p.at_once
     batch, heads, rows, width = q.shape
-    padded = triton.cdiv(rows, ROWS) * ROWS
+    padded = triton.cdiv(rows, n) * n
     info = q.new_empty(2, batch * heads, padded, dtype=torch.float32)
     sums = q.new_empty(batch * heads, padded, width, dtype=torch.float32)
     gluon_attention_delta_kernel[(batch * heads * padded // DELTA_ROWS,)](
@@ -196,13 +200,21 @@ def _backward_fused(
         D=width, BLOCK_M=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     programs, sizes = deal_tiles(p, q, k, of_keys=True)
-    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, ROWS) for x in (q, pad_last_rows(q), dout)]
+    held, arriving = [describe(x, ROWS) for x in (k, v)], [describe(x, n) for x in (q, pad_last_rows(q, n), dout)]
     gluon_attention_backward_fused_kernel[(programs,)](
-        *held, *arriving, describe_info(info.transpose(0, 1), ROWS), describe(dk, ROWS), describe(dv, ROWS), sums, padded,
-        float(scale * LOG2_E), *sizes, CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0,
-        **p.constants(),
+        *held, *arriving, describe_info(info.transpose(0, 1), n), describe(dk, ROWS), describe(dv, ROWS),
+        describe_sums(sums) if p.ahead else sums, padded, float(scale * LOG2_E), *sizes,
+        CAUSAL=causal, EDGE=causal or k.shape[2] % (p.warpgroups * ROWS) != 0, AHEAD=p.ahead, **p.constants(),
     )  # fmt: skip
     store_dq(sums, dq, scale)
+
+
+def describe_sums(sums: Tensor) -> TensorDescriptor:
+    """Of what 64 rows and 64 columns have of dQ's sums, which lies in one line."""
+    blocks = sums.view(-1, ROWS * ROWS // 256, 256)
+    return TensorDescriptor(
+        blocks, list(blocks.shape), list(blocks.stride()), [1, *blocks.shape[1:]], gl.NVMMASharedLayout(0, 32, 3)
+    )
 
 
 def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:

@@ -6,8 +6,10 @@ are in units of log2(e), so that a weight is one multiplication and addition, on
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 ROWS = gl.constexpr(64)  # of a warpgroup: those of one instruction of the tensor core
@@ -99,6 +101,20 @@ def allocate(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, shape[2], shape[3]], desc.layout)
 
 
+@builtin
+def add_to_global(desc, at, source, _semantic=None):
+    """What is in shared memory added to global memory, by TMA, in no order: of Gluon's language, but for this name."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, at, source.handle)
+
+
+@gluon.jit
+def meet():
+    """Two warpgroups wait for each other, at one of the processor's 16 barriers, of which Triton takes the first few."""
+    each = gl.zeros((128,), gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise("bar.sync 8, 256; mov.b32 $0, $1;", "=r,r", [each], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def as_matrix(block):
     """A block (1, 1, rows, D) as a matrix."""
@@ -155,6 +171,17 @@ def round_to(x, DTYPE: gl.constexpr):
         return gl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
         )
+
+
+@gluon.jit
+def widen(x):
+    """x, of round_to, in float32. Its pairs stay together, as an operand needs them: Triton's own way takes them apart."""
+    if gl.bfloat16 == x.dtype:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
 
 
 @gluon.jit
