@@ -16,7 +16,7 @@ from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
 from te_bench.models import cost
 from te_bench.reports.analysis import floor
-from te_bench.reports.analysis.measures import finite
+from te_bench.reports.analysis.measures import finite, of_processes
 from te_bench.reports.files import write_folder
 from te_bench.reports.page import text
 from te_bench.reports.page.bars import Stack, stacked_bars
@@ -149,6 +149,7 @@ def _problem(part: Part) -> str:
 def _verified(evidence: Evidence) -> Table | None:
     """Every step that was measured, beside what was predicted for it."""
     rows = []
+    counted = any(of_processes(records, "energy_j") for records in evidence.steps.values())
     for choice in sorted(evidence.steps, key=lambda choice: typical(evidence.steps[choice])):
         records, prediction = evidence.steps[choice], evidence.predictions.get(choice)
         guessed = None if choice in evidence.question.frames or prediction is None else prediction.seconds
@@ -163,6 +164,7 @@ def _verified(evidence: Evidence) -> Table | None:
                 "Measured, ms": Value(text=f"{said}, noisy: {low} to {high}" if wide else said, sort=measured),
                 "Predicted, ms": number(guessed, text.milliseconds),
                 "Off by": Value(text=text.MISSING if off is None else f"{100 * off:+.1f} %", sort=off),
+                **({"J": number(of_processes(records, "energy_j"))} if counted else {}),
                 "Peak, GiB": number(peak(records), text.gib),
                 "Runs": number(len(records), text.count),
             }

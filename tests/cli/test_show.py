@@ -1,5 +1,6 @@
 """te-bench show: one question about a run, on a terminal of 80 columns and 24 lines."""
 
+import dataclasses
 import io
 import sys
 from pathlib import Path
@@ -67,6 +68,21 @@ def test_what_did_not_run_is_said_with_its_reason(command: Command, run: Path, l
     assert "oom: " in command("show", run, "unsupported").out
     assert command("show", ladder, "unsupported").out == "Every planned trial ended ok.\n"
     assert command("show", ladder, "energy").out.startswith("No energy was recorded")
+
+
+def test_energy_of_steps_is_shown_the_least_first(command: Command, tmp_path: Path) -> None:
+    """12288 tokens a step; a configuration that nobody counted has no bar."""
+    records = [one for one in journals.ladder_records(1) if one.samples][:3]
+    joules = (12.288, 6.144)
+    counted = [
+        dataclasses.replace(one, samples={**one.samples, "energy_j": [j]})
+        for one, j in zip(records[:2], joules, strict=True)
+    ]
+    run = journals.write(tmp_path / "ladder", [*counted, records[2]], baseline=journals.baseline_cell())
+    heading, least, most = command("show", run, "energy").out.splitlines()
+    assert heading == "mJ a token, of all GPUs"
+    assert (least.split()[-1], most.split()[-1]) == ("0.500", "1.000")
+    assert "J/step" in command("report", run).out + (run / "report" / "report.md").read_text()
 
 
 def test_without_a_question_the_answer_and_what_can_be_asked(command: Command, ladder: Path) -> None:

@@ -3,7 +3,7 @@
 The variant "mlp" is the norm and MLP alone, with attention "none". As in the quickstart x and dy are uniform on [0, 1),
 (sequence, batch, hidden), x needs no gradient, no optimiser steps and gradients accumulate. Mode cudagraph: both passes,
 with the recipe's step for its scales, captured as they are.
-samples: latency_s (50), peak_*_bytes (1).
+samples: latency_s (50), peak_*_bytes (1), on a GPU that counts it energy_j (1).
 work: tokens, FLOP and the GEMMs' FLOP of an iteration; ran (checks.what_ran); kernel_s, {kernel: seconds an iteration}, on a
 CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches, the kernels of one iteration; in
 a mode that compiles graph_breaks and recompiles, one of them the check's, whose x needs a gradient.
@@ -24,7 +24,7 @@ from te_bench.experiments.checks import attention_rows, gradients, large, roundi
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
-from te_bench.experiments.instruments import compilation, memory, profiling
+from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported, require
 from te_bench.experiments.problems import LayerProblem
 from te_bench.experiments.spec import NO_ATTENTION, Trial
@@ -62,9 +62,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     )
     measurement = what_ran.require(named, seen, measurement, asked)
     more: dict[str, Any] = {"kernel_s": profiling.kernel_seconds(iteration, trial.device)}
+    joules = energy.sample(iteration, trial.device, latency)
     if rival.numerics and trial.recipe:
         more["numerics"] = iteration.numerics()
-    return dataclasses.replace(measurement, work={**measurement.work, **more})
+    return dataclasses.replace(measurement, work={**measurement.work, **more}, samples={**samples, **joules})
 
 
 def config_of(trial: Trial) -> LayerConfig:

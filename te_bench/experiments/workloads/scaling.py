@@ -1,19 +1,18 @@
 """A training step as `train_step` measures it, on one GPU or over several, and what it takes of each: for the suite scaling.
 
-work has besides: ranks, of each rank its memory (instruments.ledger), and on a GPU energy_j, joules of a step, where its
-driver says them, and of a step over several its collectives_s and exposed_s (instruments.communication); interconnect, the
-measured bandwidth between them. On a CPU each process computes in one thread.
+work has besides: ranks, of each rank its memory (instruments.ledger), and of a step over several GPUs its collectives_s and
+exposed_s (instruments.communication); interconnect, the measured bandwidth between them. On a CPU each process computes in
+one thread.
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_bench.experiments.instruments import communication, energy, ledger
+from te_bench.experiments.instruments import communication, ledger
 from te_bench.experiments.measurement import Context, Measurement
 from te_bench.experiments.problems import backend_of
 from te_bench.experiments.spec import Trial
@@ -42,8 +41,6 @@ def _of_ranks(
         own |= communication.of_steps(next_step, trial.device)
         if link := communication.bandwidth(trial.device, parallel.of_all):
             found["interconnect"] = {"backend": backend_of(trial), **link}
-    latency = max(parallel.of_all(statistics.median(samples["latency_s"])))
-    own |= energy.of_steps(next_step, trial.device, latency)
     peak = samples.get("peak_allocated_bytes")
     own["memory"] = {
         **ledger.of_step(trial, step, *map(parallel.rows, batch)),

@@ -1,6 +1,6 @@
 """Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
 
-samples: latency_s (20), loss (30), peak_*_bytes (1).
+samples: latency_s (20), loss (30), peak_*_bytes (1), on GPUs that count it energy_j (1), of all ranks.
 work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
 kernels of one step, and kernel_s, {kernel: seconds a step}; in a mode that compiles graph_breaks and recompiles; over
 several ranks world, parallel, backend and, of a step that no graph replays, its collectives (instruments.collectives).
@@ -16,7 +16,7 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import gathers, training_step, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
-from te_bench.experiments.instruments import collectives, compilation, fp8_numerics, memory, profiling
+from te_bench.experiments.instruments import collectives, compilation, energy, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
 from te_bench.experiments.spec import Trial
@@ -68,7 +68,9 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
     numerics = fp8_numerics.of_a_pass(trial, step, *map(step.parallel.rows, batches[0]))
     sent = _collectives(trial, next_step)
-    measurement = dataclasses.replace(measurement, work={**measurement.work, **profile, **read, **numerics, **sent})
+    joules = energy.sample(next_step, trial.device, latency, step.parallel)
+    work = {**measurement.work, **profile, **read, **numerics, **sent}
+    measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
     gathers.require(trial, step, sent.get("collectives"), measurement)
     return measurement
 

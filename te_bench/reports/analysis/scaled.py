@@ -6,7 +6,7 @@ from typing import Any
 
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis.measures import Ratio, finite, geometric_mean, median, of_processes, paired_ratio
+from te_bench.reports.analysis.measures import Ratio, finite, median, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import TE_BENCH, rival_of
 from te_bench.reports.analysis.rows import Configuration, Group
 
@@ -26,7 +26,7 @@ class ScaledStep:
     efficiency: Ratio | None = None  # of a GPU's throughput, against the same step on one
     collectives_s: float | None = None  # of a step, the mean over ranks
     exposed_s: float | None = None
-    energy_per_token: float | None = None  # of all ranks
+    energy_per_token: float | None = None  # of all GPUs
     busbw: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)  # of the rank with the most, by KINDS, and its "peak"
 
@@ -78,8 +78,7 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
     if not latency:
         return ScaledStep(configuration=configuration, world=world)
     tokens = finite(records[0].work.get("tokens"))
-    joules = [_sum(_of_ranks(record, "energy_j")) for record in records]
-    per_token = geometric_mean([j / tokens for j in joules if j and tokens])
+    joules = of_processes(records, "energy_j")
     return ScaledStep(
         configuration=configuration,
         world=world,
@@ -89,7 +88,7 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
         efficiency=None if alone is None else _efficiency(alone, configuration),
         collectives_s=_mean(records, "collectives_s"),
         exposed_s=_mean(records, "exposed_s"),
-        energy_per_token=per_token.value if per_token else None,
+        energy_per_token=joules / tokens if joules and tokens else None,
         busbw=median([value for record in records if (value := _busbw(record)) is not None]),
         memory=_memory(records),
     )

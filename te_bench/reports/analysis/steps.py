@@ -22,7 +22,7 @@ OWN_GRAPHS = "compile-reduce-overhead"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """A configuration's training step, or iteration of a layer: throughput in 1/s, memory in bytes."""
+    """A configuration's training step, or iteration of a layer: throughput in 1/s, energy in joules, memory in bytes."""
 
     configuration: Configuration
     is_baseline: bool
@@ -31,6 +31,8 @@ class MeasuredStep:
     low_s: float | None = None  # 5th and 95th percentile of all timed steps
     high_s: float | None = None
     speedup: Ratio | None = None
+    energy_j: float | None = None
+    energy_per_token: float | None = None
     tokens_per_s: float | None = None
     flop_per_s: float | None = None
     mfu: float | None = None
@@ -57,7 +59,7 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
         latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
     steps = [step for record in configuration.ok for step in seconds_of(record, "latency_s")]
     tokens, flop = (finite(configuration.ok[0].work.get(key)) for key in ("tokens", "flop"))
-    reached = flop / latency if flop else None
+    reached, joules = flop / latency if flop else None, of_processes(configuration.ok, "energy_j")
     of_peak = peak_precision(configuration)
     peak = hardware.peak(gpu, of_peak)
     if peak is not None:
@@ -69,6 +71,8 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
         low_s=quantile(steps, 0.05),
         high_s=quantile(steps, 0.95),
         speedup=ratio,
+        energy_j=joules,
+        energy_per_token=joules / tokens if joules and tokens else None,
         tokens_per_s=tokens / latency if tokens else None,
         flop_per_s=reached,
         mfu=reached / peak if reached and peak else None,

@@ -9,6 +9,7 @@ from te_bench.reports.analysis.attention import PASSES
 from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed
 from te_bench.reports.analysis.naming import kernel_name, printable
 from te_bench.reports.analysis.rows import Configuration
+from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
@@ -222,12 +223,22 @@ def _unsupported(result: GroupResult) -> list[Chart | str]:
 
 
 def _energy(result: GroupResult) -> list[Chart | str]:
-    counted = [(step.energy_per_token, step) for step in result.scaled if step.energy_per_token]
+    layers = [one.step for variant in result.layers for one in variant.layers]
+    steps: list[ScaledStep | MeasuredStep] = [*result.scaled, *result.steps.steps]
+    return [
+        *_joules(
+            "mJ a token, of all GPUs", [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
+        ),
+        *_joules("J forward and backward of a layer", [(s.energy_j or 0.0, s.configuration.label) for s in layers]),
+    ]
+
+
+def _joules(heading: str, counted: list[tuple[float, str]]) -> list[Chart]:
+    """The least first; 0 is not counted."""
     bars = tuple(
-        TextBar(name=step.configuration.label, value=joules, shown=text.plain(joules * 1e3))
-        for joules, step in sorted(counted, key=lambda item: item[0])
+        TextBar(name=name, value=joules, shown=text.plain(joules)) for joules, name in sorted(counted) if joules
     )
-    return [Chart(heading="mJ a token, of all GPUs", bars=bars)] if bars else []
+    return [Chart(heading=heading, bars=bars)] if bars else []
 
 
 #: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
@@ -236,5 +247,5 @@ QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], st
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
     "error": (_errors, "No check has an error on record."),
     "unsupported": (_unsupported, "Every planned trial ended ok."),
-    "energy": (_energy, "No energy was recorded: the suite scaling counts it, on GPUs that have a counter."),
+    "energy": (_energy, "No energy was recorded: steps and layers count it, on GPUs that have a counter."),
 }

@@ -3,6 +3,7 @@
 from te_bench.reports.analysis.layers import LayerVariant, kind_of
 from te_bench.reports.page import text
 from te_bench.reports.page.table import (
+    ENERGY_NOTE,
     Table,
     kernel_rows,
     label,
@@ -19,13 +20,15 @@ KERNELS_SHOWN = 8  # of a layer, the longest
 
 
 def times(variant: LayerVariant) -> Table | None:
-    """Time and memory of the transformer layers of a variant."""
+    """Time, energy and memory of the transformer layers of a variant."""
+    counted = any(measured.step.energy_j for measured in variant.layers)
     shown = [
         {
             "Layer": label(step.configuration, baseline=step.is_baseline),
             "ms": number(step.latency_s, text.milliseconds),
             "Speed-up": speedup(step.speedup, "" if measured.comparable else " (another mask)"),
             "Ranking": rank(variant.ranking, step),
+            **({"J": number(step.energy_j)} if counted else {}),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "Peak, GiB": number(step.peak_allocated or step.peak_rss, text.gib),
             "Peak reserved, GiB": number(step.peak_reserved, text.gib),
@@ -37,6 +40,7 @@ def times(variant: LayerVariant) -> Table | None:
     notes = ["Forward and backward, geometric mean over runs of each run's median of 50 iterations."]
     if not variant.comparable:
         notes.append("Another mask: the layer computes another function, with half or twice the attention work.")
+    notes += [ENERGY_NOTE] if counted else []
     notes += ranking_notes(variant.ranking, [measured.step for measured in variant.layers])
     return table_of("layer", f"One transformer layer, {variant.name}", shown, " ".join(notes))
 

@@ -5,8 +5,10 @@ from te_bench.reports.analysis.floor import Ceilings
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.table import (
+    ENERGY_NOTE,
     Table,
     Value,
+    energy,
     kernel_rows,
     label,
     number,
@@ -22,13 +24,15 @@ KERNELS_SHOWN = 25  # of a step, the longest
 
 
 def ladder(result: GroupResult) -> Table | None:
-    """Time of a training step, fastest first."""
+    """Time and energy of a training step, fastest first."""
+    counted = any(step.energy_j for step in result.steps.steps)
     shown = [
         {
             "Configuration": label(step.configuration, baseline=step.is_baseline),
             "ms/step": number(step.latency_s, text.milliseconds),
             "Speed-up": speedup(step.speedup),
             "Ranking": rank(result.steps, step),
+            **(energy(step) if counted else {}),
             "tokens/s": number(step.tokens_per_s, text.thousands),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "MFU": number(step.mfu, text.percent),
@@ -45,6 +49,8 @@ def _ladder_notes(result: GroupResult) -> list[str]:
     if any(step.latency_s for step in steps):
         notes.append("ms/step is the geometric mean over runs of each run's median step.")
         notes.append("Whiskers in the figure: 5th to 95th percentile of the steps.")
+    if any(step.energy_j for step in steps):
+        notes.append(ENERGY_NOTE)
     how = ranking_notes(result.steps, steps)
     if len({step.speedup.n for step in steps if step.speedup and not step.is_baseline}) > 1:
         how.insert(1, "Of a configuration with fewer runs than the baseline it is the baseline's over the speed-up.")

@@ -25,7 +25,16 @@ TERMINAL_WIDTH = 100
 LEAST_NAME = 40  # characters of a name's line
 #: What a terminal does not show, and what it leaves out where names have no room, the first first.
 UNSHOWN = ("TFLOP/s", "MFU")
-GIVING_WAY = ("Peak reserved, GiB", "tokens/s", "Peak, GiB", "ok/planned", "Collectives, ms", "GPUs", "mJ/token")
+GIVING_WAY = (
+    "Peak reserved, GiB",
+    "tokens/s",
+    "Peak, GiB",
+    "ok/planned",
+    "Collectives, ms",
+    "GPUs",
+    "J/step",
+    "mJ/token",
+)
 
 
 def _each(what: str, make: Callable[[Any], Table | None]) -> Callable[[GroupResult], Sequence[Table | None]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import suite_trials, timing
-from te_bench.experiments.instruments import profiling
+from te_bench.experiments.instruments import energy, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.layer import GPU
@@ -53,6 +53,7 @@ def check(trial: Trial) -> dict[str, Any]:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "QUICKSTART_WARM_UP", 1)
     monkeypatch.setattr(timing, "QUICKSTART_TIMED", 2)
+    monkeypatch.setattr(energy, "WINDOW_S", 1.0)
 
 
 def test_a_record_has_every_iteration_the_check_and_where_the_time_went() -> None:
@@ -375,6 +376,7 @@ def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: 
     assert not any(name.startswith("aten::") for name in found.work["kernel_s"])
     assert 1e-5 < sum(found.work["kernel_s"].values()) < 1
     assert found.samples["peak_allocated_bytes"][0] > 2**20
+    assert 0 < found.samples["energy_j"][0] < 10
 
 
 @pytest.mark.gpu

@@ -73,22 +73,17 @@ def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):
 def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):
     def rank(i):
         memory = {"weights": 2 * MIB, "gradients": MIB, "states": MIB, "fp8_copies": MIB, "peak": (8 + i) * MIB}
-        return {"collectives_s": 4e-3, "exposed_s": (1 + i) * 1e-3, "energy_j": 10.0, "memory": memory}
+        return {"collectives_s": 4e-3, "exposed_s": (1 + i) * 1e-3, "memory": memory}
 
-    two = result_of(tmp_path, step(20), step(25, 2, rank=rank)).scaled[1]
+    on_two = step(25, 2, rank=rank)
+    on_two = dataclasses.replace(on_two, samples={**on_two.samples, "energy_j": [20.0]})
+    two = result_of(tmp_path, step(20), on_two).scaled[1]
     assert two.exposed_s == pytest.approx(1.5e-3)
     assert two.collectives_s == pytest.approx(4e-3)
     assert two.energy_per_token == pytest.approx(20 / (24 * 1024))
     assert two.busbw == 360e9
     assert two.memory["peak"] == 9 * MIB
     assert two.rest == 4 * MIB
-
-
-def test_energy_that_one_gpu_does_not_count_is_not_that_of_the_others(tmp_path):
-    def rank(i):
-        return {"energy_j": 10.0} if i else {}
-
-    assert result_of(tmp_path, step(25, 2, rank=rank)).scaled[0].energy_per_token is None
 
 
 def test_the_report_says_what_was_not_run(tmp_path):
