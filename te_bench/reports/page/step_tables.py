@@ -8,7 +8,6 @@ from te_bench.reports.page.table import (
     ENERGY_NOTE,
     Table,
     Value,
-    energy,
     kernel_rows,
     label,
     number,
@@ -32,7 +31,7 @@ def ladder(result: GroupResult) -> Table | None:
             "ms/step": number(step.latency_s, text.milliseconds),
             "Speed-up": speedup(step.speedup),
             "Ranking": rank(result.steps, step),
-            **(energy(step) if counted else {}),
+            **({"J/step": number(step.energy_j)} if counted else {}),
             "tokens/s": number(step.tokens_per_s, text.thousands),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "MFU": number(step.mfu, text.percent),
@@ -64,10 +63,11 @@ def _ladder_notes(result: GroupResult) -> list[str]:
 
 
 def memory(result: GroupResult) -> Table | None:
-    """Peak memory of a training step."""
+    """Peak memory of a training step, and its energy by token."""
     steps = result.steps.steps
     on_gpu = any(step.peak_allocated or step.peak_reserved for step in steps)
     on_host = any(step.peak_rss for step in steps)
+    counted = any(step.energy_per_token for step in steps)
     if not on_gpu and not on_host:
         return None
     shown = []
@@ -78,8 +78,11 @@ def memory(result: GroupResult) -> Table | None:
             row["Peak reserved, GiB"] = number(step.peak_reserved, text.gib)
         if on_host:
             row["Peak resident, GiB"] = number(step.peak_rss, text.gib)
+        if counted:
+            row["mJ/token"] = number(step.energy_per_token and 1e3 * step.energy_per_token)
         shown += [row] if step.latency_s is not None else []
-    return table_of("memory", "Peak memory of a training step", shown)
+    what = "Peak memory of a training step" + (", and energy of a token" if counted else "")
+    return table_of("memory", what, shown)
 
 
 def floors(result: GroupResult) -> Table | None:

@@ -86,12 +86,6 @@ ENERGY_NOTE = (
 )
 
 
-def energy(step: MeasuredStep) -> dict[str, Value]:
-    """Columns of a step's energy."""
-    per_token = None if step.energy_per_token is None else step.energy_per_token * 1e3
-    return {"J/step": number(step.energy_j), "mJ/token": number(per_token)}
-
-
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
     """How the speed-ups of these steps, and the words of their ranking, are to be read."""
     pairs = [step.speedup.n for step in steps if step.speedup and not step.is_baseline]
