@@ -82,7 +82,7 @@ def memory(result: GroupResult) -> Table | None:
             row["mJ/token"] = number(step.energy_per_token and 1e3 * step.energy_per_token)
         shown += [row] if step.latency_s is not None else []
     what = "Peak memory of a training step" + (", and energy of a token" if counted else "")
-    return table_of("memory", what, shown)
+    return table_of("memory", what, shown, "mJ a token are kJ a million tokens." if counted else "")
 
 
 def floors(result: GroupResult) -> Table | None:

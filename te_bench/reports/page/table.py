@@ -81,9 +81,7 @@ def label(configuration: Configuration, *, baseline: bool = False) -> Value:
     return replace(shown, detail=configuration.specification)
 
 
-ENERGY_NOTE = (
-    "Energy: by the GPUs' own counters over at least three seconds of steps; mJ a token are kJ a million tokens."
-)
+ENERGY_NOTE = "Joules: of all GPUs, by their own counters, over at least three seconds."
 
 
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
