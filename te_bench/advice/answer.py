@@ -1,4 +1,4 @@
-"""The answer in words, at most 15 lines on a terminal, and as JSON whose every number names its records. No torch."""
+"""The answer in words, at most LINES lines on a terminal, and as JSON whose every number names its records. No torch."""
 
 import math
 import textwrap
@@ -30,25 +30,26 @@ from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
 
-LINES = 20
+LINES = 22
 
 
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
     """What is advised and why, the most important first."""
     question = evidence.question
-    said = [_promising(evidence, decision), _use(decision), decision.why, _faster(decision)]
+    said = [_promising(evidence, decision), _use(decision), decision.why, _faster(evidence, decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
-    said += [_checkpointing(evidence, decision.use), _larger(evidence, decision.use)]
+    said += [_checkpointing(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
     said += [fp8_in_words(evidence, decision.use)]
     if findings:
-        others = f" The page has {len(findings) - 1} more." if len(findings) > 1 else ""
+        others = f" {len(findings) - 1} more: see Traps." if len(findings) > 1 else ""
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
+    said += [_without_fp8(evidence, decision), _larger(evidence, decision.use)]
     if decision.tied and not decision.undecided:
         alike = " or with ".join(choice.beside(decision.use) for choice in decision.tied)
         said += [f"Not distinguished from it: the same with {alike}."]
     if evidence.left_out:
-        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget has it."]
+        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget measures it."]
     return [sentence for sentence in said if sentence]
 
 
@@ -86,7 +87,7 @@ def _use(decision: Decision) -> str:
     return f"Use {decision.use.words()}."
 
 
-def _faster(decision: Decision) -> str:
+def _faster(evidence: Evidence, decision: Decision) -> str:
     if decision.have_seconds is None:
         return "What you have did not run here, so that there is no speed-up."
     if decision.keeps:
@@ -97,7 +98,30 @@ def _faster(decision: Decision) -> str:
     if decision.over_best is not None:
         other, ratio = decision.over_best
         said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
-    return f"{said}."
+    unknown = unmeasured_rivals(evidence)
+    return f"{said}. Not measured: {text.listed(unknown, 3)}." if unknown else f"{said}."
+
+
+def unmeasured_rivals(evidence: Evidence) -> list[str]:
+    """Rivals that could train the model, and have no time."""
+    asked: dict[str, bool] = {}
+    for choice in evidence.question.choices:
+        if choice.rival:
+            told = choice in evidence.steps or evidence.wrong.get(choice, "").startswith("unsupported")
+            asked[choice.rival] = asked.get(choice.rival, False) or told
+    return [name for name, told in asked.items() if not told]
+
+
+def _without_fp8(evidence: Evidence, decision: Decision) -> str:
+    """The fastest step that asks nothing of FP8, beside an advised one that does."""
+    if decision.use.recipe is None or decision.undecided or decision.keeps:
+        return ""
+    plain = [choice for choice in evidence.steps if choice.precision == "bf16" and choice != decision.have]
+    best = min(plain, key=lambda choice: typical(evidence.steps[choice]), default=None)
+    have = decision.have_seconds
+    if best is None or (have is not None and typical(evidence.steps[best]) >= have):
+        return ""
+    return f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}."
 
 
 def _runs(runs: int) -> str:
@@ -184,6 +208,7 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             "code": code(question, decision.use),
             "undecided": decision.undecided and f"{decision.undecided}. {decision.why}",
             "speedup": _ratio(decision.speedup),
+            "unmeasured_rivals": unmeasured_rivals(evidence),
             "over_best": decision.over_best
             and {**_choice(decision.over_best[0]), "ratio": _ratio(decision.over_best[1])},
             "seconds": decision.seconds,

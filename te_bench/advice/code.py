@@ -100,10 +100,10 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         *([CHECKPOINTING] if choice.checkpointing else []),
         "from te_bench.training.step import Optim, TrainStep",
         made,
-        f"model = adopt(model, {', '.join(given)})  # its weights are model.module's",
+        f"model = adopt(model, {', '.join(given)})  # model.module holds your weights",
         *([CHECKPOINTED] if choice.checkpointing else []),
         f'step = TrainStep(model, {optim}, precision="{choice.precision}", mode="cudagraph")',
-        "loss = step(inputs, targets)  # forward, backward and AdamW"
+        "loss = step(inputs, targets)  # two tensors; AdamW by Optim, in place of your loop"
         + ("; targets: the next tokens" if question.text else ""),
     ]
 

@@ -188,7 +188,7 @@ def _best(
             have,
             tied,
             _for_now(have),
-            f"{why}{_disturbed(found[have], found[tied[0]])}; on a quiet machine run it again.",
+            f"{why}{_disturbed(found[have], found[tied[0]])}; on a quiet machine run it again with --fresh.",
         )
     return cheapest, tied, None, ""
 

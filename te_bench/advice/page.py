@@ -7,7 +7,7 @@ from typing import Any
 
 from te_bench.advice import answer
 from te_bench.advice.advise import Evidence
-from te_bench.advice.candidates import Choice
+from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.code import code
 from te_bench.advice.decision import Decision, LinearGain, checkpointing, larger_batches, linear_gains
 from te_bench.advice.parts import ATTENTION, HEAD, LINEAR, Part, PartTime, parts_of
@@ -36,7 +36,7 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
     drawing = _steps(evidence, decision)
     tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence), _room(evidence))
     content: dict[str, Any] = {
-        "title": evidence.question.title,
+        "title": title(evidence.question),
         "headline": first,
         "sentences": others,
         "code": code(evidence.question, decision.use),
@@ -54,6 +54,11 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
         out, {"index.html": rendered("advice.html.j2", content), f"figures/{drawing.name}.png": drawing.png}, "advice"
     )
     return out / "index.html"
+
+
+def title(question: Question) -> str:
+    """With the model as the command line names it."""
+    return question.title.replace(question.model, question.given or question.model, 1)
 
 
 def by_kind(evidence: Evidence, choice: Choice) -> dict[str, float]:
@@ -94,7 +99,7 @@ def _steps(evidence: Evidence, decision: Decision) -> Drawing:
         )
     caption = "Time of one step by kind of work"
     return draw(
-        "steps", "steps", caption, evidence.question.title, lambda: stacked_bars(stacks, FLOOR_KINDS, "ms a step")
+        "steps", "steps", caption, title(evidence.question), lambda: stacked_bars(stacks, FLOOR_KINDS, "ms a step")
     )
 
 
@@ -111,7 +116,8 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
         }
         for g in gains
     ]
-    note = f"Forward and both gradients of one call, with every cast; below 1× FP8 loses. {NOISY_PARTS}"
+    note = "Forward and both gradients of one call, with every cast; below 1× FP8 loses. "
+    note += f"A step with te-bench's kernels gains more: there casts are part of other kernels. {NOISY_PARTS}"
     return table_of("linears", "The gain of each Linear in FP8", rows, note)
 
 

@@ -99,7 +99,7 @@ def _choice(said: dict[str, Any]) -> Choice:
 
 
 def _over_rivals(found: dict[str, Any]) -> Value:
-    """Over the fastest measured step that needs nothing of te-bench's, and of how many that is."""
+    """Over the fastest measured step that needs nothing of te-bench's, with the rivals that have no time."""
     theirs, answer = [step for step in found["steps"] if _choice(step).of_others], found["answer"]
     over = (answer.get("over_best") or {}).get("ratio") or answer["speedup"]
     if not theirs or over is None:
@@ -107,4 +107,6 @@ def _over_rivals(found: dict[str, Any]) -> Value:
     best = min(theirs, key=lambda step: float(step["seconds"]))
     ratio = 1.0 if _choice(best) == _choice(answer["use"]) else over["value"]
     said = best["rival"] or (best["mode"] if best["mode"] == "eager" else f"torch.{best['mode']}")
-    return Value(text=f"{text.times(ratio)} ({said}, of {len(theirs)})", sort=ratio)
+    unknown = answer.get("unmeasured_rivals")
+    said += f"; no time of {text.listed(unknown, 3)}" if unknown else ""
+    return Value(text=f"{text.times(ratio)} ({said})", sort=ratio)

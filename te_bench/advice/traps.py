@@ -160,7 +160,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
             name="norms",
             what=f"Norms give float32 under autocast: {text.gib(4.0 * work['norms_in_float32'])} GiB a pass.",
             why="torch.autocast computes and returns them in float32, and a cast follows before each product",
-            mend="Take te's norms (te.convert swaps them), fused blocks, or torch.compile, which fuses the cast.",
+            mend="Take te's norms: te.convert swaps them.",
             records=shown,
         )
     yield from _dropout(work, shown)

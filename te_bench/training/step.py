@@ -183,6 +183,11 @@ class TrainStep:
         return twin
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor):
+            given = " and ".join(type(x).__name__ for x in (tokens, targets))
+            raise ValueError(
+                f"a step takes two tensors, inputs and targets, and got {given}; of a batch that is a dict take its parts"
+            )
         if self.captured:
             return self._replay(tokens, targets)
         self._prepare()

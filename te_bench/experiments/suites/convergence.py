@@ -6,6 +6,7 @@ With --weights or --states: do weights and moments in fewer bits train like floa
 import dataclasses
 
 from te_bench.experiments import presets, run_options, suite_trials
+from te_bench.experiments.adoption import ALL, adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 
@@ -100,7 +101,9 @@ def _ways(options: Options, preset: str) -> list[Way]:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return found
     parts: list[Settings] = [{}]
-    if options.fused:
+    if options.fused and adoptee(options) is not None:  # te-bench's kernels in a user's model
+        parts += [{"parts": ALL}]
+    elif options.fused:
         parts += [{**presets.fused_parts(options), "head": head} for head in FUSED_HEADS]
     return [(recipe, way) for recipe in recipes for way in parts]
 
