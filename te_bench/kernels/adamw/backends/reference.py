@@ -83,7 +83,8 @@ def _check(p: Parameter, where: str) -> None:
             f"{where}: moments of {p.exp_avg.dtype}: {' and '.join(SCALES)} are of those in FP8, which need both"
         )
     if in_fp8 and (not shape or shape[-1] % BLOCK):
-        raise ValueError(f"{where}: moments in FP8 of a weight {tuple(shape)}: rows must be multiples of {BLOCK}")
+        fits = f"rows must be multiples of {BLOCK}; keep them in bf16"
+        raise ValueError(f"{where}: moments in FP8 of a weight {tuple(shape)}: {fits}")
     if half and p.bf16 is not None:
         raise ValueError(f"{where}: bf16 of a weight in bfloat16: it is that weight; leave bf16 out")
     cast = p.data is not None or p.data_t is not None
