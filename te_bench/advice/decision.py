@@ -177,11 +177,10 @@ def _best(
     if not fastest:
         return _of_single_runs(found, evidence)
     # The fewest changes; of recipes one with a published verdict; then the least memory.
-    cheapest = min(fastest, key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
+    fastest.sort(key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
+    # Only the first in time is known to be faster than what the user has; of the others the quoted interval may hold 1.
+    cheapest = next((c for c in fastest if have not in found or c == have or _is_shown(found[have], found[c])), have)
     tied = [choice for choice in fastest if choice != cheapest]
-    told = speedup(found[have], found[cheapest]) if have in found and have != cheapest else None
-    if told and told.low is not None and told.low <= 1:  # told apart one-sided, but not by the interval that is quoted
-        cheapest, tied = have, [cheapest, *tied]
     if cheapest == have and tied:
         why = f"{_looked(found[have], found[tied[0]], tied[0])}, but {len(found[have].ok)} runs cannot tell"
         return (
@@ -191,6 +190,12 @@ def _best(
             f"{why}{_disturbed(found[have], found[tied[0]])}; on a quiet machine run it again with --fresh.",
         )
     return cheapest, tied, None, ""
+
+
+def _is_shown(have: Configuration, choice: Configuration) -> bool:
+    """Whether the interval beside its speed-up does not hold 1, as far as there is one."""
+    told = speedup(have, choice)
+    return told is None or told.low is None or told.low > 1
 
 
 def _of_single_runs(

@@ -106,8 +106,15 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
 
 
 def _in_fewer_bits(trial: Trial, fewer: Settings) -> Settings:
-    """What the step trains in: arms say it themselves, and torch's AdamW keeps states in the dtype of the weights."""
-    if trial.precision not in ("bf16", "fp8") or {"arm", "lr_factor"} & trial.problem.keys():
+    """What the step trains in: arms say it themselves, and torch's AdamW keeps states in the dtype of the weights.
+
+    The suite scaling compares with steps over ranks, which keep float32.
+    """
+    if (
+        trial.precision not in ("bf16", "fp8")
+        or trial.workload == "scaling"
+        or {"arm", "lr_factor"} & trial.problem.keys()
+    ):
         return {}
     if trial.problem.get("optimizer") is not None:
         return fewer

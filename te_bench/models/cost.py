@@ -9,10 +9,11 @@ queries, gated activations, RMSNorm, biases.
 
 from dataclasses import dataclass
 
+from te_bench.kernels.adamw import BLOCK
 from te_bench.models.configs import DecoderConfig, Shape
 
 #: Bytes an element of weights or moments, by their format; of FP8 moments BLOCK elements share a float32 scale.
-BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / 64}
+BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / BLOCK}
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
 WEIGHTS = "weights"

@@ -125,6 +125,22 @@ def test_nothing_is_advised_whose_interval_holds_1(tmp_path: Path) -> None:
     assert found.why.startswith("fp32, flash attention, eager looked 1.55 times as fast, but 3 runs cannot tell")
 
 
+def test_a_speed_up_that_is_shown_is_advised_beside_a_smaller_change_that_is_not(tmp_path: Path) -> None:
+    """torch.compile alone looks as fast as with a chunked head, but varies so much that its own interval holds 1."""
+    asked = question("tiny", "cpu")
+    have = asked.trial(asked.have)
+    base = Machine(asked).step(have)
+
+    def faster(trial: Trial) -> float:
+        by = (1.9, 2.0, 2.1) if "head" in trial.problem else (2.3, 1.2, 2.6)
+        return base / Machine(asked).step(trial) / (1.0 if trial.cell == have.cell else by[trial.seed])
+
+    fails = dict.fromkeys(("/fp8/", "/manual/", "/fp32/"), "oom")
+    machine = Machine(asked, times_of_step=faster, fails=fails)
+    found = decided(machine, gathered(machine), tmp_path)
+    assert (found.exit_code, found.use.mode, found.use.head) == (0, "compile", "chunked")
+
+
 def test_one_run_of_each_decides_nothing(tmp_path: Path) -> None:
     machine = Machine(question())
     evidence = gathered(machine, budget_s=0.0)

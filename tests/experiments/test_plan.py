@@ -277,7 +277,7 @@ def test_rivals_have_weights_and_states_in_the_dtypes_that_torchs_optimizer_has(
 
 
 def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
-    for suite in ("attention", "stress"):
+    for suite in ("attention", "stress", "scaling"):
         with pytest.raises(ValueError, match=f"--weights: the suite {suite} has no training step that heeds it"):
             plan.resolve(suite, Options(device="cpu", weights="bf16"))
     with pytest.raises(ValueError, match="--states bf16: of steps on one GPU alone; leave --parallel out"):

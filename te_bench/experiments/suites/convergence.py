@@ -90,6 +90,11 @@ def _ways(options: Options, preset: str) -> list[Way]:
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
+        if options.weights and presets.PRESETS[preset].get("accumulate", 1) > 1:
+            raise ValueError(
+                f"--weights: preset {preset} has micro-batches, whose gradients bf16 weights would sum in bf16; take "
+                "--preset gpt2-short, or --states alone"
+            )
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = presets.recipes_of(options)

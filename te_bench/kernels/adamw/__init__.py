@@ -12,7 +12,8 @@ A weight without a master, in bf16, and moments in fewer bits are read as float3
 - v in bf16: stochastically. With beta2 = 0.999 v loses a thousandth an update; to the nearest it would never fall, and after
   one large gradient the steps of that weight would stay small for ever.
 - m and sqrt(v) in FP8, E4M3, BLOCK elements by one scale, their largest / 448: stochastically, too, for E4M3's spacing is a
-  sixteenth to an eighth. The root has half of v's exponents. One above 0 becomes no 0, by which m would be divided.
+  sixteenth to an eighth. 16 random bits choose: with beta2 = 0.9999 a root falls by a share of it that 8 could not tell.
+  The root has half of v's exponents. One above 0 becomes no 0, by which m would be divided.
 """
 
 from collections.abc import Callable, Mapping

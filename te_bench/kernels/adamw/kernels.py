@@ -118,12 +118,12 @@ def _stochastic_bf16(x, bits):
 
 @triton.jit
 def _stochastic_e4m3(x, bits):
-    """x, float32, to one of its neighbours in E4M3, still float32, by 8 random bits; for `to_fp8`, which saturates."""
+    """x, float32, to one of its neighbours in E4M3, still float32, by 16 random bits; for `to_fp8`, which saturates."""
     code = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((code >> 23) & 0xFF, 121)  # of 2^-6, below which the spacing stays
     places = tl.abs(x) * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
     below = tl.floor(places)
-    up = (places - below > (bits.to(tl.float32) + 0.5) * 0.00390625).to(tl.float32)
+    up = (places - below > (bits.to(tl.float32) + 0.5) * 0.0000152587890625).to(tl.float32)
     y = (below + up) * ((exponent - 3) << 23).to(tl.float32, bitcast=True)
     return (y.to(tl.int32, bitcast=True) | (code & -2147483648)).to(tl.float32, bitcast=True)
 
@@ -181,8 +181,8 @@ def _update_tile(
     y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
     tl.store(weight, y, mask=mask)
     if IN_FP8:
-        _store_blocks(exp_avg, m_scales, m, (random >> 16) & 0xFF, mask, 0.0)
-        _store_blocks(exp_avg_sq, v_scales, tl.sqrt_rn(v), random >> 24, mask, 0.001953125)
+        _store_blocks(exp_avg, m_scales, m, (random >> 8) & 0xFFFF, mask, 0.0)
+        _store_blocks(exp_avg_sq, v_scales, tl.sqrt_rn(v), random >> 16, mask, 0.001953125)
     elif m_dtype == tl.bfloat16:
         tl.store(exp_avg, rounded(m, tl.bfloat16), mask=mask)
         tl.store(exp_avg_sq, _stochastic_bf16(v, random >> 16), mask=mask)

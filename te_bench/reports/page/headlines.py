@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
 from te_bench.reports.analysis.ranking import StepRanking
 from te_bench.reports.analysis.steps import MeasuredStep
@@ -48,14 +49,26 @@ def headlines(report: ReportResult) -> list[str]:
 
 
 def _unproven(result: GroupResult) -> Trial | None:
-    """Of a training step in FP8 that is, or may be, the fastest."""
+    """Of a training step that is, or may be, the fastest, and has a part in fewer bits."""
     found = result.steps.fastest or [step for step in result.steps.steps if step.latency_s is not None][:1]
-    return next((step.configuration.trial for step in found if step.configuration.trial.precision == "fp8"), None)
+    return next((trial for step in found if _in_fewer_bits(trial := step.configuration.trial)), None)
+
+
+def _in_fewer_bits(trial: Trial) -> int:
+    """How many of its products, weights and states have fewer bits than bf16 training's, on which its loss may depend."""
+    return (trial.precision == "fp8") + len(run_options.fewer_words(trial.problem))
 
 
 def _what_is_proven(trial: Trial) -> str:
-    """The published verdict on the recipe of an FP8 step, and what judges it."""
+    """The published verdict on a step in fewer bits, and what judges it."""
     fused, problem = trial.problem.get("blocks") == "fused", trial.problem
+    if words := run_options.fewer_words(problem):
+        asked = [f"--{name} {problem[name]}" for name in ("weights", "states") if problem.get(name)]
+        asked += [f"--recipes {trial.recipe}"] if trial.recipe else []
+        return (
+            f"Whether {' and '.join(words)} train like float32 these times do not say, and no verdict on this step is "
+            f"published; te-bench run convergence {' '.join(asked)} judges te-bench's AdamW with them."
+        )
     of_others = problem.get("rival") or problem.get("linears")
     known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=problem.get("head") == "fp8")
     published = f"published is {known.in_words()}" if known else "no verdict on this step is published"
@@ -103,9 +116,9 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
 
 
 def _of_the_tied(found: StepRanking, what: str, where: str) -> list[str]:
-    """What to use where times do not tell: what one has, else no FP8, else the least memory; then what is as good."""
-    exact = [step for step in found.fastest if step.configuration.trial.precision != "fp8"]
-    some = exact or list(found.fastest)
+    """What to use where times do not tell: what one has, else the fewest parts in fewer bits, else the least memory."""
+    bits = [_in_fewer_bits(step.configuration.trial) for step in found.fastest]
+    some = [step for step, parts in zip(found.fastest, bits, strict=True) if parts == min(bits)]
     peaks = [step.peak_allocated or step.peak_reserved or step.peak_rss for step in some]
     least = min((peak for peak in peaks if peak), default=None)
     have = next((step for step in found.fastest if step.is_baseline), None)
@@ -118,10 +131,12 @@ def _of_the_tied(found: StepRanking, what: str, where: str) -> list[str]:
             f"Keep the baseline{what and f' of the{what}'}, {_time(have)}, on {where}: none is shown to be faster.",
             tied,
         ]
-    mixed = 0 < len(exact) < len(found.fastest)
-    why = ["no FP8, so its loss is not in question"] if mixed else []
+    plain = not any(run_options.fewer_words(step.configuration.trial.problem) for step in found.fastest)
+    why = []
+    if mixed := len(some) < len(bits):
+        why = ["no FP8, so its loss is not in question" if plain else "the fewest parts in fewer bits, for its loss"]
     if len({*peaks}) > 1 and all(peaks):
-        why.append(f"the least memory of {'those without FP8' if mixed else 'these'}")
+        why.append(f"the least memory of {('those without FP8' if plain else 'those') if mixed else 'these'}")
     tied += f" Chosen: {'; '.join(why)}." if why else ""
     return [f"Use {what and f'for the{what}: '}{_quoted(found.steps, best)}, on {where}.", tied]
 

@@ -88,6 +88,9 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
     assert {arm_name(t) for t in alone if t.problem["arm"] == "recipe"} == {"bf16, bf16 states"}
     with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
         resolve(device="cpu", states="bf16", fused=True)
+    for preset in sorted(convergence.POOLED - {"cpu-pool"}):  # of four micro-batches: no recipe's trial would run
+        with pytest.raises(ValueError, match=f"--weights: preset {preset} has micro-batches, .* or --states alone"):
+            resolve(device="cuda", preset=preset, weights="bf16")
 
 
 def test_on_a_cpu_early_evaluations_are_short() -> None:

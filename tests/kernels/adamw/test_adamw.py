@@ -335,7 +335,7 @@ WRONG = (
     (
         {name: torch.ones(4, 6).to(E4M3) for name in STATE[1:]}
         | {f"{name}_scale": torch.ones(0) for name in STATE[1:]},
-        "rows must be multiples of 64",
+        "rows must be multiples of 64; keep them in bf16",
     ),
     ({"grad": torch.ones(4, 6).double()}, "grad .4, 6. of torch.float64"),
     ({"grad": torch.ones(6, 4)}, "grad .6, 4."),

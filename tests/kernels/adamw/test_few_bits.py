@@ -61,7 +61,7 @@ def test_the_words_are_philoxs() -> None:
 
 
 def test_rounding_is_unbiased_and_goes_to_a_neighbour() -> None:
-    """Over all random bits the mean is x, to 2^-16 and 2^-8 of a spacing, subnormals of E4M3 and both signs included."""
+    """Over all random bits the mean is x, to 2^-16 of a spacing, subnormals of E4M3 and both signs included."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, generator=generator) * torch.exp(2 * torch.randn(64, generator=generator))
     every = torch.arange(2**16).expand(64, -1)
@@ -70,20 +70,18 @@ def test_rounding_is_unbiased_and_goes_to_a_neighbour() -> None:
     assert ((low <= x) & (x <= high)).all()
     assert (high - low <= x.abs().double() * 2.0**-7).all()
     assert ((halves.mean(1) - x.double()).abs() <= (high - low) * 2.0**-16).all()
-    small = torch.cat([x.clamp(-400, 400), x * 2.0**-8])[:, None].expand(-1, 256).contiguous()
-    eighths = reference.stochastic_e4m3(small, torch.arange(256).expand(128, -1))
+    small = torch.cat([x.clamp(-400, 400), x * 2.0**-8])[:, None].expand(-1, 2**16).contiguous()
+    eighths = reference.stochastic_e4m3(small, torch.arange(2**16).expand(128, -1))
     assert torch.equal(eighths, eighths.to(E4M3).float())
     below, above = eighths.amin(1).double(), eighths.amax(1).double()
     spacing = torch.exp2(small[:, 0].abs().double().log2().floor().clamp(min=-6) - 3)
-    assert ((eighths.double().mean(1) - small[:, 0].double()).abs() <= spacing * 2.0**-9).all()
+    assert ((eighths.double().mean(1) - small[:, 0].double()).abs() <= spacing * 2.0**-17).all()
     assert (above - below <= spacing).all()
     assert (above > below).sum() > 120
     odd = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
     most = torch.full((5,), 2**16 - 1)
     assert torch.equal(reference.stochastic_bf16(odd, most).float().nan_to_num(7.0), odd.nan_to_num(7.0))
-    assert torch.equal(
-        reference.stochastic_e4m3(odd, most & 0xFF).nan_to_num(7.0), odd.clamp(-448, 448).nan_to_num(7.0)
-    )
+    assert torch.equal(reference.stochastic_e4m3(odd, most).nan_to_num(7.0), odd.clamp(-448, 448).nan_to_num(7.0))
 
 
 def a_block(form: tuple[torch.dtype, torch.dtype], rows: int = 64) -> Parameter:
@@ -106,18 +104,24 @@ def test_steps_below_half_a_spacing_arrive_on_average() -> None:
     assert set(p.weight.unique().tolist()) <= {1 - i * 2.0**-8 for i in range(-2, 16)}
 
 
+@pytest.mark.parametrize("beta2", [0.999, 0.9999])
 @pytest.mark.parametrize("form", FORMS)
-def test_v_falls_after_a_large_gradient(form: str) -> None:
-    """By 0.999 an update: to the nearest bf16 or E4M3, 0.4 % and 6 % away, it would stay where it was."""
+def test_v_falls_after_a_large_gradient(form: str, beta2: float) -> None:
+    """By beta2 an update: to the nearest bf16 or E4M3, 0.4 % and 6 % away, it would stay where it was.
+
+    The largest of a block stays, for where all fall alike their scale does it.
+    """
     p = a_block(FORMS[form])
     p.grad.fill_(8.0)
-    run(reference.BACKEND, [p], 1, betas=(0.9, 0.999))
-    first = reference._moments(p)[1].mean().item()
+    p.grad[:, 0] = 10.0
+    run(reference.BACKEND, [p], 1, betas=(0.9, beta2))
+    first = reference._moments(p)[1][:, 1:].mean().item()
     p.grad.zero_()
+    p.grad[:, 0] = 10.0 * math.sqrt(1 - beta2)
     for t in range(2, 102):
-        run(reference.BACKEND, [p], t, betas=(0.9, 0.999))
-    fell = reference._moments(p)[1].mean().item() / first
-    assert fell == pytest.approx(0.999**100, rel=0.02)
+        run(reference.BACKEND, [p], t, betas=(0.9, beta2))
+    fell = reference._moments(p)[1][:, 1:].mean().item() / first
+    assert fell == pytest.approx(beta2**100, rel=0.2 * (1 - beta2**100))
 
 
 def test_no_root_becomes_0_by_which_m_would_be_divided() -> None:

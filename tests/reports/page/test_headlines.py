@@ -121,6 +121,24 @@ def test_beside_times_of_fp8_stands_what_is_published_of_its_convergence(tmp_pat
     assert "INCONCLUSIVE for GPT-2 124M, eight seeds could not tell" in said(blocks="fused")
     assert said(blocks="fused", head="fp8").endswith("--recipes delayed_scaling --fused judges it.")
     assert "no verdict on this step is published" in said(linears="torchao_tensorwise")
+    assert said(optimizer="triton", weights="bf16", states="fp8") == (
+        "Whether bf16 weights and FP8 states train like float32 these times do not say, and no verdict on this step is "
+        "published; te-bench run convergence --weights bf16 --states fp8 --recipes delayed_scaling judges te-bench's AdamW "
+        "with them."
+    )
+
+
+def test_of_what_is_not_told_apart_float32_states_are_to_be_used(tmp_path):
+    """Those in FP8 take less memory, and their loss would have to be judged, in bf16 as well."""
+    times = {"fp8": (10.0, 10.4, 10.2), None: (10.1, 10.3, 10.3), "bf16": (20.0, 20.4, 20.2)}
+    records = [
+        step_record(trial(precision="bf16", optimizer="triton", seed=s, **({"states": kept} if kept else {})), ms, gib)
+        for (kept, each), gib in zip(times.items(), (1, 4, 2), strict=True)
+        for s, ms in enumerate(each)
+    ]
+    use, others, *_ = sentences(tmp_path, records, baseline=trial(optimizer="triton", states="bf16").cell)
+    assert "states" not in use.partition(":")[0]
+    assert others.endswith("Chosen: the fewest parts in fewer bits, for its loss.")
 
 
 def test_single_runs_beside_others_are_named_apart(tmp_path):

@@ -83,7 +83,8 @@ def _check(p: Parameter, where: str) -> None:
             f"{where}: moments of {p.exp_avg.dtype}: {' and '.join(SCALES)} are of those in FP8, which need both"
         )
     if in_fp8 and (not shape or shape[-1] % BLOCK):
-        raise ValueError(f"{where}: moments in FP8 of a weight {tuple(shape)}: rows must be multiples of {BLOCK}")
+        fits = f"rows must be multiples of {BLOCK}; keep them in bf16"
+        raise ValueError(f"{where}: moments in FP8 of a weight {tuple(shape)}: {fits}")
     if half and p.bf16 is not None:
         raise ValueError(f"{where}: bf16 of a weight in bfloat16: it is that weight; leave bf16 out")
     cast = p.data is not None or p.data_t is not None
@@ -181,10 +182,10 @@ def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
 
 
 def _keep(p: Parameter, m: Tensor, v: Tensor, bits: Tensor | None) -> None:
-    """Store the moments, rounded as the operator says."""
+    """Store the moments, rounded as the operator says. Of 16 bits each the upper 8 are nobody else's."""
     if p.exp_avg_scale is not None and bits is not None:
-        _store_fp8(p.exp_avg, p.exp_avg_scale, m, (bits >> 16) & 0xFF, 0.0)
-        _store_fp8(p.exp_avg_sq, p.exp_avg_sq_scale, _root(v), bits >> 24, 2.0**-9)
+        _store_fp8(p.exp_avg, p.exp_avg_scale, m, (bits >> 8) & 0xFFFF, 0.0)
+        _store_fp8(p.exp_avg_sq, p.exp_avg_sq_scale, _root(v), bits >> 16, 2.0**-9)
         return
     p.exp_avg.copy_(m)
     p.exp_avg_sq.copy_(v if bits is None or p.exp_avg_sq.dtype is torch.float32 else stochastic_bf16(v, bits >> 16))
@@ -210,12 +211,12 @@ def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
-    """x, float32, to one of its neighbours in E4M3, still float32, saturated; bits: 8 random ones an element."""
+    """x, float32, to one of its neighbours in E4M3, still float32, saturated; bits: 16 random ones an element."""
     exponent = ((x.view(torch.int32) >> 23) & 0xFF).clamp(min=121)  # of 2^-6, below which the spacing stays
     inverse, spacing = (b.int().view(torch.float32) for b in ((257 - exponent) << 23, (exponent - 3) << 23))
     places = x.abs() * inverse
     below = places.floor()
-    up = (places - below) > (bits.float() + 0.5) / 256
+    up = (places - below) > (bits.float() + 0.5) / 65536
     return ((below + up) * spacing).clamp(max=448.0).copysign(x)
 
 
