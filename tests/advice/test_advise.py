@@ -83,7 +83,7 @@ def test_equal_steps_are_undecided_and_the_cheapest_is_named(tmp_path: Path) -> 
     assert found.use == asked.have  # nothing to change
     assert found.undecided == f"keep {asked.have.words()} for now"
     assert "3 runs cannot tell" in found.why
-    assert found.why.endswith("on a quiet machine run it again.")
+    assert found.why.endswith("on a quiet machine run it again with --fresh.")
 
 
 @pytest.mark.parametrize(
