@@ -158,6 +158,16 @@ def plain_heads() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def asked_here() -> Iterator[None]:
+    """A user's model is looked at in this process, which has imported torch, and not in one of its own."""
+    from te_bench.models import probe, sources
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "ask", lambda source, *, tokens: probe.find_out(source, tokens))
+        yield
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """torch on one thread: a fork of a process that has had OpenMP's others waits for them in vain, for they are not forked.

@@ -36,13 +36,16 @@ def make(width=64):
     return Model(width)
 """
 
+pytestmark = pytest.mark.usefixtures("asked_here")
+
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Question]:
+def asked(asked_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Question]:
     folder = tmp_path_factory.mktemp("mine")
     (folder / "mine.py").write_text(FACTORY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.syspath_prepend(folder)
         options = Options(device="cuda", model="mine:make", model_args=("width=128",), tokens=256, batch=4)
         yield candidates.of_model(options, (9, 0))
 

@@ -157,6 +157,7 @@ def test_a_folder_of_another_question_is_refused(command: Command, simulated: Ma
     assert command(*words, "--batch", 2, "--fresh").code == 3
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_configs_in_folders_of_the_same_name_do_not_meet(command: Command, simulated: Machine, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}

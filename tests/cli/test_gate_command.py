@@ -182,6 +182,13 @@ def test_two_runs_are_measured_by_nothing(gate: Gate, arguments: tuple[str, ...]
     )
 
 
+def test_a_suite_with_trials_over_ranks_is_refused_in_a_sentence(command: Command, tmp_path: Path) -> None:
+    """Each rank would ask the gate for turns of its own."""
+    done = command("gate", "--self-test", "--suite", "scaling", "--device", "cpu", "--out", tmp_path)
+    assert done.code == 2
+    assert "-ddp-x2/flash/bf16/eager/s0 is over several ranks, which a gate does not time; leave" in done.err
+
+
 @pytest.mark.parametrize(("given", "missing"), [("baseline", "candidate"), ("candidate", "baseline")])
 def test_one_run_is_compared_with_nothing(command: Command, tmp_path: Path, given: str, missing: str) -> None:
     done = command("gate", f"--{given}", run(tmp_path / "a"))

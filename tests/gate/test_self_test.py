@@ -217,13 +217,6 @@ def test_planted_faults_are_noticed_on_this_machine(tmp_path: Path) -> None:
     assert (trial["verdict"], math.isclose(trial["ratio"], 1.5, rel_tol=0.1)) == (GateVerdict.REGRESSION, True)
 
 
-def test_a_suite_with_trials_over_ranks_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Each rank would ask the gate for turns of its own."""
-    done = te_bench("gate", "--self-test", "--suite", "scaling", "--device", "cpu", "--out", tmp_path, main=None)
-    assert done.returncode == 2
-    assert "-ddp-x2/flash/bf16/eager/s0 is over several ranks, which a gate does not time; leave" in done.stderr
-
-
 @pytest.mark.slow
 def test_an_error_on_a_host_is_said_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")

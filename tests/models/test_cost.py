@@ -120,6 +120,7 @@ def copies(step: TrainStep) -> list[Tensor]:
 WIDE = dataclasses.replace(LLAMA, hidden_size=64, intermediate_size=128, head_dim=16)
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name is None or not name.endswith("dpa")])
 @pytest.mark.parametrize(
     ("config", "weights"), [(SMALL, None), (LLAMA, None), (QWEN, None), (WIDE, "bf16")],

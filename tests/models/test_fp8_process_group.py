@@ -1,5 +1,7 @@
 """Two ranks: amaxes shared over their process group, and checkpoints of FSDP2 and DDP that training goes on from."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,15 @@ ASKED = recipe.DelayedScaling(amax_history_len=3)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What both ranks wrote: one start for all tests, for torch's import takes longest."""
+    """What both ranks wrote: one start for all tests, and forks of one process, for torch's import takes longest."""
     path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (path,), nprocs=2)
+    done = subprocess.run([sys.executable, __file__, path], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
     return path
 
 
 def _rank(rank: int, path: Path) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
     try:
         for algorithm in ALGORITHMS:
@@ -172,3 +176,8 @@ def test_training_goes_on_from_a_distributed_checkpoint(kind: str, ranks: Path) 
         for way in ("scales", "broadcast", "directory"):
             assert found[way].keys() == expected.keys()
             assert all(torch.equal(found[way][name], expected[name]) for name in expected), way
+
+
+if __name__ == "__main__":
+    te.Linear(32, 16, device="cpu")  # whose import, and torch.compile's, is paid here once
+    torch.multiprocessing.start_processes(_rank, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

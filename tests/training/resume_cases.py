@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_cases import ROWS, a_step, batch
+from rank_cases import a_step, at, batch
 from torch import Tensor
 
-from te_bench.experiments import ranks
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
@@ -110,23 +109,20 @@ def read_by_one(four: Path, into: str) -> dict[str, str]:
     return digests(step)
 
 
-def at(world: int, found: Any) -> Any:
+def reply(world: int, found: Any) -> Any:
     """found() in so many ranks."""
-    problem = {"model": "tiny", "block": 16, "vocab": 50, "padded_vocab": 64, "batch": ROWS}
-    problem |= {"parallel": "ddp", "world": world}
-    asked = Trial(workload="train_step", device="cpu", problem=problem, attention="manual")
 
     def cases(trial: Trial, context: Context) -> dict[str, Any]:
         assert world_of(trial) == dist.get_world_size()
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found()}
 
-    reply = ranks.run(asked, Context(), cases)
-    assert reply["outcome"] == "ok", reply["reason"]
-    return reply["found"]
+    said = at(world, cases)
+    assert said["outcome"] == "ok", said["reason"]
+    return said["found"]
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         two, four = Path(name) / "2", Path(name) / "4"
-        found = {"written": at(2, lambda: written(two)), "in four": at(4, lambda: read(two, four))}
+        found = {"written": reply(2, lambda: written(two)), "in four": reply(4, lambda: read(two, four))}
         print(json.dumps({**found, "in one": {into: read_by_one(four, into) for into in READ}}))

@@ -43,7 +43,8 @@ def in_groups() -> Any:
 
 @functools.cache
 def _found(*words: str) -> Any:
-    interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
+    path = os.pathsep.join([str(CASES.parents[1]), os.environ["PYTHONPATH"]])
+    interpreted = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, str(CASES), *words], capture_output=True, text=True, timeout=300, check=False, env=interpreted
     )

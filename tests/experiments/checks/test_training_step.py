@@ -70,7 +70,7 @@ def test_true_steps_pass_on_every_seed(precision: str, recipe: str, seed: int) -
 @pytest.mark.parametrize(
     "problem",
     [
-        {"vocab": 50257, "padded_vocab": 50304, "batch": 2},
+        {"vocab": 50257, "padded_vocab": 50304, "batch": 1, "block": 32},
         {"batch": 1, "block": 16},
         {"padded_vocab": V},
         {"accumulate": 2},

@@ -28,6 +28,8 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 GATED = [kind for kind, (_, gated) in KINDS.items() if gated]
 
+pytestmark = pytest.mark.usefixtures("plain_heads")
+
 
 def a_step(recipe: str | None) -> TrainStep:
     torch.manual_seed(0)

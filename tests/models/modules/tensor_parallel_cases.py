@@ -245,8 +245,8 @@ def recipes_of(world: int) -> list[str]:
 
 def run(rank: int, world: int, path: Path, device: str) -> None:
     backend = "gloo" if device == "cpu" else "nccl"
-    torch.set_default_device(torch.device(device, rank if device == "cuda" else None))
     if device == "cuda":
+        torch.set_default_device(torch.device(device, rank))
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{path}/meet", rank=rank, world_size=world)
     torch.set_num_threads(1)
@@ -270,4 +270,6 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
 if __name__ == "__main__":
     world, path, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     method = "fork" if device == "cpu" else "spawn"
+    for make in MODULES.values():  # its import, and torch.compile's, is paid here once
+        make()
     torch.multiprocessing.start_processes(run, (world, path, device), nprocs=world, start_method=method)
