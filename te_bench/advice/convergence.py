@@ -33,7 +33,9 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     else:
         said = found.in_words()
     if not question.text:
-        return f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
+        return (
+            f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
+        )
     if choice.rival:
         said += f"; te-bench's {choice.recipe} has the same arithmetic"
     return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."

@@ -375,6 +375,7 @@ def read(said: Mapping[str, Any], device: str) -> Options:
 def shown(settings: Mapping[str, Any]) -> str:
     """What a report adds to a recipe's name for an option's settings: ", fused, FP8 head", ", bf16 weights, FP8 states"."""
     said = [str(settings["blocks"])] if settings.get("blocks") else []
+    said += ["te-bench's kernels"] if settings.get("parts") else []
     said += ["FP8 head"] if said and settings.get("head") == "fp8" else []
     return "".join(f", {word}" for word in (*said, *fewer_words(settings)))
 

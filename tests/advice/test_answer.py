@@ -58,11 +58,11 @@ def test_a_step_with_a_part_of_te_benchs_is_not_of_others(ours: dict[str, Any]) 
     assert Choice(attention="own", precision="fp8", recipe="rowwise_scaling", rival="torchao_rowwise").of_others
 
 
-def test_the_terminal_says_it_in_twenty_lines(answered: Answered) -> None:
+def test_the_terminal_says_it_in_so_many_lines(answered: Answered) -> None:
     evidence, found = answered
     said = answer.terminal(evidence, found, traps.of_evidence(evidence), "advice/index.html")
     lines = said.splitlines()
-    assert len(lines) <= 20
+    assert len(lines) <= answer.LINES
     assert max(map(len, lines)) <= 125
     assert lines[0].startswith("Use FP8 by ")
     text = " ".join(said.split())

@@ -14,7 +14,7 @@ from te_bench.advice import answer, candidates, code, convergence
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.parts import Made, Part, parts_of
 from te_bench.experiments import plan
-from te_bench.experiments.spec import OWN_ATTENTION, Options
+from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 
 FACTORY = """
 import torch.nn as nn
@@ -161,7 +161,7 @@ def test_the_code_of_a_graph_has_the_users_own_functional_loss(asked: Question) 
     choice = Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph")
     lines = code.code(dataclasses.replace(asked, problem=problem), choice)
     assert "from mine.functional import judge" in lines
-    assert 'model = adopt(model, parts="all", loss=judge)  # its weights are model.module\'s' in lines
+    assert 'model = adopt(model, parts="all", loss=judge)  # model.module holds your weights' in lines
 
 
 def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_path: Path) -> None:
@@ -187,6 +187,28 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
     names = ("liger", "torchao_rowwise", "torchao_tensorwise")
     evidence = gathered(Machine(asked, fails=dict.fromkeys(names, "unsupported")))
     assert {choice.rival for choice in evidence.wrong if choice.rival} == set(names)
+
+
+def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(
+    asked: Question, tmp_path: Path
+) -> None:
+    machine = Machine(asked, fails={"liger": "unsupported", "torchao_rowwise": "timeout"})
+    evidence = gathered(machine)
+    assert answer.unmeasured_rivals(evidence) == ["torchao_rowwise"]
+    said = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
+    assert sum("Not measured: torchao_rowwise." in sentence for sentence in said) == 1
+
+
+def test_beside_an_advised_step_in_fp8_stands_the_fastest_without(asked: Question, tmp_path: Path) -> None:
+    def seconds(trial: Trial) -> float:
+        return 1.0 if "parts" not in trial.problem else 0.6 if trial.recipe is None else 0.5
+
+    machine = Machine(asked, times_of_step=seconds)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
+    assert found.use.recipe
+    (plain,) = [sentence for sentence in answer.sentences(evidence, found, []) if sentence.startswith("Without FP8: ")]
+    assert plain.startswith("Without FP8: bf16, te-bench's kernels, ")
 
 
 def test_an_eager_step_of_te_benchs_kernels_is_measured_where_none_can_be_captured(asked: Question) -> None:

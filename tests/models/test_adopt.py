@@ -110,6 +110,12 @@ def test_what_a_step_cannot_be_is_refused(asked: dict[str, Any], message: str) -
         TrainStep(adopt(Language()), Optim(), **asked)
 
 
+def test_a_batch_that_is_a_dict_is_refused() -> None:
+    step = TrainStep(adopt(Language(), parts="all"), Optim(), precision="bf16", mode="eager")
+    with pytest.raises(ValueError, match="a step takes two tensors, inputs and targets, and got dict and Tensor"):
+        step({"tokens": TOKENS[:, :-1]}, TOKENS[:, 1:])  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 def test_a_captured_step_takes_no_other_shape() -> None:
     step = TrainStep(adopt(Language().to("cuda"), parts="all"), Optim(), precision="bf16", mode="cudagraph")

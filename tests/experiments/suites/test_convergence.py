@@ -1,6 +1,7 @@
 """The convergence and stress suites: what pairs share, what tells arms apart, and what the user's words change."""
 
 import dataclasses
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
         "delayed_scaling, fused",
         "delayed_scaling, fused, FP8 head",
     }
+
+
+def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:
+    """That is what advise advises."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    own = {"model": str(tmp_path), "recipes": ("delayed_scaling",), "seeds": 1, "steps": 30}
+    plain, fused = (resolve(**own, fused=asked).trials for asked in (None, True))
+    (more,) = {trial.id: trial for trial in fused if trial.id not in {one.id for one in plain}}.values()
+    assert more.problem["parts"] == "all"
+    assert more.recipe == "delayed_scaling"
+    assert arm_name(more) == "delayed_scaling, te-bench's kernels"
 
 
 def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
