@@ -95,6 +95,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
         "current_stream": Stream,
         "stream": lambda _: nothing(),
         "CUDAGraph": lambda: graph,
+        "current_device": lambda: 0,
+        "default_generators": (torch.Generator(),),
         "graph": graph.recording,
         "reset_peak_memory_stats": lambda: None,
         "max_memory_allocated": lambda: 1,
