@@ -1,7 +1,7 @@
 """The gate on two revisions: rounds of pairs, judged at looks fixed before any ratio is seen, until all is decided.
 
 DIR/gate.json, written last, says that a gate is done: a call with the same question goes on with what a killed one left
-in DIR/base and DIR/head, and else sets it aside.
+in DIR/base and DIR/head, and else sets it aside, once both revisions have a plan: a call that is refused changes nothing.
 """
 
 import contextlib
@@ -55,10 +55,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(checkouts.temporary())
         stores = [stack.enter_context(Store(directory / name, fresh=not goes_on)) for name in SIDES]
-        if not goes_on:
-            known = asked
-            (directory / ANSWER).unlink(missing_ok=True)
-            _write(directory / QUESTION, asked)
+        known = known if goes_on else asked
         try:
             revisions = []
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
@@ -70,6 +67,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
+            _begin(directory, stores, known)
             gate = _gate_of_unrunnable(question, commits, str(error))
     _write(directory / ANSWER, output.to_json(gate))
     return gate
@@ -93,6 +91,8 @@ def run_rounds(
         begin = time.monotonic()
         say(_describe_round(number, chosen, gate))
         planned = processes.start()
+        if number == 0:
+            _begin(directory, [one.store for one in processes.revisions], known)
         report = functools.partial(_report_failures, say)
         paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
@@ -115,6 +115,14 @@ def run_rounds(
             part_s = slowest or took / max(len(planned.parts(planned.common)), 1)
             spent_s = time.monotonic() - started
             return replace(gate, notes=(*gate.notes, *_note_budget(gate, planned, spent_s, part_s)))
+
+
+def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
+    """Set an earlier gate's records and answer aside, in this order: a kill leaves no records of another question."""
+    for store in stores:
+        store.begin()
+    (directory / ANSWER).unlink(missing_ok=True)
+    _write(directory / QUESTION, known)
 
 
 def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float) -> list[str]:

@@ -201,6 +201,31 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
     )
 
 
+def test_a_gate_that_is_refused_leaves_the_finished_one_as_it_was(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    def kept() -> dict[str, bytes]:
+        found = (path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".jsonl"))
+        return {str(path): path.read_bytes() for path in found}
+
+    base = commit({"job.sh": SCRIPT.format(seconds=0.01)})
+    commit({"job.sh": "exit 3"})
+    text = '[bench.job]\ncommand = "sh job.sh"'
+    assert gate(base, text, "--head", base, "--budget", "0.1s").code == 3
+    before = kept()
+    assert len(before) == 4
+    for refused in (
+        ("HEAD", text),  # fails in both revisions
+        (base, text, "--head", base, "--only", "jub"),
+        ("nowhere", text),
+        (base, text, "--head", base, "--alpha", 0.7),
+    ):
+        assert gate(*refused).code == 2
+        assert kept() == before
+    assert gate(base, text).code == 4
+    assert len(kept()) == 6  # both journals of the first gate are kept
+
+
 @pytest.mark.parametrize(
     ("body", "how", "said"),
     [
