@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import socket
 import stat
 import sys
@@ -26,6 +27,7 @@ from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canoni
 
 JOURNAL = "journal.jsonl"
 PACKED = f"{JOURNAL}.xz"  # of a run that is over and published: a fifth of the size
+GATE_SIDES, GATE_ANSWER = ("base", "head"), "gate.json"  # in the --out directory of a gate on two revisions
 _PREFIX = len('{"crc32":"01234567",')
 _RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
 _HOLDER = re.compile(rb"process \d+ on |\Z")  # what a lock says; nothing where its holder was killed as it took it
@@ -149,6 +151,12 @@ def _read(directory: Path) -> tuple[bytes, Path]:
     path, packed = directory / JOURNAL, directory / PACKED
     if path.exists():
         return path.read_bytes(), path
+    if not packed.exists() and all(written(directory / side) for side in GATE_SIDES):
+        base, head = (shlex.quote(str(directory / side)) for side in GATE_SIDES)
+        raise ValueError(
+            f"{directory} is of te-bench gate: {directory / GATE_ANSWER} has its answer, and te-bench gate --baseline "
+            f"{base} --candidate {head} judges its records again; give it the --margin that the gate had"
+        )
     if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
     try:

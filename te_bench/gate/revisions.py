@@ -18,6 +18,8 @@ from typing import Any
 
 import te_bench
 from te_bench.experiments.spec import Record, digest
+from te_bench.experiments.store import GATE_ANSWER as ANSWER
+from te_bench.experiments.store import GATE_SIDES as SIDES
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
@@ -31,8 +33,8 @@ from te_bench.reports.analysis.rows import TIMED, printable
 from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_atomically
 
-SIDES = ("base", "head")
-QUESTION, ANSWER, LOG = "question.json", "gate.json", "trials.log"
+QUESTION, LOG = "question.json", "trials.log"
+MOST_NAMED = 2  # trials of a round, in the line that announces it
 #: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
 #: What each look may claim shrinks with their number: these find most (docs/gate.md).
 LOOKS = (6, 10, 16, 25, 36)
@@ -114,7 +116,8 @@ def run_rounds(
         if not chosen or late or answered or number == question.most:
             part_s = slowest or took / max(len(planned.parts(planned.common)), 1)
             spent_s = time.monotonic() - started
-            return replace(gate, notes=(*gate.notes, *_note_budget(gate, planned, spent_s, part_s)))
+            notes = (*_note_pairs(gate, number, looks or LOOKS), *_note_budget(gate, planned, spent_s, part_s))
+            return replace(gate, notes=(*gate.notes, *notes))
 
 
 def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
@@ -123,6 +126,17 @@ def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -
         store.begin()
     (directory / ANSWER).unlink(missing_ok=True)
     _write(directory / QUESTION, known)
+
+
+def _note_pairs(gate: Gate, rounds: int, looks: Sequence[int]) -> list[str]:
+    """Why the table counts fewer pairs than there were rounds."""
+    if all(one.pairs == rounds for one in gate.trials.values()):
+        return []
+    at = " or ".join(map(str, looks))
+    return [
+        f"{rounds} rounds, and fewer pairs of some trials: once one may be slower, it is measured first and alone, and what "
+        f"is decided no more. A verdict counts the pairs up to the look that decided it, at {at} pairs"
+    ]
 
 
 def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float) -> list[str]:
@@ -240,7 +254,8 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{len(cells)} {'trial' if len(cells) == 1 else 'trials'}{' that may be slower' if suspect else ''}"
-    return f"round {number + 1}: {trials}"
+    more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
+    return f"round {number + 1}: {trials}: {', '.join(gate.names[cell] for cell in cells[:MOST_NAMED])}{more}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:
