@@ -5,6 +5,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,9 +56,13 @@ class Family(Generic[PluginT]):
 def check(kind: str, name: str, legal: list[str]) -> None:
     """Raise ValueError naming the near matches unless `name` is one of `legal`."""
     if name not in legal:
-        near = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(legal)}.")
+        raise ValueError(f"unknown {kind} {name!r}.{suggestion(name, legal)} Known: {', '.join(legal)}.")
+
+
+def suggestion(name: str, legal: Sequence[str]) -> str:
+    """ " Did you mean A or B?" of the legal names near to one that is not; "" where none is."""
+    near = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def about(package: str, name: str) -> str:

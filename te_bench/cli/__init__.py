@@ -3,8 +3,8 @@ history, submit; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
 incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
-fault of te-bench; 130 after Ctrl-C, of a gate 143 after SIGTERM and 129 after SIGHUP. Nothing heavy is imported before a
-verb needs it, so `te-bench --help` answers at once.
+fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM, of a gate 129 after
+SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
 import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl-C while others are imported
@@ -25,6 +25,7 @@ from te_bench.cli import (
     export,
     gate,
     history,
+    interrupts,
     look,
     merge,
     neighbours,
@@ -107,9 +108,9 @@ def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
     def run_verb(*arguments: Any, **options: Any) -> None:
         try:
             verb(*arguments, **options)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             print("\nStopped.", file=sys.stderr)
-            raise typer.Exit(130) from None
+            raise typer.Exit(interrupts.exit_code(interrupt)) from None
 
     return run_verb
 

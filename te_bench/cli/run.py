@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import budget as planned
+from te_bench.cli.interrupts import exit_code
 from te_bench.cli.options import (
     Fresh,
     Gpus,
@@ -172,13 +173,13 @@ def carry_out(
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),
                 )
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
             again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
             print(
                 f"\nStopped with {left} {'trial' if left == 1 else 'trials'} to go{unchanged}. To go on: te-bench {again}"
             )
-            raise typer.Exit(130) from None
+            raise typer.Exit(exit_code(interrupt)) from None
         return [store.journal.records[trial.id, here] for trial in trials]
 
 
@@ -194,7 +195,7 @@ def _finish(directory: Path, records: "list[Record]") -> None:
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)
-    print(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()))
+    print(f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common())}")
     print(f"report: {index}")
     _say_too_few_for_a_gate(directory, records)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]

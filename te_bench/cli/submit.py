@@ -27,7 +27,11 @@ def submit(
 
     results = next((path / "results" for path in (Path.cwd(), *Path.cwd().parents) if _is_checkout(path)), None)
     if results is None:
-        raise ValueError("no checkout of te-bench here, with results/published.toml: go to one")
+        again = shlex.join(["te-bench", "submit", str(run.absolute())])
+        raise ValueError(
+            f"{Path.cwd()} is in no clone of te-bench: submit copies a run to results/ of one. Clone te-bench's repository, "
+            f"and there run {again}"
+        )
     found = submission.examine(run, results, name=name, missing=missing)
     if found.lacks:
         print("\n".join(found.lacks), file=sys.stderr)

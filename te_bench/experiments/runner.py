@@ -113,7 +113,8 @@ def run(
 
     needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
 
-    Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt; the store stays valid and a rerun goes on.
+    Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
+    rerun goes on.
     """
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
     with _Interrupts() as interrupts:
@@ -331,7 +332,7 @@ class _Interrupts:
             nonlocal last
             before, last = last, time.monotonic()
             if last - before > AT_ONCE_S:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(number)
 
         signals = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
         self.before = {number: signal.signal(number, interrupt) for number in signals}

@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import socket
 import stat
 import sys
@@ -26,6 +27,7 @@ from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canoni
 
 JOURNAL = "journal.jsonl"
 PACKED = f"{JOURNAL}.xz"  # of a run that is over and published: a fifth of the size
+GATE_SIDES, GATE_ANSWER = ("base", "head"), "gate.json"  # in the --out directory of a gate on two revisions
 _PREFIX = len('{"crc32":"01234567",')
 _RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
 _HOLDER = re.compile(rb"process \d+ on |\Z")  # what a lock says; nothing where its holder was killed as it took it
@@ -149,6 +151,12 @@ def _read(directory: Path) -> tuple[bytes, Path]:
     path, packed = directory / JOURNAL, directory / PACKED
     if path.exists():
         return path.read_bytes(), path
+    if not packed.exists() and all(written(directory / side) for side in GATE_SIDES):
+        base, head = (shlex.quote(str(directory / side)) for side in GATE_SIDES)
+        raise ValueError(
+            f"{directory} is of te-bench gate: {directory / GATE_ANSWER} has its answer, and te-bench gate --baseline "
+            f"{base} --candidate {head} judges its records again; give it the --margin that the gate had"
+        )
     if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
     try:
@@ -244,10 +252,14 @@ class Store:
     """The journal opened for writing: one writer at a time, torn tail cut, every append on the disk before it returns."""
 
     def __init__(self, directory: Path, *, fresh: bool = False):
-        """Create or open DIR. Raises ValueError when another run holds it, or when it cannot be written."""
-        self.directory = directory
+        """Create or open DIR. fresh: begin an empty journal; the one that is there stays until `begin`.
+
+        Raises ValueError when another run holds DIR, or when it cannot be written.
+        """
+        self.directory, self.journal, self._fresh, self._file = directory, Journal(), fresh, -1
         path, packed = directory / JOURNAL, directory / PACKED
         with contextlib.ExitStack() as opened:  # closed again when anything here fails
+            self._opened = opened
             try:
                 if packed.exists() and not path.exists():
                     said = f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)"
@@ -256,18 +268,29 @@ class Store:
                 own(path)
                 self._lock = _lock(directory)
                 opened.callback(os.close, self._lock)
-                if fresh and path.exists():
-                    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-                    path.rename(directory / f"journal.{stamp}.jsonl")  # kept: nothing measured is ever deleted
-                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                opened.callback(os.close, self._file)
-                self.journal = _parse(path.read_bytes(), path)
-                os.ftruncate(self._file, self.journal.size)
-                os.lseek(self._file, self.journal.size, os.SEEK_SET)
-                _fsync_directory(directory)
             except OSError as error:
-                raise ValueError(f"cannot write to {directory}: {error.strerror}. Choose another --out.") from error
+                raise _unwritable(directory, error) from error
+            if not fresh:
+                self.begin()
             self._opened = opened.pop_all()
+
+    def begin(self) -> None:
+        """Open the journal, as the first line written does; a fresh start sets the old one aside. Later calls do nothing."""
+        if self._file >= 0:
+            return
+        path = self.directory / JOURNAL
+        try:
+            if self._fresh and path.exists():
+                stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+                path.rename(self.directory / f"journal.{stamp}.jsonl")  # kept: nothing measured is ever deleted
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._opened.callback(os.close, self._file)
+            self.journal = _parse(path.read_bytes(), path)
+            os.ftruncate(self._file, self.journal.size)
+            os.lseek(self._file, self.journal.size, os.SEEK_SET)
+            _fsync_directory(self.directory)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
 
     def add_environment(self, body: Mapping[str, Any]) -> None:
         if body["id"] not in self.journal.environments:
@@ -287,6 +310,7 @@ class Store:
         self._write([encode(kind, body)[:-1]])
 
     def _write(self, added: Sequence[bytes]) -> None:
+        self.begin()
         data = b"".join(line + b"\n" for line in added)
         try:
             written = 0
@@ -311,6 +335,10 @@ class Store:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _unwritable(directory: Path, error: OSError) -> ValueError:
+    return ValueError(f"cannot write to {directory}: {error.strerror}. Choose another --out.")
 
 
 def _lock(directory: Path) -> int:

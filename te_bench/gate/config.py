@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from te_bench import plugins
+
 JSON, ROOT = "{json}", "{root}"  # in a command: a file that it is to write; the revision's files
 STATISTICS = ("min", "median")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
@@ -77,12 +79,18 @@ def read(path: Path) -> Commands:
 
 def _check_keys(file: str, prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in table:
-        if key not in known:
-            raise ValueError(f"{file}: {prefix}{key} is no key; known: {', '.join(prefix + one for one in known)}")
+        if key in known:
+            continue
+        hint = plugins.suggestion(key, known)
+        if prefix and key in _KEYS:
+            hint = f" {key} goes above the first [bench.NAME]: in TOML a table lasts to the next one."
+        raise ValueError(f"{file}: {prefix}{key} is no key.{hint} Known: {', '.join(prefix + one for one in known)}.")
 
 
 def _command(file: str, name: str, table: Any) -> Command:
     key = f"bench.{name}"
+    if not isinstance(table, dict) and name in _KEYS_OF_BENCH:
+        raise ValueError(f"{file}: [bench] needs a name: [bench.start]")
     if not isinstance(table, dict):
         raise ValueError(f'{file}: {key}: give a table: [{key}], command = "..."')
     _check_keys(file, f"{key}.", table, _KEYS_OF_BENCH)

@@ -118,6 +118,10 @@ def _compare_outcomes(match: Match) -> list[GateFinding]:
     for (old, new), rows in changes.items():
         if _is_worse(old, new):
             found.append(_failure(match, rows, new, f"{old} in the baseline"))
+        elif old not in _ENDED and new in _ENDED:
+            what, why = "is unsupported" if old == "unsupported" else "fails", before[rows[0].trial.seed].reason
+            said = f"runs in the candidate and {what} in the baseline: {why or old}"
+            found.append(_note(match, printable(said if len(rows) == 1 else f"{_format_seeds(rows)}: {said}")))
         elif new not in _ENDED or old not in _ENDED:
             found.append(_note(match, f"{new}, {'as' if old == new else old} in the baseline: {_format_seeds(rows)}"))
     for side, own, others in (("baseline", before, after), ("candidate", after, before)):

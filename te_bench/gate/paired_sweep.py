@@ -67,7 +67,7 @@ class PairedPlan:
 def revision(
     name: str, commit: str, root: Path, store: Store, machine: dict[str, Any], *, of_te_bench: bool = True
 ) -> Revision:
-    """The revision with the environment of its code on this machine, which its store now knows.
+    """The revision with the environment of its code on this machine.
 
     Raises Unrunnable where there is no te_bench among the files of one of te-bench.
     """
@@ -81,7 +81,6 @@ def revision(
         found = environment.of_revision(machine, package, commit)
     except OSError as error:  # a link to nowhere among its files
         raise Unrunnable(f"{name}: {error.filename}: {error.strerror}") from error
-    store.add_environment(found)
     return Revision(name=name, commit=commit, root=root, store=store, machine=found)
 
 
@@ -176,6 +175,7 @@ def run_round(
     assert planned is not None
     chosen = {n: {cell: {**planned.trials[n][cell], "seed": number} for cell in cells[n]} for n in cells}
     for one in processes.revisions:  # the first round's plan names them all: what the other lacks is known by it
+        one.store.add_environment(one.machine)
         listed = planned.trials[one.name] if number == 0 else chosen[one.name]
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
         one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))

@@ -1,7 +1,7 @@
 """The gate on two revisions: rounds of pairs, judged at looks fixed before any ratio is seen, until all is decided.
 
 DIR/gate.json, written last, says that a gate is done: a call with the same question goes on with what a killed one left
-in DIR/base and DIR/head, and else sets it aside.
+in DIR/base and DIR/head, and else sets it aside, once both revisions have a plan: a call that is refused changes nothing.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from typing import Any
 
 import te_bench
 from te_bench.experiments.spec import Record, digest
+from te_bench.experiments.store import GATE_ANSWER as ANSWER
+from te_bench.experiments.store import GATE_SIDES as SIDES
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
@@ -31,8 +33,8 @@ from te_bench.reports.analysis.rows import TIMED, printable
 from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_atomically
 
-SIDES = ("base", "head")
-QUESTION, ANSWER, LOG = "question.json", "gate.json", "trials.log"
+QUESTION, LOG = "question.json", "trials.log"
+MOST_NAMED = 2  # trials of a round, in the line that announces it
 #: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
 #: What each look may claim shrinks with their number: these find most (docs/gate.md).
 LOOKS = (6, 10, 16, 25, 36)
@@ -55,10 +57,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(checkouts.temporary())
         stores = [stack.enter_context(Store(directory / name, fresh=not goes_on)) for name in SIDES]
-        if not goes_on:
-            known = asked
-            (directory / ANSWER).unlink(missing_ok=True)
-            _write(directory / QUESTION, asked)
+        known = known if goes_on else asked
         try:
             revisions = []
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
@@ -70,6 +69,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
             stack.enter_context(contextlib.closing(processes))
             gate = run_rounds(question, directory, processes, known, started, say)
         except Unrunnable as error:
+            _begin(directory, stores, known)
             gate = _gate_of_unrunnable(question, commits, str(error))
     _write(directory / ANSWER, output.to_json(gate))
     return gate
@@ -93,6 +93,8 @@ def run_rounds(
         begin = time.monotonic()
         say(_describe_round(number, chosen, gate))
         planned = processes.start()
+        if number == 0:
+            _begin(directory, [one.store for one in processes.revisions], known)
         report = functools.partial(_report_failures, say)
         paired_sweep.run_round(number, processes, _to_run(planned, chosen), report=report, until=until)
         took = time.monotonic() - begin
@@ -114,7 +116,27 @@ def run_rounds(
         if not chosen or late or answered or number == question.most:
             part_s = slowest or took / max(len(planned.parts(planned.common)), 1)
             spent_s = time.monotonic() - started
-            return replace(gate, notes=(*gate.notes, *_note_budget(gate, planned, spent_s, part_s)))
+            notes = (*_note_pairs(gate, number, looks or LOOKS), *_note_budget(gate, planned, spent_s, part_s))
+            return replace(gate, notes=(*gate.notes, *notes))
+
+
+def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
+    """Set an earlier gate's records and answer aside, in this order: a kill leaves no records of another question."""
+    for store in stores:
+        store.begin()
+    (directory / ANSWER).unlink(missing_ok=True)
+    _write(directory / QUESTION, known)
+
+
+def _note_pairs(gate: Gate, rounds: int, looks: Sequence[int]) -> list[str]:
+    """Why the table counts fewer pairs than there were rounds."""
+    if all(one.pairs == rounds for one in gate.trials.values()):
+        return []
+    at = " or ".join(map(str, looks))
+    return [
+        f"{rounds} rounds, and fewer pairs of some trials: once one may be slower, it is measured first and alone, and what "
+        f"is decided no more. A verdict counts the pairs up to the look that decided it, at {at} pairs"
+    ]
 
 
 def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float) -> list[str]:
@@ -232,7 +254,8 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{len(cells)} {'trial' if len(cells) == 1 else 'trials'}{' that may be slower' if suspect else ''}"
-    return f"round {number + 1}: {trials}"
+    more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
+    return f"round {number + 1}: {trials}: {', '.join(gate.names[cell] for cell in cells[:MOST_NAMED])}{more}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:

@@ -161,7 +161,13 @@ def compare(
             for configuration in (match.baseline, match.candidate)
             if configuration
         },
-        notes=(*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed), *few_seeds),
+        notes=(
+            *_note_environments(results, sides),
+            *_note_order(matches),
+            *_note_copies(timed),
+            *few_seeds,
+            *_note_added(matches),
+        ),
     )
 
 
@@ -237,6 +243,15 @@ def _note_copies(timed: TimedPairs) -> list[str]:
         f"{', '.join(map(str, seeds))}"
         for name, seeds in timed.copies.items()
     ]
+
+
+def _note_added(matches: Sequence[Match]) -> list[str]:
+    """What to do where nothing could be compared, for what runs in the candidate runs in it alone."""
+    added = [match.name for match in matches if match.candidate and match.candidate.ok]
+    if not added or any(match.pairs for match in matches):
+        return []
+    what = f"{added[0]}, merge it" if len(added) == 1 else f"these {len(added)} trials, merge them"
+    return [f"if the candidate adds {what} first or let exit code {INCOMPLETE} through"]
 
 
 def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list[str]:

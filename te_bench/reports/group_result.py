@@ -47,6 +47,12 @@ class ReportResult:
     results: Results
     groups: tuple[GroupResult, ...]
 
+    @property
+    def unjudged(self) -> str:
+        """How many trials no verdict counts, as the end of a sentence; "" where there are none."""
+        number = sum(verdict.study.unjudged for result in self.groups for verdict in result.studies)
+        return f", {number} of them of seeds after the first plan's, which no verdict counts" if number else ""
+
 
 def load_report(directories: Sequence[Path]) -> ReportResult:
     """Read the journals of several runs. Raises ValueError as `load_results` does."""

@@ -171,6 +171,19 @@ def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit:
         assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
 
 
+def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    base = commit({})
+    commit({"new.py": "import sys; open(sys.argv[1], 'w').write('0.01')"})
+    done = gate(base, f'[bench.inside]\ncommand = "{PYTHON} new.py {{json}}"')
+    said = " ".join(done.out.split())
+    assert (done.code, "INCOMPLETE: nothing was timed on both sides" in said) == (4, True), done
+    assert "inside: runs in the candidate and fails in the baseline: ended with exit code 2: " in said
+    assert "can't open file" in said
+    assert said.endswith("Note: if the candidate adds inside, merge it first or let exit code 4 through.")
+
+
 def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
     gate: Callable[..., Any], commit: Files, tmp_path: Path
 ) -> None:
@@ -199,6 +212,31 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
     assert done.err.endswith(
         "'suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n"
     )
+
+
+def test_a_gate_that_is_refused_leaves_the_finished_one_as_it_was(
+    gate: Callable[..., Any], commit: Files, tmp_path: Path
+) -> None:
+    def kept() -> dict[str, bytes]:
+        found = (path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".jsonl"))
+        return {str(path): path.read_bytes() for path in found}
+
+    base = commit({"job.sh": SCRIPT.format(seconds=0.01)})
+    commit({"job.sh": "exit 3"})
+    text = '[bench.job]\ncommand = "sh job.sh"'
+    assert gate(base, text, "--head", base, "--budget", "0.1s").code == 3
+    before = kept()
+    assert len(before) == 4
+    for refused in (
+        ("HEAD", text),  # fails in both revisions
+        (base, text, "--head", base, "--only", "jub"),
+        ("nowhere", text),
+        (base, text, "--head", base, "--alpha", 0.7),
+    ):
+        assert gate(*refused).code == 2
+        assert kept() == before
+    assert gate(base, text).code == 4
+    assert len(kept()) == 6  # both journals of the first gate are kept
 
 
 @pytest.mark.parametrize(
@@ -251,14 +289,20 @@ ONE = '[bench.a]\ncommand = "true"\n'
     [
         ("[bench.a", "is not TOML: "),
         ("", "bench: give a table for each command to time"),
-        (f'setups = ["a"]\n{ONE}', "setups is no key; known: bench, setup,"),
+        (f'setups = ["a"]\n{ONE}', "setups is no key. Did you mean setup? Known: bench, setup,"),
+        (f'{ONE}margin = "5%"\n', "bench.a.margin is no key. margin goes above the first [bench.NAME]"),
+        ('[bench]\ncommand = "true"\n', "[bench] needs a name: [bench.start]"),
+        ('[bench]\na = "true"\n', 'bench.a: give a table: [bench.a], command = "..."'),
         ("[bench.a]\n", "bench.a.command is missing: the command to time"),
         ("[bench.a]\ncommand = 3\n", "bench.a.command: 3; give a command as a string"),
         (
             '[bench.a]\ncommand = "echo \'"\n',
             'bench.a.command: "echo \'"; give a command as a string (No closing quotation)',
         ),
-        (f"{ONE}statstic = 1\n", "bench.a.statstic is no key; known: bench.a.command, bench.a.statistic"),
+        (
+            f"{ONE}statstic = 1\n",
+            "bench.a.statstic is no key. Did you mean statistic? Known: bench.a.command, bench.a.statistic.",
+        ),
         (f'{ONE}statistic = "min"\n', "bench.a.statistic: only figures that a command writes to {json} have one"),
         ('[bench.a]\ncommand = "a {json}"\nstatistic = "mean"\n', "bench.a.statistic: 'mean'; give one of min, median"),
         (f'setup = "make"\n{ONE}', "setup: 'make'; give a list of commands"),

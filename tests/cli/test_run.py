@@ -26,7 +26,7 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     report = out / "report"
     assert all((report / name).stat().st_size for name in ("index.html", "report.md", "records.csv"))
     assert list(report.rglob("*.svg"))
-    assert re.search(rf"^{len(planned)} ok$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^trials of this command: {len(planned)} ok$", done.stdout, re.MULTILINE)
     said = " ".join(done.stdout.split())
     assert "by te-bench gate --baseline" in said
     assert (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,3 +110,15 @@ def test_bad_input_is_one_sentence(
     assert done.err.startswith("te-bench: ")
     assert reason in done.err
     assert done.err.count("\n") == 1
+
+
+def test_the_folder_of_a_gate_is_told_where_its_answer_is(command: Command, ladder: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    for side in ("base", "head"):
+        shutil.copytree(ladder, gate / side)
+    judge = f"te-bench gate --baseline {gate}/base --candidate {gate}/head"
+    for verb in ("show", "report"):
+        done = command(verb, gate)
+        assert (done.code, done.out) == (2, "")
+        assert f"{gate} is of te-bench gate: {gate}/gate.json has its answer, and {judge} judges its" in done.err
+    assert command(*judge.split()[1:]).code == 3

@@ -117,7 +117,16 @@ def details(**changed: object) -> dict[str, Any]:
     [
         ({}, details(git_dirty=True), ["is of commit 0123456 with uncommitted changes"]),
         ({}, details(git_commit=None), ["names no commit"]),
-        ({}, {"identity": journals.environment(gpu=None)["identity"]}, ["The records are of the GPU None: "]),
+        (
+            {},
+            {"identity": journals.environment(gpu=None)["identity"]},
+            ["This run is of a CPU; only runs on a GPU are "],
+        ),
+        (
+            {},
+            {**details(git_dirty=True), "identity": journals.environment(gpu=None)["identity"]},
+            ["This run is of a CPU; only"],
+        ),
         ({"outcome": "failed_check"}, {}, ["trials failed the check, train_step/llama-tiny"]),
         ({"outcome": "interrupted"}, {}, ["trials were interrupted, train_step/llama-tiny"]),
         ({"check": {}}, {}, ["trials ended ok and hold no check"]),
@@ -181,3 +190,10 @@ def test_advice_is_not_submitted(command: Command, results: Path, write: Write, 
     done = command("submit", write("advice", dataclasses.replace(suite, suite="advise")))
     assert (done.code, done.out) == (2, "")
     assert "holds advice" in done.err
+
+
+def test_elsewhere_it_names_the_command_for_a_clone(command: Command, write: Write, tmp_path: Path) -> None:
+    run = write("run")
+    done = command("submit", run.name)
+    said = f"{tmp_path} is in no clone of te-bench: submit copies a run to results/ of one. Clone te-bench's repository"
+    assert (done.code, done.err) == (2, f"te-bench: {said}, and there run te-bench submit {run}\n")

@@ -183,6 +183,8 @@ def test_the_last_record_of_a_trial_counts_and_an_interrupted_one_is_not_done(tm
 
 def test_fresh_keeps_the_old_journal_aside(tmp_path: Path) -> None:
     whole = fill(tmp_path)
+    Store(tmp_path, fresh=True).close()  # wrote nothing, so it sets nothing aside
+    assert (tmp_path / JOURNAL).read_bytes() == whole
     with Store(tmp_path, fresh=True) as store:
         assert not store.journal.records
         store.add(record(1))

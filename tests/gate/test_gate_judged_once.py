@@ -42,9 +42,9 @@ def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_onc
 
     monkeypatch.setattr(stored_runs, "load_results", noted)
     question = Question(repository=None, base="base", head="head", device="cpu", budget_s=0.0)
-    processes: Any = SimpleNamespace(
-        starting_s=0.0, start=lambda: planned, revisions=[SimpleNamespace(commit=side) for side in revisions.SIDES]
-    )
+    store = SimpleNamespace(begin=lambda: None)
+    sides = [SimpleNamespace(commit=side, store=store) for side in revisions.SIDES]
+    processes: Any = SimpleNamespace(starting_s=0.0, start=lambda: planned, revisions=sides)
     found = revisions.run_rounds(question, tmp_path, processes, {"looks": (6, 16)}, 0.0, lambda _: None)
 
     assert read == [tmp_path / side for side in revisions.SIDES]

@@ -135,6 +135,7 @@ class Study:
     broken: StudyArm | None
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
+    unjudged: int = 0  # trials of seeds that were added after the first plan
 
     @property
     def arms(self) -> tuple[StudyArm, ...]:
@@ -215,6 +216,7 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         broken=next(iter(found["broken"]), None),
         judgement=judgement,
         notes=tuple(dict.fromkeys(notes)),
+        unjudged=sum(seeds is not None and row.trial.seed >= seeds for c in configurations for row in c.rows),
     )
 
 

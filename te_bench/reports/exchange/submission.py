@@ -135,8 +135,11 @@ def _toml(value: Any) -> str:
 
 def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
     """What is wrong with the machine, the code and the records."""
-    if gpu == "None" or " and " in gpu:
-        yield f"The records are of the GPU {gpu}: those of one GPU are published, and none of a CPU."
+    if gpu == "None":
+        yield "This run is of a CPU; only runs on a GPU are published."
+        return  # whatever else it lacks, mending that would not help
+    if " and " in gpu:
+        yield f"This run is of {gpu}; only runs on GPUs of one kind are published."
     for key, body in journal.environments.items():
         if not is_clean(body):
             commit = (body.get("details") or {}).get("git_commit")

@@ -64,7 +64,9 @@ def specifications(report: ReportResult) -> list[str]:
 def _whole(report: ReportResult) -> list[str]:
     results = report.results
     lines = [line for sentence in headlines(report) for line in _wrapped(sentence)]
-    ended = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok."]
+    ended = _wrapped(
+        f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok{report.unjudged}."
+    )
     ask = f"Ask on: te-bench show RUN {'|'.join(QUESTIONS)}"
     room = HEIGHT - len(ended) - 1
     return [*lines[:room], *ended, ask]

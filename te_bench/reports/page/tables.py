@@ -98,7 +98,7 @@ def summary(directories: Sequence[Path]) -> str:
     """The ladder in plain text for a terminal of 100 columns. Raises ValueError as load_results does."""
     report = load_report(directories)
     results = report.results
-    lines = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} trials ok"]
+    lines = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} trials ok{report.unjudged}"]
     for sentence in headlines(report):
         lines += textwrap.wrap(sentence, TERMINAL_WIDTH)
     for result in report.groups:

@@ -15,7 +15,8 @@ from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
-from te_bench.reports.page import render
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import answers, render, tables
 
 GAPS = {**TRUTH, "float8_block_scaling": 0.02}
 
@@ -252,6 +253,10 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
+    added = 3 * len(TRUTH)
+    said = " ".join(answers.answer(load_report([directory]), None))
+    assert f", {added} of them of seeds after the first plan's, which no verdict counts." in said
+    assert f"trials ok, {added} of them of seeds" in tables.summary([directory])
 
 
 def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:
