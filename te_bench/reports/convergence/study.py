@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
+from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
@@ -193,7 +194,13 @@ def studies(group: Group) -> tuple[Study, ...]:
 def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     problem = configurations[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
-    judgement, notes = _judgement(group, configurations)
+    plans = _plans(group, configurations)
+    judgement, notes = _judgement(plans)
+    notes += [
+        f"{printable(arm_name(one.trial))} was added after the first plan, when its verdict may have been seen: another "
+        "configuration after a look; a study of its own has another --out"
+        for one in _added(plans, configurations)
+    ]
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:
         seeds *= finite(judgement.get("pool")) or 1
@@ -218,14 +225,27 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     )
 
 
-def _judgement(group: Group, configurations: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
-    """What the first plan with a trial of these configurations fixed, and how later ones differ from it.
+def _plans(group: Group, configurations: Sequence[Configuration]) -> list[Plan]:
+    """The plans with a trial of these configurations, the oldest first.
 
     A pilot's plan counts where there is no other: it shows nothing but the spread, by which the plan may then be made.
     """
     own = {row.trial.id for configuration in configurations for row in configuration.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
-    plans = [plan for plan in plans if not plan.judgement.get("pilot")] or plans[:1]
+    return [plan for plan in plans if not plan.judgement.get("pilot")] or plans[:1]
+
+
+def _added(plans: Sequence[Plan], configurations: Sequence[Configuration]) -> list[Configuration]:
+    """The recipes that the first plan with a recipe, which could have a verdict, did not have."""
+    recipes = {one.trial.cell: one for one in configurations if one.trial.problem.get("arm") == "recipe"}
+    for plan in plans:
+        if planned := recipes.keys() & {trial_of(value).cell for value in plan.trials}:
+            return [one for cell, one in recipes.items() if cell not in planned]
+    return []
+
+
+def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
+    """What the first plan fixed, and how later ones differ from it."""
     if not plans:
         return {}, []
     first = plans[0].judgement

@@ -254,6 +254,19 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
 
 
+def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> None:
+    def notes(first: dict[str, float]) -> list[str]:
+        directory = write_study(tmp_path / str(len(first)), study_records(first, sd=0.0002))
+        write_study(directory, study_records(GAPS, sd=0.0002))
+        [group] = load_results([directory]).groups
+        [study] = studies(group)
+        return [note for note in judge_study(study).notes if "added after the first plan" in note]
+
+    [said] = notes(TRUTH)
+    assert said.startswith("float8_block_scaling was added after the first plan")
+    assert notes({"control": 0.0, "aa": 0.0}) == []  # no verdict could have been seen
+
+
 def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:
     truth = {**TRUTH, "float8_block_scaling": 0.0, "float8_current_scaling": 0.0}
     lost = {(name, 1): "crashed" for name in ("rowwise_scaling", "float8_block_scaling", "float8_current_scaling")}
