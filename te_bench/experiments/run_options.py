@@ -381,5 +381,7 @@ def shown(settings: Mapping[str, Any]) -> str:
 
 def fewer_words(settings: Mapping[str, Any]) -> list[str]:
     """What a name says of weights and states in fewer bits than float32's."""
-    said = {name: settings.get(name) for name in ("weights", "states")}
-    return [f"{'FP8' if value == 'fp8' else value} {name}" for name, value in said.items() if value]
+    said = {name: value for name in ("weights", "states") if (value := settings.get(name))}
+    if len(said) == 2 and len(set(said.values())) == 1:
+        return [f"{said['weights']} weights and states"]
+    return [f"{'FP8' if value == 'fp8' else value} {name}" for name, value in said.items()]

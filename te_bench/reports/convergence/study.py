@@ -7,7 +7,7 @@ from functools import cached_property
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
-from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
 from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
@@ -75,9 +75,9 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step, by the training clock; None of a run that shared its GPU."""
-        shared = "share" in self.row.trial.problem
-        return step_seconds(self.record.samples) if self.record and not shared else None
+        """Seconds per step, by the training clock; None of a run on a CPU, which emulates, or on a shared GPU."""
+        timed = "share" not in self.row.trial.problem and self.row.trial.device != "cpu"
+        return step_seconds(self.record.samples) if self.record and timed else None
 
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
@@ -136,6 +136,17 @@ class Study:
     broken: StudyArm | None
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
+    fewer_bits: bool = False  # weights and states are judged against float32's, and not FP8 against bf16
+
+    @property
+    def reference(self) -> str:
+        """What the rest is held to."""
+        return WHOLE if self.fewer_bits else "bf16"
+
+    @property
+    def whose(self) -> str:
+        """The same, short, before a loss."""
+        return "float32's" if self.fewer_bits else "bf16's"
 
     @property
     def arms(self) -> tuple[StudyArm, ...]:
@@ -204,7 +215,8 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:
         seeds *= finite(judgement.get("pool")) or 1
-    arms = [_arm(configuration, notes, seeds) for configuration in configurations]
+    fewer_bits = judges_fewer_bits([configuration.trial for configuration in configurations])
+    arms = [_arm(configuration, fewer_bits, notes, seeds) for configuration in configurations]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
         raise ValueError(
@@ -221,6 +233,7 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         recipes=tuple(arm for arm in found["recipe"] if arm not in unable),
         broken=next(iter(found["broken"]), None),
         judgement=judgement,
+        fewer_bits=fewer_bits,
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -258,9 +271,9 @@ def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
     return first, list(changed.values())
 
 
-def _arm(configuration: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
+def _arm(configuration: Configuration, fewer_bits: bool, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
-    name, runs = printable(arm_name(configuration.trial)), {}
+    name, runs = printable(arm_name(configuration.trial, fewer_bits)), {}
     ranks = {"diverged": 0, "ok": 1}
     for row in sorted(configuration.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
         seed = row.trial.seed

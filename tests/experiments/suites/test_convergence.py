@@ -83,7 +83,7 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
         expected = ("bf16", "fp8", "reference") if name in judged else (None, None, None)
         assert tuple(fewer.values()) == expected
         assert (trial.problem["arm"] == "recipe") is (name in judged)
-    assert experiment.title.startswith("Convergence: do bf16 weights and fp8 states train like float32?")
+    assert experiment.title.startswith("Convergence: do bf16 weights and FP8 states train like float32?")
     alone = resolve(device="cpu", states="bf16").trials
     assert {arm_name(t) for t in alone if t.problem["arm"] == "recipe"} == {"bf16, bf16 states"}
     with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
