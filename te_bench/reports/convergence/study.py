@@ -1,5 +1,6 @@
 """Records of a convergence run to arms: what each seed of each arm ended on, and whether it ended at all."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +9,7 @@ from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
+from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
@@ -138,6 +140,13 @@ class Study:
     notes: tuple[str, ...]
     fewer_bits: bool = False  # weights and states are judged against float32's, and not FP8 against bf16
 
+    again: str = ""  # the command that runs what is left
+
+    @property
+    def to_go(self) -> int:
+        """Planned runs that have not ended, or had been begun when te-bench was stopped."""
+        return sum(run.row.outcome == "interrupted" for arm in self.arms for run in arm.runs.values())
+
     @property
     def reference(self) -> str:
         """What the rest is held to."""
@@ -234,8 +243,16 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         broken=next(iter(found["broken"]), None),
         judgement=judgement,
         fewer_bits=fewer_bits,
+        again=_again(group, configurations, plans),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:
+    """The command of the newest plan of these configurations."""
+    asked = tuple(plan.asked for plan in plans[-1:]) or group.asked
+    of_study = dataclasses.replace(group, configurations=tuple(configurations), asked=asked)
+    return commands_of(of_study, group.directory)[-1]
 
 
 def _plans(group: Group, configurations: Sequence[Configuration]) -> list[Plan]:

@@ -47,6 +47,7 @@ class StudyVerdict:
     void: str | None  # why none of it counts
     exploration: bool  # margin or alpha were chosen after the plan
     notes: tuple[str, ...]
+    unfinished: bool = False  # void because of what has not run yet
 
     @property
     def findings(self) -> tuple[ArmVerdict, ...]:
@@ -76,7 +77,9 @@ class StudyVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence; of an unfinished run the command that goes on ends it."""
+        if self.unfinished:
+            return f"Unfinished: {self.void} to go. Go on: {self.study.again}"
         if self.void:
             return f"No verdict: {self.void}."
         like = self.study.reference

@@ -259,6 +259,22 @@ def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(tmp_path: Path) 
     assert verdict(write_study(tmp_path / "one", study_records({"control": 0.0}))).returncode == 2
 
 
+def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    lost = {("aa", 4): "interrupted", ("broken", 4): "interrupted"}
+    begun = [r for r in study_records(sd=0.0002, outcomes=lost) if r.trial.seed != 3]
+    planned = [r.trial for r in records]
+    directory = write(tmp_path / "my run", begun, planned=planned, suite="convergence", judgement=JUDGEMENT)
+    done = verdict(directory)
+    assert done.returncode == 4
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(
+        "Unfinished: 7 of 25 trials to go. Go on: te-bench run convergence --device cuda --seeds 5 "
+    )
+    assert Path(re.findall(r"--out '(.*)'$", first)[0]).resolve() == directory
+    assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
+
+
 def test_another_margin_is_exploration(run: Path) -> None:
     done = verdict(run, "--margin", "0.03")
     assert "margin 0.03 was chosen after the plan, which says 0.003" in " ".join(done.stdout.split())
