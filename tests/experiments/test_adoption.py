@@ -171,7 +171,7 @@ def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(
 ) -> None:
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
-    own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64}
+    own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}
     with pytest.raises(
         ValueError, match=r"planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
     ):

@@ -90,6 +90,15 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
         resolve(device="cpu", states="bf16", fused=True)
 
 
+def test_tokens_of_a_sequence_are_no_length_of_a_training() -> None:
+    """A batch of 4 sequences of 64 tokens: 20 steps are 5,120."""
+    for tokens, steps in ((64, "1 step"), (19 * 256, "19 steps")):
+        said = f"--tokens {tokens}: it is how long a run trains here, .* {steps} of 256 tokens; give 5120 or more"
+        with pytest.raises(ValueError, match=said):
+            resolve(device="cpu", batch=4, tokens=tokens)
+    assert {t.problem["steps"] for t in resolve(device="cpu", batch=4, tokens=5120).trials} == {20}
+
+
 def test_on_a_cpu_early_evaluations_are_short() -> None:
     """Few tokens for evaluations that enter no verdict; those that do see all."""
     for p in (t.problem for t in resolve().trials):
@@ -216,7 +225,7 @@ def test_sharing_is_for_gpus_and_for_losses() -> None:
             resolve(suite, device="cuda", share=2, data={})
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
+@pytest.mark.parametrize(("tokens", "steps"), [(20 * 49152, 20), (20 * 49152 + 1, 21), (1_000_000, 21)])
 def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
     trials = resolve(device="cuda", preset="gpt2", tokens=tokens).trials
     assert {t.problem["steps"] for t in trials} == {steps}
