@@ -42,6 +42,22 @@ def steps(experiment: Experiment) -> list[Trial]:
     return [trial for trial in experiment.trials if trial.workload != "ceilings"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"weights": "bf16"}, "--weights: of te-bench's own models alone; make yours in the dtype that you want"),
+        (
+            {"states": "fp8"},
+            "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype of",
+        ),
+    ],
+)
+def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], said: str, model: str) -> None:
+    for suite in ("fp8", "convergence"):
+        with pytest.raises(ValueError, match=said):
+            planned(suite, model, **asked)
+
+
 @pytest.mark.parametrize("suite", ["speed", "nanogpt", "fp8", "memory", "curves", "convergence", "stress"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) -> None:
