@@ -15,7 +15,12 @@ def commands_of(group: Group, out: Path | None = None) -> list[str]:
     seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
     command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
     problems = [trial.problem for trial in trials]
-    own = {(str(p["model"]), str(p["data"])) for p in problems if p.get("data") not in (None, "random", "stdlib")}
+    known = {"training": (None, "stdlib")}  # what is trained on where nothing is said; other steps' tokens are random
+    own = {
+        (str(trial.problem["model"]), str(trial.problem["data"]))
+        for trial in trials
+        if trial.problem.get("data") not in known.get(trial.workload, (None, "random"))
+    }
     command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
     budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
     command += [f"--budget {budget:g}s" for budget in budgets if len(budgets) == 1]
