@@ -30,8 +30,8 @@ def resolve_with_seeds(
     """The experiment, its seeds as many as --budget holds, what it can conclude, and why a run of it is refused.
 
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
-    began with, and is not refused for its little power. in_cluster: how many GPUs the trials' cluster has. Raises
-    ValueError for --pilot of another suite, and as `seeds_of_budget` does.
+    began with, and is not refused for its little power unless a configuration is new to it. in_cluster: how many GPUs the
+    trials' cluster has. Raises ValueError for --pilot of another suite, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -44,7 +44,7 @@ def resolve_with_seeds(
         return resolve(suite, asked, only=only) if budget else one, None, None
     from te_bench.reports.convergence.budget import seeds_of_budget
     from te_bench.reports.convergence.design import design_of
-    from te_bench.reports.convergence.earlier_runs import read_earlier_runs, seeds_begun_with
+    from te_bench.reports.convergence.earlier_runs import has_begun, read_earlier_runs
     from te_bench.reports.convergence.forecast import forecast
 
     earlier = read_earlier_runs(None if fresh else out, timings or (), _machine(one, asked, gpus, in_cluster))
@@ -52,7 +52,7 @@ def resolve_with_seeds(
         seeds = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
     found = design_of(one, earlier) if "pool" in one.judgement else forecast(one, earlier)
-    return one, found, None if seeds_begun_with(one, earlier.journal) else found.refused
+    return one, found, None if has_begun(one, earlier.journal) else found.refused
 
 
 def time_of(experiment: "Experiment", directory: Path) -> str:

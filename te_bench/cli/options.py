@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from te_bench.experiments.run_options import OPTIONS, Options, read
+from te_bench.experiments.run_options import OPTIONS, Options, fewer_bits, read
 
 
 def _said(name: str) -> Any:
@@ -97,13 +97,16 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def results_of(suite: str, asked: Options, out: Path | None) -> Path:
-    """Where a run's results go: a report compares all that its folder holds, so that each model asked for has its own."""
-    if out is not None or asked.model is None:
-        return out or Path("runs") / suite
-    path = Path(asked.model)
-    folder = path.resolve().parent if path.name == "config.json" else path.resolve()
-    name = folder.name if path.exists() else asked.model.rpartition("/")[2]
-    return Path("runs") / f"{suite}-{re.sub(r'[^A-Za-z0-9._-]', '-', name)}"
+    """Where a run's results go: a report compares all that its folder holds, so that each study has its own."""
+    if out is not None:
+        return out
+    words = [suite]
+    if asked.model is not None:
+        path = Path(asked.model)
+        folder = path.resolve().parent if path.name == "config.json" else path.resolve()
+        name = folder.name if path.exists() else asked.model.rpartition("/")[2]
+        words.append(re.sub(r"[^A-Za-z0-9._-]", "-", name))
+    return Path("runs") / "-".join([*words, *(f"{name}-{value}" for name, value in fewer_bits(asked).items())])
 
 
 def said(context: typer.Context, *names: str) -> str:

@@ -45,7 +45,9 @@ def run(
     asked: "Options",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where results go. Default: runs/SUITE, with --model runs/SUITE-MODEL."),
+        typer.Option(
+            metavar="DIR", help="Where results go. Default: runs/SUITE and what --model, --weights and --states say."
+        ),
     ] = None,
     only: Only = None,
     timings: Timings = None,

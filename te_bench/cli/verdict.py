@@ -95,7 +95,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
-        say(one.sentence)
+        (print if one.unfinished else say)(one.sentence)  # a command stays on one line
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None

@@ -41,6 +41,10 @@ PLUGINS = {
 WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
 SPANNING = ("train_step", "training")  # workloads that span the GPUs of --parallel
+_OF_YOUR_MODEL = {
+    "weights": "make yours in the dtype that you want",
+    "states": "AdamW keeps the moments of yours in the dtype of its weights",
+}
 STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can compute activations again
 
 
@@ -92,10 +96,11 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
     if options.gather is not None and all("gather" not in trial.problem for trial in trials):
         raise ValueError(f"--gather: the suite {experiment.suite} has no step in FP8 at a fixed batch; leave it out")
     for name in fewer:
-        if all(name not in trial.problem for trial in trials):
-            raise ValueError(f"--{name}: the suite {experiment.suite} has no training step that heeds it; leave it out")
         if adoption.adoptee(options) is not None:
-            raise ValueError(f"--{name}: of te-bench's own models alone; make yours in the dtype that you want")
+            raise ValueError(f"--{name}: of te-bench's own models alone; {_OF_YOUR_MODEL[name]}")
+        if all(name not in trial.problem for trial in trials):
+            where = f"give it to {_listed(_heeding(name, options))}, or leave it out"
+            raise ValueError(f"--{name}: the suite {experiment.suite} has no training step that heeds it; {where}")
     if options.sequence_parallel and all("sequence_parallel" not in trial.problem for trial in trials):
         raise ValueError(
             f"--sequence-parallel: no step of {experiment.suite} has ranks that share layers; give --gpus-per-trial N "
@@ -103,6 +108,22 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         )
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
+
+
+def _heeding(name: str, options: Options) -> list[str]:
+    """The suites with a step that heeds --weights or --states as it was said."""
+    asked = Options(device=options.device, seeds=1, data={"": "random"}, **{name: getattr(options, name)})
+    found = []
+    for suite in plugins.names(suites.__name__):
+        trials = plugins.load(suites.__name__, suite, "experiment")(asked).trials
+        steps = [trial for trial in trials if trial.workload in STEPS]
+        if any(name in {**t.problem, **_in_fewer_bits(t, run_options.fewer_bits(asked))} for t in steps):
+            found.append(suite)
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _in_fewer_bits(trial: Trial, fewer: Settings) -> Settings:

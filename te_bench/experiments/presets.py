@@ -96,6 +96,8 @@ _ONE_THREAD: Settings = {"threads": 1}
 TINY_HIDDEN = 64  # features
 TINY_PARAMETERS = 2**18
 
+FEWEST_STEPS = 20  # of --tokens: who asks for fewer means a sequence's length, which it is in other suites
+
 
 def preset_of(options: Options) -> str:
     """The preset that was asked for, else that of the model, else that of the device. Raises ValueError when unknown."""
@@ -164,11 +166,17 @@ def _sharing(options: Options) -> Settings:
 
 
 def _steps(options: Options, problem: Settings) -> int:
-    """The steps that were asked for, or as many as the tokens need."""
+    """The steps that were asked for, or as many as the tokens need. Raises ValueError for tokens that train nothing."""
     if options.tokens is None:
         return options.steps or problem["steps"]
     a_step = problem["batch"] * problem["block"] * problem.get("accumulate", 1)
-    return -(-options.tokens // a_step)
+    steps = -(-options.tokens // a_step)
+    if steps < FEWEST_STEPS:
+        raise ValueError(
+            f"--tokens {options.tokens}: it is how long a run trains here, not how long a sequence is, and that is "
+            f"{steps} step{'s' * (steps > 1)} of {a_step:,} tokens; give {FEWEST_STEPS * a_step} or more, or --steps"
+        )
+    return steps
 
 
 def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> Trial:

@@ -19,6 +19,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 #: Options that a report tells from the trials, and where this machine keeps its files.
 TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
 
+WHOLE = "float32"  # the default of --weights and --states, which may be said and asks for nothing
+
 #: Settings that options give what a study of convergence judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states")
 
@@ -266,13 +268,13 @@ class Options:
         "What matrices are trained in, of te-bench's models: bf16, without float32 masters. Default: float32.",
         str,
         metavar="FORMAT",
-        check=lambda flag, value: plugins.check(flag, value, ["bf16"]),
+        check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16"]),
     )
     states: str | None = _option(
         "What te-bench's AdamW keeps matrices' moments in: bf16 or fp8. Default: float32; torch's: as the weights.",
         str,
         metavar="FORMAT",
-        check=lambda flag, value: plugins.check(flag, value, ["bf16", "fp8"]),
+        check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16", "fp8"]),
     )
 
     def data_for(self, model: str, default: str) -> str:
@@ -302,8 +304,8 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
         )
-    for name in ("weights", "states"):
-        if options.parallel is not None and (value := getattr(options, name)) is not None:
+    for name, value in fewer_bits(options).items():
+        if options.parallel is not None:
             raise ValueError(f"--{name} {value}: of steps on one GPU alone; leave --parallel out")
     _check_shard(options.shard, options.parallel, options.gpus_per_trial)
     if options.steps is not None and options.tokens is not None:
@@ -313,7 +315,7 @@ def check(options: Options) -> None:
 def fewer_bits(options: Options) -> dict[str, str]:
     """What --weights and --states ask of a step."""
     said = {name: getattr(options, name) for name in ("weights", "states")}
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in said.items() if value not in (None, WHOLE)}
 
 
 def _check_shard(shard: int | None, parallel: str | None, world: int | None) -> None:
@@ -382,5 +384,7 @@ def shown(settings: Mapping[str, Any]) -> str:
 
 def fewer_words(settings: Mapping[str, Any]) -> list[str]:
     """What a name says of weights and states in fewer bits than float32's."""
-    said = {name: settings.get(name) for name in ("weights", "states")}
-    return [f"{'FP8' if value == 'fp8' else value} {name}" for name, value in said.items() if value]
+    said = {name: value for name in ("weights", "states") if (value := settings.get(name))}
+    if len(said) == 2 and len(set(said.values())) == 1:
+        return [f"{said['weights']} weights and states"]
+    return [f"{'FP8' if value == 'fp8' else value} {name}" for name, value in said.items()]

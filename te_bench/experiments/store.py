@@ -98,6 +98,7 @@ class Records(Mapping[Key, Record]):
 class Journal:
     """A journal read back. `records` holds a record for each done-key."""
 
+    directory: Path | None = None  # that it was read from
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
@@ -166,7 +167,7 @@ def _read(directory: Path) -> tuple[bytes, Path]:
 
 
 def _parse(data: bytes, path: Path) -> Journal:
-    journal = Journal()
+    journal = Journal(directory=path.parent)
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if number == len(lines):  # no newline after it: empty, or torn by a kill

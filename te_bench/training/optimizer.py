@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -369,6 +369,10 @@ class TableAdamW:
             torch.autograd.graph.increment_version(list(self._others))
             self._recast(p for p in self.masters if p in self._others)
         self._fresh, self._versions = True, self._seen()
+
+    def state_dict(self) -> NoReturn:
+        """Raises ValueError: the moments are saved with the step that they are of."""
+        raise ValueError("te-bench's AdamW has no state_dict: save and load the whole step by te_bench.training.resume")
 
     @torch.no_grad()
     def gradients(self) -> dict[nn.Parameter, Tensor]:

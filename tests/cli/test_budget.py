@@ -362,6 +362,9 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
         assert command(*asked[:-1], tmp_path / str(number), *more).code == 130
     assert command(*asked, "--underpowered").code == 130
     assert command(*asked).code == 130  # it has begun
+    another = command(*asked, "--fused")  # the same bf16, and configurations that are new to it
+    assert another.code == 2
+    assert "add --underpowered to run it all the same" in " ".join(another.err.split())
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2-short"])

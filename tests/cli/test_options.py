@@ -110,6 +110,21 @@ def test_the_parser_s_own_errors_exit_2_too(command: Command, arguments: list[st
     assert message in done.err
 
 
+def test_every_study_has_a_folder_of_its_own() -> None:
+    asked = Options(device="cpu", model="tiny", weights="bf16")
+    folders = [
+        options.results_of("convergence", one, None).as_posix()
+        for one in (replace(asked, weights=None), asked, replace(asked, states="fp8"), replace(asked, model=None))
+    ]
+    assert folders == [
+        "runs/convergence-tiny",
+        "runs/convergence-tiny-weights-bf16",
+        "runs/convergence-tiny-weights-bf16-states-fp8",
+        "runs/convergence-weights-bf16",
+    ]
+    assert options.results_of("convergence", asked, Path("mine")) == Path("mine")
+
+
 def uuids(gpus: str | None) -> list[str]:
     return [gpu["uuid"] for gpu in options.find_gpus("cuda", gpus)]
 

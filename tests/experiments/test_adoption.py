@@ -42,6 +42,22 @@ def steps(experiment: Experiment) -> list[Trial]:
     return [trial for trial in experiment.trials if trial.workload != "ceilings"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"weights": "bf16"}, "--weights: of te-bench's own models alone; make yours in the dtype that you want"),
+        (
+            {"states": "fp8"},
+            "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype of",
+        ),
+    ],
+)
+def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], said: str, model: str) -> None:
+    for suite in ("fp8", "convergence"):
+        with pytest.raises(ValueError, match=said):
+            planned(suite, model, **asked)
+
+
 @pytest.mark.parametrize("suite", ["speed", "nanogpt", "fp8", "memory", "curves", "convergence", "stress"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) -> None:
@@ -171,7 +187,7 @@ def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(
 ) -> None:
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
-    own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64}
+    own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}
     with pytest.raises(
         ValueError, match=r"planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
     ):

@@ -269,8 +269,10 @@ def test_rivals_have_weights_and_states_in_the_dtypes_that_torchs_optimizer_has(
     assert kept == {(True, False): ("bf16", "fp8"), (False, True): ("bf16", "bf16"), (False, False): ("bf16", "bf16")}
     assert found.baseline in {t.cell for t in steps}
     names = plain_names({t.cell: t for t in steps})
-    assert all("bf16 weights, " in name for name in names.values())
-    assert {name.split(", ")[2] for name in names.values()} == {"bf16 states", "FP8 states"}
+    said = {
+        tuple(word for word in name.split(", ") if "weights" in word or "states" in word) for name in names.values()
+    }
+    assert said == {("bf16 weights and states",), ("bf16 weights", "FP8 states")}
     states = plan.resolve("speed", Options(**asked, states="bf16"))
     assert {t.problem.get("states") for t in states.trials if "optimizer" in t.problem} == {"bf16"}
     assert not any({"weights", "states"} & t.problem.keys() for t in states.trials if "optimizer" not in t.problem)
@@ -280,6 +282,8 @@ def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
     for suite in ("attention", "stress", "scaling"):
         with pytest.raises(ValueError, match=f"--weights: the suite {suite} has no training step that heeds it"):
             plan.resolve(suite, Options(device="cpu", weights="bf16"))
+    with pytest.raises(ValueError, match="; give it to convergence or speed, or leave it out"):
+        plan.resolve("fp8", Options(device="cpu", states="bf16"))
     with pytest.raises(ValueError, match="--states bf16: of steps on one GPU alone; leave --parallel out"):
         plan.resolve("fp8", Options(device="cpu", gpus_per_trial=2, parallel="ddp", states="bf16"))
     with pytest.raises(ValueError, match="Did you mean bf16"):

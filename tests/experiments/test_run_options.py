@@ -32,6 +32,15 @@ def test_the_settings_of_the_fused_step_are_shown_beside_a_recipe() -> None:
     assert run_options.shown({"blocks": "fused", "head": "chunked"}) == ", fused"
     assert run_options.shown({"blocks": "fused", "head": "fp8"}) == ", fused, FP8 head"
     assert run_options.shown({"weights": "bf16", "states": "fp8"}) == ", bf16 weights, FP8 states"
+    assert run_options.shown({"weights": "bf16", "states": "bf16"}) == ", bf16 weights and states"
+
+
+def test_weights_and_states_may_be_said_to_be_the_default() -> None:
+    whole = Options(device="cpu", weights="float32", states="float32")
+    run_options.check(whole)
+    assert run_options.fewer_bits(whole) == {}
+    with pytest.raises(ValueError, match=r"'bf61'. Did you mean bf16\? Known: float32, bf16\."):
+        run_options.check(Options(device="cpu", weights="bf61"))
 
 
 def test_data_belongs_to_a_model_or_to_all() -> None:

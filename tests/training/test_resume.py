@@ -78,6 +78,11 @@ def test_one_process_writes_and_reads_them_too(tmp_path: Path) -> None:
         resume.save(step, tmp_path / "at", 1)
 
 
+def test_te_benchs_optimizer_names_what_saves_it() -> None:
+    with pytest.raises(ValueError, match=r"save and load the whole step by te_bench\.training\.resume"):
+        a_step(SINGLE, "fp8", optimizer="reference").optimizer.state_dict()
+
+
 def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
     straight, saved, other = a_step(SINGLE, "bf16"), a_step(SINGLE, "bf16"), a_step(SINGLE, "bf16", seed=1)
     resume.save(saved, tmp_path / "at", 0)

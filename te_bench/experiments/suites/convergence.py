@@ -68,10 +68,8 @@ def experiment(options: Options) -> Experiment:
 
 
 def _question(options: Options) -> str:
-    fewer = run_options.fewer_bits(options)
-    return (
-        f"do {' and '.join(f'{value} {name}' for name, value in fewer.items())} train like float32" if fewer else ASKED
-    )
+    fewer = run_options.fewer_words(run_options.fewer_bits(options))
+    return f"do {' and '.join(fewer)} train like float32" if fewer else ASKED
 
 
 def best_ratio(recipes: int) -> int:

@@ -9,6 +9,7 @@ from te_bench.experiments.suites.speed import OWN
 from te_bench.models import rivals
 
 TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
+WHOLE = "float32 weights and states"  # of the control that fewer bits are judged against
 SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads whose passes are somebody's
 
@@ -47,11 +48,11 @@ def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
     Said always: whose step it is, its precision, how it is divided over GPUs, and what makes its work another than the
     others'. Of its choices, in the order of `_CHOICES`, those that tell it from what would be called the same.
     """
-    differing = _differing(trials.values())
+    differing, fewer_bits = _differing(trials.values()), judges_fewer_bits(trials.values())
     precisions, protocols = ({getattr(trial, of) for trial in trials.values()} for of in ("precision", "protocol"))
     alike: dict[str, list[str]] = {}
     for key, trial in trials.items():
-        words = _always(trial, differing)
+        words = _always(trial, differing, fewer_bits)
         words += [precision_name(trial)] if trial.workload in SHAPED and len(precisions) > 1 else []
         words += [f"timed as {trial.protocol}"] if len(protocols) > 1 else []
         alike.setdefault(", ".join(words), []).append(key)
@@ -109,12 +110,22 @@ def specification(trial: Trial) -> str:
     return printable(f"{trial.workload}: {said}")
 
 
-def arm_name(trial: Trial) -> str:
-    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose."""
+def arm_name(trial: Trial, fewer_bits: bool = False) -> str:
+    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose.
+
+    fewer_bits: `judges_fewer_bits` of the arms that it stands beside.
+    """
     kind = trial.problem.get("arm")
     name = f"{trial.recipe or trial.precision}{run_options.shown(trial.problem)}"
+    name += f", {WHOLE}" if fewer_bits and kind == "control" else ""
     fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
     return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
+
+
+def judges_fewer_bits(trials: Collection[Trial]) -> bool:
+    """Whether all that these arms judge against the control has weights or states in fewer bits than float32."""
+    judged = [trial.problem for trial in trials if trial.problem.get("arm") == "recipe"]
+    return bool(judged) and all(run_options.fewer_words(problem) for problem in judged)
 
 
 def printable(text: str) -> str:
@@ -132,11 +143,11 @@ def _differing(trials: Collection[Trial]) -> list[str]:
     return [key for key in named if len({str(trial.problem.get(key)) for trial in trials}) > 1]
 
 
-def _always(trial: Trial, differing: Collection[str]) -> list[str]:
-    """What a name says whatever the others are."""
+def _always(trial: Trial, differing: Collection[str], fewer_bits: bool) -> list[str]:
+    """What a name says whatever the others are; fewer_bits: as arm_name."""
     problem = trial.problem
     if "arm" in problem:
-        begin, differing = arm_name(trial), [key for key in differing if key not in _ARM]
+        begin, differing = arm_name(trial, fewer_bits), [key for key in differing if key not in _ARM]
     elif trial.workload in SHAPED:
         begin = kernel_name(trial.attention)
     else:

@@ -97,6 +97,7 @@ class Group:
     judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
     #: The options of its plans, as the command line says them, the oldest first.
     asked: tuple[tuple[str, ...], ...] = ((),)
+    directory: Path | None = None  # of the first of its runs
 
     def of(self, workload: str) -> tuple[Configuration, ...]:
         return tuple(configuration for configuration in self.configurations if configuration.trial.workload == workload)
@@ -141,12 +142,14 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
     rows: dict[tuple[str, str], list[Row]] = {}
     plans: dict[tuple[str, str], list[Plan]] = {}
     bodies: dict[str, Mapping[str, Any]] = {}
+    directories: dict[tuple[str, str], Path | None] = {}
     for run, journal in journals.items():
         for key, planned in _planned(journal).items():
             found = _rows(run, planned, journal)
             plans.setdefault(key, []).extend(reversed(planned))  # the latest says the title and the baseline
             known = {_measurement(row) for row in rows.setdefault(key, []) if row.record}
             rows[key].extend(row for row in found if _measurement(row) not in known)
+            directories.setdefault(key, journal.directory)
             bodies[key[1]] = journal.environments.get(key[1], {})
     where = environment_labels(bodies)
     groups = tuple(
@@ -162,6 +165,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
                 sorted((p for p in reversed(plans[suite, environment]) if p.judgement), key=lambda p: p.started_at)
             ),
             asked=tuple(dict.fromkeys(p.asked for p in reversed(plans[suite, environment]))),
+            directory=directories[suite, environment],
         )
         for suite, environment in rows
     )

@@ -82,6 +82,12 @@ def chip_of(identity: Mapping[str, Any]) -> str | None:
     return None if name is None else str(name)
 
 
+def has_begun(one: Experiment, journal: Journal | None) -> bool:
+    """Whether a run of this very experiment has begun in --out with every configuration that it has."""
+    begun = {trial_of(value).cell for plan in journal.plans for value in plan.trials} if journal else set()
+    return seeds_begun_with(one, journal) is not None and begun >= {trial.cell for trial in one.trials}
+
+
 def seeds_begun_with(one: Experiment, journal: Journal | None) -> int | None:
     """The seeds that this very experiment was first planned with in --out, or None."""
     for plan in journal.plans if journal else ():

@@ -1,12 +1,15 @@
 """Records of a convergence run to arms: what each seed of each arm ended on, and whether it ended at all."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from te_bench.experiments.spec import Record, Scalar, Trial
+from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
-from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
+from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
@@ -74,9 +77,9 @@ class Run:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step, by the training clock; None of a run that shared its GPU."""
-        shared = "share" in self.row.trial.problem
-        return step_seconds(self.record.samples) if self.record and not shared else None
+        """Seconds per step, by the training clock; None of a run on a CPU, which emulates, or on a shared GPU."""
+        timed = "share" not in self.row.trial.problem and self.row.trial.device != "cpu"
+        return step_seconds(self.record.samples) if self.record and timed else None
 
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
@@ -136,6 +139,23 @@ class Study:
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
     unjudged: int = 0  # trials of seeds that were added after the first plan
+    fewer_bits: bool = False  # weights and states are judged against float32's, and not FP8 against bf16
+    again: str = ""  # the command that runs what is left
+
+    @property
+    def to_go(self) -> int:
+        """Planned runs that have not ended, or had been begun when te-bench was stopped."""
+        return sum(run.row.outcome == "interrupted" for arm in self.arms for run in arm.runs.values())
+
+    @property
+    def reference(self) -> str:
+        """What the rest is held to."""
+        return WHOLE if self.fewer_bits else "bf16"
+
+    @property
+    def whose(self) -> str:
+        """The same, short, before a loss."""
+        return "float32's" if self.fewer_bits else "bf16's"
 
     @property
     def arms(self) -> tuple[StudyArm, ...]:
@@ -194,11 +214,18 @@ def studies(group: Group) -> tuple[Study, ...]:
 def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     problem = configurations[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
-    judgement, notes = _judgement(group, configurations)
+    plans = _plans(group, configurations)
+    judgement, notes = _judgement(plans)
+    notes += [
+        f"{printable(arm_name(one.trial))} was added after the first plan, when its verdict may have been seen: another "
+        "configuration after a look; a study of its own has another --out"
+        for one in _added(plans, configurations)
+    ]
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:
         seeds *= finite(judgement.get("pool")) or 1
-    arms = [_arm(configuration, notes, seeds) for configuration in configurations]
+    fewer_bits = judges_fewer_bits([configuration.trial for configuration in configurations])
+    arms = [_arm(configuration, fewer_bits, notes, seeds) for configuration in configurations]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
         raise ValueError(
@@ -215,19 +242,41 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         recipes=tuple(arm for arm in found["recipe"] if arm not in unable),
         broken=next(iter(found["broken"]), None),
         judgement=judgement,
+        fewer_bits=fewer_bits,
+        again=_again(group, configurations, plans),
         notes=tuple(dict.fromkeys(notes)),
         unjudged=sum(seeds is not None and row.trial.seed >= seeds for c in configurations for row in c.rows),
     )
 
 
-def _judgement(group: Group, configurations: Sequence[Configuration]) -> tuple[Mapping[str, Scalar], list[str]]:
-    """What the first plan with a trial of these configurations fixed, and how later ones differ from it.
+def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:
+    """The command of the newest plan of these configurations."""
+    asked = tuple(plan.asked for plan in plans[-1:]) or group.asked
+    of_study = dataclasses.replace(group, configurations=tuple(configurations), asked=asked)
+    return commands_of(of_study, group.directory)[-1]
+
+
+def _plans(group: Group, configurations: Sequence[Configuration]) -> list[Plan]:
+    """The plans with a trial of these configurations, the oldest first.
 
     A pilot's plan counts where there is no other: it shows nothing but the spread, by which the plan may then be made.
     """
     own = {row.trial.id for configuration in configurations for row in configuration.rows}
     plans = [plan for plan in group.judged if any(trial_of(value).id in own for value in plan.trials)]
-    plans = [plan for plan in plans if not plan.judgement.get("pilot")] or plans[:1]
+    return [plan for plan in plans if not plan.judgement.get("pilot")] or plans[:1]
+
+
+def _added(plans: Sequence[Plan], configurations: Sequence[Configuration]) -> list[Configuration]:
+    """The recipes that the first plan with a recipe, which could have a verdict, did not have."""
+    recipes = {one.trial.cell: one for one in configurations if one.trial.problem.get("arm") == "recipe"}
+    for plan in plans:
+        if planned := recipes.keys() & {trial_of(value).cell for value in plan.trials}:
+            return [one for cell, one in recipes.items() if cell not in planned]
+    return []
+
+
+def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
+    """What the first plan fixed, and how later ones differ from it."""
     if not plans:
         return {}, []
     first = plans[0].judgement
@@ -240,9 +289,9 @@ def _judgement(group: Group, configurations: Sequence[Configuration]) -> tuple[M
     return first, list(changed.values())
 
 
-def _arm(configuration: Configuration, notes: list[str], seeds: float | None) -> StudyArm:
+def _arm(configuration: Configuration, fewer_bits: bool, notes: list[str], seeds: float | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
-    name, runs = printable(arm_name(configuration.trial)), {}
+    name, runs = printable(arm_name(configuration.trial, fewer_bits)), {}
     ranks = {"diverged": 0, "ok": 1}
     for row in sorted(configuration.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
         seed = row.trial.seed

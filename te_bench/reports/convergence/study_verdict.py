@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from statistics import fmean
 
+from te_bench.experiments.run_options import fewer_words
 from te_bench.reports.convergence.band import Band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict
 from te_bench.reports.convergence.speedup import Speedup
@@ -46,6 +47,7 @@ class StudyVerdict:
     void: str | None  # why none of it counts
     exploration: bool  # margin or alpha were chosen after the plan
     notes: tuple[str, ...]
+    unfinished: bool = False  # void because of what has not run yet
 
     @property
     def findings(self) -> tuple[ArmVerdict, ...]:
@@ -75,13 +77,16 @@ class StudyVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence."""
+        """The verdict in one sentence; of an unfinished run the command that goes on ends it."""
+        if self.unfinished:
+            return f"Unfinished: {self.void} to go. Go on: {self.study.again}"
         if self.void:
             return f"No verdict: {self.void}."
+        like = self.study.reference
         said = {
-            Verdict.EQUIVALENT: ("trains", "train", f" like bf16 (final loss within {self.margin:g} nat)"),
-            Verdict.NON_INFERIOR: ("is", "are", f" not worse than bf16 by {self.margin:g} nat"),
-            Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above bf16"),
+            Verdict.EQUIVALENT: ("trains", "train", f" like {like} (final loss within {self.margin:g} nat)"),
+            Verdict.NON_INFERIOR: ("is", "are", f" not worse than {like} by {self.margin:g} nat"),
+            Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above {like}"),
             Verdict.DIVERGED: ("diverged", "diverged", ""),
             Verdict.INCONCLUSIVE: ("is", "are", " undecided"),
         }
@@ -89,11 +94,14 @@ class StudyVerdict:
         for verdict, (one, several, what) in said.items():
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
-                parts.append(f"{verdict}: {', '.join(names)} {one if len(names) == 1 else several}{what}")
+                verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
+                parts.append(f"{verdict}: {'; '.join(names)} {verb}{what}")
         return ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
 
     def _named(self, found: ArmVerdict) -> str:
-        needed = found.judgement.seeds_needed
+        needed, name = found.judgement.seeds_needed, found.arm.name
+        if self.study.fewer_bits and found.arm.trial.recipe is None:  # what else it is, bf16, the reference is, too
+            name = " and ".join(fewer_words(found.arm.trial.problem))
         if found.verdict is Verdict.INCONCLUSIVE and needed:
-            return f"{found.arm.name} (at least {needed} seeds needed)"
-        return found.arm.name
+            return f"{name} (at least {needed} seeds needed)"
+        return name

@@ -43,6 +43,10 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         for arm in (study.aa, study.broken)
     )
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name]) for arm in study.recipes)
+    void = _why_void(control, aa, broken, bar)
+    unfinished = study.to_go > 0 and _is_open(control, recipes, aa, broken)
+    if unfinished:
+        void = f"{study.to_go} of {sum(len(arm.runs) for arm in study.arms)} trials"
     return StudyVerdict(
         study=study,
         margin=bar,
@@ -50,7 +54,8 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         recipes=recipes,
         aa=aa,
         broken=broken,
-        void=_why_void(control, aa, broken, bar),
+        void=void,
+        unfinished=unfinished,
         exploration=bool(notes),
         notes=(*study.notes, *notes, *_note_outliers(control, (*recipes, aa))),
     )
@@ -269,6 +274,16 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
     if broken.verdict not in CAUGHT:
         return f"{broken.arm.name} was not caught: {broken.judgement.reason}"
     return None
+
+
+def _is_open(
+    control: StudyArm, recipes: Sequence[ArmVerdict], aa: ArmVerdict | None, broken: ArmVerdict | None
+) -> bool:
+    """Whether the runs that are left may decide something: every recipe, A/A or the fault has no verdict without them."""
+    if control.diverged or aa is None or broken is None:
+        return False
+    undecided = Verdict.INCONCLUSIVE
+    return undecided in (aa.verdict, broken.verdict) or all(found.verdict is undecided for found in recipes)
 
 
 def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:

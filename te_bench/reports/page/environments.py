@@ -1,11 +1,10 @@
 """Environments for reading: settings, the state of the devices during a run, packages, and how to run again."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from te_bench.experiments.spec import ADVICE
 from te_bench.reports.analysis.measures import numbers
+from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Results, identity, printable
 
 #: nvml.h, nvmlClocksEventReasons*: why a clock was held down. 0x1, an idle GPU, says nothing of the run.
@@ -76,19 +75,5 @@ def _setting(name: str, value: object) -> str:
 
 def commands(results: Results) -> list[str]:
     """The commands that measure the same again, one for each suite, device and set of options that were asked for."""
-    lines = []
-    for group in results.groups:
-        trials = [row.trial for configuration in group.configurations for row in configuration.rows]
-        command = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
-        seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
-        command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
-        problems = [trial.problem for trial in trials]
-        own = {(str(p["model"]), str(p["data"])) for p in problems if p.get("data") not in (None, "random", "stdlib")}
-        command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
-        budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
-        command += [f"--budget {budget:g}s" for budget in budgets if len(budgets) == 1]
-        for asked in group.asked:
-            words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
-            verb = ["run", *words, *command] if group.suite != ADVICE else [*words, command[0]]
-            lines.append(" ".join(["te-bench", *verb]))
+    lines = [line for group in results.groups for line in commands_of(group)]
     return list(dict.fromkeys(lines))

@@ -20,12 +20,13 @@ SHOWN = 0.6  # the last share of bf16's training time: before it both fall too s
 def times(found: StudyVerdict) -> Table | None:
     """Speed-up to equal loss of every recipe with its interval, and the two factors that it is made of."""
     rows = [_row(finding, found) for finding in _timed(found)]
+    whose = found.study.whose
     note = (
-        "To equal loss: how many times as fast a configuration comes to bf16's final loss, with a 95 % interval over seeds. "
-        "It is the speed-up of its step divided by the steps that it needs for one of bf16's. Where the learning rate "
-        "decays, the price of a gap in steps is an approximation."
+        f"To equal loss: how many times as fast a configuration comes to {whose} final loss, with a 95 % interval over "
+        f"seeds. It is the speed-up of its step divided by the steps that it needs for one of {whose}. Where the learning "
+        "rate decays, the price of a gap in steps is an approximation."
     )
-    return table_of("equal_loss", f"{found.study.title}: time to bf16's final loss", rows, note)
+    return table_of("equal_loss", f"{found.study.title}: time to {whose} final loss", rows, note)
 
 
 def _row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
@@ -53,10 +54,10 @@ def figure(found: StudyVerdict) -> Callable[[], Figure] | None:
     drawn, control = _timed(found), found.study.control
     if control is None or not drawn or not _curve(control):
         return None
-    return lambda: _panels(control, drawn)
+    return lambda: _panels(found.study.whose, control, drawn)
 
 
-def _panels(control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
+def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     reference = _curve(control)
@@ -85,10 +86,10 @@ def _panels(control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
     panels[-1].set_xlabel("training time, s")
     drawing.supylabel("validation loss, nat", fontsize=8.8)
     handles: list[Line2D | Patch] = [
-        Line2D([], [], color=COLOURS[0], label="bf16, mean"),
+        Line2D([], [], color=COLOURS[0], label=f"{whose[:-2]}, mean"),
         Line2D([], [], color=COLOURS[1], linestyle="--", label="recipe, mean"),
         Patch(facecolor=FAINT, alpha=0.35, linewidth=0, label="seeds: smallest to largest"),
-        Line2D([], [], color=INK, marker="D", markersize=4, label="bf16's final loss, 95 %"),
+        Line2D([], [], color=INK, marker="D", markersize=4, label=f"{whose} final loss, 95 %"),
     ]
     legend_below(drawing, handles, 2, left=True)
     return drawing

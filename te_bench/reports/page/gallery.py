@@ -66,10 +66,12 @@ def _verdicts(result: GroupResult) -> list[Builder]:
     """The figures of each convergence study, and the numerics of each of its FP8 configurations."""
     found: list[Builder] = []
     for number, verdict in enumerate(result.studies, start=1):
-        place, title = _place(number), verdict.study.title
-        found.append((f"verdict_forest{place}", f"Final gaps against bf16: {title}", verdict_figures.forest(verdict)))
+        place, title, like = _place(number), verdict.study.title, verdict.study.reference
+        found.append((f"verdict_forest{place}", f"Final gaps against {like}: {title}", verdict_figures.forest(verdict)))
         found.append((f"verdict_time{place}", f"Time to equal loss: {title}", equal_loss.figure(verdict)))
-        found.append((f"verdict_gap{place}", f"Gap against bf16 by step: {title}", verdict_figures.gap_curves(verdict)))
+        found.append(
+            (f"verdict_gap{place}", f"Gap against {like} by step: {title}", verdict_figures.gap_curves(verdict))
+        )
         found.append((f"verdict_spikes{place}", f"Spikes and divergences: {title}", verdict_figures.spikes(verdict)))
         for arm in verdict.study.recipes:
             caption = f"FP8 numerics over the training, {arm.name}: {title}"

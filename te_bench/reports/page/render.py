@@ -16,6 +16,7 @@ from te_bench.reports.page.table import Table
 from te_bench.reports.page.template import rendered
 
 HEADING = 60  # characters of two lines on a telephone 400 pixels wide
+FEWER_BITS = "Do they train like float32?"  # heads the verdict on weights and states
 #: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
 SECTIONS = (
     (
@@ -104,6 +105,12 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
     sentences, results = headlines.headlines(report), report.results
     titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
     heading, rest = _headed(titles)
+    judged = [verdict.study for result in report.groups for verdict in result.studies]
+    others = {"verdict": FEWER_BITS} if judged and all(study.fewer_bits for study in judged) else {}
+    sections = [
+        _section(report, drawn, anchor, others.get(anchor, heading), kinds, names)
+        for anchor, heading, kinds, names in SECTIONS
+    ]
     return {
         "title": "; ".join(titles),
         "heading": heading,
@@ -115,7 +122,7 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
         "outcomes": {outcome: n for outcome, n in results.outcomes.items() if outcome != "ok"},
         "unjudged": report.unjudged,
         "runs": results.runs,
-        "sections": [section for section in (_section(report, drawn, *known) for known in SECTIONS) if section.parts],
+        "sections": [section for section in sections if section.parts],
         "environments": [shown_environment(results, key) for key in results.environments],
         "commands": commands(results),
     }

@@ -58,7 +58,9 @@ def _forest(found: StudyVerdict, findings: Sequence[ArmVerdict]) -> Figure:
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
     level = f"{100 * (1 - 2 * found.alpha):.3g} %"
-    axes.set_xlabel(f"final loss less bf16's, nat, with {level} (shaded: within the margin {found.margin:g})")
+    axes.set_xlabel(
+        f"final loss less {found.study.whose}, nat, with {level} (shaded: within the margin {found.margin:g})"
+    )
     return figure
 
 
@@ -99,7 +101,7 @@ def _gap_curves(found: StudyVerdict, drawn: Sequence[ArmVerdict]) -> Figure:
         axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
     _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
-    figure.supylabel("validation loss less bf16's, nat", fontsize=8.8)
+    figure.supylabel(f"validation loss less {found.study.whose}, nat", fontsize=8.8)
     confidence = next(f.band.confidence for f in drawn if f.band)
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),

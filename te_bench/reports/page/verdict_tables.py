@@ -10,17 +10,22 @@ from te_bench.reports.page.table import Table, Value, number, speedup, table_of,
 def gaps(found: StudyVerdict) -> Table | None:
     """Final losses against the control's: gap, intervals, p-values, verdict; one line a configuration."""
     pool = found.study.pool is not None
-    against = "the mean of bf16's runs" if pool else "bf16's on the same seeds"
+    whose = found.study.whose
+    against = f"the mean of {whose} runs" if pool else f"{whose} on the same seeds"
     note = (
-        f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of bf16's loss. "
+        f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
         f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
         "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
-        "loss: over the last tenth of the steps, and its gap. To equal loss: how many times as fast it comes to bf16's "
-        f"final loss, with 95 %. {found.study.assumption}."
+        "loss: over the last tenth of the steps, and its gap. "
     )
+    if any(finding.speedup for finding in found.findings):
+        note += f"To equal loss: how many times as fast it comes to {whose} final loss, with 95 %. "
+    note += f"{found.study.assumption}."
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
-    return table_of("verdict", f"{found.study.title}: gaps against bf16", shown, notes, text_columns=2)
+    return table_of(
+        "verdict", f"{found.study.title}: gaps against {found.study.reference}", shown, notes, text_columns=2
+    )
 
 
 def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:

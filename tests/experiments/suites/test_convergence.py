@@ -103,7 +103,7 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
         expected = ("bf16", "fp8", "reference") if name in judged else (None, None, None)
         assert tuple(fewer.values()) == expected
         assert (trial.problem["arm"] == "recipe") is (name in judged)
-    assert experiment.title.startswith("Convergence: do bf16 weights and fp8 states train like float32?")
+    assert experiment.title.startswith("Convergence: do bf16 weights and FP8 states train like float32?")
     alone = resolve(device="cpu", states="bf16").trials
     assert {arm_name(t) for t in alone if t.problem["arm"] == "recipe"} == {"bf16, bf16 states"}
     with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
@@ -111,6 +111,15 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
     for preset in sorted(convergence.POOLED - {"cpu-pool"}):  # of four micro-batches: no recipe's trial would run
         with pytest.raises(ValueError, match=f"--weights: preset {preset} has micro-batches, .* or --states alone"):
             resolve(device="cuda", preset=preset, weights="bf16")
+
+
+def test_tokens_of_a_sequence_are_no_length_of_a_training() -> None:
+    """A batch of 4 sequences of 64 tokens: 20 steps are 5,120."""
+    for tokens, steps in ((64, "1 step"), (19 * 256, "19 steps")):
+        said = f"--tokens {tokens}: it is how long a run trains here, .* {steps} of 256 tokens; give 5120 or more"
+        with pytest.raises(ValueError, match=said):
+            resolve(device="cpu", batch=4, tokens=tokens)
+    assert {t.problem["steps"] for t in resolve(device="cpu", batch=4, tokens=5120).trials} == {20}
 
 
 def test_on_a_cpu_early_evaluations_are_short() -> None:
@@ -239,7 +248,7 @@ def test_sharing_is_for_gpus_and_for_losses() -> None:
             resolve(suite, device="cuda", share=2, data={})
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (49152, 1), (49153, 2), (1_000_000, 21)])
+@pytest.mark.parametrize(("tokens", "steps"), [(20 * 49152, 20), (20 * 49152 + 1, 21), (1_000_000, 21)])
 def test_tokens_are_steps_rounded_up(tokens: int, steps: int) -> None:
     trials = resolve(device="cuda", preset="gpt2", tokens=tokens).trials
     assert {t.problem["steps"] for t in trials} == {steps}

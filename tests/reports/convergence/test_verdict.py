@@ -47,7 +47,7 @@ def test_truth_is_told(tmp_path: Path) -> None:
     assert found.broken.verdict is Verdict.INFERIOR
     assert found.void is None
     assert found.exit_code == 1
-    assert found.sentence.startswith("EQUIVALENT: delayed_scaling, rowwise_scaling train like bf16")
+    assert found.sentence.startswith("EQUIVALENT: delayed_scaling; rowwise_scaling train like bf16")
     gap = {f.arm.name: f.judgement.comparison.gap for f in found.recipes if f.judgement.comparison}
     assert gap["float8_block_scaling"] == pytest.approx(0.02, abs=0.003)
 
@@ -257,6 +257,19 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     said = " ".join(answers.answer(load_report([directory]), None))
     assert f", {added} of them of seeds after the first plan's, which no verdict counts." in said
     assert f"trials ok, {added} of them of seeds" in tables.summary([directory])
+
+
+def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> None:
+    def notes(first: dict[str, float]) -> list[str]:
+        directory = write_study(tmp_path / str(len(first)), study_records(first, sd=0.0002))
+        write_study(directory, study_records(GAPS, sd=0.0002))
+        [group] = load_results([directory]).groups
+        [study] = studies(group)
+        return [note for note in judge_study(study).notes if "added after the first plan" in note]
+
+    [said] = notes(TRUTH)
+    assert said.startswith("float8_block_scaling was added after the first plan")
+    assert notes({"control": 0.0, "aa": 0.0}) == []  # no verdict could have been seen
 
 
 def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:

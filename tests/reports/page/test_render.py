@@ -46,6 +46,9 @@ def test_the_command_that_repeats_a_run_says_its_options(tmp_path):
     curves = write_report([write(tmp_path / "curves", trained)], tmp_path / "b")
     expected = "--seeds 2 --data 'char=text:my corpus.txt' --budget 60s --out my-run"
     assert expected in content(curves.parent, "report.md")
+    trained = [record(trial("training", precision="bf16", data="random"))]  # in place of the standard library
+    curves = write_report([write(tmp_path / "random", trained)], tmp_path / "c")
+    assert "--seeds 1 --data char=random --out my-run" in content(curves.parent, "report.md")
 
 
 def test_the_command_that_repeats_a_run_says_its_model_and_its_part(tmp_path):

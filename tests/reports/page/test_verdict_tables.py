@@ -15,6 +15,7 @@ from convergence_runs import JUDGEMENT, TRUTH, arm_trial, run_record, study_reco
 from journals import record, write
 
 from te_bench import cli
+from te_bench.experiments.spec import Record
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page import gallery, loss_figures, render, tables, verdict_figures
 from te_bench.reports.page.drawing import Drawing, draw
@@ -102,6 +103,45 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed_scaling"}
     assert wanted <= names
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
+
+
+def in_fewer_bits(records: list[Record], recipe: str, states: str, keep: str | None = None) -> list[Record]:
+    """The runs of a recipe with bf16 weights and such states instead, in bf16 or in FP8 by the recipe `keep`."""
+    changed = []
+    for one in records:
+        if one.trial.problem["arm"] == "recipe" and one.trial.recipe == recipe:
+            problem = {**one.trial.problem, "weights": "bf16", "states": states}
+            precision = "fp8" if keep else "bf16"
+            one = dataclasses.replace(
+                one, trial=dataclasses.replace(one.trial, problem=problem, precision=precision, recipe=keep)
+            )
+        changed.append(one)
+    return changed
+
+
+def test_weights_and_states_are_judged_against_float32_by_name(tmp_path: Path) -> None:
+    records = in_fewer_bits(study_records(sd=0.0002, device="cpu"), "delayed_scaling", "bf16")
+    of_one = [r for r in records if r.trial.recipe != "rowwise_scaling"]
+    text = render.write_report([write_study(tmp_path / "one", of_one)], tmp_path / "report").with_name("report.md")
+    page = text.read_text()
+    assert "EQUIVALENT: bf16 weights and states train like float32 weights and states (final" in page
+    assert "## Do they train like float32?" in page
+    assert "Final gaps against float32 weights and states" in page
+    assert "| bf16, float32 weights and states |" in page
+    assert "like bf16" not in page
+    assert "equal loss" not in page  # a CPU's clock times an emulation
+
+
+def test_names_in_a_headline_are_told_apart(tmp_path: Path) -> None:
+    records = in_fewer_bits(study_records(sd=0.0002), "delayed_scaling", "bf16")
+    records = in_fewer_bits(records, "rowwise_scaling", "fp8", keep="rowwise_scaling")
+    said = headlines(load_report([write_study(tmp_path / "run", records)]))[0]
+    both = "bf16 weights and states; rowwise_scaling, bf16 weights, FP8 states train like float32 weights and states"
+    assert said.startswith(f"EQUIVALENT: {both}")
+    # Beside a recipe with float32 weights the question is FP8's.
+    mixed = in_fewer_bits(study_records(sd=0.0002), "delayed_scaling", "bf16")
+    said = headlines(load_report([write_study(tmp_path / "mixed", mixed)]))[0]
+    assert said.startswith("EQUIVALENT: bf16, bf16 weights and states; rowwise_scaling train like bf16 (final")
 
 
 def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, Drawing]) -> None:
@@ -217,6 +257,22 @@ def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(tmp_path: Path) 
     said = " ".join(verdict(pilot, "--margin", "0.0001").stdout.split())
     assert "bf16 against itself: INCONCLUSIVE, too few seeds to tell 0.0001 from nothing" in said
     assert verdict(write_study(tmp_path / "one", study_records({"control": 0.0}))).returncode == 2
+
+
+def test_an_unfinished_run_says_how_to_go_on(tmp_path: Path) -> None:
+    records = study_records(sd=0.0002)
+    lost = {("aa", 4): "interrupted", ("broken", 4): "interrupted"}
+    begun = [r for r in study_records(sd=0.0002, outcomes=lost) if r.trial.seed != 3]
+    planned = [r.trial for r in records]
+    directory = write(tmp_path / "my run", begun, planned=planned, suite="convergence", judgement=JUDGEMENT)
+    done = verdict(directory)
+    assert done.returncode == 4
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(
+        "Unfinished: 7 of 25 trials to go. Go on: te-bench run convergence --device cuda --seeds 5 "
+    )
+    assert Path(re.findall(r"--out '(.*)'$", first)[0]).resolve() == directory
+    assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
 
 
 def test_another_margin_is_exploration(run: Path) -> None:
