@@ -11,6 +11,7 @@ scales in every GEMM as long as each backward pass is followed by the next forwa
 
 import contextlib
 import functools
+import gc
 import weakref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -105,8 +106,14 @@ _interned: dict[Recipe, Recipe] = {}
 INTERNED = 64
 
 
+#: Whether a state was made since ranks last shared their amaxes.
+_new = False
+
+
 def register(state: Any) -> None:
+    global _new
     _states.append(weakref.ref(state))
+    _new = True
 
 
 def check_recipe(recipe: Any) -> None:
@@ -212,6 +219,10 @@ def recipe_of_attention() -> Recipe | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _update(due: dict[Recipe, Any]) -> None:
     """One step of these recipes over their groups; a recipe that nobody used now can neither step nor fail."""
+    global _new
+    if _new and any(group is not None for group in due.values()) and not torch.compiler.is_compiling():
+        gc.collect()  # or a model that is gone, but in a cycle, is there on some ranks alone, and they share unlike amaxes
+        _new = False
     by_recipe: dict[Recipe, list[Any]] = {recipe: [] for recipe in due}
     alive = [(reference, reference()) for reference in _states]
     _states[:] = [reference for reference, state in alive if state is not None]

@@ -1,5 +1,6 @@
 """DelayedScaling step by step against a plain re-implementation: dictionaries of histories and explicit loops."""
 
+import gc
 import math
 from typing import Any
 
@@ -266,6 +267,24 @@ def test_a_step_of_another_module_moves_nothing() -> None:
         step(other, 64.0)
     assert scales(layer)["input"] == 112.0
     assert past(layer, "input") == [4.0, 0.0]
+
+
+def test_ranks_share_no_amaxes_of_a_model_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cycle, as FSDP's are, it lives until Python collects garbage, which each rank does at another time."""
+    shared: list[int] = []
+    monkeypatch.setattr(recipe.DelayedScaling, "update", lambda self, states, group: shared.append(len(states)))
+    own = recipe.DelayedScaling(amax_history_len=7)  # no other test's
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            layer = te.Linear(16, 16, device="cpu")
+            layer.cycle = [layer]
+            with te.autocast(recipe=own, amax_reduction_group=object()):
+                layer(torch.ones(16, 16))
+    finally:
+        gc.enable()
+    assert shared == [1, 1, 1]
 
 
 def test_an_exception_takes_no_step() -> None:
