@@ -104,12 +104,10 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
 
 def unmeasured_rivals(evidence: Evidence) -> list[str]:
     """Rivals that could train the model, and have no time."""
-    asked: dict[str, bool] = {}
-    for choice in evidence.question.choices:
-        if choice.rival:
-            told = choice in evidence.steps or evidence.wrong.get(choice, "").startswith("unsupported")
-            asked[choice.rival] = asked.get(choice.rival, False) or told
-    return [name for name, told in asked.items() if not told]
+    asked = [choice for choice in evidence.question.choices if choice.rival]
+    cannot = {choice for choice, reason in evidence.wrong.items() if reason.startswith("unsupported")}
+    told = {choice.rival for choice in asked if choice in evidence.steps or choice in cannot}
+    return [str(name) for name in dict.fromkeys(choice.rival for choice in asked) if name not in told]
 
 
 def _without_fp8(evidence: Evidence, decision: Decision) -> str:

@@ -7,8 +7,6 @@ from te_bench.reports.convergence.published import Published
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
 SEEDS = 10  # that have 80 % power at GPT-2's margin, by its published records
 ARMS = 4  # control, A/A, the recipe, one broken
-#: With --fused, besides: te-bench's kernels in a user's model, or the fused step with either head.
-MORE_ARMS = {True: 1, False: 2}
 
 
 def nearest(choice: Choice) -> Published | None:
@@ -48,7 +46,8 @@ def command(question: Question, choice: Choice) -> str:
 
 
 def _hours(question: Question, choice: Choice, seconds: float) -> str:
-    arms = ARMS + (MORE_ARMS[bool(choice.parts)] if choice.fused or choice.parts else 0)
+    # With --fused, besides: te-bench's kernels in a user's model, or the fused step with either head.
+    arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
     steps = arms * SEEDS * STEPS * BATCH_TOKENS / question.tokens
     spent = steps * seconds
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

@@ -136,8 +136,8 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
             records=shown,
         )
     classes = work["vocab"] or vocab
-    heads = [found["rows"] for found in work["linears"] if found["out_features"] == classes]
-    few = bool(heads) and max(heads) * (classes or 0) < SMALL  # as of a classifier, which has a row an image
+    logits = [found["rows"] * classes for found in work["linears"] if found["out_features"] == classes]
+    few = logits and max(logits) < SMALL  # as of a classifier, which has a row an image
     if classes is not None and classes > MULTIPLE and classes % MULTIPLE and not few:
         yield Finding(
             name="vocabulary",
