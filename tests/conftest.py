@@ -159,13 +159,20 @@ def plain_heads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def asked_here() -> Iterator[None]:
-    """A user's model is looked at in this process, which has imported torch, and not in one of its own."""
+def asked_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A user's model is looked at in this process, which has imported torch, and not in one of its own.
+
+    Its modules are forgotten afterwards: another test's module may have the same name, or be missing by it.
+    """
     from te_bench.models import probe, sources
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "ask", lambda source, *, tokens: probe.find_out(source, tokens))
         yield
+    folder = tmp_path_factory.getbasetemp()
+    for name, module in list(sys.modules.items()):
+        if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture
