@@ -1,9 +1,10 @@
 """Python sources as one text to train on: anyone rebuilds it, without a network, from packages of pinned versions.
 
-    pip download --only-binary=:all: --platform any --no-deps -d wheels -r python_sources.txt   # beside this file
+    pip download --only-binary=:all: --platform any --python-version 3.13 --no-deps -d wheels -r python_sources.txt
     python -m te_bench.training.python_sources python.txt wheels
     te-bench run convergence --preset gpt2 --data text:python.txt
 
+python_sources.txt lies beside this file; some of its packages ask for Python 3.12, their sources for none.
 Of folders of wheels, sdists or .py files each different file is taken once, in the order of the hashes of their contents:
 neither the archives' names nor the machine matter, and the tenth that te-bench holds out is like the rest. Of installed
 packages, named instead, files come in the order of their paths; --shuffled orders them by the hashes of their paths.
