@@ -36,14 +36,15 @@ def test_triton_is_the_reference_bit_for_bit(offset: int, device: str) -> None:
     ours = [few_bits((33, 70), FORMS["bf16"], "rt", device, offset), parameter((7,), plain(device), 0)]
     ours += [few_bits((34, BLOCK), form, layouts, device, offset) for form in FORMS.values() for layouts in ("", "rt")]
     ours += [few_bits((34, BLOCK), FORMS["moments in bf16"], "b", device, offset)]
+    for p in ours:
+        if p.exp_avg_sq_scale is not None:
+            p.exp_avg_sq_scale[-1] = math.nan
     theirs = [copy(p) for p in ours]
     for t in (1, 1000):
         run(backend("triton", device), ours, t, seed=-(2**40) - 7)
         run(reference.BACKEND, theirs, t, seed=-(2**40) - 7)
         for mine, other in zip(ours, theirs, strict=True):
             assert_same(mine, other)
-            for name in ("exp_avg_scale", "exp_avg_sq_scale"):
-                assert getattr(mine, name) is None or torch.equal(getattr(mine, name), getattr(other, name))
 
 
 def test_the_words_are_philoxs() -> None:

@@ -35,6 +35,7 @@ def test_memory_at_size(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vocabulary_that_is_no_multiple_of_64_costs_little(name: str) -> None:
     """cuBLAS took 23 ms for the products of GPT-2's 50257 classes, and 5 ms for those of 50304."""
