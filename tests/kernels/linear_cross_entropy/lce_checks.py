@@ -74,6 +74,12 @@ def run(forward: Forward, case: Case, **options: int) -> Result:
     return Result(loss.detach(), *torch.autograd.grad(3 * loss, (x, weight)))
 
 
+def autocast_run(forward: Forward, case: Case, **options: int) -> Result:
+    """`run` of float32 leaves of the case's values, under bf16 autocast: gradients that are not rounded."""
+    with torch.autocast(case.x.device.type, dtype=torch.bfloat16):
+        return run(forward, case.to(torch.float32), **options)
+
+
 def exact(case: Case) -> Result:
     """In float64 from the unpadded formula."""
     x, weight = case.x.double().requires_grad_(), case.weight.double().requires_grad_()

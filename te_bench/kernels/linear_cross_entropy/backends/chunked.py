@@ -13,11 +13,20 @@ from torch import Tensor
 
 from te_bench.kernels.gemm import half
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
-from te_bench.kernels.linear_cross_entropy.autograd import apply, chunk_rows, count, fake, mean, slices
+from te_bench.kernels.linear_cross_entropy.autograd import (
+    apply,
+    count,
+    fake,
+    few_chunk_rows,
+    gradient_dtype,
+    mean,
+    slices,
+    sum_dtype,
+)
 from te_bench.kernels.linear_cross_entropy.backends import reference
 
-# Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks. More chunks: dW, 155 MB in
-# float32, is read and written more often, and dx has fewer tiles.
+# Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks, and 2048 of Llama-3's
+# 128256, so that 8192 are four. More chunks: dW is read and written more often, and dx has fewer tiles.
 LOGITS_BYTES = 600 * 2**20
 
 
@@ -39,11 +48,13 @@ def forward(
 ) -> Tensor:
     """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
-    Computed in autocast's dtype or x's: logits and their gradient are rounded to it, all sums are float32's, and the
-    gradients are rounded once, to the dtypes of x and weight. A target of -1 is ignored; one that is neither that nor in
-    the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
-    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them); strip: those whose
-    logits are made and used before the next (default: the whole chunk). Neither changes more than the order of sums.
+    Computed in autocast's dtype or x's: logits and their gradient are rounded to it, a chunk's sums are float32's. dx is
+    rounded once, to x's dtype; dW once, or, of a bf16 weight and at most four chunks, once for each. The backward pass
+    rounds both again where the loss's own gradient is no power of two. A target of -1 is ignored; one that is neither that
+    nor in the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
+    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them, a fourth of all rows at
+    least); strip: those whose logits are made and used before the next (default: the whole chunk). Neither changes more
+    than the order of sums, and how often dW is rounded.
     copy: weight as somebody has rounded it already, of which the products are; the gradient is weight's all the same.
     Raises ValueError for what does not fit; no second derivatives.
     """
@@ -52,7 +63,7 @@ def forward(
 
 def rows_of(n: int, padded: int, itemsize: int, rows: int | None = None) -> int:
     """The rows of a chunk of n, where rows says nothing else."""
-    return min(rows or chunk_rows(n, padded, itemsize, LOGITS_BYTES), max(n, 1))
+    return min(rows or few_chunk_rows(n, padded, itemsize, LOGITS_BYTES), max(n, 1))
 
 
 def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
@@ -69,17 +80,18 @@ def _operator(
     dtype: torch.dtype,
     rows: int | None,
     strip: int | None,
+    leaf: torch.dtype,
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss and its gradients in float32, empty where not needed."""
+    """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
-        x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
         (n, d), padded = x.shape, weight.shape[0]
         rows = rows_of(n, padded, dtype.itemsize, rows)
         losses = x.new_empty(n, dtype=torch.float32)
-        dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
-        dw = x.new_empty((padded, d) if need_dw else 0, dtype=torch.float32)
+        dx = x.new_empty((n, d) if need_dx else 0, dtype=gradient_dtype(x.dtype, dtype))
+        dw = x.new_empty((padded, d) if need_dw else 0, dtype=sum_dtype(leaf, dtype, -(-n // rows)))
+        x, weight, targets = x.to(dtype), weight.to(dtype), targets.contiguous()
         buffer = x.new_empty(rows, padded)
         numbers = count(targets)
         inverse = numbers[kernels.INVERSE, 0]
@@ -100,7 +112,7 @@ def _operator(
         if late:
             dx.mul_(inverse)
             dw.mul_(inverse)
-        return mean(losses, numbers), dx, dw
+        return mean(losses, numbers), dx, dw.to(gradient_dtype(leaf, dtype))
 
 
 _operator.register_fake(fake)
@@ -118,10 +130,7 @@ def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: T
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out := a @ b, added to out where `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) float32.
-
-    float32 and not a's dtype, for a bf16 sum over chunks would be rounded once a chunk.
-    """
+    """out := a @ b, added to out where `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) of it or float32."""
     if a.dtype is out.dtype or not a.is_cuda:  # out_dtype is CUDA's (torch 2.13)
         a, b = a.to(out.dtype), b.to(out.dtype)
         if accumulate:

@@ -3,8 +3,8 @@
 As `chunked`, but the gradient of the logits leaves its kernel as E5M2 in both layouts, for the GEMM that contracts the
 vocabulary and for the one that contracts the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits are
 made of a part of a strip at a time, and gone when the next ones are made, the gradient for dx with its strip; the gradient
-for dW is kept for a chunk of many strips, as torch's FP8 GEMM cannot add to a dW that is there. On a CPU kernels and GEMMs
-are emulated.
+for dW is kept for a chunk of many strips, as torch's FP8 GEMM cannot add to a dW that is there. The first dW is made when
+both layouts of W are gone, if there is but one chunk. On a CPU kernels and GEMMs are emulated.
 
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forward and E5M2 backward.
 """
@@ -17,7 +17,17 @@ from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.gemm.backends import scaled_mm
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
-from te_bench.kernels.linear_cross_entropy.autograd import apply, chunk_rows, count, fake, mean, slices
+from te_bench.kernels.linear_cross_entropy.autograd import (
+    apply,
+    chunk_rows,
+    count,
+    fake,
+    few_chunk_rows,
+    gradient_dtype,
+    mean,
+    slices,
+    sum_dtype,
+)
 from te_bench.kernels.linear_cross_entropy.backends import reference
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 
@@ -27,8 +37,11 @@ GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 # Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
 # (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
-# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up.
-CHUNK_BYTES = 600 * 2**20
+# Bytes of E5M2 for dW a chunk: 8192 rows of Llama-3's 128256 classes, as many as its dW in bf16, which is made when W's two
+# layouts, again as many, are gone.
+CHUNK_BYTES = 2**30
+# Classes of dW that a further chunk adds at once: 64 MiB of float32 at a width of 4096, most of them still in the L2.
+CLASSES = 4096
 
 
 def unsupported(p: Problem) -> str | None:
@@ -48,26 +61,27 @@ def forward(
     """mean_i CE(q(x)_i q(W)^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
     q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
-    float32, then rounded once to the dtypes of x and weight. targets and errors are those of `chunked`.
-    rows: those whose g^T is in memory at once (default: about 600 MiB of it); strip: those whose g is (default: about 150
-    MiB), and at most whose logits are (about 150 MiB). Neither changes more than the order of sums. copy: as `chunked`'s.
+    float32, then rounded as `chunked`'s are, to the dtypes of x and weight. targets, errors and copy are those of `chunked`.
+    rows: those whose g^T is in memory at once (default: about 1 GiB of it, a fourth of all rows at least); strip: those
+    whose g is (default: about 150 MiB), and at most whose logits are (about 150 MiB).
     """
     return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
 
 def _cut(n: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
     """The rows of a chunk, of a strip, and those whose logits are made at once."""
-    rows = min(rows or chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
+    rows = min(rows or few_chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
     strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
     return rows, strip, chunk_rows(strip, padded, 2, LOGITS_BYTES)
 
 
 def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
-    """Some rows' logits, a strip's dx and a chunk's share of dW."""
+    """Some rows' logits, a strip's dx and a chunk's share of dW, but for the first one's some classes at a time."""
     rows, strip, most = _cut(n, padded)
     chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
     strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
-    return sum(len(list(slices(height, most))) for height in strips) + len(strips) + len(chunks), 0
+    shares = 1 + (len(chunks) - 1) * len(list(slices(padded, CLASSES)))
+    return sum(len(list(slices(height, most))) for height in strips) + len(strips) + shares, 0
 
 
 @torch.library.custom_op("te_bench::linear_cross_entropy_fp8", mutates_args=())
@@ -79,21 +93,22 @@ def _operator(
     dtype: torch.dtype,
     rows: int | None,
     strip: int | None,
+    leaf: torch.dtype,
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss and its gradients in float32, empty where not needed."""
+    """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
         rows, strip, most = _cut(n, padded, rows, strip)
-        qx, qw = _quantized(x, weight, need_dx, need_dw)
-        x_rows, w_rows = qx.by_rows(), qw.by_rows()
+        qx, *qw = _quantized(x, weight, need_dx, need_dw)
+        x_rows = qx.by_rows()
         numbers = count(targets)
         # The gradient's scale and the mean are one factor of the GEMMs.
         g_scale_inv = numbers[kernels.SCALED, 0]
         losses = x.new_empty(n, dtype=torch.float32)
-        dx = x.new_empty((n, d) if need_dx else 0, dtype=torch.float32)
-        dw = x.new_empty(0, dtype=torch.float32)
+        dx = x.new_empty((n, d) if need_dx else 0, dtype=gradient_dtype(x.dtype, dtype))
+        dw = x.new_empty(0, dtype=sum_dtype(leaf, dtype, -(-n // rows)))
         g = x.new_empty((strip, padded), dtype=E5M2) if need_dx else None
         for chunk in slices(n, rows):
             height = chunk.stop - chunk.start
@@ -103,20 +118,26 @@ def _operator(
                 g_part = None if g is None else g[: part.stop - start]
                 for some in slices(part.stop - start, most):
                     here = slice(start + some.start, start + some.stop)
-                    logits = _gemm(x_rows._replace(data=qx.data[here]), w_rows, torch.bfloat16)
+                    logits = _gemm(x_rows._replace(data=qx.data[here]), qw[0].by_rows(), torch.bfloat16)
                     g_some = None if g_part is None else g_part[some]
                     _rows(logits, targets[here], losses[here], vocab, g_some, g_t, here.start - chunk.start)
                     del logits  # or the next ones would be made beside them
                 if g_part is not None:
-                    _gemm_into(dx[part], Operand(g_part, g_scale_inv, GRADIENT), qw.by_columns())
+                    _gemm_into(dx[part], Operand(g_part, g_scale_inv, GRADIENT), qw[0].by_columns())
+            if chunk.stop == n:
+                qw.clear()  # dW takes their place
             if g_t is not None:
                 x_t = qx.by_columns()._replace(data=_columns(qx.data_t, chunk))
-                share = _gemm(Operand(g_t, g_scale_inv, GRADIENT), x_t, torch.float32)
-                dw = dw.add_(share) if chunk.start else share
+                if chunk.start == 0:
+                    dw = dw.new_empty(padded, d)
+                    _gemm_into(dw, Operand(g_t, g_scale_inv, GRADIENT), x_t)
+                else:
+                    for some in slices(padded, CLASSES):
+                        dw[some] += _gemm(Operand(g_t[some], g_scale_inv, GRADIENT), x_t, torch.float32)
             del g_t  # or the next chunk's would be made beside it
         if need_dw and n == 0:
-            dw = x.new_zeros((padded, d), dtype=torch.float32)
-        return mean(losses, numbers), dx, dw
+            dw = dw.new_zeros(padded, d)
+        return mean(losses, numbers), dx, dw.to(gradient_dtype(leaf, dtype))
 
 
 _operator.register_fake(fake)
@@ -137,13 +158,13 @@ def _gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
 
 
 def _gemm_into(out: Tensor, a: Operand, b: Operand) -> None:
-    """out (M, N) float32 := a (M, K) b (N, K)^T, without a copy where cuBLASLt takes the shapes as they are."""
+    """out (M, N) := a (M, K) b (N, K)^T, without a copy where cuBLASLt takes the shapes as they are."""
     x, y = a.data, b.data
     aligned = not (x.shape[1] % scaled_mm.ALIGNMENT or y.shape[0] % scaled_mm.ALIGNMENT)
     if x.is_cuda and aligned:
         torch._scaled_mm(x, y.t(), a.scale_inv, b.scale_inv, out_dtype=out.dtype, use_fast_accum=False, out=out)
     else:
-        out.copy_(_gemm(a, b, out.dtype))
+        out.copy_(_gemm(a, b, torch.float32))
 
 
 def _columns(x_t: Tensor, chunk: slice) -> Tensor:
