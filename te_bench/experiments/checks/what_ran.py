@@ -171,7 +171,7 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
-        in_fp8, others = head.gemms(rows, p.padded_vocab, half)
+        in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half)
         expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
     # A GPU's kernel that adds and norms runs before each part and at the end; a CPU's Function ends at each attention.
     times = accumulate * (made.parts + 1 if trial.device == "cuda" else made.attentions + 1)

@@ -15,7 +15,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROWS_MULTIPLE = 128  # rows of a GEMM's tile
 # Of classes: cuBLAS has slow kernels alone for rows that 16 bytes do not divide, such as GPT-2's 50257.
 CLASSES_MULTIPLE = 64
-# Chunks at most by default. A bf16 dW is rounded once for each: of four, 1.3 times the error of one, and 1.8 of eight.
+# A bf16 dW is rounded once for each of so many chunks: 1.3 times the error of one, and of eight it would be 1.8 times.
 MOST_CHUNKS = 4
 
 
@@ -24,12 +24,6 @@ def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
     most = max(ROWS_MULTIPLE, budget // (padded_classes(padded) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     each = -(-n // -(-n // most)) if n else most
     return -(-each // ROWS_MULTIPLE) * ROWS_MULTIPLE
-
-
-def few_chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
-    """`chunk_rows`, but for rows of so many classes that there would be more than MOST_CHUNKS: the rows of so many."""
-    least = -(-n // (MOST_CHUNKS * ROWS_MULTIPLE)) * ROWS_MULTIPLE
-    return max(chunk_rows(n, padded, itemsize, budget), least)
 
 
 def gradient_dtype(leaf: torch.dtype, products: torch.dtype) -> torch.dtype:

@@ -111,7 +111,7 @@ def loss(x: "Tensor", weight: "Tensor", targets: "Tensor", *, vocab: int) -> "Te
 def head(config: DecoderConfig) -> Backend:
     """Liger's loss; a chunk has so many rows that all its logits take about as much as the hidden states do."""
 
-    def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+    def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
         rows = -(-n // -(-config.vocab_size // config.shape.hidden))
         rows = min(n, 1 << (rows - 1).bit_length())
         return 0, 3 * -(-n // rows)

@@ -313,7 +313,7 @@ def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, monkeypa
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         head.forward(x, weight, torch.zeros(rows).long(), vocab=60).backward()
     products = [event for event in profiler.events() or [] if re.fullmatch(r"aten::(mm|addmm)", event.name)]
-    assert sum(head.gemms(rows, 64, 2)) == len(products)
+    assert sum(head.gemms(rows, 32, 64, 2)) == len(products)
 
 
 #: A kernel of each title's, launched once for each part.
@@ -551,7 +551,7 @@ def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(
 ) -> None:
     """At these shapes GEMMs are the Gluon kernel's, too."""
     ran = observed(a_trial(recipe, mode, "cuda", **GPT2, **problem))
-    of_head = fp8_head.gemms(12288, 50304, 2)[0] if problem else 0
+    of_head = fp8_head.gemms(12288, 768, 50304, 2)[0] if problem else 0
     assert ran["gemm_fp8"] == (144 if multiplied_in_fp8(recipe) else 0) + of_head
     assert ran["gemm_half"] == (0 if multiplied_in_fp8(recipe) else 144) + (0 if problem else 3)
 

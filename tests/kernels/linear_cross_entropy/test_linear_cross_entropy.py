@@ -27,6 +27,7 @@ from torch import Tensor
 from te_bench.kernels import linear_cross_entropy, quantize
 from te_bench.kernels.gemm import half
 from te_bench.kernels.linear_cross_entropy import Problem, autograd, kernels
+from te_bench.kernels.linear_cross_entropy.backends import chunked
 
 CHUNKED = linear_cross_entropy.load("chunked").forward
 CHUNKED_NAMES = ("chunked", "fp8")
@@ -279,6 +280,18 @@ def test_chunks_are_even_and_within_budget(n: int, padded: int, itemsize: int) -
     assert [(part.start, part.stop) for part in autograd.slices(10, 4)] == [(0, 4), (4, 8), (8, 10)]
 
 
+def test_chunks_of_large_vocabularies_take_the_least_room() -> None:
+    """Of a bf16 dW by few chunks, where float32 sums would take more; in FP8 by one, as long as W's layouts take as much."""
+    for n, d, rounded, rows in (
+        (8192, 4096, True, 2048), (32768, 4096, True, 8192), (32768, 4096, False, 2432), (32768, 2048, True, 2432),
+        (2048, 4096, True, 2048), (0, 4096, True, 1),
+    ):  # fmt: skip
+        assert chunked.rows_of(n, d, 128256, 2, rounded=rounded) == rows
+    fp8 = linear_cross_entropy.load("fp8")
+    assert fp8.gemms(8192, 4096, 128256, 2) == (16 + 8 + 1, 0)
+    assert fp8.gemms(8192, 2048, 128256, 2) == (16 + 8 + 1 + 16, 0)  # a second chunk, 8192 classes at a time
+
+
 def peak_bytes(call: Callable[[], object]) -> int:
     """The most that was allocated at once during the call, beyond what was before it."""
     gc.collect()
@@ -314,7 +327,7 @@ def into(out: Tensor, *_: object) -> None:
 
 
 def test_the_peak_of_a_bf16_weight_is_its_gradients_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient is there in float32 too. Beside dW stands what fewest have: a chunk's logits, or E5M2 in place of W."""
+    """No gradient is there in float32 too. In FP8 dW is not there before the operands' two layouts are gone."""
     prepare("interpreted", monkeypatch)
     monkeypatch.setitem(kernels.ROW, "BLOCK", 1024)
     n, d, classes, rows = 32, 1024, 1024, 16

@@ -14,10 +14,12 @@ from torch import Tensor
 from te_bench.kernels.gemm import half
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
 from te_bench.kernels.linear_cross_entropy.autograd import (
+    MOST_CHUNKS,
+    ROWS_MULTIPLE,
     apply,
+    chunk_rows,
     count,
     fake,
-    few_chunk_rows,
     gradient_dtype,
     mean,
     slices,
@@ -28,6 +30,9 @@ from te_bench.kernels.linear_cross_entropy.backends import reference
 # Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks, and 2048 of Llama-3's
 # 128256, so that 8192 are four. More chunks: dW is read and written more often, and dx has fewer tiles.
 LOGITS_BYTES = 600 * 2**20
+# A bf16 dW of more than MOST_CHUNKS is added up in float32 and rounded, 6 bytes an element. Up to so many rows for each
+# column of x, MOST_CHUNKS of them take less room together with dW's 2: 2 Vp N / 4 bytes of logits.
+ROWS_A_COLUMN = 8
 
 
 def unsupported(p: Problem) -> str | None:
@@ -52,23 +57,26 @@ def forward(
     rounded once, to x's dtype; dW once, or, of a bf16 weight and at most four chunks, once for each. The backward pass
     rounds both again where the loss's own gradient is no power of two. A target of -1 is ignored; one that is neither that
     nor in the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
-    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them, a fourth of all rows at
-    least); strip: those whose logits are made and used before the next (default: the whole chunk). Neither changes more
-    than the order of sums, and how often dW is rounded.
+    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them, or a fourth of all rows where
+    a bf16 dW takes less room so); strip: those whose logits are made and used before the next (default: the whole chunk).
+    Neither changes more than the order of sums, and how often dW is rounded.
     copy: weight as somebody has rounded it already, of which the products are; the gradient is weight's all the same.
     Raises ValueError for what does not fit; no second derivatives.
     """
     return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
 
 
-def rows_of(n: int, padded: int, itemsize: int, rows: int | None = None) -> int:
-    """The rows of a chunk of n, where rows says nothing else."""
-    return min(rows or few_chunk_rows(n, padded, itemsize, LOGITS_BYTES), max(n, 1))
+def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool = False) -> int:
+    """The rows of a chunk of n; rounded: dW is bf16."""
+    rows = chunk_rows(n, padded, itemsize, LOGITS_BYTES)
+    if rounded and n <= ROWS_A_COLUMN * d:
+        rows = max(rows, -(-n // (MOST_CHUNKS * ROWS_MULTIPLE)) * ROWS_MULTIPLE)
+    return min(rows, max(n, 1))
 
 
-def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
     """A chunk's logits, and their two gradients."""
-    return 0, 3 * len(list(slices(n, rows_of(n, padded, itemsize))))
+    return 0, 3 * len(list(slices(n, rows_of(n, d, padded, itemsize))))
 
 
 @torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
@@ -87,7 +95,8 @@ def _operator(
     """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded = x.shape, weight.shape[0]
-        rows = rows_of(n, padded, dtype.itemsize, rows)
+        made = gradient_dtype(leaf, dtype)
+        rows = min(rows or rows_of(n, d, padded, dtype.itemsize, rounded=made is not torch.float32), max(n, 1))
         losses = x.new_empty(n, dtype=torch.float32)
         dx = x.new_empty((n, d) if need_dx else 0, dtype=gradient_dtype(x.dtype, dtype))
         dw = x.new_empty((padded, d) if need_dw else 0, dtype=sum_dtype(leaf, dtype, -(-n // rows)))
@@ -112,7 +121,7 @@ def _operator(
         if late:
             dx.mul_(inverse)
             dw.mul_(inverse)
-        return mean(losses, numbers), dx, dw.to(gradient_dtype(leaf, dtype))
+        return mean(losses, numbers), dx, dw.to(made)
 
 
 _operator.register_fake(fake)

@@ -9,6 +9,8 @@ both layouts of W are gone, if there is but one chunk. On a CPU kernels and GEMM
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forward and E5M2 backward.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,11 @@ from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.gemm.backends import scaled_mm
 from te_bench.kernels.linear_cross_entropy import Backend, Problem, kernels
 from te_bench.kernels.linear_cross_entropy.autograd import (
+    ROWS_MULTIPLE,
     apply,
     chunk_rows,
     count,
     fake,
-    few_chunk_rows,
     gradient_dtype,
     mean,
     slices,
@@ -37,11 +39,11 @@ GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 # Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
 # (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
-# Bytes of E5M2 for dW a chunk: 8192 rows of Llama-3's 128256 classes, as many as its dW in bf16, which is made when W's two
-# layouts, again as many, are gone.
-CHUNK_BYTES = 2**30
-# Classes of dW that a further chunk adds at once: 64 MiB of float32 at a width of 4096, most of them still in the L2.
-CLASSES = 4096
+# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up. It may take as many as W in both
+# layouts, in whose place a bf16 dW is made then: 8192 rows of Llama-3-8B's 128256 x 4096.
+CHUNK_BYTES = 600 * 2**20
+# Bytes of float32 that a further chunk adds to dW at a time; most of them are still in the L2.
+SHARE_BYTES = 64 * 2**20
 
 
 def unsupported(p: Problem) -> str | None:
@@ -62,25 +64,30 @@ def forward(
 
     q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
     float32, then rounded as `chunked`'s are, to the dtypes of x and weight. targets, errors and copy are those of `chunked`.
-    rows: those whose g^T is in memory at once (default: about 1 GiB of it, a fourth of all rows at least); strip: those
-    whose g is (default: about 150 MiB), and at most whose logits are (about 150 MiB).
+    rows: those whose g^T is in memory at once (default: about 600 MiB of it, or as much as q(W) takes in both layouts);
+    strip: those whose g is (default: about 150 MiB), and at most whose logits are (about 150 MiB).
     """
     return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
 
-def _cut(n: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
+def _cut(n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
     """The rows of a chunk, of a strip, and those whose logits are made at once."""
-    rows = min(rows or few_chunk_rows(n, padded, 1, CHUNK_BYTES), max(n, 1))
+    rows = min(rows or chunk_rows(n, padded, 1, max(CHUNK_BYTES, 2 * d * padded)), max(n, 1))
     strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
     return rows, strip, chunk_rows(strip, padded, 2, LOGITS_BYTES)
 
 
-def gemms(n: int, padded: int, itemsize: int) -> tuple[int, int]:
+def _shares(d: int, padded: int) -> Iterator[slice]:
+    """The classes of dW that are added at a time, whole tiles of them."""
+    return slices(padded, max(ROWS_MULTIPLE, SHARE_BYTES // (4 * d) // ROWS_MULTIPLE * ROWS_MULTIPLE))
+
+
+def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
     """Some rows' logits, a strip's dx and a chunk's share of dW, but for the first one's some classes at a time."""
-    rows, strip, most = _cut(n, padded)
+    rows, strip, most = _cut(n, d, padded)
     chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
     strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
-    shares = 1 + (len(chunks) - 1) * len(list(slices(padded, CLASSES)))
+    shares = 1 + (len(chunks) - 1) * len(list(_shares(d, padded)))
     return sum(len(list(slices(height, most))) for height in strips) + len(strips) + shares, 0
 
 
@@ -100,7 +107,7 @@ def _operator(
     """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
-        rows, strip, most = _cut(n, padded, rows, strip)
+        rows, strip, most = _cut(n, d, padded, rows, strip)
         qx, *qw = _quantized(x, weight, need_dx, need_dw)
         x_rows = qx.by_rows()
         numbers = count(targets)
@@ -132,7 +139,7 @@ def _operator(
                     dw = dw.new_empty(padded, d)
                     _gemm_into(dw, Operand(g_t, g_scale_inv, GRADIENT), x_t)
                 else:
-                    for some in slices(padded, CLASSES):
+                    for some in _shares(d, padded):
                         dw[some] += _gemm(Operand(g_t[some], g_scale_inv, GRADIENT), x_t, torch.float32)
             del g_t  # or the next chunk's would be made beside it
         if need_dw and n == 0:
