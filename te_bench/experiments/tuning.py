@@ -22,7 +22,11 @@ GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(,row)?(,promoted)?)?")
 EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
 #: GPT-2 124M, 355M and 1.5B.
-GPU_HEADS = ["12288,768,50257/50304", "12288,1024,50257/50304", "8192,1600,50257/50304"]
+#: GPT-2's, and vocabularies from 32 k to 256 k by 2048 to 32768 tokens.
+GPU_HEADS = [
+    "12288,768,50257/50304", "12288,1024,50257/50304", "8192,1600,50257/50304", "32768,2048,32000", "2048,4096,128256",
+    "8192,4096,128256", "8192,2304,256000",
+]  # fmt: skip
 CPU_HEADS = ["128,64,500/512"]
 CPU_GEMM = "256,512,128"
 

@@ -351,6 +351,7 @@ FAMILIES: dict[str, dict[str, Call]] = {
         "mean": lambda: cross_entropy.mean(torch.empty(M), torch.empty(3, 4)),
         "scaled": lambda: cross_entropy.scale(matrix(M, D, FP32), one(), matrix(M, D)),
         "scaled in place": lambda: cross_entropy.scale(*in_place(matrix(V, D, FP32))),
+        "scaled in place, bf16": lambda: cross_entropy.scale(*in_place(matrix(V, D))),
         "tied": lambda: tied.add_rows_by_kernel(matrix(V, D, FP32), matrix(M, D, FP32), torch.zeros(M).long()),
         "embedded": lambda: tied.embed_by_kernel(matrix(V, D, FP32), matrix(1024, D, FP32), torch.zeros(12, 1024).long()),
     },

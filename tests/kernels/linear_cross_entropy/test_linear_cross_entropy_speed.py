@@ -35,6 +35,24 @@ def test_memory_at_size(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("name", "most"), [("chunked", 1.6), ("fp8", 2.5)])
+def test_memory_of_a_large_vocabulary(name: str, most: float) -> None:
+    """GiB beside x and W in bf16, gradients among them: dW is 0.98, and all logits, which PyTorch makes, are 1.96."""
+    forward = linear_cross_entropy.load(name).forward
+    x, weight, targets, vocab = draw(8192, 4096, 128256, 128256, torch.bfloat16, "cuda")
+    x.requires_grad_()
+    weight.requires_grad_()
+    for _ in range(2):  # cuBLAS takes its room at once
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        made = torch.autograd.grad(forward(x, weight, targets, vocab=vocab), (x, weight))
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+        del made
+    print(f"{name}: {peak:.2f} GiB at its peak")
+    assert peak < most
+
+
+@pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("name", NAMES)
 def test_a_vocabulary_that_is_no_multiple_of_64_costs_little(name: str) -> None:
