@@ -38,6 +38,7 @@ class Evidence:
     predictions: as they were before anything was verified. left_out: what there was no time for. wrong: why choices have no
     record that counts. missing: steps that a budget of whole_s would have measured as well. waiting: what is predicted of
     steps that were not measured, corrected by those that were, the fastest first; a budget of verified_s holds the first.
+    repeated_s: what the repetitions that are left out take, run by themselves.
     larger: steps of more sequences that fit, by the fastest choice. again: of as many or more, by its checkpointed blocks.
     """
 
@@ -59,6 +60,7 @@ class Evidence:
     again: Mapping[int, Record] = field(default_factory=dict)  # by batch
     waiting: tuple[Prediction, ...] = ()
     verified_s: float = 0.0
+    repeated_s: float = 0.0
 
     @property
     def promising(self) -> Prediction | None:
@@ -154,13 +156,15 @@ class Run:
             larger=self.larger,
             again=self.again,
             waiting=tuple(self._waiting(predictions)),
+            repeated_s=self._expected(self.left_out.get(REPETITIONS, [])),
             verified_s=self.budget_s - self.left_s + self._expected(self.left_out.get(VERIFICATION, [])[:1]),
         )
 
     def _announce(self) -> None:
         """Before anything starts: how many trials, and about how long."""
         q = self.question
-        steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * (VERIFIED + 2 * (SEEDS - 1))
+        steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * VERIFIED
+        steps += [q.trial(q.have, seed) for seed in range(1, SEEDS)] * 2
         expected = self._expected([q.survey(), *steps]) * WITH_PARTS
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
         if q.survey().id in self.known:  # how much of the rest is known, only the predictions will tell
