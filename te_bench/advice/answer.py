@@ -8,7 +8,7 @@ from typing import Any
 
 from te_bench.advice import convergence
 from te_bench.advice.advise import Evidence
-from te_bench.advice.candidates import Choice, Question
+from te_bench.advice.candidates import COMPILED, Choice, Question
 from te_bench.advice.code import code
 from te_bench.advice.decision import (
     AS_FAST,
@@ -103,11 +103,14 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
 
 
 def unmeasured_rivals(evidence: Evidence) -> list[str]:
-    """Rivals that could train the model, and have no time."""
-    asked = [choice for choice in evidence.question.choices if choice.rival]
+    """Rivals that could train the model, torch.compile among them, and have no time."""
     cannot = {choice for choice, reason in evidence.wrong.items() if reason.startswith("unsupported")}
-    told = {choice.rival for choice in asked if choice in evidence.steps or choice in cannot}
-    return [str(name) for name in dict.fromkeys(choice.rival for choice in asked) if name not in told]
+    told: dict[str, bool] = {}
+    for choice in evidence.question.frames:
+        if choice.rival or (choice.of_others and choice.mode in COMPILED):
+            name = choice.rival or "torch.compile"
+            told[name] = told.get(name, False) or choice in evidence.steps or choice in cannot
+    return [name for name, known in told.items() if not known]
 
 
 def _without_fp8(evidence: Evidence, decision: Decision) -> str:

@@ -104,8 +104,15 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         *([CHECKPOINTED] if choice.checkpointing else []),
         f'step = TrainStep(model, {optim}, precision="{choice.precision}", mode="cudagraph")',
         "loss = step(inputs, targets)  # two tensors; AdamW by Optim, in place of your loop"
-        + ("; targets: the next tokens" if question.text else ""),
+        + (f"; targets: {_targets(question)}" if question.text else ""),
     ]
+
+
+def _targets(question: Question) -> str:
+    """What adopt's language models learn, by the class that a config names."""
+    named = json.loads(str(question.problem.get("config", "{}"))).get("architectures") or [""]
+    words = {"ForMaskedLM": "hidden tokens, -100 elsewhere", "ForConditionalGeneration": "labels"}
+    return next((said for ending, said in words.items() if named[0].endswith(ending)), "the next tokens")
 
 
 def _model(question: Question) -> tuple[list[str], str, str]:

@@ -27,7 +27,8 @@ def adopt(
     """The module, converted in place, as forward(inputs, targets) -> (), its loss; its weights stay at `.module`.
 
     recipe and parts: as te.convert's. loss: (output, targets) -> (), where the module returns neither loss nor logits
-    (B, T, V). Targets of a language model are the next tokens: transformers' models shift nothing.
+    (B, T, V). Targets are the next tokens, for transformers' models shift nothing here; of a masked language model its
+    labels: the hidden tokens, and -100 wherever nothing is hidden.
     Raises ValueError for what has no weights to train, for a forward that needs more than inputs and targets, and for what
     te.convert refuses.
     """
@@ -36,7 +37,9 @@ def adopt(
         raise ValueError(f"{name}: it is no nn.Module with weights that are trained; give the model itself")
     judge = None if loss is None else judged(getattr(loss, "__name__", "loss"), loss)
     unknown = f"te-bench does not know how to feed {name}: give loss, a function of its output and targets"
-    _, forward = families.calling(name, module, judge, unknown)
+    family, forward = families.calling(name, module, judge, unknown)
+    if judge is None and family is not None and family.name == "masked":
+        forward = families.labelled  # the user hides tokens, not te-bench
     made = Made(
         source=Source(model=name),
         attention=OWN,

@@ -168,6 +168,11 @@ def _masked(config: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
     return forward
 
 
+def labelled(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """By tokens and the labels that transformers' loss takes as they are."""
+    return model(input_ids=x, labels=y)
+
+
 def _seq2seq(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return model(input_ids=x, labels=y, use_cache=False)
 

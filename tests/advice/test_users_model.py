@@ -156,6 +156,22 @@ def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
         assert word in lines
 
 
+@pytest.mark.parametrize(
+    ("cls", "targets"),
+    [
+        ("LlamaForCausalLM", "the next tokens"),
+        ("BertForMaskedLM", "hidden tokens, -100 elsewhere"),
+        ("T5ForConditionalGeneration", "labels"),
+    ],
+)
+def test_the_code_of_a_graph_says_what_targets_are(asked: Question, cls: str, targets: str) -> None:
+    named = dataclasses.replace(
+        asked, problem={"config": json.dumps({"architectures": [cls]})}, given="here", text=True
+    )
+    lines = code.code(named, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
+    assert lines[-1].endswith(f"; targets: {targets}")
+
+
 def test_the_code_of_a_graph_has_the_users_own_functional_loss(asked: Question) -> None:
     problem = {**asked.problem, "loss": "mine.functional:judge"}
     choice = Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph")
@@ -197,6 +213,8 @@ def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(
     assert answer.unmeasured_rivals(evidence) == ["torchao_rowwise"]
     said = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
     assert sum("Not measured: torchao_rowwise." in sentence for sentence in said) == 1
+    hurried = gathered(Machine(asked, fails={"torchao": "unsupported", "compile": "timeout"}))
+    assert answer.unmeasured_rivals(hurried) == ["torch.compile"]
 
 
 def test_beside_an_advised_step_in_fp8_stands_the_fastest_without(asked: Question, tmp_path: Path) -> None:

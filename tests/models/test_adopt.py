@@ -79,6 +79,18 @@ def test_in_fp8_with_all_parts_it_learns_as_in_float32(device: str) -> None:
     assert found == pytest.approx(losses(plain, device), rel=0.02)
 
 
+def test_a_masked_models_targets_are_its_labels() -> None:
+    """te-bench hides no token of a user's batch, as its own trials do."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    module = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=96, **sizes)).eval()
+    labels = TOKENS.where(TOKENS % 7 == 0, -100)
+    wanted = module(input_ids=TOKENS, labels=labels).loss
+    for parts in (None, "all"):
+        model = adopt(copy.deepcopy(module), parts=parts)
+        torch.testing.assert_close(model(TOKENS, labels), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_loss_of_ones_own() -> None:
     model = adopt(nn.Linear(8, 3), loss=lambda out, wanted: F.mse_loss(out, wanted))
     x, y = torch.randn(2, 8), torch.randn(2, 3)
