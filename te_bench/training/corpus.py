@@ -30,10 +30,11 @@ DATASETS = {
     "text:PATH": "a UTF-8 file, read as it is",
     "hf:NAME[:CONFIG][:COLUMN]": "the train split of a Hugging Face data set or a folder of jsonl, parquet or csv",
     "hf-stream:NAME[:CONFIG][:COLUMN]": "the same without a download, up to the first 100 million characters",
+    "cached:KEY": "tokens that the cache holds under that key; their text is not needed",
     "random": "uniformly random tokens over the model's vocabulary; no text, no files",
 }
 DEFAULT = "stdlib"
-RANDOM = "random"
+RANDOM, CACHED = "random", "cached:"
 
 FORMAT = 1  # part of every cache key: raise it when the same text would give other files
 STREAM_CHARACTERS = 100_000_000  # where hf-stream stops: about 25 million GPT-2 tokens of English
@@ -87,6 +88,8 @@ def check(data: str, tokenizer: str) -> None:
         raise error
     if name in (DEFAULT, RANDOM) and colon:
         raise ValueError(f"data set {data!r}: {name} takes no argument; write {name}")
+    if name == "cached" and not argument.isalnum():
+        raise ValueError(f"data set {data!r} names no folder of the token cache; write cached:KEY")
     if name == "text" and not argument:
         raise ValueError(f"data set {data!r} names no file; write text:PATH")
     if name in ("hf", "hf-stream"):
@@ -97,9 +100,17 @@ def check(data: str, tokenizer: str) -> None:
 def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: Progress | None = None) -> Corpus:
     """The corpus of a text and a tokeniser, from the cache or tokenised into it; safe to call from several processes.
 
-    Raises ValueError for a bad name, a text that cannot be had or is empty, and a cache that cannot be written.
+    Raises ValueError for a bad name, a text that cannot be had or is empty, a cache that cannot be written, and a cached
+    corpus that is not there or is another tokeniser's.
     """
     check(data, tokenizer)
+    if data.startswith(CACHED):
+        corpus = load(data.removeprefix(CACHED), cache=cache)
+        if corpus.tokenizer != tokenizer:
+            raise ValueError(
+                f"data set {data!r} was tokenised by {corpus.tokenizer}: give --tokenizer {corpus.tokenizer}"
+            )
+        return corpus
     if data == RANDOM:
         raise ValueError("data set 'random' has no text to prepare: its tokens are drawn while training")
     report = progress or (lambda what, fraction: None)
@@ -177,6 +188,8 @@ def read_text(data: str) -> str:
     name, _, argument = data.partition(":")
     if name == "stdlib":
         text = "".join(_end_in_newlines(_read_library(Path(sysconfig.get_path("stdlib")))))
+    elif name == "cached":
+        raise ValueError(f"data set {data!r} has tokens and no text; give the text itself")
     elif name == "text":
         text = tokenizers.read_utf8(argument, "a UTF-8 file as text:PATH")
     else:

@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,21 @@ def test_the_second_time_nothing_is_tokenised(text: Path, cache: Path, tmp_path:
         assert prepare(f"text:{text}", "bpe:300", cache=cache) == first
         assert prepare(f"text:{copy}", "bpe:300", cache=cache) == dataclasses.replace(first, data=f"text:{copy}")
         assert load(first.key, cache=cache) == first
+
+
+def test_a_copy_of_the_cache_needs_no_text(text: Path, cache: Path, tmp_path: Path) -> None:
+    made = prepare(f"text:{text}", "bpe:300", cache=cache)
+    shutil.copytree(made.train.parent, tmp_path / "node" / made.key)
+    text.unlink()
+    found = prepare(f"cached:{made.key}", "bpe:300", cache=tmp_path / "node")
+    assert (found.key, found.data, found.sha256) == (made.key, made.data, made.sha256)
+    assert (found.tokens("train") == made.tokens("train")).all()
+    with pytest.raises(ValueError, match="tokenised by bpe:300: give --tokenizer bpe:300"):
+        prepare(f"cached:{made.key}", "bytes", cache=tmp_path / "node")
+    with pytest.raises(ValueError, match="no corpus '0000' in the token cache"):
+        prepare("cached:0000", "bytes", cache=tmp_path / "node")
+    with pytest.raises(ValueError, match="has tokens and no text"):
+        corpus.read_text(f"cached:{made.key}")
 
 
 def test_the_key_is_the_content(text: Path, cache: Path, tmp_path: Path) -> None:
@@ -290,6 +306,8 @@ def test_errors_of_a_text_file(tmp_path: Path, cache: Path) -> None:
         ("stdlib:x", ["takes no argument"]),
         ("random:7", ["takes no argument"]),
         ("text:", ["text:PATH"]),
+        ("cached:", ["cached:KEY"]),
+        ("cached:../x", ["cached:KEY"]),
         ("hf:", ["hf:NAME:CONFIG:COLUMN"]),
         ("hf:a:b:c:d", ["hf:NAME:CONFIG:COLUMN"]),
         ("x" * 5000, ["Known: stdlib"]),
