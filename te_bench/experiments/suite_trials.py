@@ -188,8 +188,8 @@ def corpus_problem(options: Options, model: str, data: str, tokenizer: str, bloc
             f"--model {options.model}: its vocabulary has {own.facts.vocab} tokens, and the text in {tokenizer!r} has "
             f"{corpus.vocab}; give a model with at least {corpus.vocab}"
         )
-    kind, _, rest = data.partition(":")
-    shown = f"text:{rest.rsplit('/', 1)[-1]}" if kind == "text" else data
+    kind, _, rest = corpus.data.partition(":")
+    shown = f"text:{rest.rsplit('/', 1)[-1]}" if kind == "text" else corpus.data
     padded = corpus.vocab if corpus.vocab < 1024 else -(-corpus.vocab // MULTIPLE) * MULTIPLE
     return {
         "data": shown,

@@ -206,6 +206,7 @@ def test_the_same_text_in_another_folder_is_the_same_trial(tmp_path: Path) -> No
     assert problems[0] == problems[1]
     assert problems[0]["data"] == "text:play.txt"
     path.write_text("That is the question. " * 400)
+    assert problems[0] == corpus_problem(options, "tiny", f"cached:{problems[0]['corpus']}", "bytes", 64)
     assert corpus_problem(options, "tiny", f"text:{path}", "bytes", 64)["corpus"] != problems[0]["corpus"]
 
 
