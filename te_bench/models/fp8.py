@@ -4,14 +4,13 @@
         loss = model(x)
     loss.backward()
 
-Delayed scaling's amaxes, those of this forward pass and those of the backward pass before it, become scales when the
-outermost autocast ends; Transformer Engine updates the backward ones at the end of the backward pass, with the same
-scales in every GEMM as long as each backward pass is followed by the next forward one.
+When the outermost autocast ends, delayed scaling's amaxes become scales: those of this forward pass and those of the
+backward pass before it, of the modules that it used. Transformer Engine updates the backward ones at the end of the
+backward pass, with the same scales in every GEMM as long as each backward pass is followed by the next forward one.
 """
 
 import contextlib
 import functools
-import gc
 import weakref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -99,21 +98,38 @@ _depth = 0
 _left = 0  # how often reset() was called
 #: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
 _due: dict[Recipe, Any] = {}
-#: States in the order of their making, the same on all ranks of a process group. They live as long as their modules.
-_states: list["weakref.ref[Any]"] = []
-#: Equal recipes are one object, so that what was compiled for one is not compiled again for the other.
+#: By the number of their module: the states that were used since the outermost autocast was entered.
+_used: dict[int, Any] = {}
+#: And those that run without Python: they count as used by every autocast of their recipe.
+_silent: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+#: Those that live for ever: of ranks, which must share as many amaxes whenever each collects its garbage, and CUDA graphs.
+_held: dict[int, Any] = {}
+#: Equal recipes are one object, so that what was compiled for one is not compiled again for the other; the latest of them.
 _interned: dict[Recipe, Recipe] = {}
 INTERNED = 64
 
 
-#: Whether a state was made since ranks last shared their amaxes.
-_new = False
+def use(number: int, state: Any) -> None:
+    """Have the present autocast step a module's state when it ends, and those of a CUDA graph's replays as well."""
+    _used[number] = state
+    if _captures():
+        use_silently(number, state)
 
 
-def register(state: Any) -> None:
-    global _new
-    _states.append(weakref.ref(state))
-    _new = True
+def use_silently(number: int, state: Any) -> None:
+    """Have every autocast of a state's recipe step it: compiled code and CUDA graphs never say when they use it."""
+    state.silent = True
+    _silent[number] = state
+
+
+def _captures() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def records() -> bool:
+    """Whether what is cast leaves an amax: an evaluation leaves none in the training's scales, a recomputation no second."""
+    replays = current.scales is not None and current.scales.replaying
+    return (torch.is_grad_enabled() or current.calibrating) and not replays
 
 
 def check_recipe(recipe: Any) -> None:
@@ -127,6 +143,7 @@ class autocast(contextlib.ContextDecorator):
 
     enabled=False computes in the activations' own precision; calibrating gathers amaxes while doing so. recipe: the
     default is DelayedScaling(). amax_reduction_group: the process group over which delayed scaling shares its amaxes.
+    Its ranks use the same modules in a region, for they share the amaxes of those alone.
     Nests: the innermost counts. Raises ValueError for what is no recipe, or a recipe that this machine cannot run.
     """
 
@@ -143,11 +160,11 @@ class autocast(contextlib.ContextDecorator):
             reason = recipe.unsupported("cuda", torch.cuda.get_device_capability())
             if reason:
                 raise ValueError(reason)
-        if len(_interned) >= INTERNED:  # recipes with functions of their own, made anew in every step
-            used = {id(state.recipe) for state in (reference() for reference in _states) if state is not None}
-            for known in [known for known in _interned if id(known) not in used and known is not current.recipe]:
-                del _interned[known]
-        self._asked = (bool(enabled), bool(calibrating), _interned.setdefault(recipe, recipe), amax_reduction_group)
+        recipe = _interned.pop(recipe, recipe)
+        _interned[recipe] = recipe
+        if len(_interned) > INTERNED:  # recipes with functions of their own, made anew in every step
+            del _interned[next(iter(_interned))]
+        self._asked = (bool(enabled), bool(calibrating), recipe, amax_reduction_group)
         self._outer: list[tuple[Region, int]] = []
 
     def __enter__(self) -> None:
@@ -175,6 +192,7 @@ class autocast(contextlib.ContextDecorator):
             due, _due = _due, {}
             if due and kind is None:
                 _update(due)
+            _used.clear()
 
 
 def fp8_autocast(
@@ -196,6 +214,7 @@ def reset() -> None:
     """As if no autocast had been entered: those still open end without a step of their recipes."""
     global current, _depth, _due, _left
     current, _depth, _due, _left = Region(), 0, {}, _left + 1
+    _used.clear()
 
 
 def refuse_data_parallel() -> NoReturn:
@@ -218,21 +237,13 @@ def recipe_of_attention() -> Recipe | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _update(due: dict[Recipe, Any]) -> None:
-    """One step of these recipes over their groups; a recipe that nobody used now can neither step nor fail."""
-    global _new
-    if _new and any(group is not None for group in due.values()) and not torch.compiler.is_compiling():
-        gc.collect()  # or a model that is gone, but in a cycle, is there on some ranks alone, and they share unlike amaxes
-        _new = False
-    by_recipe: dict[Recipe, list[Any]] = {recipe: [] for recipe in due}
-    alive = [(reference, reference()) for reference in _states]
-    _states[:] = [reference for reference, state in alive if state is not None]
-    for _, state in alive:
-        if state is not None:
-            states = by_recipe.get(state.recipe)
-            if states is not None:
-                states.append(state)
+    """One step of these recipes over their groups, of the states that were used, in the order in which modules were made."""
     for recipe, group in due.items():
-        recipe.update(by_recipe[recipe], group)
+        silent = {number: state for number, state in _silent.items() if state.recipe is recipe}
+        if silent and (group is not None or _captures()):
+            _held.update(silent)
+        found = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
+        recipe.update([found[number] for number in sorted(found)], group)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Two ranks: amaxes shared over their process group, and checkpoints of FSDP2 and DDP that training goes on from."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def _rank(rank: int, path: Path) -> None:
         for algorithm in ALGORITHMS:
             torch.save(_together(rank, algorithm), path / f"{algorithm}{rank}.pt")
             torch.save(_apart(rank, algorithm), path / f"{algorithm}-alone{rank}.pt")
+        torch.save(_one_is_gone(rank), path / f"gone{rank}.pt")
         for kind in KINDS:
             torch.save(_goes_on(kind, rank, path), path / f"{kind}{rank}.pt")
         dist.barrier()  # a rank that is gone aborts one that still waits for it
@@ -75,6 +77,29 @@ def _apart(rank: int, algorithm: Any) -> list[tuple[float, float]]:
         figures = te.numerics(layer)[""]
         found.append((figures["input"]["scale"], figures["grad_output"]["scale"]))
     return found
+
+
+def _one_is_gone(rank: int) -> list[float]:
+    """Scales of the model that is left, after a step each: the first rank has collected the other one, the second not."""
+    old, left = (nn.Sequential(te.Linear(32, 16, device="cpu")) for _ in range(2))
+    found = []
+    old.cycle = [old]
+    gc.disable()
+    for step in range(3):
+        for model in (old, left):
+            with te.autocast(recipe=ASKED, amax_reduction_group=dist.group.WORLD):
+                model(torch.full((4, 32), 2.0 ** (step + rank)))
+        old = model = left
+        if rank == 0:
+            gc.collect()
+        found.append(te.numerics(left)["0"]["input"]["scale"])
+    gc.enable()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_agree_where_one_holds_a_deleted_model_as_garbage(ranks: Path) -> None:
+    assert [torch.load(ranks / f"gone{rank}.pt") for rank in (0, 1)] == [[224.0, 112.0, 56.0]] * 2
 
 
 @pytest.mark.slow

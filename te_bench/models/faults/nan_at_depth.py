@@ -1,4 +1,4 @@
-"""Delayed scaling that makes a NaN of one scale far down the model: the first DEPTH layers never show it."""
+"""Delayed scaling that makes a NaN of one scale far down the model: the first DEPTH modules with scales never show it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from te_bench.models.faults._planted import planted
 from te_bench.models.recipe import DelayedScaling, Recipe
 from te_bench.models.recipe.delayed_scaling import DelayedState
 
-DEPTH = 6  # modules that keep scales; a check of one block has four
+DEPTH = 6  # of one region; a check of one block has four
 
 
 class NanAtDepth(DelayedScaling):

@@ -133,13 +133,7 @@ def _scales(parts: Sequence[Part], training: bool) -> Iterator[Tensor | None]:
     region = fp8.current
     if not (training and region.enabled) or region.unusual or torch.compiler.is_compiling():
         return iter(absent)
-    # In the order in which they multiply: who asks first makes a state, and ranks, of which one may have evaluated before,
-    # share their amaxes in the order of the states.
-    known: list[Any] = []
-    for part in parts:
-        linears = (part.up, part.down) if isinstance(part, MLPPart) else (part.qkv, part.proj)
-        gemms = [_gemms(linear) for linear in linears]
-        known += gemms[1:] if isinstance(part, MLPPart) else []
+    known = [_gemms(part.down) for part in mlps]
     if not all(known):
         return iter(absent)
     casts = [gemms.recipe.epilogue("input", gemms.input) for gemms in known]

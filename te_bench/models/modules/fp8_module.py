@@ -1,6 +1,7 @@
 """What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
 
 import contextlib
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +80,11 @@ class Fp8Module(Parallelised, nn.Module):
         self._versions: list[Any] = [None] * self._n_gemms  # of the parameters, when that was cast
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
-        _alive[next(_numbers)] = self
+        self._enlist()
+
+    def _enlist(self) -> None:
+        self._number = next(_numbers)
+        _alive[self._number] = self
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -108,20 +113,28 @@ class Fp8Module(Parallelised, nn.Module):
             key, state = (gemm, torch.is_grad_enabled()), self._state
             known = self._usual.get(key)
             if known is not None and known[1].recipe is recipe and (state is None or state.slots is known[0]):
+                if state is not None and key[1]:
+                    fp8.use(self._number, state)
                 return known[1]
             self._prepare()
             usual = self._with_slots(recipe, gemm)
             state = self._state
             self._usual[key] = (state and state.slots, usual) if state is None or state.real else None
             return usual
-        self._prepare(traced=torch.compiler.is_compiling())
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        self._prepare(traced=compiling)
+        if compiling:
+            # Guarded: compiled code that meets a module whose state is none of its own is traced again.
+            assert self._state is None or self._state.silent or not fp8.records()
+        else:
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
         if self._state is None and not region.numerics:
             return Gemms(recipe, _NOTHING, _NOTHING, _NOTHING, divided)
         return self._with_slots(recipe, gemm)
 
     def _with_slots(self, recipe: Recipe, gemm: int) -> Gemms:
+        if self._state is not None and not torch.compiler.is_compiling() and fp8.records():
+            fp8.use(self._number, self._state)
         x, weight, grad_output = (self._slot(role, gemm) for role in ROLES)
         return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
 
@@ -145,17 +158,24 @@ class Fp8Module(Parallelised, nn.Module):
     def _prepare(self, traced: bool = False) -> None:
         """Have the state that the present autocast's recipe keeps, and counters where it counts.
 
-        traced: all modules like this one get theirs now. A layer without would be compiled again, though it runs the same
-        code, and the ninth, by torch's recompile_limit, not at all: layers compiled one by one, or copies of a model.
+        traced: all modules like this one get theirs now, and count as used by compiled code. A layer without would be
+        compiled again, though it runs the same code, and the ninth, by torch's recompile_limit, not at all: layers compiled
+        one by one, or copies of a model.
         """
         first = self._state is None
         self._make()
-        if traced and first and self._state is not None:
-            form = self._form()
-            for other in list(_alive.values()):
-                if other._state is None and other._form() == form:
-                    with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
-                        other._make()
+        uses = fp8.records() and self._state is not None and not self._state.silent
+        if not traced or self._state is None or not (first or uses):
+            return
+        if fp8.current.group is not None:
+            gc.collect()  # a module that is gone, but in a cycle, is alive on some ranks alone
+        form = self._form()
+        for other in [other for other in _alive.values() if other._form() == form]:
+            if other._state is None:
+                with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
+                    other._make()
+            if uses and other._state is not None:
+                fp8.use_silently(other._number, other._state)
 
     def _form(self) -> tuple[Any, ...]:
         """What modules that run the same compiled code have in common."""
@@ -170,7 +190,10 @@ class Fp8Module(Parallelised, nn.Module):
             keys = itertools.product(ROLES, range(self._n_gemms))
             with torch.inference_mode(False):
                 self._counts = {key: torch.zeros(3, dtype=torch.int64, device=device) for key in keys}
-        if recipe is None or (old is not None and old.recipe is recipe):
+        if recipe is None:
+            return
+        if old is not None and old.recipe == recipe:
+            old.recipe = recipe
             return
         with torch.inference_mode(False):  # what is made in inference mode could never be trained with
             state = recipe.make_state(self._n_gemms, device)
@@ -183,7 +206,6 @@ class Fp8Module(Parallelised, nn.Module):
             self._loaded = {}
         self._state = state
         _expose()
-        fp8.register(state)
 
     def _slot(self, role: str, gemm: int) -> Slot:
         region = fp8.current
@@ -198,9 +220,7 @@ class Fp8Module(Parallelised, nn.Module):
             return slot
         if region.scales is not None:
             slot = slot.checkpointed(region.scales.recall, region.scales.traced)
-        # An evaluation leaves no trace in the training's scales; a recomputation none twice.
-        traceless = replaying or not (torch.is_grad_enabled() or region.calibrating)
-        return slot.unrecorded() if traceless else slot
+        return slot if fp8.records() else slot.unrecorded()
 
     def quantized_weight(
         self,
@@ -380,7 +400,7 @@ class Fp8Module(Parallelised, nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _alive[next(_numbers)] = self
+        self._enlist()
 
 
 #: In the order of their making, the same on all ranks of a process group.

@@ -82,6 +82,7 @@ class State:
 
     recipe: "Recipe"
     slots: Mapping[tuple[str, int], Slot]  # of (role, number of the GEMM); another object once tensors have moved
+    silent = False  # whether compiled code or a CUDA graph uses it, which doesn't say when
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -232,7 +233,7 @@ class Recipe:
         return None
 
     def update(self, states: Sequence[Any], group: Any = None) -> None:
-        """Take a step: called with the states of all modules when the outermost autocast ends."""
+        """Take a step: called with the states that were used when the outermost autocast ends."""
 
     def epilogue(self, role: str, slot: Slot) -> Cast | None:
         """The cast that a producing kernel may do, or None where the scale depends on the finished tensor."""

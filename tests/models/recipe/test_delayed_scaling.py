@@ -269,22 +269,87 @@ def test_a_step_of_another_module_moves_nothing() -> None:
     assert past(layer, "input") == [4.0, 0.0]
 
 
-def test_ranks_share_no_amaxes_of_a_model_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many states each region stepped."""
+    found: list[int] = []
+    update = recipe.DelayedScaling.update
+
+    def spied(self: recipe.DelayedScaling, states: Any, group: Any = None) -> None:
+        found.append(len(states))
+        update(self, states)
+
+    monkeypatch.setattr(recipe.DelayedScaling, "update", spied)
+    return found
+
+
+def test_a_region_moves_only_what_it_used(shared: list[int]) -> None:
+    """The gradients of another model wait for its own next region; evaluations and a failed region use nothing."""
+    layer, other = make(), make()
+    step(layer).sum().backward()
+    step(other)
+    assert scales(layer)["grad_output"] == 1.0
+    with pytest.raises(ValueError, match="last dimension"), te.autocast(recipe=recipe.DelayedScaling()):
+        other(layer(torch.ones(4, 24)))
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)):
+        with torch.no_grad():
+            other(torch.full((4, 24), 1.0))
+        layer(torch.full((4, 24), 4.0))
+    assert scales(layer)["grad_output"] == 57344.0
+    assert shared == [1, 1, 1]
+
+
+def test_ranks_share_no_amaxes_of_a_model_that_is_gone(shared: list[int]) -> None:
     """In a cycle, as FSDP's are, it lives until Python collects garbage, which each rank does at another time."""
-    shared: list[int] = []
-    monkeypatch.setattr(recipe.DelayedScaling, "update", lambda self, states, group: shared.append(len(states)))
-    own = recipe.DelayedScaling(amax_history_len=7)  # no other test's
-    gc.collect()
+    layers = [make() for _ in range(3)]
     gc.disable()
     try:
-        for _ in range(3):
-            layer = te.Linear(16, 16, device="cpu")
-            layer.cycle = [layer]
-            with te.autocast(recipe=own, amax_reduction_group=object()):
-                layer(torch.ones(16, 16))
+        while layers:
+            for layer in layers:
+                layer.cycle = [layer]
+                step(layer, amax_reduction_group=object())
+            del layers[0], layer
     finally:
         gc.enable()
-    assert shared == [1, 1, 1]
+    assert shared == [1] * 6
+
+
+def test_compiled_code_shares_as_many_amaxes_whenever_garbage_is_collected(shared: list[int]) -> None:
+    """It tells nobody what it used: a model that is gone counts on, on ranks that collected it and on others."""
+    asked, group = recipe.DelayedScaling(amax_history_len=5), object()
+    for expected, shape in ((1, (24, 16)), (2, (16, 32)), (2, None)):
+        if shape:
+            layer = te.Linear(*shape, device="cpu")
+            run = torch.compile(layer, backend="eager")
+        else:
+            gc.collect()
+        for _ in range(2):
+            with te.autocast(recipe=asked, amax_reduction_group=group):
+                run(torch.ones(4, layer.in_features))
+        assert shared[-2:] == [expected] * 2
+        assert scales(layer)["input"] == 448.0
+
+
+def test_compiled_code_steps_a_module_that_began_without_it() -> None:
+    """Of the same shape as one before it, it would run the code that is there, and say nothing of its state."""
+    first, layer = make(), make()
+    step(torch.compile(first, backend="eager"))
+    step(layer)
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)):
+        torch.compile(layer, backend="eager")(torch.full((4, 24), 8.0))
+    assert scales(layer)["input"] == 56.0
+
+
+def test_replays_of_a_cuda_graph_step_what_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make()
+    step(layer)
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)), monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_initialized", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        layer(torch.ones(4, 24))
+    with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)):  # a replay: no Python runs in it
+        layer._state.slot("input", 0).amax.fill_(8.0)
+    assert scales(layer)["input"] == 56.0
 
 
 def test_an_exception_takes_no_step() -> None:
