@@ -31,6 +31,7 @@ TORCH_FREE = (
     "te_bench.models",
     "te_bench.models.configs",
     "te_bench.training.corpus",
+    "te_bench.training.fewer_bits",
     "te_bench.training.tokenizer",
     *(
         f"te_bench.experiments.{name}"

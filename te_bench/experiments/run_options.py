@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench import plugins
+from te_bench.training import fewer_bits as bits
 from te_bench.training import parallel as parallels
 
 MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
@@ -304,9 +305,10 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
         )
-    for name, value in fewer_bits(options).items():
-        if options.parallel is not None:
-            raise ValueError(f"--{name} {value}: of steps on one GPU alone; leave --parallel out")
+    fewer = fewer_bits(options)
+    if reason := bits.unsupported(fewer.get("weights"), fewer.get("states"), ranks=options.parallel is not None):
+        flags = " ".join(f"--{name} {value}" for name, value in fewer.items())
+        raise ValueError(f"{flags}: {reason}; leave --parallel out")
     _check_shard(options.shard, options.parallel, options.gpus_per_trial)
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")

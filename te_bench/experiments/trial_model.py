@@ -17,7 +17,7 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
 from te_bench.models.rivals import Rival
-from te_bench.training import parallel, ways
+from te_bench.training import fewer_bits, parallel, ways
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import Batches
 from te_bench.training.parallel import Parallel
@@ -150,15 +150,15 @@ def _no_fewer_bits(trial: Trial) -> str | None:
     p = StepProblem.of(trial)
     if p.source is not None:
         return "of te-bench's own models alone; leave --weights and --states out"
-    if p.parallel is not None:
-        return "of steps on one GPU alone; leave --gpus-per-trial out"
     if trial.precision not in ("bf16", "fp8"):
         return f"{trial.precision}: of steps in bf16 and fp8 alone"
-    if p.optimizer is None and p.states != p.weights:
-        return "torch's AdamW keeps states in the weights' dtype; give both bf16, or an optimizer of te-bench's"
-    if p.weights is not None and (p.accumulate or 1) > 1:
-        return f"accumulate {p.accumulate}: micro-batches' gradients would be summed in bf16"
-    return None
+    return fewer_bits.unsupported(
+        p.weights,
+        p.states,
+        ranks=p.parallel is not None,
+        accumulate=p.accumulate or 1,
+        torchs=p.optimizer is None,
+    )
 
 
 def _require_checkpointing(trial: Trial) -> None:

@@ -27,6 +27,7 @@ from te_bench.models import fp8
 from te_bench.models.decoder import Decoder
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
+from te_bench.training import fewer_bits
 from te_bench.training.parallel import SINGLE, Parallel
 
 EPS = 1e-8  # torch.optim.AdamW's default
@@ -105,17 +106,13 @@ def _make_fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
     return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
 
 
-def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: bool, parallel: Parallel) -> bool:
+def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: int, parallel: Parallel) -> bool:
     """Whether anything is rounded stochastically. Raises ValueError for what cannot be."""
-    half = any(p.dtype is torch.bfloat16 for p in masters)
-    if accumulate and half:
-        raise ValueError(
-            "weights bf16 with micro-batches: their gradients would be summed in bf16, which loses small ones; take "
-            "accumulate 1 and a larger batch, or float32 weights"
-        )
-    if (half or states is not None) and parallel is not SINGLE:
-        raise ValueError("weights or states in fewer bits over several ranks, which would round apart: take one GPU")
-    return half or states is not None
+    weights = "bf16" if any(p.dtype is torch.bfloat16 for p in masters) else None
+    reason = fewer_bits.unsupported(weights, states, ranks=parallel is not SINGLE, accumulate=accumulate)
+    if reason:
+        raise ValueError(f"weights {weights or 'float32'}, states {states or 'float32'}: {reason}")
+    return weights is not None or states is not None
 
 
 def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
@@ -151,7 +148,7 @@ class TableAdamW:
         betas: tuple[float, float],
         rate: float,
         bf16: bool,
-        accumulate: bool,
+        accumulate: int,
         fixed: bool,
         region: Callable[[], contextlib.AbstractContextManager[None]],
         parallel: Parallel = SINGLE,
@@ -163,7 +160,7 @@ class TableAdamW:
         owners = parallel.owners(self.masters)
         self._owning = parallel if owners else None
         self._others = {p for p, rank in zip(self.masters, owners or (), strict=bool(owners)) if rank != parallel.rank}
-        self.copies = make_copies(model, direct=not accumulate, region=region) if bf16 else {}
+        self.copies = make_copies(model, direct=accumulate == 1, region=region) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         cast = states == "fp8" or any(copy.fp8 for copy in self.copies.values())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from te_bench import plugins
 from te_bench.kernels import adamw as adamws
+from te_bench.training import fewer_bits
 from te_bench.training.optimizer import STATES, TableAdamW
 from te_bench.training.parallel import SINGLE, Parallel
 
@@ -140,11 +141,9 @@ class TrainStep:
     def _check_torchs(self, states: str) -> None:
         """Raise ValueError for states that torch's AdamW would not have: its are in the dtype of the weights."""
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() >= 2}
-        if dtypes != {STATES[states]}:
-            raise ValueError(
-                f"states {states} with torch's AdamW, whose states have the weights' dtype, "
-                f"{', '.join(map(str, dtypes))}: name an optimizer, {' or '.join(adamws.names())}"
-            )
+        weights = "bf16" if dtypes == {torch.bfloat16} else None
+        if reason := fewer_bits.unsupported(weights, states, torchs=True):
+            raise ValueError(f"weights {dtypes}, states {states}: {reason}, {' or '.join(adamws.names())}")
 
     def _table_adamw(self, name: str) -> TableAdamW:
         if self.precision == "fp16":
@@ -156,7 +155,7 @@ class TrainStep:
             betas=(self.optim.beta1, self.optim.beta2),
             rate=self.optim.learning_rate,
             bf16=AUTOCAST[self.precision] is torch.bfloat16,
-            accumulate=self.optim.accumulate > 1,
+            accumulate=self.optim.accumulate,
             fixed=not self.captured,
             region=functools.partial(fp8_autocast, self.model),
             parallel=self.parallel,

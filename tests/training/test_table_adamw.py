@@ -434,15 +434,15 @@ def test_a_resumed_or_copied_step_draws_as_the_one_it_follows(precision: str, st
 def test_steps_in_fewer_bits_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown states .bf17.. Did you mean bf16"):
         in_few_bits("bf16", states="bf17")
-    with pytest.raises(ValueError, match=r"weights bf16 with micro-batches: .* take accumulate 1"):
+    with pytest.raises(ValueError, match="weights bf16, states float32: gradients of 2 micro-batches would be summed"):
         in_few_bits("bf16", optim=dataclasses.replace(OPTIM, accumulate=2))
-    with pytest.raises(ValueError, match=r"states fp8 with torch's AdamW, .* name an optimizer, reference or triton"):
+    with pytest.raises(ValueError, match=r"states fp8: torch's AdamW .* optimizer of te-bench's, reference or triton"):
         in_few_bits("bf16", None, states="fp8")
     assert in_few_bits("bf16", None, states="bf16").states == "bf16"
     with pytest.raises(ValueError, match="rows must be multiples of 64"):
         a_step("bf16", states="fp8")
     how: Any = {"precision": "bf16", "mode": "eager", "optimizer": "reference", "parallel": Parallel()}
-    with pytest.raises(ValueError, match="over several ranks, which would round apart: take one GPU"):
+    with pytest.raises(ValueError, match="of steps on one GPU alone, for ranks would round apart"):
         TrainStep(GPT(SMALL, attention="manual"), OPTIM, states="bf16", **how)
 
 

@@ -9,6 +9,7 @@ from te_bench.experiments import presets, run_options, suite_trials
 from te_bench.experiments.adoption import ALL, adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.training import fewer_bits
 
 ALPHA = 0.05
 ASKED = "does FP8 train like BF16"
@@ -88,10 +89,10 @@ def _ways(options: Options, preset: str) -> list[Way]:
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
-        if options.weights and presets.PRESETS[preset].get("accumulate", 1) > 1:
+        accumulate = presets.PRESETS[preset].get("accumulate", 1)
+        if reason := fewer_bits.unsupported(fewer.get("weights"), fewer.get("states"), accumulate=accumulate):
             raise ValueError(
-                f"--weights: preset {preset} has micro-batches, whose gradients bf16 weights would sum in bf16; take "
-                "--preset gpt2-short, or --states alone"
+                f"--weights: preset {preset}: {reason}, as --preset gpt2-short has, or give --states alone"
             )
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]

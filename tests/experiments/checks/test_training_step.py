@@ -137,8 +137,14 @@ def test_steps_in_fewer_bits_that_no_machine_has_are_unsupported() -> None:
     for problem, reason in (
         ({"weights": "bf16"}, "torch's AdamW keeps states in the weights' dtype; give both bf16"),
         ({"states": "fp8"}, "torch's AdamW keeps states in the weights' dtype"),
-        ({"weights": "bf16", "states": "bf16", "accumulate": 2}, "accumulate 2: .* would be summed in bf16"),
-        ({"weights": "bf16", "states": "bf16", "parallel": "ddp", "world": 2}, "of steps on one GPU alone"),
+        (
+            {"weights": "bf16", "states": "bf16", "accumulate": 2},
+            "gradients of 2 micro-batches would be summed in bf16",
+        ),
+        (
+            {"weights": "bf16", "states": "bf16", "parallel": "ddp", "world": 2},
+            "of steps on one GPU alone, for ranks would round apart",
+        ),
     ):
         with pytest.raises(Unsupported, match=reason):
             trial_model.require_supported(a_trial("bf16", **problem))

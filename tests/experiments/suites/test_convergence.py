@@ -109,8 +109,9 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
     with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
         resolve(device="cpu", states="bf16", fused=True)
     for preset in sorted(convergence.POOLED - {"cpu-pool"}):  # of four micro-batches: no recipe's trial would run
-        with pytest.raises(ValueError, match=f"--weights: preset {preset} has micro-batches, .* or --states alone"):
+        with pytest.raises(ValueError, match=f"--weights: preset {preset}: .* micro-batches .* or give --states alone"):
             resolve(device="cuda", preset=preset, weights="bf16")
+        assert resolve(device="cuda", preset=preset, weights="float32", states="bf16").trials  # as without --weights
 
 
 def test_tokens_of_a_sequence_are_no_length_of_a_training() -> None:
