@@ -284,9 +284,7 @@ def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
             plan.resolve(suite, Options(device="cpu", weights="bf16"))
     with pytest.raises(ValueError, match="; give it to convergence or speed, or leave it out"):
         plan.resolve("fp8", Options(device="cpu", states="bf16"))
-    with pytest.raises(
-        ValueError, match="on one GPU alone, for ranks would round apart; leave --parallel out"
-    ):
+    with pytest.raises(ValueError, match="on one GPU alone, for ranks would round apart; leave --parallel out"):
         plan.resolve("fp8", Options(device="cpu", gpus_per_trial=2, parallel="ddp", states="bf16"))
     with pytest.raises(ValueError, match="Did you mean bf16"):
         plan.resolve("fp8", Options(device="cpu", weights="bf61"))
