@@ -32,7 +32,7 @@ from te_bench.training.parallel import SINGLE, Parallel
 
 EPS = 1e-8  # torch.optim.AdamW's default
 
-#: Dtypes of a matrix's moments.
+#: Dtypes of a matrix's first moment; the second one's root is in FP8 of another kind.
 STATES = {None: torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -119,7 +119,8 @@ def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
     """exp_avg and exp_avg_sq of a parameter, and their scales where they are in FP8, by the names of adamw.Parameter."""
     matrix = parameter.dim() >= 2
     dtype = STATES[states] if matrix else torch.float32
-    found = {name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    dtypes = {"exp_avg": dtype, "exp_avg_sq": reference.ROOTS if states == "fp8" and matrix else dtype}
+    found = {name: torch.zeros_like(parameter, dtype=own, requires_grad=False) for name, own in dtypes.items()}
     if states == "fp8" and matrix:
         blocks = parameter.numel() // adamw.BLOCK
         found |= {f"{name}_scale": torch.zeros(blocks, device=parameter.device) for name in list(found)}

@@ -347,7 +347,7 @@ class TrainStep:
                 p.copy_(value)
             for state in self.optimizer.state.values():
                 for value in state.values():
-                    if value.is_floating_point():  # not the seed
+                    if value.dtype is not torch.int64:  # not the seed
                         value.zero_()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:

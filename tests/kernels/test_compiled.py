@@ -207,7 +207,7 @@ def step(bf16: bool, target: torch.dtype | None, weights: torch.dtype = FP32, mo
             more |= {name: one() for name in ("scale", "scale_inv", "amax")}
         state = {"weight": matrix(F, D, weights), "grad": matrix(F, D, weights)}
         for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = matrix(F, D, moments)
+            state[name] = matrix(F, D, torch.uint8 if (name, moments) == ("exp_avg_sq", E4M3) else moments)
             more |= {f"{name}_scale": torch.empty(F * D // 64)} if moments is E4M3 else {}
         seed = None if (weights, moments) == (FP32, FP32) else one(torch.int64)
         table = adamw.table([Parameter(**state, **more)])

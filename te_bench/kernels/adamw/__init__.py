@@ -11,9 +11,11 @@ A weight without a master, in bf16, and moments in fewer bits are read as float3
 - m in bf16: to the nearest, for each update brings in more new weight, 1 - beta1, than bf16 rounds away.
 - v in bf16: stochastically. With beta2 = 0.999 v loses a thousandth an update; to the nearest it would never fall, and after
   one large gradient the steps of that weight would stay small for ever.
-- m and sqrt(v) in FP8, E4M3, BLOCK elements by one scale, their largest / 448: stochastically, too, for E4M3's spacing is a
-  sixteenth to an eighth. 16 random bits choose: with beta2 = 0.9999 a root falls by a share of it that 8 could not tell.
-  The root has half of v's exponents. One above 0 becomes no 0, by which m would be divided.
+- sqrt(v) and m in FP8, BLOCK elements by one scale: stochastically, too, for three bits of mantissa are a sixteenth to an
+  eighth apart. 16 random bits choose: with beta2 = 0.9999 a root falls by a share of it that 8 could not tell.
+  sqrt(v) has half of v's exponents, and in E5M3 without a sign 31 binades: a gradient may be 10^9 times its neighbours'.
+  One above 0 becomes no 0, by which m would be divided. In place of m, E4M3 has m / sqrt(v), of what is kept of sqrt(v),
+  which is of one order of magnitude whatever the gradients are.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +33,9 @@ class Parameter:
 
     weight, the master, grad, exp_avg and exp_avg_sq: float32, of one shape; grad may be bfloat16, each parameter's apart:
     it is widened, and all sums are float32's. A bfloat16 weight has no master, and its gradient is bfloat16. exp_avg and
-    exp_avg_sq may both be bfloat16, or both float8_e4m3fn, which is the root of exp_avg_sq, of a last dimension that
-    is a multiple of BLOCK: exp_avg_scale and exp_avg_sq_scale, (numel / BLOCK,) float32, then multiply away from FP8.
+    exp_avg_sq may both be bfloat16, or in FP8, of a last dimension that is a multiple of BLOCK: exp_avg_sq is then uint8,
+    the root's codes, of which c above 0 is (1 + c % 8 / 8) 2^(c // 8 - 31), and exp_avg float8_e4m3fn, the first moment
+    over that root; exp_avg_sq_scale and exp_avg_scale, (numel / BLOCK,) float32, multiply away from FP8.
     bf16: the weight in bfloat16, of a master alone. data (M, N) and
     data_t (N, M), either or both: the FP8 of that bfloat16, fp8(bf16(weight) * scale), of a 2-D weight, by the rules of
     te_bench.kernels.quantize; scale, () float32, comes with them. scale_inv, () float32, becomes 1 / scale; amax, ()

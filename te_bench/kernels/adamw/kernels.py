@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from te_bench.kernels.adamw import BLOCK
-from te_bench.kernels.adamw.backends.reference import LEAST_SCALE, ROUNDS
+from te_bench.kernels.adamw.backends.reference import LEAST_SCALE, OFFSET, ROUNDS, SHIFT, TOP
 from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile, rounded, to_fp8
 
 # Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
@@ -22,6 +22,7 @@ SUMS = 2048  # partial sums that the second stage of the norm adds at a time
 # Numbers, or views into a table of them: not worth a compilation for each alignment.
 UNALIGNED = ["rate", "step", "multiplier", "seed"]
 PHILOX_ROUNDS, LEAST = tl.constexpr(ROUNDS), tl.constexpr(LEAST_SCALE)
+ROOT_SHIFT, ROOT_OFFSET, ROOT_TOP, ROOT_HALF = (tl.constexpr(x) for x in (SHIFT, OFFSET, TOP, 1 << SHIFT - 17))
 assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
 #: Fields of a row of the table, 8 bytes each: addresses or 0; the bits of a float64; numbers.
@@ -129,17 +130,41 @@ def _stochastic_e4m3(x, bits):
 
 
 @triton.jit
-def _store_blocks(data, scales, x, bits, mask, LEAST_ABOVE_0: tl.constexpr):
-    """data := the E4M3 of x, a scale a row; what is above 0 becomes at least LEAST_ABOVE_0."""
+def _roots(codes):
+    """Unsigned E5M3 in float32."""
+    return tl.where(codes > 0, ((codes.to(tl.int32) + ROOT_OFFSET) << ROOT_SHIFT).to(tl.float32, bitcast=True), 0.0)
+
+
+@triton.jit
+def _stochastic_root(x, bits):
+    """x, float32, to the code of a neighbour in unsigned E5M3, not that of 0, by 16 random bits; 0 for NaN."""
+    moved = x.to(tl.int32, bitcast=True) + (bits.to(tl.int32) << ROOT_SHIFT - 16) + ROOT_HALF
+    return tl.where(x >= 0, tl.minimum(tl.maximum((moved >> ROOT_SHIFT) - ROOT_OFFSET, 1), 255), 0)
+
+
+@triton.jit
+def _store_scales(scales, x, mask, TOP: tl.constexpr):
+    """scales := that of each row whose product with TOP is its largest; and these."""
     largest = tl.max(tl.where(mask, magnitude(x), 0), 1).to(tl.float32, bitcast=True)
     scale = tl.maximum(
-        tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
+        tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
     )
-    y = _stochastic_e4m3(x * tl.div_rn(1.0, scale)[:, None], bits)
-    if LEAST_ABOVE_0 > 0:
-        y = tl.where(x > 0, tl.maximum(y, LEAST_ABOVE_0, propagate_nan=tl.PropagateNan.ALL), y)
     tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1) > 0)
-    tl.store(data, to_fp8(y, tl.float8e4nv), mask=mask)
+    return scale[:, None]
+
+
+@triton.jit
+def _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, bits, mask):
+    """Both in FP8, a scale a row: the root of v, and m over what is kept of that."""
+    root = tl.sqrt_rn(v)
+    scale = _store_scales(v_scales, root, mask, ROOT_TOP)
+    code = tl.where(root > 0, _stochastic_root(root * tl.div_rn(1.0, scale), bits >> 16), 0)
+    tl.store(exp_avg_sq, code.to(tl.uint8), mask=mask)
+    kept = _roots(code) * scale
+    ratio = tl.where(kept > 0, tl.div_rn(m, tl.where(kept > 0, kept, 1.0)), 0.0)
+    scale = _store_scales(m_scales, ratio, mask, 448.0)
+    y = _stochastic_e4m3(ratio * tl.div_rn(1.0, scale), (bits >> 8) & 0xFFFF)
+    tl.store(exp_avg, to_fp8(y, tl.float8e4nv), mask=mask)
 
 
 @triton.jit
@@ -155,20 +180,22 @@ def _update_tile(
     offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
     weight = _address(row, WEIGHT, first, w_dtype, ALIGNED) + offsets
     exp_avg = _address(row, EXP_AVG, first, m_dtype, ALIGNED) + offsets
-    exp_avg_sq = _address(row, EXP_AVG_SQ, first, m_dtype, ALIGNED) + offsets
+    IN_FP8: tl.constexpr = m_dtype == tl.float8e4nv
+    exp_avg_sq = _address(row, EXP_AVG_SQ, first, tl.uint8 if IN_FP8 else m_dtype, ALIGNED) + offsets
     g = _gradient(row, first, left, width, rest, ALIGNED, ROWS, COLUMNS)
     m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(exp_avg_sq, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq, mask=mask, other=0)
     w = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
-    IN_FP8: tl.constexpr = m_dtype == tl.float8e4nv
     if IN_FP8:
         blocks = tl.arange(0, ROWS) * (width // COLUMNS)
         there = blocks * COLUMNS < rest
         m_scales = _address(row, EXP_AVG_SCALE, first // COLUMNS, tl.float32, False) + blocks
         v_scales = _address(row, EXP_AVG_SQ_SCALE, first // COLUMNS, tl.float32, False) + blocks
-        m *= tl.load(m_scales, mask=there, other=0.0)[:, None]
-        v *= tl.load(v_scales, mask=there, other=0.0)[:, None]
-        v *= v
+        root = _roots(v) * tl.load(v_scales, mask=there, other=0.0)[:, None]
+        m = m * tl.load(m_scales, mask=there, other=0.0)[:, None] * root
+        v = root * root
+    else:
+        v = v.to(tl.float32)
     g *= grad_scale
     m = _multiply_add(lerp_weight, g - m, g if FROM_GRAD else m)
     v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
@@ -181,8 +208,7 @@ def _update_tile(
     y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
     tl.store(weight, y, mask=mask)
     if IN_FP8:
-        _store_blocks(exp_avg, m_scales, m, (random >> 8) & 0xFFFF, mask, 0.0)
-        _store_blocks(exp_avg_sq, v_scales, tl.sqrt_rn(v), random >> 16, mask, 0.001953125)
+        _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, random, mask)
     elif m_dtype == tl.bfloat16:
         tl.store(exp_avg, rounded(m, tl.bfloat16), mask=mask)
         tl.store(exp_avg_sq, _stochastic_bf16(v, random >> 16), mask=mask)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.adamw import BLOCK, Parameter
+from te_bench.kernels.adamw.backends import reference
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 STATE = ("weight", "exp_avg", "exp_avg_sq")
@@ -93,8 +94,10 @@ def few_bits(
         value = values[name] * (1.0 if dtype is not E4M3 else 40.0)
         if dtype is E4M3:  # in its range, beyond which torch made NaN until 2.12, and saturates since
             value = value.clamp(-448, 448)
+        if dtype is E4M3 and name == "exp_avg_sq":  # codes: many near the largest, few of 0
+            value, dtype = (255 - value).clamp(min=0), reference.ROOTS
         values[name] = room(shape, dtype).copy_(value.to(dtype))
-        if dtype is E4M3:
+        if dtype in (E4M3, reference.ROOTS):
             values[f"{name}_scale"] = torch.rand(value.numel() // BLOCK, device=device) + 0.01
     return Parameter(**values)
 

@@ -316,6 +316,9 @@ def test_a_backward_through_the_old_weight_is_refused(name: str) -> None:
             loss.backward()
 
 
+IN_FP8 = {"exp_avg": torch.ones(4, 6).to(E4M3), "exp_avg_sq": torch.ones(4, 6).to(torch.uint8)}
+
+
 def changed(**values: Any) -> Parameter:
     p = parameter((4, 6), plain("cpu"), 0, "brt")
     return Parameter(**{name: getattr(p, name) for name in (*p.__slots__,)} | values)
@@ -330,11 +333,10 @@ WRONG = (
         "bf16 of a weight in bfloat16: it is that weight; leave bf16 out",
     ),
     ({"exp_avg": torch.ones(4, 6).bfloat16()}, "exp_avg_sq .* must be .4, 6. of torch.bfloat16"),
-    ({name: torch.ones(4, 6).to(E4M3) for name in STATE[1:]}, "exp_avg_scale and exp_avg_sq_scale are of those in FP8"),
+    (IN_FP8, "exp_avg_scale and exp_avg_sq_scale are of those in FP8"),
     ({"exp_avg_scale": torch.ones(0)}, "exp_avg_scale and exp_avg_sq_scale are of those in FP8"),
     (
-        {name: torch.ones(4, 6).to(E4M3) for name in STATE[1:]}
-        | {f"{name}_scale": torch.ones(0) for name in STATE[1:]},
+        IN_FP8 | {f"{name}_scale": torch.ones(0) for name in STATE[1:]},
         "rows must be multiples of 64; keep them in bf16",
     ),
     ({"grad": torch.ones(4, 6).double()}, "grad .4, 6. of torch.float64"),

@@ -138,6 +138,30 @@ def test_no_root_becomes_0_by_which_m_would_be_divided() -> None:
     assert (p.weight.float() - 1).abs().max() < 10 * 2.0**-7
 
 
+@pytest.mark.parametrize("ratio", [1e5, 1e8])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_an_outlier_neither_slows_its_neighbours_nor_shakes_them(beta2: float, ratio: float) -> None:
+    """Of gradients of 1 and noise: on average as far as in float32, and as near to it as without the outlier, 4 to 10 %.
+
+    With both moments in E4M3 neighbours were three times further away at 1e5, and four times slower at 1e6.
+    """
+    ours = a_block(FORMS["moments in FP8"])
+    plainly = parameter((64, BLOCK), plain("cpu"), 0)
+    for p in (ours, plainly):
+        p.weight.zero_()
+    plainly.exp_avg.zero_()
+    plainly.exp_avg_sq.zero_()
+    for t in range(1, 61):
+        g = 1 + 3 * torch.randn(64, BLOCK, generator=torch.Generator().manual_seed(t))
+        g[:, 0] *= ratio
+        for p in (ours, plainly):
+            p.grad.copy_(g)
+            run(reference.BACKEND, [p], t, rate=2.0**-9, betas=(0.9, beta2))
+    found, wanted = (p.weight[:, 1:].double() for p in (ours, plainly))
+    assert found.mean() / wanted.mean() == pytest.approx(1, abs=0.02)
+    assert (found - wanted).norm() < 0.12 * wanted.norm()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_twenty_steps_stay_near_float64(form: str) -> None:
     """The mean of 64 x 64 weights within a fiftieth of their way, each within the spacings that it was rounded by."""

@@ -23,6 +23,8 @@ TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS, *SCALES)  # of a Paramet
 MOMENTS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 ROUNDS = 7  # of philox: the fewest that pass BigCrush (Salmon et al., SC 2011)
 LEAST_SCALE = 2.0**-126  # of a block of zeros, too
+ROOTS = torch.uint8  # what a root in FP8 is kept in: torch has no dtype of E5M3
+SHIFT, OFFSET, TOP = 20, 768, 1.875  # a root's code + OFFSET is the upper bits of the float32; the largest is TOP
 RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv", *SCALES)
 
@@ -65,7 +67,8 @@ def _check(p: Parameter, where: str) -> None:
     expected["weight"] = (shape, GRADIENTS)
     expected["grad"] = (shape, (torch.bfloat16,) if half else GRADIENTS)
     expected["exp_avg"] = (shape, MOMENTS)
-    expected["exp_avg_sq"] = (shape, (p.exp_avg.dtype,))
+    in_fp8 = p.exp_avg.dtype is torch.float8_e4m3fn
+    expected["exp_avg_sq"] = (shape, (ROOTS if in_fp8 else p.exp_avg.dtype,))
     expected |= dict.fromkeys(SCALES, (torch.Size((p.weight.numel() // BLOCK,)), (torch.float32,)))
     expected |= {name: (torch.Size(()), (torch.float32,)) for name in NUMBERS}
     expected |= {"bf16": (shape, (torch.bfloat16,)), "data": (shape, quantizer.FORMATS)}
@@ -77,7 +80,6 @@ def _check(p: Parameter, where: str) -> None:
                 f"{where}: {name} {tuple(t.shape)} of {t.dtype}, strides {t.stride()}: it must be {tuple(legal)} of "
                 f"{' or '.join(map(str, dtypes))}, contiguous"
             )
-    in_fp8 = p.exp_avg.dtype is torch.float8_e4m3fn
     if any((getattr(p, name) is not None) != in_fp8 for name in SCALES):
         raise ValueError(
             f"{where}: moments of {p.exp_avg.dtype}: {' and '.join(SCALES)} are of those in FP8, which need both"
@@ -174,31 +176,34 @@ def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
     """exp_avg and exp_avg_sq in float32."""
     if p.exp_avg_scale is None:
         return p.exp_avg.float(), p.exp_avg_sq.float()
-    m, root = (
-        (q.float().view(-1, BLOCK) * scale[:, None]).view(q.shape)
-        for q, scale in ((p.exp_avg, p.exp_avg_scale), (p.exp_avg_sq, p.exp_avg_sq_scale))
-    )
-    return m, root * root
+    root = _times(roots(p.exp_avg_sq), p.exp_avg_sq_scale)
+    return _times(p.exp_avg.float(), p.exp_avg_scale) * root, root * root
+
+
+def _times(x: Tensor, scales: Tensor) -> Tensor:
+    """x by blocks, each times its scale."""
+    return (x.view(-1, BLOCK) * scales[:, None]).view(x.shape)
 
 
 def _keep(p: Parameter, m: Tensor, v: Tensor, bits: Tensor | None) -> None:
     """Store the moments, rounded as the operator says. Of 16 bits each the upper 8 are nobody else's."""
     if p.exp_avg_scale is not None and bits is not None:
-        _store_fp8(p.exp_avg, p.exp_avg_scale, m, (bits >> 8) & 0xFFFF, 0.0)
-        _store_fp8(p.exp_avg_sq, p.exp_avg_sq_scale, _root(v), bits >> 16, 2.0**-9)
+        root = _root(v)
+        p.exp_avg_sq_scale.copy_(_scales(root, TOP))
+        p.exp_avg_sq.copy_(stochastic_root(_times(root, 1 / p.exp_avg_sq_scale), bits >> 16) * (root > 0))
+        kept = _times(roots(p.exp_avg_sq), p.exp_avg_sq_scale)
+        ratio = torch.where(kept > 0, m / kept, 0.0)
+        p.exp_avg_scale.copy_(_scales(ratio, 448.0))
+        p.exp_avg.copy_(stochastic_e4m3(_times(ratio, 1 / p.exp_avg_scale), (bits >> 8) & 0xFFFF).to(p.exp_avg.dtype))
         return
     p.exp_avg.copy_(m)
     p.exp_avg_sq.copy_(v if bits is None or p.exp_avg_sq.dtype is torch.float32 else stochastic_bf16(v, bits >> 16))
 
 
-def _store_fp8(data: Tensor, scales: Tensor, x: Tensor, bits: Tensor, least: float) -> None:
-    """data, scales := x by blocks; what is above 0 becomes at least `least`."""
-    blocks = x.view(-1, BLOCK)
-    scale = (blocks.abs().amax(1) / torch.full_like(scales, 448.0)).clamp(min=LEAST_SCALE)
-    y = stochastic_e4m3(blocks * (1 / scale)[:, None], bits.view(-1, BLOCK))
-    y = torch.where(blocks > 0, y.clamp(min=least), y) if least else y
-    scales.copy_(scale)
-    data.copy_(y.view(x.shape).to(data.dtype))
+def _scales(x: Tensor, top: float) -> Tensor:
+    """Of each block, that whose product with `top` is its largest."""
+    largest = x.view(-1, BLOCK).abs().amax(1)
+    return (largest / torch.full_like(largest, top)).clamp(min=LEAST_SCALE)
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
@@ -218,6 +223,17 @@ def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
     below = places.floor()
     up = (places - below) > (bits.float() + 0.5) / 65536
     return ((below + up) * spacing).clamp(max=448.0).copysign(x)
+
+
+def roots(codes: Tensor) -> Tensor:
+    """Unsigned E5M3 as float32: 0, then 1.125 x 2^-31 to 1.875, with no subnormals."""
+    return torch.where(codes > 0, ((codes.int() + OFFSET) << SHIFT).view(torch.float32), 0.0)
+
+
+def stochastic_root(x: Tensor, bits: Tensor) -> Tensor:
+    """x, float32, 0 to 1.875, to the code of a neighbour in unsigned E5M3, not that of 0; 0 for NaN."""
+    moved = (x.view(torch.int32) + (bits.int() << SHIFT - 16) + (1 << SHIFT - 17)) >> SHIFT
+    return torch.where(x >= 0, (moved - OFFSET).clamp(1, 255), 0).to(ROOTS)
 
 
 def random_bits(seed: Tensor, count: int, number: int, step: Tensor) -> Tensor:
