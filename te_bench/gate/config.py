@@ -15,7 +15,8 @@ from te_bench import plugins
 JSON, ROOT = "{json}", "{root}"  # in a command: a file that it is to write; the revision's files
 STATISTICS = ("min", "median")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
-_OF_A_SHELL = re.compile(r"&&|\|\|?|>>?|[;<&`]|\$(?=[\w{(])")
+# Not [: it is part of a pytest test's name more often than of a pattern, and means the same there without a shell.
+_OF_A_SHELL = re.compile(r"\A\s*[A-Za-z_]\w*=|&&|\|\|?|>>?|[;<&`*?]|(?<!\S)[~#]|\$(?=[\w{(])")
 _PLACE = re.compile(r"\{(\w+)\}")
 _KEYS = ("bench", "setup", "directory", "env", "warmup", "margin", "budget", "timeout")
 _KEYS_OF_BENCH = ("command", "statistic")
@@ -136,7 +137,9 @@ class _Taker:
             raise self._refused(key, value, "a command as a string")
         bare = _QUOTED.sub("''", value)
         if found := _OF_A_SHELL.search(bare):
-            raise self._refused(key, value, f"it without {found[0]} or as sh -c '...', for no shell runs it")
+            taken = found[0].strip()
+            other = f'by env = {{ {taken[:-1]} = "..." }}' if taken.endswith("=") else "with it in quotes,"
+            raise self._refused(key, value, f"it without {taken}, {other} or as sh -c '...', for no shell runs it")
         self.check_places(key, value, bare)
         return words
 
