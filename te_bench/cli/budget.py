@@ -31,7 +31,8 @@ def resolve_with_seeds(
 
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
     began with, and is not refused for its little power unless a configuration is new to it. in_cluster: how many GPUs the
-    trials' cluster has. Raises ValueError for --pilot of another suite, and as `seeds_of_budget` does.
+    trials' cluster has. What it can conclude is said of the seeds, the margin and alpha by which it will be judged: of a run
+    that has begun those that it began with. Raises ValueError for --pilot of another suite, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -44,14 +45,19 @@ def resolve_with_seeds(
         return resolve(suite, asked, only=only) if budget else one, None, None
     from te_bench.reports.convergence.budget import seeds_of_budget
     from te_bench.reports.convergence.design import design_of
-    from te_bench.reports.convergence.earlier_runs import has_begun, read_earlier_runs
+    from te_bench.reports.convergence.earlier_runs import first_judgement, has_begun, read_earlier_runs
     from te_bench.reports.convergence.forecast import forecast
 
     earlier = read_earlier_runs(None if fresh else out, timings or (), _machine(one, asked, gpus, in_cluster))
     if budget:
         seeds = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
-    found = design_of(one, earlier) if "pool" in one.judgement else forecast(one, earlier)
+    first = first_judgement(one, earlier.journal)
+    judged = dataclasses.replace(one, judgement={**one.judgement, **first})
+    found = design_of(judged, earlier) if "pool" in one.judgement else forecast(judged, earlier)
+    changed = [f"{key} {value}" for key, value in one.judgement.items() if first.get(key, value) != value]
+    fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; another run takes another --out"
+    found = dataclasses.replace(found, fixed=fixed if changed else None)
     return one, found, None if has_begun(one, earlier.journal) else found.refused
 
 

@@ -100,7 +100,15 @@ FEWEST_STEPS = 20  # of --tokens: who asks for fewer means a sequence's length, 
 
 
 def preset_of(options: Options) -> str:
-    """The preset that was asked for, else that of the model, else that of the device. Raises ValueError when unknown."""
+    """The preset that was asked for, else that of the model, else that of the device.
+
+    Raises ValueError when unknown, and for --tokens with a user's model, of whose sequences they are the length elsewhere.
+    """
+    if options.tokens is not None and adoptee(options) is not None:
+        raise ValueError(
+            f"--tokens {options.tokens}: in suites without training it is how long your model's sequences are, and here how "
+            "long a run trains; say that by --steps"
+        )
     if options.preset is not None:
         plugins.check("preset", options.preset, list(PRESETS))
         return options.preset

@@ -208,7 +208,7 @@ class Options:
         "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
     )
     tokens: int | None = _option(
-        "Tokens of a sequence; where a suite has --steps, training tokens of each run in place of them.",
+        "Tokens of a sequence. Of convergence and stress: training tokens of each run, in place of --steps.",
         check=_one_or_more,
         unheeded="chooses itself how long its sequences are",
     )

@@ -155,6 +155,8 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ("convergence", {}, {"text": False}, "the suite convergence trains on text, and this model takes none"),
         ("speed", {"tokens": 99}, {"block": 64}, "--tokens 99: the model's longest sequence has 64; give at most that"),
         ("speed", {"tokens": 9}, {"sequence": 17}, "--tokens 9: the model's sequences all have 17; leave it out"),
+        ("stress", {"tokens": 4096}, {}, "--tokens 4096: .* here how long a run trains; say that by --steps"),
+        ("convergence", {"tokens": 4096, "preset": "cpu"}, {}, "how long your model's sequences are"),
         ("quick", {}, {}, "--model: the suite quick chooses its models itself; leave it out"),
         ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import design_of
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, seeds_begun_with
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 
 
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
@@ -17,9 +17,9 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     configurations that no record says the time of.
     """
     machine = earlier.machine
-    first = seeds_begun_with(one, earlier.journal)
-    if first is not None and asked.seeds is None:
-        return first
+    first = first_judgement(one, earlier.journal)
+    if first and asked.seeds is None:
+        return int(str(first["seeds"]))
     if "pool" in one.judgement:
         return _rounds_of_budget(one, asked, earlier, out)
     taken = planning.seconds(one.trials, earlier.records)

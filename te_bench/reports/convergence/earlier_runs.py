@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from te_bench.experiments.spec import Experiment, Record
+from te_bench.experiments.spec import Experiment, Record, Scalar
 from te_bench.experiments.store import Journal, load, written
 from te_bench.reports.analysis.rows import from_journals, trial_of
 from te_bench.reports.convergence.study import Study, studies
@@ -85,14 +85,14 @@ def chip_of(identity: Mapping[str, Any]) -> str | None:
 def has_begun(one: Experiment, journal: Journal | None) -> bool:
     """Whether a run of this very experiment has begun in --out with every configuration that it has."""
     begun = {trial_of(value).cell for plan in journal.plans for value in plan.trials} if journal else set()
-    return seeds_begun_with(one, journal) is not None and begun >= {trial.cell for trial in one.trials}
+    return bool(first_judgement(one, journal)) and begun >= {trial.cell for trial in one.trials}
 
 
-def seeds_begun_with(one: Experiment, journal: Journal | None) -> int | None:
-    """The seeds that this very experiment was first planned with in --out, or None."""
+def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Scalar]:
+    """What this very experiment was first planned with in --out, by which it will be judged; empty for another."""
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
         pilot = plan.judgement.get("pilot") and not one.judgement.get("pilot")
         if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and not pilot:
-            return int(str(plan.judgement["seeds"]))
-    return None
+            return plan.judgement
+    return {}

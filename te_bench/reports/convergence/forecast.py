@@ -20,6 +20,7 @@ class Forecast:
     margin: float
     seconds: float | None
     machine: Machine
+    fixed: str | None = None  # what was asked otherwise, and that the first plan counts
 
     def to_json(self) -> dict[str, Any]:
         elapsed = None if self.seconds is None else self.seconds / self.machine.slots
@@ -69,6 +70,7 @@ class Forecast:
             said += [f"  {step}: {_conclusion(outlook.hardest)}"] if outlook.recipes > 1 else []
             said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious)}")
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
+        said += [f"  {self.fixed}"] if self.fixed else []
         said.append(f"  time: {self._time()}")
         return said
 
