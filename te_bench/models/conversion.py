@@ -23,7 +23,8 @@ from te_bench.models import conversion_parts, fp8
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
 from te_bench.models.modules import arguments
-from te_bench.models.modules.fp8_module import FLOATS, Fp8Module
+from te_bench.models.modules.activations import FLOATS
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe

@@ -24,7 +24,8 @@ from te_bench.models import fp8
 from te_bench.models.fused import segment
 from te_bench.models.fused.projection import Projection
 from te_bench.models.fused.segment import Entry, HeadColumns, Plan, Segment
-from te_bench.models.modules.fp8_module import FLOATS, Fp8Module, compute_dtype
+from te_bench.models.modules.activations import FLOATS, compute_dtype
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.rotary import Rotation
 from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from te_bench.models import fp8
 from te_bench.models.fused import chain
+from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten
 from te_bench.models.modules.attention import MultiheadAttention
-from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 from te_bench.models.modules.linear import Linear

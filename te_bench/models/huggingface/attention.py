@@ -22,8 +22,8 @@ from te_bench.kernels.attention import Backend, Problem, attend, posed
 from te_bench.kernels.attention.backends import auto
 from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8, kernel_choice
+from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.dot_product_attention import describe
-from te_bench.models.modules.fp8_module import compute_dtype
 from te_bench.models.subclassing import Mixed
 
 NAME, NAME_FP8 = "te_bench", "te_bench_fp8"

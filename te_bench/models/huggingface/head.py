@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from te_bench.kernels import architecture
 from te_bench.kernels.linear_cross_entropy import IGNORED, load
 from te_bench.models import fp8
-from te_bench.models.modules.fp8_module import FLOATS
+from te_bench.models.modules.activations import FLOATS
 from te_bench.models.modules.linear import Linear
 from te_bench.models.modules.plain import are_plain
 from te_bench.models.subclassing import Mixed, mix

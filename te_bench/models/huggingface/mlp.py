@@ -20,7 +20,7 @@ from te_bench.kernels.activation.recomputed import gradient_and_value
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
-from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, flatten, is_recorded
+from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten, is_recorded
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.linear import Linear, linear_backward

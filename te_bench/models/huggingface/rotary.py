@@ -17,7 +17,7 @@ from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary.backends import reference
-from te_bench.models.modules.fp8_module import FLOATS, is_recorded
+from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.rotary import backend
 from te_bench.models.subclassing import Mixed, mix
 

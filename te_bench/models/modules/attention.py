@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from te_bench.models.modules import arguments
 from te_bench.models.modules.attention_mask import MaskTensor, Window, longest_of
 from te_bench.models.modules.dot_product_attention import DotProductAttention, check_format, check_heads
-from te_bench.models.modules.fp8_module import Tracker
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 from te_bench.models.modules.layernorm_linear import LayerNormLinear
 from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.parameters import Tracker
 from te_bench.models.modules.plain import are_plain
 from te_bench.models.modules.rotary import (
     Rotation,

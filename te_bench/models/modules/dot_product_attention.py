@@ -20,8 +20,9 @@ from te_bench.kernels.attention.packed import attend_packed
 from te_bench.models import fp8, kernel_choice
 from te_bench.models.kernel_choice import Report
 from te_bench.models.modules import arguments, attention_mask
+from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.attention_mask import MaskTensor, Sequences, Sizes, Visible, Window, pack
-from te_bench.models.modules.fp8_module import Tracker, compute_dtype, fork_rng
+from te_bench.models.modules.parameters import Tracker, fork_rng
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks
 
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.gemms import Gemms
+from te_bench.models.modules.parameters import materialise
 from te_bench.models.modules.tensor_parallel import Division, Parallelised, Ranks
 from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, saved_names
 
@@ -22,46 +24,6 @@ NOT_KEPT: Kept = (None, None)
 PREFIX = "fp8_"  # of recipe state in a state dict
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
-    """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
-    if device is None:
-        chosen = torch.get_default_device()
-        device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
-    return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
-
-
-def materialise(module: nn.Module) -> None:
-    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
-    device = factory(None, None)["device"]
-    for name, p in module.named_parameters(recurse=False):
-        if p.is_meta:
-            made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-            vars(made).update(vars(p))  # marks that others left there
-            module.register_parameter(name, made)
-
-
-Tracker = Callable[[], Any] | None
-
-
-def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
-    if tracker is None:
-        return contextlib.nullcontext()
-    fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
-    return fork
-
-
-def is_recorded() -> bool:
-    """Whether what runs is recorded, by torch.compile or torch.jit.trace, which want plain operators."""
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-
-
-def default_init(weight: Tensor) -> Tensor:
-    """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
-    return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 class Fp8Module(Parallelised, nn.Module):
@@ -430,17 +392,3 @@ def _expose() -> None:
 _expose()
 
 _NOTHING = Slot()
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a module computes in: torch.autocast's dtype where that is on, else the input's."""
-    if not torch._C._is_any_autocast_enabled():
-        return x.dtype  # 0.3 us sooner than by the name of x's device
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def flatten(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (..., K) as a contiguous (M, K) of `dtype`; x itself where it is one."""
-    x = x if x.dtype is dtype else x.to(dtype)
-    return x if x.dim() == 2 and x.is_contiguous() else x.reshape(-1, x.shape[-1]).contiguous()

@@ -11,7 +11,8 @@ from te_bench.kernels.norm import Backend
 from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.models.modules import arguments
-from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, factory, flatten, is_recorded, materialise
+from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten, is_recorded
+from te_bench.models.modules.parameters import factory, materialise
 from te_bench.models.modules.tensor_parallel import Ranks
 
 KINDS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}

@@ -10,18 +10,12 @@ from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments
-from te_bench.models.modules.fp8_module import (
-    Fp8Module,
-    Tracker,
-    compute_dtype,
-    default_init,
-    factory,
-    flatten,
-    fork_rng,
-)
+from te_bench.models.modules.activations import compute_dtype, flatten
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import Norm, backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear, linear_backward
+from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
 from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark_partial, outer
 
 

@@ -11,17 +11,11 @@ from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments
-from te_bench.models.modules.fp8_module import (
-    Fp8Module,
-    Tracker,
-    compute_dtype,
-    default_init,
-    factory,
-    flatten,
-    fork_rng,
-)
+from te_bench.models.modules.activations import compute_dtype, flatten
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gathered import Gathered, turned
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
+from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
 from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark, outer
 
 

@@ -16,7 +16,8 @@ from te_bench.kernels.rotary import Backend, Part
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models.modules import arguments, attention_mask
-from te_bench.models.modules.fp8_module import FLOATS, factory, is_recorded
+from te_bench.models.modules.activations import FLOATS, is_recorded
+from te_bench.models.modules.parameters import factory
 
 Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from te_bench.models.fused import te_layer
 from te_bench.models.modules import arguments
+from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.attention import MultiheadAttention
-from te_bench.models.modules.fp8_module import Tracker, compute_dtype
 from te_bench.models.modules.layernorm import LayerNorm, RMSNorm, check_normalization
 from te_bench.models.modules.layernorm_mlp import LayerNormMLP
+from te_bench.models.modules.parameters import Tracker
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks, require_set
 
 #: Arguments that go to the attention modules as they are.

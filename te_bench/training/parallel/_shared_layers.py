@@ -24,7 +24,7 @@ from te_bench.kernels.activation import KINDS
 from te_bench.models import dropout
 from te_bench.models.conversion import HOOKS
 from te_bench.models.decoder import Decoder
-from te_bench.models.modules.fp8_module import compute_dtype
+from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.linear import Linear, linear
 from te_bench.models.modules.tensor_parallel import Entry, Ranks, divide
 from te_bench.models.parts import AttentionPart, Part

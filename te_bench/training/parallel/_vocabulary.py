@@ -14,7 +14,7 @@ from torch import Tensor
 
 from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
 from te_bench.models.decoder import Decoder
-from te_bench.models.modules.fp8_module import compute_dtype
+from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.linear import linear
 from te_bench.models.modules.tensor_parallel import Division, Ranks
 

@@ -27,7 +27,7 @@ from te_bench.models.configs import DecoderConfig, LlamaConfig, RopeScaling
 from te_bench.models.decoder import NotFused
 from te_bench.models.fused import chain, segment
 from te_bench.models.modules import layernorm_mlp, rotary
-from te_bench.models.modules.fp8_module import is_recorded
+from te_bench.models.modules.activations import is_recorded
 from te_bench.models.parts import MLPPart
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training.data import Batches

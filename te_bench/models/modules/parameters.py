@@ -1,0 +1,42 @@
+"""How modules make their parameters: where, in which dtype, with which values."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
+    """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
+    if device is None:
+        chosen = torch.get_default_device()
+        device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
+    return {"device": torch.device(device), "dtype": params_dtype or torch.get_default_dtype()}
+
+
+def materialise(module: nn.Module) -> None:
+    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
+    device = factory(None, None)["device"]
+    for name, p in module.named_parameters(recurse=False):
+        if p.is_meta:
+            made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(made).update(vars(p))  # marks that others left there
+            module.register_parameter(name, made)
+
+
+Tracker = Callable[[], Any] | None
+
+
+def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
+    if tracker is None:
+        return contextlib.nullcontext()
+    fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
+    return fork
+
+
+def default_init(weight: Tensor) -> Tensor:
+    """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
+    return nn.init.normal_(weight, mean=0.0, std=0.023)
