@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,12 @@ def _require_answer(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the cluster: what it is, or why it takes no trial."""
+    """A node of the cluster, and what it is, where it takes trials."""
 
     node: str  # Ray's id of it
     name: str
     resources: Mapping[str, float]
     machine: dict[str, Any] | None = None  # environment.capture's answer
-    why_not: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +143,6 @@ class Cluster:
         self.wanted, self._say = wanted, say
         hosts = [self._answer(ref, host) for ref, host in [self._ask(node) for node in self._that_could()]]
         fit = [host for host in hosts if host.machine is not None]
-        for host in hosts:
-            self._say_why_not(host)
         if not fit:
             gpus = "a GPU" if wanted.gpus <= 1 else f"{wanted.gpus:g} GPUs, as the widest trial needs,"
             what = gpus if wanted.device == "cuda" else "a CPU"
@@ -178,12 +175,8 @@ class Cluster:
                 self._asked.add(node["NodeID"])
                 ref, host = self._ask(node)
                 self._asking[ref] = host
-        answered, _ = (
-            ray.wait(list(self._asking), num_returns=len(self._asking), timeout=0) if self._asking else ([], [])
-        )
+        answered = ray.wait(list(self._asking), num_returns=len(self._asking), timeout=0)[0] if self._asking else ()
         joined = [self._answer(ref, self._asking.pop(ref)) for ref in answered]
-        for host in joined:
-            self._say_why_not(host)
         joined = [host for host in joined if host.machine is not None and self._alike(host)]
         self.hosts += joined
         return joined
@@ -214,25 +207,20 @@ class Cluster:
         return ref, Host(node["NodeID"], name, node["Resources"])
 
     def _answer(self, ref: Any, host: Host) -> Host:
+        """The host with what it says it is; without, said why, where it takes no trial."""
         import ray
-
-        def found(machine: dict[str, Any] | None, why_not: str | None) -> Host:
-            return Host(host.node, host.name, host.resources, machine, why_not)
 
         try:
             machine = ray.get(ref, timeout=PROBE_S)
         except ray.exceptions.RayError as error:
-            return found(None, f"te_bench does not answer there: {_line(error)}")
+            machine = f"te_bench does not answer there: {_line(error)}"
+        ours = environment.code_hash()
+        if not isinstance(machine, str) and (code := machine["identity"]["code"]) != ours:
+            machine = f"its te_bench is {code}, this one {ours}: install the same there"
         if isinstance(machine, str):
-            return found(None, machine)
-        code, ours = machine["identity"]["code"], environment.code_hash()
-        if code != ours:
-            return found(None, f"its te_bench is {code}, this one {ours}: install the same there")
-        return found(machine, None)
-
-    def _say_why_not(self, host: Host) -> None:
-        if host.why_not:
-            self._say(f"warning: the host {host.name} is left out: {host.why_not}")
+            self._say(f"warning: the host {host.name} is left out: {machine}")
+            return host
+        return replace(host, machine=machine)
 
     def _alike(self, host: Host) -> bool:
         """Whether it is what the others are; says what differs. Results of machines that differ are never compared."""

@@ -1,6 +1,7 @@
-"""Downstream checks of a decoder: perplexity of a text by a sliding window, and LAMBADA's prediction of the last word.
+"""A model's validation loss, and downstream checks of a decoder: perplexity of a text by a sliding window, and LAMBADA's
+prediction of the last word.
 
-The body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of GPT-2's size
+Of these checks the body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of GPT-2's size
 (about 100) lie 0.5 apart, and ties would decide which token is the likeliest.
 Source: Hugging Face, "Perplexity of fixed-length models"; Paperno et al. 2016 (LAMBADA); Radford et al. 2019, 3.3.
 """
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench import plugins
 from te_bench.models import fp8
 from te_bench.models.decoder import Decoder
-from te_bench.training.step import AUTOCAST, autocast
+from te_bench.training.step import AUTOCAST, autocast, fp8_autocast
 from te_bench.training.tokenizer import Tokenizer
 
 HEAD_ROWS = 1024  # positions whose logits exist at once: 206 MB of float32 at GPT-2's vocabulary
@@ -58,6 +59,25 @@ class LastWord:
     def perplexity(self) -> float:
         """exp(nats per word): of the word, however many tokens it has."""
         return _exp(self.nats_per_word)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
+) -> float:
+    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size.
+
+    quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
+    """
+    model.eval()
+    device = next(model.parameters()).device
+    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+    for x, y in batches:
+        with autocast(device, precision), fp8_autocast(model, quantized):
+            total += model(x, y).double() * y.numel()
+        tokens += y.numel()
+    model.train()
+    return total.item() / tokens
 
 
 def perplexity(

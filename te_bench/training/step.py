@@ -385,22 +385,3 @@ def train(
         step.set_rate(step.optim.rate(number, at))
         yield number, step(*batches(number))
         number += 1
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
-) -> float:
-    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size.
-
-    quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
-    """
-    model.eval()
-    device = next(model.parameters()).device
-    total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-    for x, y in batches:
-        with autocast(device, precision), fp8_autocast(model, quantized):
-            total += model(x, y).double() * y.numel()
-        tokens += y.numel()
-    model.train()
-    return total.item() / tokens

@@ -34,9 +34,10 @@ from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT
 from te_bench.training import checkpoints, resume
 from te_bench.training import optimizer as table_adamw
+from te_bench.training.evaluation import evaluate
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.parallel import Parallel
-from te_bench.training.step import TrainStep, evaluate
+from te_bench.training.step import TrainStep
 
 vectorised = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's loop with multiply-adds is x86's"

@@ -15,8 +15,9 @@ from torch._dynamo.utils import counters
 from te_bench.models import recipe as recipes
 from te_bench.models.modules.linear import Linear
 from te_bench.models.zoo.gpt import CONFIGS, GPT
+from te_bench.training.evaluation import evaluate
 from te_bench.training.optimizer import TableAdamW
-from te_bench.training.step import Optim, TrainStep, evaluate
+from te_bench.training.step import Optim, TrainStep
 
 pytestmark = pytest.mark.usefixtures("plain_heads")
 

@@ -16,7 +16,8 @@ from te_bench.models import recipe as recipes
 from te_bench.models.recipe import float8_current_scaling
 from te_bench.models.zoo.gpt import CONFIGS, GPT, GPTConfig
 from te_bench.training.data import Batches
-from te_bench.training.step import Optim, TrainStep, adamw, evaluate, train
+from te_bench.training.evaluation import evaluate
+from te_bench.training.step import Optim, TrainStep, adamw, train
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 Batch = tuple[Tensor, Tensor]

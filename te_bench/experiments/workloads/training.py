@@ -28,7 +28,8 @@ from te_bench.experiments.workloads import max_batch
 from te_bench.models.adopted import Adopted
 from te_bench.training import checkpoints, data
 from te_bench.training import corpus as corpora
-from te_bench.training.step import TrainStep, evaluate, train
+from te_bench.training.evaluation import evaluate
+from te_bench.training.step import TrainStep, train
 
 LOG_EVERY = 10  # steps between reads of the loss: each read waits for the device
 #: Of the steps: from here on slopes and bands are read from the curve, so all its points see the same tokens.

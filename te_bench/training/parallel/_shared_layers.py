@@ -11,7 +11,7 @@ Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198; 
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +79,8 @@ class PlainLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         (division,) = self.divisions
         dtype = compute_dtype(input)
-        return linear(
-            division, input.to(dtype) if division is None else division.take(input, dtype), self.weight, self.bias
-        )
+        x = input.to(dtype) if division is None else division.take(input, dtype)
+        return linear(division, x, self.weight, self.bias)
 
 
 class SharedLayers(Grouped):
@@ -120,16 +119,8 @@ class SharedLayers(Grouped):
         """Cut the model's pairs, and a decoder's vocabulary. Raises Indivisible for what cannot be."""
         self._require_divisible(model)
         cuts, partial = plan(model)
-        if not cuts and (whole := _said(model)):
-            raise Indivisible(
-                f"{self.name}: the tp_plan of {type(model).__name__} leaves every layer's result whole in each rank "
-                f"({' and '.join(whole)}); give it one with pairs of colwise and rowwise, or choose ddp"
-            )
         if not cuts:
-            raise Indivisible(
-                f"{self.name}: {type(model).__name__} says not how it divides: give it a tp_plan, as models of transformers "
-                'have ({"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}), or choose ddp'
-            )
+            raise Indivisible(f"{self.name}: {_no_pairs(model)}, or choose ddp")
         self._group = self.tensor_group()
         vocabulary = Ranks("the vocabulary", self._group, sequence_parallel=self.sequence_parallel)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -208,9 +199,8 @@ class SharedLayers(Grouped):
         out, features = weight.shape
         new: Any
         if type(layer) is nn.Linear:
-            new = PlainLinear(
-                cut.mode, Ranks("Linear", self._group, sequence_parallel=self.sequence_parallel), features, out
-            )
+            own = Ranks("Linear", self._group, sequence_parallel=self.sequence_parallel)
+            new = PlainLinear(cut.mode, own, features, out)
         else:
             options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta", "bias": bias is not None}
             options |= {"tp_group": self._group, "sequence_parallel": self.sequence_parallel}
@@ -244,22 +234,24 @@ class SharedLayers(Grouped):
         And where its block is computed again; a row Linear's gradient once; the head's input once, and the gradient of what
         was embedded in float32.
         """
-        found = Counter[tuple[str, bool]]()
-        for dtype, bounds in super().gathered(model, gather, tokens).items():
-            found.update({(dtype, most): bounds[most] for most in (False, True)})
+        found = super().gathered(model, gather, tokens)
+
+        def add(dtype: str, least: int, most: int) -> None:
+            before = found.get(dtype, (0, 0))
+            found[dtype] = before[0] + least, before[1] + most
+
         if self.sequence_parallel and isinstance(model, Decoder):
             in_fp8 = model.recipe is not None and model.recipe.by_given_scale() is not None
             for mode, layer in self._pairs:
                 one = in_fp8 and isinstance(layer, Linear)
                 dtype, size = ("uint8", 1) if one else ("bfloat16", 2)
                 features = layer.in_features if mode == "column" else layer.out_features
-                for most, times in ((False, 1), (True, 3 if mode == "column" else 1)):
-                    found[dtype, most] += times * size * tokens * features
+                sent = size * tokens * features
+                add(dtype, sent, sent * (3 if mode == "column" else 1))
             embedded = tokens * model.config.shape.hidden
-            for most in (False, True):
-                found["bfloat16", most] += 2 * embedded
-            found["float32", True] += 4 * embedded
-        return {dtype: (found[dtype, False], found[dtype, True]) for dtype, _ in found}
+            add("bfloat16", 2 * embedded, 2 * embedded)
+            add("float32", 0, 4 * embedded)
+        return found
 
     def _shares(self) -> dict[Any, Share]:
         """By parameter: fully_shard puts others in their places."""
@@ -367,10 +359,15 @@ def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
     return cuts, partial
 
 
-def _said(model: nn.Module) -> list[str]:
-    """What the model's plan says of its layers."""
+def _no_pairs(model: nn.Module) -> str:
+    """That a model has no pairs, by what its plan says of its layers."""
     said = next((plan for m in model.modules() if isinstance(plan := getattr(m, "tp_plan", None), dict) and plan), {})
-    return list(dict.fromkeys(map(str, said.values())))
+    name, whole = type(model).__name__, " and ".join(dict.fromkeys(map(str, said.values())))
+    if whole:
+        why = f"the tp_plan of {name} leaves every layer's result whole in each rank ({whole})"
+        return f"{why}; give it one with pairs of colwise and rowwise"
+    why = f"{name} says not how it divides: give it a tp_plan, as models of transformers have"
+    return f'{why} ({{"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}})'
 
 
 def _cut(layer: Any, mode: str, halves: int, head_dim: Any) -> Cut:
@@ -391,7 +388,8 @@ def _of_parts(parts: Iterable[Part]) -> tuple[list[Cut], list[nn.Module]]:
                 )
             qkv = Cut(part.qkv.module, "column", (q, kv, kv), part.head_dim)
             cuts += [qkv, Cut(part.proj.module, "row", (q,), part.head_dim)]
-            partial += list(_norms(part.module))
+            norms = (getattr(part.module, name, None) for name in ("q_norm", "k_norm"))
+            partial += [norm for norm in norms if isinstance(norm, nn.Module)]
         else:
             rows, features = part.up.weight.shape[0], part.down.weight.shape[1]
             halves = 2 if KINDS[part.activation][1] else 1
@@ -400,10 +398,3 @@ def _of_parts(parts: Iterable[Part]) -> tuple[list[Cut], list[nn.Module]]:
                 Cut(part.down.module, "row", (features,)),
             ]
     return cuts, partial
-
-
-def _norms(attention: nn.Module) -> Iterator[nn.Module]:
-    """The norms of queries and of keys."""
-    for name in ("q_norm", "k_norm"):
-        if isinstance(norm := getattr(attention, name, None), nn.Module):
-            yield norm

@@ -31,7 +31,8 @@ from te_bench.models.modules.activations import is_recorded
 from te_bench.models.parts import MLPPart
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training.data import Batches
-from te_bench.training.step import Optim, TrainStep, evaluate
+from te_bench.training.evaluation import evaluate
+from te_bench.training.step import Optim, TrainStep
 
 BOTH = (None, "fused")
 RICH = {"bias": True, "gelu": "tanh"}

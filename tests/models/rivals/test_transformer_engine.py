@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from te_bench.models import rivals
 from te_bench.models.configs import CONFIGS, LlamaConfig
 from te_bench.models.peers import transformer_engine
-from te_bench.training.step import Optim, TrainStep, evaluate
+from te_bench.training.evaluation import evaluate
+from te_bench.training.step import Optim, TrainStep
 
 RECIPES = {
     "transformer_engine_delayed": "DelayedScaling",
