@@ -1,8 +1,8 @@
 """A model's validation loss, and downstream checks of a decoder: perplexity of a text by a sliding window, and LAMBADA's
 prediction of the last word.
 
-Of these checks the body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of GPT-2's size
-(about 100) lie 0.5 apart, and ties would decide which token is the likeliest.
+In the checks the body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of
+GPT-2's size (about 100) lie 0.5 apart, and ties would decide which token is the likeliest.
 Source: Hugging Face, "Perplexity of fixed-length models"; Paperno et al. 2016 (LAMBADA); Radford et al. 2019, 3.3.
 """
 
