@@ -17,6 +17,8 @@ from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile
 # Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
 # take 71 to 80 registers, three programs on an SM; of 64 x 64 two fit, at 128, and the FP8 spilled (Triton 3.6, sm_90a).
 ROWS, COLUMNS, WARPS = 32, 64, 8
+# With moments in FP8; left to themselves the assemblers of Triton 3.6 and 3.7 choose 64 or 80 for some forms, and spill.
+REGISTERS = {"maxnreg": 80}
 PIECE = 8  # rows that a parameter without the alignment takes at a time
 SUMS = 2048  # partial sums that the second stage of the norm adds at a time
 # Numbers, or views into a table of them: not worth a compilation for each alignment.
@@ -143,26 +145,26 @@ def _stochastic_root(x, bits):
 
 
 @triton.jit
-def _store_scales(scales, x, mask, TOP: tl.constexpr):
-    """scales := that of each row whose product with TOP is its largest; and these."""
-    largest = tl.max(tl.where(mask, magnitude(x), 0), 1).to(tl.float32, bitcast=True)
+def _store_scales(scales, x, there, TOP: tl.constexpr):
+    """scales := that of each row that is there whose product with TOP is its largest; and these."""
+    largest = tl.max(magnitude(x), 1).to(tl.float32, bitcast=True)
     scale = tl.maximum(
         tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
     )
-    tl.store(scales, scale, mask=tl.max(mask.to(tl.int32), 1) > 0)
+    tl.store(scales, scale, mask=there)
     return scale[:, None]
 
 
 @triton.jit
-def _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, bits, mask):
+def _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, bits, mask, there):
     """Both in FP8, a scale a row: the root of v, and m over what is kept of that."""
     root = tl.sqrt_rn(v)
-    scale = _store_scales(v_scales, root, mask, ROOT_TOP)
+    scale = _store_scales(v_scales, root, there, ROOT_TOP)
     code = tl.where(root > 0, _stochastic_root(root * tl.div_rn(1.0, scale), bits >> 16), 0)
     tl.store(exp_avg_sq, code.to(tl.uint8), mask=mask)
     kept = _roots(code) * scale
-    ratio = tl.where(kept > 0, tl.div_rn(m, tl.where(kept > 0, kept, 1.0)), 0.0)
-    scale = _store_scales(m_scales, ratio, mask, 448.0)
+    ratio = tl.where(kept > 0, tl.div_rn(m, kept), 0.0)
+    scale = _store_scales(m_scales, ratio, there, 448.0)
     y = _stochastic_e4m3(ratio * tl.div_rn(1.0, scale), (bits >> 8) & 0xFFFF)
     tl.store(exp_avg, to_fp8(y, tl.float8e4nv), mask=mask)
 
@@ -208,7 +210,7 @@ def _update_tile(
     y = _stochastic_bf16(w, random & 0xFFFF) if w_dtype == tl.bfloat16 else w
     tl.store(weight, y, mask=mask)
     if IN_FP8:
-        _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, random, mask)
+        _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, random, mask, there)
     elif m_dtype == tl.bfloat16:
         tl.store(exp_avg, rounded(m, tl.bfloat16), mask=mask)
         tl.store(exp_avg_sq, _stochastic_bf16(v, random >> 16), mask=mask)

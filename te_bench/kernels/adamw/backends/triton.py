@@ -135,7 +135,8 @@ def step(
         key = (betas, half, table.target, multiplier is None, form)
         args = (table.rows, table.tiles, start, rate, step, multiplier, own_seed, *numbers)
         dtypes = {name: {**FLOATS, **FP8}[dtype] for name, dtype in zip(("w_dtype", "m_dtype"), form, strict=True)}
-        launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants)
+        registers = kernels.REGISTERS if form[1] is torch.float8_e4m3fn else {}
+        launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants | registers)
     # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
     written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
     torch.autograd.graph.increment_version(written)
