@@ -7,7 +7,8 @@ import torch
 
 from te_bench.models.zoo.gpt import CONFIGS, GPT
 from te_bench.training import corpus, data
-from te_bench.training.step import Optim, TrainStep, evaluate, train
+from te_bench.training.evaluation import evaluate
+from te_bench.training.step import Optim, TrainStep, train
 
 STEPS, BATCH = 60, 8
 
