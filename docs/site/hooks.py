@@ -4,14 +4,20 @@ A link to ../CONTRIBUTING.md or ../te_bench/models/cost.py is true on GitHub, an
 download under repository/, and so does what that links to.
 """
 
+import os
 import posixpath
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from te_bench.experiments.store import load
 from te_bench.reports.page import published
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,11 +25,14 @@ AWAY = "repository/"
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 CODE = {".py": "python", ".yml": "yaml", ".toml": "toml", ".txt": "text", ".json": "json"}
 LARGE = 50_000  # characters; a longer file is a download
+#: results/ as far as its pages are made here: those of `te-bench advise`, of whose answers the repository keeps advice.md.
+MADE = tempfile.TemporaryDirectory()
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, then everything that a page links to outside docs/."""
+    _answer_again()
     pages = {"gallery.md": f"---\nhide: [toc, navigation]\n---\n\n# Every published record\n\n{_gallery()}"}
     pages |= {f"reference/{name}.md": text for name, text in _reference()}
     for name, text in pages.items():
@@ -36,9 +45,11 @@ def on_files(files: Files, config: Any) -> Files:
                 made = _made(target, config)
                 files.append(made)
                 waiting += [made] if made.src_uri.endswith(".md") else []
-    for path in sorted({path for run in published.runs(ROOT / "results") for path in run.files.values()}):
+    results = (ROOT / "results", Path(MADE.name) / "results")
+    for path in sorted({path for run in published.runs(*results) for path in run.files.values()}):
         if files.get_file_from_path(home := f"{AWAY}results/{path}") is None:
-            files.append(File.generated(config, home, abs_src_path=str(ROOT / "results" / path)))
+            source = next(folder / path for folder in results if (folder / path).is_file())
+            files.append(File.generated(config, home, abs_src_path=str(source)))
     return files
 
 
@@ -54,12 +65,32 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown if made or _is_code(page.file) else LINK.sub(turned, markdown)
 
 
+def _answer_again() -> None:
+    """Make the pages of each published answer from its records, by the command that its reader would type."""
+    here = Path(MADE.name)
+    shutil.copytree(ROOT / "examples", here / "examples")
+    for journal in sorted((ROOT / "results").glob("*/advise/*/journal.jsonl*")):
+        folder = journal.parent.relative_to(ROOT)
+        (here / folder).mkdir(parents=True)
+        shutil.copyfile(journal, here / folder / journal.name)
+        _, _, *sizes = load(journal.parent).plans[-1].asked  # --model, and where its config.json was
+        words = ["--model", f"examples/configs/{folder.name}", *sizes, "--out", str(folder), "--recorded"]
+        command = [sys.executable, "-c", "from te_bench import cli; cli.main()", "advise", *words]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            command, cwd=here, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        if not (here / folder / "advice" / "index.html").is_file():
+            raise ValueError(f"{' '.join(command[3:])}: {done.stderr or done.stdout}")
+
+
 def _gallery() -> str:
     lead = (
         "One entry for each run whose journal is under results/, made from these journals. An entry names its command, the"
         " commit of its code, its environment and its report. Two environments are compared [at the end](#environments).\n\n"
     )
-    return f'{lead}{published.gallery(ROOT / "results", f"{AWAY}results")}\n<script src="site/gallery.js"></script>\n'
+    entries = published.gallery(ROOT / "results", f"{AWAY}results", Path(MADE.name) / "results")
+    return f'{lead}{entries}\n<script src="site/gallery.js"></script>\n'
 
 
 def _reference() -> Iterator[tuple[str, str]]:
@@ -98,8 +129,8 @@ def _home(target: str) -> str:
         return target.removeprefix("docs/")
     if path.is_dir():
         return f"{AWAY}{'results/README.md' if target.startswith('results/') else f'{target}/index.md'}"
-    if target.endswith("/report.md"):  # the same report, with its figures inside
-        return f"{AWAY}{target.removesuffix('report.md')}index.html"
+    if target.endswith(("/report/report.md", "/advice.md")):  # the same page, with its figures inside
+        return f"{AWAY}{target.removesuffix('report.md').removesuffix('.md').rstrip('/')}/index.html"
     return f"{AWAY}{target}.md" if path.suffix in CODE and path.stat().st_size < LARGE else f"{AWAY}{target}"
 
 
@@ -129,4 +160,6 @@ def _made(target: str, config: Any) -> File:
     if home.endswith(".md"):
         fence = f"````{CODE[path.suffix]}\n{path.read_text(encoding='utf-8')}\n````"
         return File.generated(config, home, content=f"{HIDDEN}# {target}\n\n{fence}\n")
+    if home.endswith("/advice/index.html"):
+        path = Path(MADE.name) / home.removeprefix(AWAY)
     return File.generated(config, home, abs_src_path=str(path.with_name(Path(home).name)))

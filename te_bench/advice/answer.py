@@ -26,6 +26,7 @@ from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
+from te_bench.models import rivals
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
@@ -46,8 +47,8 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         said += [f"Trap: {findings[0].what} {findings[0].mend}{others}"]
     said += [_without_fp8(evidence, decision), _larger(evidence, decision.use)]
     if decision.tied and not decision.undecided:
-        alike = " or with ".join(choice.beside(decision.use) for choice in decision.tied)
-        said += [f"Not distinguished from it: the same with {alike}."]
+        alike = "; or ".join(choice.beside(decision.use) for choice in decision.tied)
+        said += [f"Not distinguished from it: {alike}."]
     if evidence.left_out:
         said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget measures it."]
     return [sentence for sentence in said if sentence]
@@ -98,7 +99,7 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
     if decision.over_best is not None:
         other, ratio = decision.over_best
         said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
-    unknown = unmeasured_rivals(evidence)
+    unknown = [rivals.called(name) for name in unmeasured_rivals(evidence)]
     return f"{said}. Not measured: {text.listed(unknown, 3)}." if unknown else f"{said}."
 
 

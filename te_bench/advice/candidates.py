@@ -12,6 +12,7 @@ from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models import rivals
 from te_bench.models.configs import configs
+from te_bench.reports.analysis import naming
 
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 COMPILED = ("compile", "compile-reduce-overhead")
@@ -22,6 +23,12 @@ RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_s
 OURS = ("gluon", "triton")  # attention kernels of te-bench's
 #: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
+_MODES = {
+    "eager": "eager",
+    "compile": naming.COMPILED,
+    "compile-reduce-overhead": f"{naming.COMPILED} reduce-overhead",
+    "cudagraph": "one CUDA graph",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,29 +59,49 @@ class Choice:
     @property
     def of_others(self) -> bool:
         """Whether it needs nothing of te-bench's: PyTorch alone, or a rival."""
-        ours = self.recipe or self.head or self.fused or self.padded or self.parts or self.attention in OURS
-        return self.rival is not None or (not ours and self.mode in ("eager", *COMPILED))
+        return self.rival is not None or not (self._ours or self.padded or self.mode not in ("eager", *COMPILED))
+
+    @property
+    def begins(self) -> str:
+        """Whose step it is and its precision: te-bench FP8, PyTorch eager bf16, Liger bf16."""
+        theirs = naming.EAGER if self.mode == "eager" else naming.COMPILED
+        whose = rivals.called(self.rival) if self.rival else naming.TE_BENCH if self._ours else theirs
+        return f"{whose} {'FP8' if self.recipe else self.precision}"
 
     def beside(self, other: "Choice") -> str:
-        """What it has in place of another's: rowwise_scaling, no padded."""
-        names = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
-        values = {name: getattr(self, name) for name in names}
-        return ", ".join(f"no {n}" if v in (None, False) else n if v is True else str(v) for n, v in values.items())
+        """It in words beside another: the same with rowwise scaling, no padded vocabulary."""
+        if self.begins != other.begins:
+            return self.words()
+        mine, theirs = self._details(), other._details()
+        differs = [word or f"no {theirs[name]}" for name, word in mine.items() if word != theirs[name]]
+        return f"the same with {', '.join(differs)}"
 
     def words(self) -> str:
-        """It in words: FP8 by delayed_scaling, te-bench's kernels, one CUDA graph."""
-        attention = f"{'its own' if self.attention == OWN_ATTENTION else self.attention} attention"
-        by = self.rival or self.recipe
-        said = [("FP8" if self.recipe else self.precision) + (f" by {by}" if by else "")]
-        said += ["te-bench's kernels" if self.parts else attention]
-        said += [f"{self.head} head"] if self.head else []
-        said += ["fused blocks and AdamW"] if self.fused else []
-        said += ["padded vocabulary"] if self.padded else []
-        said += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
-        said += ["checkpointed blocks"] if self.checkpointing else []
-        return ", ".join(
-            [*said, {"eager": "eager", "cudagraph": "one CUDA graph"}.get(self.mode, f"torch.{self.mode}")]
-        )
+        """It by plain names, as reports have them: te-bench FP8, delayed scaling, one CUDA graph."""
+        return ", ".join(filter(None, (self.begins, *self._details().values())))
+
+    @property
+    def _ours(self) -> bool:
+        return bool(self.recipe or self.head or self.fused or self.parts or self.attention in OURS)
+
+    def _details(self) -> dict[str, str]:
+        """By setting what `begins` does not tell of it; "" for what needs no word."""
+        mode = _MODES[self.mode]
+        told = naming.COMPILED if self.begins.startswith(naming.COMPILED) else "eager"
+        if told == naming.COMPILED or self.begins.startswith(naming.EAGER):
+            mode = mode.removeprefix(told).strip()
+        converted = self.recipe and not (self.rival or self.parts)  # its Linears alone, beside te-bench's attention
+        silent = self.attention == OWN_ATTENTION and not converted
+        return {
+            "recipe": "" if self.rival else naming.recipe_name(self.recipe),
+            "attention": "" if silent else naming.attention_name(self.attention),
+            "head": naming.HEADS[self.head] if self.head else "",
+            "fused": "fused blocks and AdamW" if self.fused else "",
+            "padded": "padded vocabulary" if self.padded else "",
+            "accumulate": f"{self.accumulate} micro-batches" if self.accumulate > 1 else "",
+            "checkpointing": "checkpointed blocks" if self.checkpointing else "",
+            "mode": mode,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

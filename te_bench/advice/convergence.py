@@ -1,6 +1,8 @@
 """Whether what is advised trains like bf16: the nearest published verdict, and the command that proves it for a model."""
 
 from te_bench.advice.candidates import FP8_HEAD, Choice, Question
+from te_bench.models import rivals
+from te_bench.reports.analysis.naming import recipe_name
 from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
@@ -24,7 +26,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
-        what = choice.rival or choice.recipe
+        what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     elif choice.parts:
         said = f"none is published for this step; the nearest, of plain FP8 modules: {found.in_words()}"
@@ -35,7 +37,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
             f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
         )
     if choice.rival:
-        said += f"; te-bench's {choice.recipe} has the same arithmetic"
+        said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
     return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
 
 

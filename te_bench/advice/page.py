@@ -1,4 +1,7 @@
-"""The answer as one HTML page that fetches nothing: today's step, the advised one, and the gain of each part. No torch."""
+"""The answer as Markdown, and as one HTML page that fetches nothing: today's step, the advised one, the gain of each part.
+
+No torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +18,7 @@ from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
 from te_bench.experiments.spec import Record
 from te_bench.models import cost
-from te_bench.reports.analysis import floor
+from te_bench.reports.analysis import floor, naming
 from te_bench.reports.analysis.measures import finite, of_processes
 from te_bench.reports.files import write_folder
 from te_bench.reports.page import text
@@ -27,20 +30,34 @@ from te_bench.reports.page.template import rendered
 
 KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # of parts that were timed alone
 NOISY_PARTS = "Noisy: its calls differ much, or take longer alone than the step that they are of."
-WORDS = {ATTENTION: "attention", HEAD: "head and loss"}
+
+
+MARKDOWN = "advice.md"
 
 
 def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Finding], out: Path, command: str) -> Path:
     """Write the page under `out`; the path of its index.html. Raises ValueError where it cannot be written."""
-    first, *others = answer.sentences(evidence, decision, findings)
     drawing = _steps(evidence, decision)
+    content = _content(evidence, decision, findings, command) | {"drawings": [drawing]}
+    write_folder(
+        out, {"index.html": rendered("advice.html.j2", content), f"figures/{drawing.name}.png": drawing.png}, "advice"
+    )
+    return out / "index.html"
+
+
+def markdown(evidence: Evidence, decision: Decision, findings: Sequence[Finding], command: str) -> bytes:
+    """The page in a code host's Markdown, without its figure."""
+    return rendered("advice.md.j2", _content(evidence, decision, findings, command))
+
+
+def _content(evidence: Evidence, decision: Decision, findings: Sequence[Finding], command: str) -> dict[str, Any]:
+    first, *others = answer.sentences(evidence, decision, findings)
     tables = (_gains(linear_gains(evidence)), _others(evidence), _verified(evidence), _room(evidence))
-    content: dict[str, Any] = {
+    return {
         "title": title(evidence.question),
         "headline": first,
         "sentences": others,
         "code": code(evidence.question, decision.use),
-        "drawings": [drawing],
         "drawn": "The step today; advised: the same" if decision.keeps else "The step today and as advised",
         "by_kind": "By the kernels of one step under the profiler."
         if _profile(evidence, decision.use)
@@ -50,10 +67,6 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
         "left_out": _left_out(evidence),
         "command": command,
     }
-    write_folder(
-        out, {"index.html": rendered("advice.html.j2", content), f"figures/{drawing.name}.png": drawing.png}, "advice"
-    )
-    return out / "index.html"
 
 
 def title(question: Question) -> str:
@@ -112,7 +125,7 @@ def _gains(gains: Sequence[LinearGain]) -> Table | None:
             "Calls": number(g.calls, text.count),
             "bf16, ms": number(g.bf16.seconds, text.milliseconds),
             "FP8, ms": number(None if g.fp8 is None else g.fp8.seconds, text.milliseconds),
-            "Fastest recipe": word(g.recipe or text.MISSING),
+            "Fastest recipe": word(naming.recipe_name(g.recipe) or text.MISSING),
         }
         for g in gains
     ]
@@ -134,7 +147,7 @@ def _others(evidence: Evidence) -> Table | None:
     found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
     rows = [
         {
-            "Part": word(f"{WORDS[part.workload]} by {part.rival}{', compiled' if part.mode != 'eager' else ''}"),
+            "Part": word(f"{_part(part)}{', compiled' if part.mode != 'eager' else ''}"),
             "One call, ms": Value(text=_marked(text.milliseconds(time.seconds), noisy=time.noisy), sort=time.seconds),
             "Problem": word(_problem(part)),
         }
@@ -142,6 +155,15 @@ def _others(evidence: Evidence) -> Table | None:
     ]
     note = f"Forward and backward, each part alone. {NOISY_PARTS}"
     return table_of("parts", "Attention and heads", rows, note)
+
+
+def _part(part: Part) -> str:
+    """By plain names: cuDNN attention, FP8 head and loss, a Linear by current scaling."""
+    if part.workload == ATTENTION:
+        return naming.attention_name(part.rival)
+    if part.workload == HEAD:
+        return f"{naming.HEADS.get(part.rival, part.rival)} and loss"
+    return f"{part.workload} by {naming.recipe_name(part.rival)}"
 
 
 def _problem(part: Part) -> str:
@@ -220,7 +242,7 @@ def _left_out(evidence: Evidence) -> list[str]:
     """For lack of time, for lack of memory, and for other reasons."""
     found = [f"For lack of time: {reason}." for reason in evidence.left_out]
     found += [f"{choice.words()}: {reason}" for choice, reason in evidence.wrong.items()]
-    found += [f"{part.workload} by {part.rival}, so no prediction: {why}" for part, why in evidence.failed.items()]
+    found += [f"{_part(part)}, so no prediction: {why}" for part, why in evidence.failed.items()]
     found += [f"{what}: {why}." for what, why in evidence.question.left_out.items()]
     if evidence.excluded:
         found.append(f"{len(evidence.excluded)} combinations that are predicted to take more than --memory.")

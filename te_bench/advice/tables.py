@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.advice.candidates import Choice
+from te_bench.models import rivals
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
@@ -106,7 +107,7 @@ def _over_rivals(found: dict[str, Any]) -> Value:
         return word(None)
     best = min(theirs, key=lambda step: float(step["seconds"]))
     ratio = 1.0 if _choice(best) == _choice(answer["use"]) else over["value"]
-    said = best["rival"] or (best["mode"] if best["mode"] == "eager" else f"torch.{best['mode']}")
-    unknown = answer.get("unmeasured_rivals")
+    said = _choice(best).begins
+    unknown = [rivals.called(name) for name in answer.get("unmeasured_rivals") or ()]
     said += f"; no time of {text.listed(unknown, 3)}" if unknown else ""
     return Value(text=f"{text.times(ratio)} ({said})", sort=ratio)

@@ -56,7 +56,7 @@ def advise(
         bool, typer.Option("--recorded", help="Measure nothing: write the answer in DIR anew, of any machine.")
     ] = False,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="With --recorded, write the pages of a published folder anew, too.")
+        bool, typer.Option("--rewrite", help="With --recorded, write the answer of a published folder anew, too.")
     ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
@@ -118,7 +118,7 @@ def advise(
     except NothingMeasured as nothing:
         print(f"Nothing could be measured: {nothing}")
         raise typer.Exit(NOTHING) from None
-    raise typer.Exit(_answer(evidence, directory, machine["id"], limit, kept=published and not rewrite))
+    raise typer.Exit(_answer(evidence, directory, machine["id"], limit, published=published, rewrite=rewrite))
 
 
 def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
@@ -238,8 +238,13 @@ def size(said: str) -> float:
     return value
 
 
-def _answer(evidence: "Evidence", directory: Path, environment: str, limit: float | None, *, kept: bool) -> int:
-    """Write the answer and the report beside the journal, unless those there are kept; print it; the exit code."""
+def _answer(
+    evidence: "Evidence", directory: Path, environment: str, limit: float | None, *, published: bool, rewrite: bool
+) -> int:
+    """Write the answer beside the journal, with pages and report, and print it; the exit code.
+
+    A published folder is left as it is or, with rewrite, given the answer alone: the site makes its pages.
+    """
     from te_bench.advice import answer, decision, page, traps
     from te_bench.experiments.spec import ADVICE
     from te_bench.reports.analysis.rows import load_results
@@ -249,12 +254,14 @@ def _answer(evidence: "Evidence", directory: Path, environment: str, limit: floa
     group = decision.group_of(load_results([directory]), ADVICE, environment)
     found = decision.decide(evidence, group, limit)
     findings = traps.of_evidence(evidence)
-    index = directory / "advice" / "index.html"
-    if not kept:
+    shown = directory / page.MARKDOWN
+    if rewrite or not published:
         said = json.dumps(answer.to_json(evidence, found, findings), indent=2)
         write_atomically(directory / "advice.json", f"{said}\n".encode())
-        render.write_report([directory], directory / "report")
         command = f"te-bench {shlex.join(word for word in sys.argv[1:] if word not in ('--fresh', '--rewrite'))}"
-        index = page.write_page(evidence, found, findings, directory / "advice", command)
-    print(answer.terminal(evidence, found, findings, str(index)))
+        write_atomically(shown, page.markdown(evidence, found, findings, command))
+        if not published:
+            render.write_report([directory], directory / "report")
+            shown = page.write_page(evidence, found, findings, directory / "advice", command)
+    print(answer.terminal(evidence, found, findings, str(shown)))
     return found.exit_code

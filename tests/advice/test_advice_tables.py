@@ -32,7 +32,7 @@ def column(table: Table, title: str) -> list[float | str | None]:
 def test_an_answer_is_a_row(published: Path) -> None:
     table = tables.answers(published)
     assert column(table, "Model") == ["quick", "slow"]
-    assert all(str(said).startswith("FP8 by ") for said in column(table, "Advised"))
+    assert all(str(said).startswith("te-bench FP8, ") for said in column(table, "Advised"))
     for name in ("quick", "slow"):
         advice = json.loads((published / name / "advice.json").read_text())
         plain = [

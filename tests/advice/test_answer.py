@@ -64,7 +64,7 @@ def test_the_terminal_says_it_in_so_many_lines(answered: Answered) -> None:
     lines = said.splitlines()
     assert len(lines) <= answer.LINES
     assert max(map(len, lines)) <= 125
-    assert lines[0].startswith("Use FP8 by ")
+    assert lines[0].startswith("Use te-bench FP8, ")
     text = " ".join(said.split())
     for word in (
         "as fast as what you have",
@@ -105,8 +105,8 @@ def test_the_page_shows_today_and_the_advised_step(answered: Answered, tmp_path:
     )
     html = index.read_text()
     for word in (
-        "today: bf16, flash attention, eager",
-        "advised: FP8",
+        "today: PyTorch eager bf16, flash attention",
+        "advised: te-bench FP8",
         "The gain of each Linear",
         "decoder.load",
         "Traps",

@@ -206,5 +206,5 @@ def test_blocks_that_are_modules_can_be_checkpointed(choice: Choice, can: bool) 
     assert (found is not None) == can
     if found is not None:
         assert "checkpointed blocks" in found.words()
-        assert found.beside(choice) == "checkpointing"
+        assert found.beside(choice) == "the same with checkpointed blocks"
         assert question().checkpointed(found) is None

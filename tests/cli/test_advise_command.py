@@ -89,7 +89,9 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
     folder = tmp_path / "results" / "h200" / "tiny"
     command("advise", "--model", "tiny", "--device", "cpu", "--out", folder)
     (tmp_path / "results" / "published.toml").touch()
-    shutil.rmtree(folder / "advice")
+    for made in ("advice", "report"):
+        shutil.rmtree(folder / made)
+    (folder / "advice.md").unlink()
 
     def files() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -100,11 +102,8 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
     assert (done.code, "Use " in done.out) == (0, True), done
     assert files() == before
     assert command(*words, "--rewrite").code == 0
-    assert files().keys() - before.keys() == {
-        str(folder / "advice" / "index.html"),
-        *map(str, folder.glob("advice/figures/*")),
-    }
-    assert "advise --model tiny --out" in (page := (folder / "advice" / "index.html").read_text())
+    assert files().keys() - before.keys() == {str(folder / "advice.md")}
+    assert "advise --model tiny --out" in (page := (folder / "advice.md").read_text())
     assert "--rewrite" not in page
     done = command("advise", "--model", "tiny", "--device", "cpu", "--rewrite")
     assert (done.code, done.err) == (2, "te-bench: --rewrite is of a published folder, with --recorded: leave it out\n")

@@ -91,6 +91,14 @@ _family = plugins.Family(__name__, "RIVAL", Rival)
 names, load = _family.names, _family.load
 
 
+def called(name: str) -> str:
+    """A rival by its title and what tells it from others of that title: Liger, torchao tensorwise; torch.compile is itself."""
+    if name not in names():
+        return name
+    title = load(name).title
+    return title + name.removeprefix(title.lower().replace(" ", "_")).replace("_", " ")
+
+
 def adopting() -> list[str]:
     """The names of those that train a user's model."""
     return [name for name in names() if load(name).adoption is not None]

@@ -35,7 +35,7 @@ _KERNELS = {
 }
 #: Modes of execution; what is not here is said as it is.
 MODES = {"compile": "compiled", "compile-reduce-overhead": "reduce-overhead", "cudagraph": "CUDA graph"}
-_HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
+HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
 #: Of the quickstart's layers: whose they are, and what of Transformer Engine's interface they are made of.
 _LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
 _PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
@@ -100,6 +100,18 @@ def kernel_name(attention: str) -> str:
     """An attention backend by its plain name: cuDNN, te-bench Gluon."""
     word = _KERNELS.get(attention, attention)
     return f"{TE_BENCH} {word}" if attention.partition("_")[0] in OWN else word
+
+
+def attention_name(attention: str) -> str:
+    """What a step is said to have: cuDNN attention, FlashAttention-4."""
+    word = _KERNELS.get(attention, attention)
+    return printable(word if "Attention" in word else f"{word} attention")
+
+
+def recipe_name(recipe: str | None) -> str:
+    """A recipe in words: delayed scaling, current scaling; of bf16 none."""
+    words = (recipe or "").removeprefix("float8_").split("_")
+    return printable(" ".join(_BLOCK_FORMATS.get(word, word) for word in words))
 
 
 def specification(trial: Trial) -> str:
@@ -187,16 +199,8 @@ def _told_apart(trials: Mapping[str, Trial], choices: list[Callable[[Trial], str
     return {key: [] for key in trials}
 
 
-def _recipe(trial: Trial) -> str:
-    words = (trial.recipe or "").removeprefix("float8_").split("_")
-    return printable(" ".join(_BLOCK_FORMATS.get(word, word) for word in words))
-
-
 def _attention(trial: Trial) -> str:
-    if trial.workload in SHAPED or trial.attention == NO_ATTENTION:
-        return ""
-    word = _KERNELS.get(trial.attention, trial.attention)
-    return printable(word if "Attention" in word else f"{word} attention")
+    return "" if trial.workload in SHAPED or trial.attention == NO_ATTENTION else attention_name(trial.attention)
 
 
 def _mode(trial: Trial) -> str:
@@ -225,11 +229,11 @@ def _one_of(key: str, words: Mapping[str | None, str]) -> Callable[[Trial], str]
 
 #: What a user chooses, that which matters most first, with its words. The words of two values differ.
 _CHOICES: dict[str, Callable[[Trial], str]] = {
-    "recipe": _recipe,
+    "recipe": lambda trial: recipe_name(trial.recipe),
     "layer": lambda trial: _LAYERS.get(str(trial.problem.get("layer")), ""),
     "attention": _attention,
     "mode": _mode,
-    "head": _one_of("head", _HEADS),
+    "head": _one_of("head", HEADS),
     "blocks": _one_of("blocks", {None: "unfused blocks", "fused": "fused blocks"}),
     "parts": _one_of("parts", {None: "the model's kernels", "all": "te-bench's kernels"}),
     "optimizer": _one_of("optimizer", {None: "torch's AdamW", "triton": "te-bench's AdamW"}),

@@ -1,5 +1,6 @@
 """All published records as a gallery of results/; and the fastest steps by GPU, the table of docs/leaderboard.md."""
 
+import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -38,8 +39,11 @@ class Run:
     files: Mapping[str, str]  # what there is to read, by what it is called: paths under results/
 
 
-def runs(results: Path) -> Iterator[Run]:
-    """Every run under `results`, by its folder's name. Raises ValueError for one that README.md there has no row of."""
+def runs(results: Path, made: Path | None = None) -> Iterator[Run]:
+    """Every run under `results`, by its folder's name. Raises ValueError for one that README.md there has no row of.
+
+    made: a folder with further pages of the runs, by the same paths.
+    """
     said = {row["folder"]: row for row in _ROW.finditer((results / "README.md").read_text(encoding="utf-8"))}
     listed = tomllib.loads((results / "published.toml").read_text(encoding="utf-8"))
     for path in sorted(path.parent for path in results.rglob(f"{JOURNAL}*") if path.name in (JOURNAL, PACKED)):
@@ -47,9 +51,13 @@ def runs(results: Path) -> Iterator[Run]:
         row = said.get(folder) or said.get(folder.rpartition("/")[0])  # a gate has a journal for each side
         if row is None:
             raise ValueError(f"{results / 'README.md'} says nothing of {folder}: add a row `{folder}`")
-        there = {"report": "report/index.html", "records.csv": "report/records.csv", "journal": JOURNAL}
-        there |= {"journal (xz)": PACKED, "the gate's answer": "../gate.json"}
-        found = {name: (path / file).resolve() for name, file in there.items() if (path / file).is_file()}
+        there = {"advice": "advice/index.html", "report": "report/index.html", "records.csv": "report/records.csv"}
+        there |= {"journal": JOURNAL, "journal (xz)": PACKED, "the gate's answer": "../gate.json"}
+        found = {
+            name: posixpath.normpath(f"{folder}/{file}")
+            for name, file in there.items()
+            if any((root / folder / file).is_file() for root in (results, made or results))
+        }
         yield Run(
             folder=folder,
             results=load_results([path]),
@@ -57,16 +65,16 @@ def runs(results: Path) -> Iterator[Run]:
             measured=row["measured"],
             listed=folder in listed,
             known=listed.get(folder, {}).get("known", {}),
-            files={name: file.relative_to(results.resolve()).as_posix() for name, file in found.items()},
+            files=found,
         )
 
 
-def gallery(results: Path, base: str) -> str:
+def gallery(results: Path, base: str, made: Path | None = None) -> str:
     """The page as HTML without a frame: entries to filter, and the environments, of which any two can be compared.
 
-    base: where the page finds what lies under `results`.
+    base: where the page finds what lies under `results`, and under `made`.
     """
-    found = sorted(runs(results), key=lambda run: not run.listed)  # the sides of gates last
+    found = sorted(runs(results, made), key=lambda run: not run.listed)  # the sides of gates last
     bodies = {key: body for run in found for key, body in run.results.environments.items()}
     names = environment_labels(bodies)
     entries = [_entry(run, group, names) for run in found for group in run.results.groups]
