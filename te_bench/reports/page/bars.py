@@ -85,7 +85,7 @@ def write_name(axes: Axes, name: str, place: float) -> float:
 
 def _bar(axes: Axes, bar: Bar, y: float) -> None:
     if bar.value is None:
-        axes.text(0, y, bar.remark, va="center", style="italic", fontsize=8.8, color=FAINT)
+        axes.text(0, y, bar.remark, va="center", style="italic", fontsize=8.8)
         return
     if bar.outline is not None:
         axes.barh(y, bar.outline, height=0.42, color="none", edgecolor=bar.colour, linewidth=0.8, linestyle=(0, (3, 2)))

@@ -20,7 +20,7 @@ LINE = 68  # characters that fit in the width
 NAME = 64  # of a line of a configuration's name above its bar
 INK = "#1b1f24"  # text and axes; becomes currentColor where the SVG is inlined
 WHITE = "fill: #ffffff"  # the ground of a file, first of all that is drawn
-FAINT = "#8a9099"  # grid and what is secondary; readable on white and on the page's dark ground
+FAINT = "#8a9099"  # lines and bars that are secondary, seen on white and on the page's dark ground; too faint for text
 
 # Okabe and Ito, Color Universal Design (2008), without the yellow, which vanishes on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a9099")

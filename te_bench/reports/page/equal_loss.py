@@ -60,19 +60,17 @@ def figure(found: StudyVerdict) -> Callable[[], Figure] | None:
 def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
-    reference = _curve(control)
-    end = reference[-1]
-    for axes, finding in zip(panels, drawn, strict=True):
-        ours = _curve(finding.arm)
+    end = _curve(control)[-1]
+    begin = (1 - SHOWN) * end.time_s
+    reference, *ours = ([p for p in _curve(arm) if p.time_s >= begin] for arm in (control, *(f.arm for f in drawn)))
+    for axes, finding, curve in zip(panels, drawn, ours, strict=True):
         _seeds(axes, reference, 0)
-        _seeds(axes, ours, 1)
+        _seeds(axes, curve, 1)
         axes.axhline(end.mean, color=FAINT, linewidth=0.8)
         _reached(axes, finding, end)
         axes.set_title("\n".join(text.folded(_title(finding), NAME)), loc="left", fontsize=8.8, pad=3)
         axes.grid(color=FAINT, alpha=0.25, linewidth=0.6)
-    late = [
-        p for arm in (control, *(f.arm for f in drawn)) for p in _curve(arm) if p.time_s >= (1 - SHOWN) * end.time_s
-    ]
+    late = [p for curve in (reference, *ours) for p in curve]
     low, high = min(p.low for p in late), max(p.high for p in late)
     panels[0].set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
     reached = [
@@ -82,7 +80,7 @@ def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figur
         for share in finding.speedup.less_time_interval or ()
     ]
     furthest = min(max(p.time_s for p in late) * 1.5, max([*reached, *(p.time_s for p in late)]))
-    panels[0].set_xlim((1 - SHOWN) * end.time_s, furthest + 0.05 * (furthest - (1 - SHOWN) * end.time_s))
+    panels[0].set_xlim(begin, furthest + 0.05 * (furthest - begin))
     panels[-1].set_xlabel("training time, s")
     drawing.supylabel("validation loss, nat", fontsize=8.8)
     handles: list[Line2D | Patch] = [
