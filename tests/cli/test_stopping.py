@@ -63,7 +63,7 @@ def test_a_run_stops_what_is_decided_and_the_verdict_agrees(tmp_path: Path) -> N
     assert judged.returncode == 1, judged.stdout + judged.stderr
     sentence = " ".join(judged.stdout.split())
     assert sentence.startswith(
-        "EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.02 nat); INFERIOR: row"
+        "EQUIVALENT: delayed scaling trains like bf16 (final loss within 0.02 nat); INFERIOR: row"
     )
     assert "vary twice as much as bf16's" in sentence  # what the error rate of this design rests on
     page = (tmp_path / "report" / "report.md").read_text()
@@ -102,10 +102,10 @@ def test_what_stopped_is_what_the_verdict_says(tmp_path: Path, gap: float, under
         assert all(str(reason).startswith(finding.verdict) for reason in reasons)
         assert finding.missing is None
     told = {finding.arm.name: finding.verdict for finding in found.recipes}
-    assert told["delayed_scaling"] is Verdict.EQUIVALENT
-    assert told["float8_block_scaling"] is Verdict.DIVERGED
+    assert told["delayed scaling"] is Verdict.EQUIVALENT
+    assert told["block scaling"] is Verdict.DIVERGED
     if gap > 0.003:
-        assert told["rowwise_scaling"] is Verdict.INFERIOR
+        assert told["rowwise scaling"] is Verdict.INFERIOR
         assert any(run.row.outcome == "stopped" for run in found.recipes[1].arm.runs.values())
 
 
@@ -144,9 +144,9 @@ def study(
 
 def test_recipes_stop_alone_and_what_they_are_judged_beside_goes_on(tmp_path: Path) -> None:
     found = by_name(study(tmp_path, GAPS))
-    assert str(found.pop("float8_block_scaling")).startswith("INFERIOR")
-    assert str(found.pop("delayed_scaling")).startswith("EQUIVALENT")
-    assert str(found.pop("rowwise_scaling")).startswith("EQUIVALENT")
+    assert str(found.pop("block scaling")).startswith("INFERIOR")
+    assert str(found.pop("delayed scaling")).startswith("EQUIVALENT")
+    assert str(found.pop("rowwise scaling")).startswith("EQUIVALENT")
     assert set(found.values()) == {None}  # one recipe is undecided yet
 
 
@@ -169,7 +169,7 @@ def test_bf16_goes_on_while_aa_is_undecided(tmp_path: Path) -> None:
 def test_rounds_that_would_hardly_tell_are_spared(tmp_path: Path) -> None:
     """At the margin, with noise: not told after 6 of 8 rounds, and two more would not do."""
     found = study(tmp_path, {**TRUTH, "rowwise_scaling": 0.003}, sd=0.001)
-    assert "the other 2 rounds would hardly tell" in str(by_name(found)["rowwise_scaling"])
+    assert "the other 2 rounds would hardly tell" in str(by_name(found)["rowwise scaling"])
 
 
 def test_a_run_that_ended_far_from_the_others_is_named(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_that_ended_far_from_the_others_is_named(tmp_path: Path) -> None:
     values["samples"] = {**values["samples"], "val_loss": [*losses[:-1], losses[-1] + 0.01]}
     records[place] = Record.from_json(values)
     [note] = judge_study(study_of(tmp_path, records, POOLED)).notes
-    assert note.startswith("delayed_scaling, seed 6: its loss 3.29")
+    assert note.startswith("delayed scaling, seed 6: its loss 3.29")
     assert "lies far from the others'" in note
 
 

@@ -128,9 +128,9 @@ def arm_name(trial: Trial, fewer_bits: bool = False) -> str:
     fewer_bits: `judges_fewer_bits` of the arms that it stands beside.
     """
     kind = trial.problem.get("arm")
-    name = f"{trial.recipe or trial.precision}{run_options.shown(trial.problem)}"
+    name = f"{recipe_name(trial.recipe) or trial.precision}{run_options.shown(trial.problem)}"
     name += f", {WHOLE}" if fewer_bits and kind == "control" else ""
-    fault = f", broken on purpose: {trial.problem.get('fault')}" if kind == "broken" else ""
+    fault = f", broken on purpose: {str(trial.problem.get('fault')).replace('_', ' ')}" if kind == "broken" else ""
     return f"{name}{', A/A' if kind == 'aa' else ''}{fault}"
 
 

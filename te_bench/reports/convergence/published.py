@@ -22,15 +22,15 @@ class Published:
 PUBLISHED = (
     Published(
         recipe="delayed_scaling", fused=False, fp8_head=False, verdict="EQUIVALENT",
-        records="h200/convergence-short", arm="delayed_scaling",
+        records="h200/convergence-short", arm="delayed scaling",
     ),
     Published(
         recipe="delayed_scaling", fused=True, fp8_head=False, verdict="INCONCLUSIVE",
-        records="h200/convergence-short", arm="delayed_scaling, fused",
+        records="h200/convergence-short", arm="delayed scaling, fused",
     ),
     Published(
         recipe="delayed_scaling", fused=True, fp8_head=True, verdict="INCONCLUSIVE",
-        records="h200/convergence-short", arm="delayed_scaling, fused, FP8 head",
+        records="h200/convergence-short", arm="delayed scaling, fused, FP8 head",
     ),
 )  # fmt: skip
 IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSIVE": "eight seeds could not tell"}

@@ -69,8 +69,8 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     assert ways[0] == {"blocks": "fused", "head": "chunked", "optimizer": optimizer}
     assert ways[1] == {"blocks": "fused", "head": "fp8", "optimizer": optimizer}
     assert {arm_name(trial) for trial in more.values()} == {
-        "delayed_scaling, fused",
-        "delayed_scaling, fused, FP8 head",
+        "delayed scaling, fused",
+        "delayed scaling, fused, FP8 head",
     }
 
 
@@ -90,14 +90,14 @@ def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: 
     (more,) = {trial.id: trial for trial in fused if trial.id not in {one.id for one in plain}}.values()
     assert more.problem["parts"] == "all"
     assert more.recipe == "delayed_scaling"
-    assert arm_name(more) == "delayed_scaling, te-bench's kernels"
+    assert arm_name(more) == "delayed scaling, te-bench's kernels"
 
 
 def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
     experiment = resolve(device="cpu", weights="bf16", states="fp8", recipes=("delayed_scaling",), steps=300)
     arms = {arm_name(trial): trial for trial in experiment.trials}
-    judged = ["bf16, bf16 weights, FP8 states", "delayed_scaling, bf16 weights, FP8 states"]
-    assert list(arms) == ["bf16", "bf16, A/A", *judged, "float8_current_scaling, broken on purpose: flushed_gradients"]
+    judged = ["bf16, bf16 weights, FP8 states", "delayed scaling, bf16 weights, FP8 states"]
+    assert list(arms) == ["bf16", "bf16, A/A", *judged, "current scaling, broken on purpose: flushed gradients"]
     for name, trial in arms.items():
         fewer = {key: trial.problem.get(key) for key in ("weights", "states", "optimizer")}
         expected = ("bf16", "fp8", "reference") if name in judged else (None, None, None)

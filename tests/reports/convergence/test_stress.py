@@ -40,7 +40,7 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
 def test_each_precision_breaks_between_two_rates_with_an_interval_over_its_seeds(tmp_path: Path, how: str) -> None:
     breaks = {"control": [64, 64, 64, 64, math.inf, 64], "delayed_scaling": [16, 4, 16, 16, 64, 16]}
     found = ladder(tmp_path / "run", breaks, how)
-    bf16, fp8 = found.breaking["bf16"], found.breaking["delayed_scaling"]
+    bf16, fp8 = found.breaking["bf16"], found.breaking["delayed scaling"]
     assert found.rate == pytest.approx(1e-3)
     assert (bf16.median, bf16.interval) == ((16, 64), (16, math.inf))
     assert (fp8.median, fp8.interval) == ((4, 16), (1, 64))
@@ -50,7 +50,7 @@ def test_each_precision_breaks_between_two_rates_with_an_interval_over_its_seeds
 @pytest.mark.parametrize("at", [1, math.inf])
 def test_a_fault_that_was_planted_and_holds_is_named(tmp_path: Path, at: float) -> None:
     found = ladder(tmp_path / "run", {"control": [math.inf] * 3, "broken": [at] * 3}, "lost")
-    name = "delayed_scaling, broken on purpose: frozen_scale"
+    name = "delayed scaling, broken on purpose: frozen scale"
     assert found.unseen == (() if at == 1 else (name,))
     assert found.breaking[name].median == ((0, 1) if at == 1 else (1, math.inf))
     table = stress(found)
@@ -61,7 +61,7 @@ def test_a_fault_that_was_planted_and_holds_is_named(tmp_path: Path, at: float) 
 def test_what_never_holds_or_never_breaks_is_said_to_lie_beyond_the_ladder(tmp_path: Path) -> None:
     found = ladder(tmp_path / "run", {"control": [math.inf] * 3, "delayed_scaling": [1, 1, 1]})
     assert found.breaking["bf16"].median == (64, math.inf)
-    assert found.breaking["delayed_scaling"].median == (0, 1)
+    assert found.breaking["delayed scaling"].median == (0, 1)
     assert found.breaking["bf16"].confidence == pytest.approx(0.75)
 
 

@@ -37,9 +37,9 @@ def by_name(found: StudyVerdict) -> dict[str, Verdict]:
 def test_truth_is_told(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS)
     assert by_name(found) == {
-        "delayed_scaling": Verdict.EQUIVALENT,
-        "rowwise_scaling": Verdict.EQUIVALENT,
-        "float8_block_scaling": Verdict.INFERIOR,
+        "delayed scaling": Verdict.EQUIVALENT,
+        "rowwise scaling": Verdict.EQUIVALENT,
+        "block scaling": Verdict.INFERIOR,
     }
     assert found.aa is not None
     assert found.aa.verdict is Verdict.EQUIVALENT
@@ -47,9 +47,9 @@ def test_truth_is_told(tmp_path: Path) -> None:
     assert found.broken.verdict is Verdict.INFERIOR
     assert found.void is None
     assert found.exit_code == 1
-    assert found.sentence.startswith("EQUIVALENT: delayed_scaling; rowwise_scaling train like bf16")
+    assert found.sentence.startswith("EQUIVALENT: delayed scaling; rowwise scaling train like bf16")
     gap = {f.arm.name: f.judgement.comparison.gap for f in found.recipes if f.judgement.comparison}
-    assert gap["float8_block_scaling"] == pytest.approx(0.02, abs=0.003)
+    assert gap["block scaling"] == pytest.approx(0.02, abs=0.003)
 
 
 @pytest.mark.parametrize(("truth", "code"), [(TRUTH, 0), ({**TRUTH, "rowwise_scaling": 0.0025}, 3)])
@@ -66,7 +66,7 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
             records.append(run_record(arm, seed, gap, 0.03 * (seed - 2) + own))
     records.reverse()  # whatever the order in the journal
     found = judge_study(study_of(tmp_path / "run", records))
-    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     comparison = found.recipes[0].judgement.comparison
     assert comparison is not None
     assert comparison.correlation is not None
@@ -131,7 +131,7 @@ def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -
         for r in study_records(sd=0.0002)
     ]
     found = judge_study(study_of(tmp_path / "run", records))
-    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].trained is not None
     assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
 
@@ -144,7 +144,7 @@ def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
         for r in records
     ]
     found = judge_study(study_of(tmp_path / "run", records))
-    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
+    assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.INCONCLUSIVE}
     assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
 
 
@@ -156,7 +156,7 @@ def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
     ]
     found = judge_study(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
     assert any(
-        note.startswith("rowwise_scaling, seed 3: its gap +0.0") and "lies far from the others" in note
+        note.startswith("rowwise scaling, seed 3: its gap +0.0") and "lies far from the others" in note
         for note in found.notes
     )
 
@@ -166,7 +166,7 @@ def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_
     ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
     for records in ([*broke, *ended], [*ended, *broke]):
         found = judge_study(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
-        assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+        assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
 
 
 def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
 
 def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path) -> None:
     found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): "diverged"})
-    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.DIVERGED}
+    assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.DIVERGED}
     assert found.exit_code == 1
     diverged = found.recipes[1]
     stability = arm_stabilities(found)[found.study.arms.index(diverged.arm)]
@@ -195,7 +195,7 @@ def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: 
             risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
             records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
     found = judge_study(study_of(tmp_path / "run", records))
-    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+    assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
     assert "did not come back" in found.recipes[1].judgement.reason
 
 
@@ -205,7 +205,7 @@ def test_where_bf16_diverges_nothing_is_concluded(tmp_path: Path) -> None:
     found = judged(tmp_path, seeds=range(5), outcomes=outcomes)
     assert found.exit_code == 4
     assert "bf16 itself diverged on seed 3" in str(found.void)
-    assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
+    assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
 
 
 def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Pat
         [study] = studies(group)
         found = judge_study(study)
         if again in directories:
-            assert by_name(found)["rowwise_scaling"] is Verdict.DIVERGED
-            assert any("rowwise_scaling, seed 3 was run twice" in note for note in found.notes)
+            assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
+            assert any("rowwise scaling, seed 3 was run twice" in note for note in found.notes)
 
 
 def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path) -> None:
@@ -231,14 +231,14 @@ def test_each_study_of_a_directory_has_the_margin_of_its_own_plan(tmp_path: Path
     write_study(directory, narrow, JUDGEMENT)
     [group] = load_results([directory]).groups
     verdict_of = {study.title.split(",")[0]: by_name(judge_study(study)) for study in studies(group)}
-    assert verdict_of["char"]["float8_block_scaling"] is Verdict.EQUIVALENT
-    assert verdict_of["gpt2"]["float8_block_scaling"] is Verdict.INFERIOR
+    assert verdict_of["char"]["block scaling"] is Verdict.EQUIVALENT
+    assert verdict_of["gpt2"]["block scaling"] is Verdict.INFERIOR
 
 
 def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> None:
     found = judged(tmp_path, seeds=range(3))
     assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
-    assert found.recipes[0].judgement.reason == "delayed_scaling has 3 of the 5 seeds of the plan"
+    assert found.recipes[0].judgement.reason == "delayed scaling has 3 of the 5 seeds of the plan"
     assert found.exit_code == 4
 
 
@@ -250,7 +250,7 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     [group] = load_results([directory]).groups
     [study] = studies(group)
     found = judge_study(study)
-    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
     added = 3 * len(TRUTH)
@@ -268,7 +268,7 @@ def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> 
         return [note for note in judge_study(study).notes if "added after the first plan" in note]
 
     [said] = notes(TRUTH)
-    assert said.startswith("float8_block_scaling was added after the first plan")
+    assert said.startswith("block scaling was added after the first plan")
     assert notes({"control": 0.0, "aa": 0.0}) == []  # no verdict could have been seen
 
 
@@ -289,9 +289,9 @@ def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> No
 def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
     outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
     found = judged(tmp_path, outcomes=outcomes)
-    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT}
+    assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT}
     assert found.exit_code == 0
-    assert any("rowwise_scaling is left out: unsupported" in note for note in found.notes)
+    assert any("rowwise scaling is left out: unsupported" in note for note in found.notes)
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
@@ -308,8 +308,8 @@ def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> N
 def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str) -> None:
     """The runs that are there are not a random choice of those that were planned."""
     found = judged(tmp_path, seeds=range(8), outcomes={("rowwise_scaling", 3): outcome})
-    assert by_name(found) == {"delayed_scaling": Verdict.EQUIVALENT, "rowwise_scaling": Verdict.INCONCLUSIVE}
-    assert found.recipes[1].judgement.reason == f"rowwise_scaling has no result for seed 3 ({outcome})"
+    assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.INCONCLUSIVE}
+    assert found.recipes[1].judgement.reason == f"rowwise scaling has no result for seed 3 ({outcome})"
     assert found.exit_code == 4
 
 
@@ -318,10 +318,10 @@ def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
         r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
     ]
     found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
-    assert by_name(found)["rowwise_scaling"] is Verdict.INCONCLUSIVE
-    assert found.recipes[1].judgement.reason == "rowwise_scaling has 7 of the 8 seeds of the plan"
+    assert by_name(found)["rowwise scaling"] is Verdict.INCONCLUSIVE
+    assert found.recipes[1].judgement.reason == "rowwise scaling has 7 of the 8 seeds of the plan"
     unplanned = judge_study(study_of(tmp_path / "unplanned", records, {}))
-    assert "seed 6 was run in one of rowwise_scaling and bf16 only" in unplanned.recipes[1].judgement.reason
+    assert "seed 6 was run in one of rowwise scaling and bf16 only" in unplanned.recipes[1].judgement.reason
 
 
 def test_one_seed_carries_nothing(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
         for r in records
     ]
     found = judge_study(study_of(tmp_path / "run", shifted))
-    assert by_name(found)["delayed_scaling"] is Verdict.EQUIVALENT
+    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].native is not None
     assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
 

@@ -69,18 +69,18 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
     [gaps], [reasons], [stability] = (tables.tables_of(result, n) for n in ("verdict", "verdict_reasons", "stability"))
     by_arm = texts(gaps)
     assert {name: row["Verdict"] for name, row in by_arm.items()} == {
-        "delayed_scaling": "EQUIVALENT",
-        "rowwise_scaling": "DIVERGED",
-        "float8_block_scaling": "INFERIOR",
-        "float8_current_scaling": "INCONCLUSIVE",
+        "delayed scaling": "EQUIVALENT",
+        "rowwise scaling": "DIVERGED",
+        "block scaling": "INFERIOR",
+        "current scaling": "INCONCLUSIVE",
         "bf16, A/A": "EQUIVALENT",
-        "delayed_scaling, broken on purpose: frozen_scale": "INFERIOR",
+        "delayed scaling, broken on purpose: frozen scale": "INFERIOR",
     }
-    assert by_arm["delayed_scaling"]["Pairs"] == "5"
-    assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed_scaling"]["90 %"])
-    assert by_arm["rowwise_scaling"]["Gap, nat"] == "—"
-    assert texts(reasons)["rowwise_scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
-    assert texts(stability)["rowwise_scaling"]["Diverged"] == "1 of 5"
+    assert by_arm["delayed scaling"]["Pairs"] == "5"
+    assert re.fullmatch(r"\[[+-]0\.00\d\d, [+-]0\.00\d\d\]", by_arm["delayed scaling"]["90 %"])
+    assert by_arm["rowwise scaling"]["Gap, nat"] == "—"
+    assert texts(reasons)["rowwise scaling"]["Reason"] == "1 of 5 runs, seed 2: the loss is nan at step 200"
+    assert texts(stability)["rowwise scaling"]["Diverged"] == "1 of 5"
     assert texts(stability)["bf16"]["Rate below"] == "45.1 %"  # Clopper and Pearson, 0 of 5, one-sided
     for table in (gaps, reasons, stability):
         assert tables.markdown(table).count("\n") == len(table.rows) + 2
@@ -90,7 +90,7 @@ def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
     directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
     [result] = load_report([directory]).groups
     [gaps] = tables.tables_of(result, "verdict")
-    assert texts(gaps)["delayed_scaling"]["Verdict"] == "EQUIVALENT (void)"
+    assert texts(gaps)["delayed scaling"]["Verdict"] == "EQUIVALENT (void)"
     assert headlines(load_report([directory]))[0].startswith("No verdict: ")
 
 
@@ -98,9 +98,9 @@ def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_p
     page = render.write_report([run], tmp_path / "report").read_text()
     heading = re.search(r'<p class="lead">(.*?)</p>', page, re.DOTALL)
     assert heading is not None
-    assert heading[1].startswith("EQUIVALENT: delayed_scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
+    assert heading[1].startswith("EQUIVALENT: delayed scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
     names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
-    wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed_scaling"}
+    wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed-scaling"}
     assert wanted <= names
     assert page.index("Does FP8 train like bf16?") < page.index("Loss curves")
 
@@ -136,19 +136,19 @@ def test_names_in_a_headline_are_told_apart(tmp_path: Path) -> None:
     records = in_fewer_bits(study_records(sd=0.0002), "delayed_scaling", "bf16")
     records = in_fewer_bits(records, "rowwise_scaling", "fp8", keep="rowwise_scaling")
     said = headlines(load_report([write_study(tmp_path / "run", records)]))[0]
-    both = "bf16 weights and states; rowwise_scaling, bf16 weights, FP8 states train like float32 weights and states"
+    both = "bf16 weights and states; rowwise scaling, bf16 weights, FP8 states train like float32 weights and states"
     assert said.startswith(f"EQUIVALENT: {both}")
     # Beside a recipe with float32 weights the question is FP8's.
     mixed = in_fewer_bits(study_records(sd=0.0002), "delayed_scaling", "bf16")
     said = headlines(load_report([write_study(tmp_path / "mixed", mixed)]))[0]
-    assert said.startswith("EQUIVALENT: bf16, bf16 weights and states; rowwise_scaling train like bf16 (final")
+    assert said.startswith("EQUIVALENT: bf16, bf16 weights and states; rowwise scaling train like bf16 (final")
 
 
 def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, Drawing]) -> None:
     drawn = drawings["verdict_gap"].inline
     panels = re.findall(r">([^<>]*) \(mean of \d+", drawn)
     assert panels[0] == "bf16, A/A"
-    assert set(panels[1:]) >= {"delayed_scaling", "rowwise_scaling"}
+    assert set(panels[1:]) >= {"delayed scaling", "rowwise scaling"}
     assert not any("broken" in panel for panel in panels)
     assert "within the margin 0.003" in drawn
 
@@ -160,23 +160,23 @@ def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_rec
     [result] = load_report([run]).groups
     [table] = tables.tables_of(result, "equal_loss")
     rows = texts(table)
-    assert "rowwise_scaling" not in rows  # diverged: its survivors say nothing of time
+    assert "rowwise scaling" not in rows  # diverged: its survivors say nothing of time
     found = result.studies[0].recipes[0].speedup
     assert found is not None
     assert found.to_equal_loss is not None
     assert found.to_equal_loss.value == pytest.approx(1 / (1 - found.less_time))
     assert found.to_equal_loss.low < found.to_equal_loss.value < found.to_equal_loss.high
-    number = rows["delayed_scaling"]["To equal loss"]
+    number = rows["delayed scaling"]["To equal loss"]
     assert re.fullmatch(r"1\.\d\d× \[\d\.\d\d, \d\.\d\d\]", number)
-    assert rows["delayed_scaling"]["Step alone"].startswith("1.11×")
+    assert rows["delayed scaling"]["Step alone"].startswith("1.11×")
     drawn = drawings["verdict_time"].inline
-    assert f"delayed_scaling: {number}" in drawn
+    assert f"delayed scaling: {number}" in drawn
     assert "seeds: smallest to largest" in drawn
     assert all(f">{name}: " in drawn for name in rows)
 
 
 @pytest.mark.parametrize(
-    ("gap", "off"), [(0.2, []), (400.0, ["delayed_scaling, broken on purpose: frozen_scale (mean of 5)"])]
+    ("gap", "off"), [(0.2, []), (400.0, ["delayed scaling, broken on purpose: frozen scale (mean of 5)"])]
 )
 def test_an_arm_above_the_frame_of_the_loss_curves_is_said_to_be(tmp_path: Path, gap: float, off: list[str]) -> None:
     write_study(tmp_path / "run", study_records({**TRUTH, "broken": gap}))
@@ -215,8 +215,8 @@ def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> No
         "4 x": "3.3200",
         "8 x": "3.3600",
     }
-    assert texts(table)["delayed_scaling"]["8 x"] == "1 of 1 diverged"
-    assert texts(table)["delayed_scaling"]["Breaks"] == "0.004 to 0.008"
+    assert texts(table)["delayed scaling"]["8 x"] == "1 of 1 diverged"
+    assert texts(table)["delayed scaling"]["Breaks"] == "0.004 to 0.008"
     assert tables.tables_of(result, "verdict") == []  # no pairs to judge
 
 
@@ -242,8 +242,8 @@ def verdict(*arguments: object) -> Done:
 def test_exit_code_and_sentence_of_a_run(run: Path) -> None:
     done = verdict(run)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("EQUIVALENT: delayed_scaling trains like bf16")
-    assert "rowwise_scaling: 1 of 5 runs, seed 2" in done.stdout
+    assert done.stdout.startswith("EQUIVALENT: delayed scaling trains like bf16")
+    assert "rowwise scaling: 1 of 5 runs, seed 2" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
