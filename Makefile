@@ -10,7 +10,7 @@ PAGES := README.md $(addprefix docs/,advise.md results.md performance.md attenti
 .PHONY: demo test docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables clean
 
 demo: .venv/demo.done
-	$(BIN)/te-bench run quick
+	$(BIN)/te-bench demo
 
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
 test: export PYTHONDONTWRITEBYTECODE =

@@ -129,8 +129,14 @@ def _without_verb(
         print("\n".join(welcome.lines()))
 
 
+def demo(context: typer.Context) -> None:
+    """Measure a few steps within a minute, and write a first report: te-bench run demo, whose options it takes."""
+    app(["run", "demo", *context.args])
+
+
 #: In the list of commands, whose lines an 80-column terminal would cut.
 VERBS: dict[Callable[..., None], str] = {
+    demo: "A first report, within a minute.",
     look.doctor: "What this machine, or a GPU by its name, can run.",
     look.list_: "Suites, models, recipes, attention kernels, rivals, data.",
     advise.advise: "What to train your model with on this machine.",
@@ -153,4 +159,5 @@ VERBS: dict[Callable[..., None], str] = {
 for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
     cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else None
-    app.command(verb.__name__.strip("_"), short_help=short, cls=cls)(_interruptible(verb))
+    of_run = {"allow_extra_args": True, "ignore_unknown_options": True} if verb is demo else None
+    app.command(verb.__name__.strip("_"), short_help=short, cls=cls, context_settings=of_run)(_interruptible(verb))

@@ -5,7 +5,7 @@ import functools
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,7 +165,7 @@ def carry_out(
             on_cpu = all(trial.device == "cpu" for trial in trials)
             executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
-            with Progress(len(trials), done, len(slots)) as progress:
+            with Progress(len(trials), done, len(slots), _called(trials), _found) as progress:
                 runner.run(
                     trials,
                     store,
@@ -183,6 +183,35 @@ def carry_out(
             )
             raise typer.Exit(exit_code(interrupt)) from None
         return [store.journal.records[trial.id, here] for trial in trials]
+
+
+def _called(trials: "Sequence[Trial]") -> Callable[["Trial"], str]:
+    """A trial's plain name among the others of a run, with its workload and its seed where they differ."""
+    from te_bench.reports.analysis import rows
+
+    names = rows.names({trial.cell: trial for trial in trials})
+    workloads, seeds = ({getattr(trial, of) for trial in trials} for of in ("workload", "seed"))
+
+    def called(trial: "Trial") -> str:
+        what = f"{trial.workload.replace('_', ' ')}: " if len(workloads) > 1 else ""
+        name = f"{rows.shape_of(trial)} {names[trial.cell]}".strip()
+        return f"{what}{name}{f', seed {trial.seed}' if len(seeds) > 1 else ''}"
+
+    return called
+
+
+def _found(record: "Record") -> str:
+    """What a trial that ended ok found, in words: its times, or its last loss; "" of anything else."""
+    from te_bench.reports.analysis import measures
+    from te_bench.reports.analysis.rows import TIMED
+    from te_bench.reports.page import text
+
+    times = {where.strip("/"): measures.seconds_of(record, sample) for sample, where in TIMED.items()}
+    said = [
+        f"{where} {text.milliseconds(measures.median(found))} ms".strip() for where, found in times.items() if found
+    ]
+    losses = measures.numbers(record.samples.get("val_loss"))
+    return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
 def _finish(directory: Path, records: "list[Record]") -> None:

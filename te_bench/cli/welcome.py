@@ -58,7 +58,7 @@ def _next(gpu: bool, ran: bool) -> list[tuple[str, str]]:
     seen = [("te-bench show DIR", "the answers of a run")] if ran else []
     return [
         (advise, "what to train a model with"),
-        ("te-bench run quick", "a minute or two: a first report"),
+        ("te-bench demo", "a minute: a first report"),
         *seen,
         ("te-bench doctor", "what runs here, and why not"),
         ("te-bench --help", "all commands"),

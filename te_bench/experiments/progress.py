@@ -1,9 +1,10 @@
-"""The progress bar of a sweep: the trial, the count and the time left; one line a trial where there is no terminal.
+"""The progress of a sweep: a line for each trial that ended, with its result; in a terminal the time left below them.
 
 It warns, once, of others that keep the machine busy: of a sweep that runs one trial at a time, for it may itself be those.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console
@@ -15,10 +16,16 @@ from te_bench.experiments.spec import Record, Trial
 
 
 class Progress:
-    """A context manager that is called with (a record just written, a trial just started), either of them None."""
+    """A context manager that is called with (a record just written, a trial just started), either of them None.
 
-    def __init__(self, total: int, done: int, slots: int):
+    called: a trial's name; found: a record's result in words, or "".
+    """
+
+    def __init__(
+        self, total: int, done: int, slots: int, called: Callable[[Trial], str], found: Callable[[Record], str]
+    ):
         self.total, self.done, self.slots = total, done, slots
+        self.called, self.found = called, found
         self.walls: list[float] = []
         self.warned = slots > 1
         self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
@@ -36,16 +43,17 @@ class Progress:
 
     def __call__(self, record: Record | None, trial: Trial | None) -> None:
         if trial is not None:
-            self.bar.update(self.task, description=trial.name)
+            self.bar.update(self.task, description=self.called(trial))
         if record is not None:
+            name = self.called(record.trial)
             self.done += 1
             self.walls.append(record.wall_s)
             self.bar.update(self.task, completed=self.done, left=self._time_left())
             if not self.warned and (busy := host.disturbance(record.device_state)):
                 self.warned = True
-                self._say(f"warning: the machine is busy: {busy} during {record.trial.name}. Timings will be noisy.")
-            if not self.console.is_terminal:
-                self._say(f"[{self.done}/{self.total}] {record.outcome} {record.trial.name} {record.wall_s:.1f} s")
+                self._say(f"warning: the machine is busy: {busy} during {name}. Timings will be noisy.")
+            ended = (self.found(record) or "ok") if record.outcome == "ok" else record.outcome
+            self._say(f"[{self.done}/{self.total}] {name}: {ended} ({record.wall_s:.1f} s)")
 
     def _say(self, line: str) -> None:
         """One line on standard error, above the bar where there is one."""

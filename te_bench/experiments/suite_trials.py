@@ -117,8 +117,13 @@ def step(
     padded: bool = True,
     **more: str,
 ) -> Trial:
-    """A train_step trial, at the padded vocabulary or at the model's own; `recipe` is heeded in fp8 alone."""
-    vocab, width = (vocabulary(options, problem["model"], padded=wide) for wide in (False, padded))
+    """A train_step trial, at the padded vocabulary or at the model's own; `recipe` is heeded in fp8 alone.
+
+    A problem with a `vocab`, of a multiple of MULTIPLE, keeps it.
+    """
+    vocab, width = (
+        problem.get("vocab") or vocabulary(options, problem["model"], padded=wide) for wide in (False, padded)
+    )
     problem = {**problem, **BENCH_PY, "vocab": vocab, "padded_vocab": width, "data": "random"}
     return _trial("train_step", "bench_py", options, problem, attention, precision, mode, seed, **more)
 

@@ -20,7 +20,7 @@ from te_bench.reports.convergence.planning import duration
 USAGE = [
     (
         ["run", "quik"],
-        "unknown suite 'quik'. Did you mean quick? Known: attention, convergence, curves, fp8, "
+        "unknown suite 'quik'. Did you mean quick? Known: attention, convergence, curves, demo, fp8, "
         "layer, memory, nanogpt, quick, scaling, speed, stress.",
     ),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),

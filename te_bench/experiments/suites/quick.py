@@ -59,13 +59,13 @@ def _on_a_cpu(options: Options) -> Experiment:
     return Experiment(
         suite="quick",
         title="Quick look: tiny GPT, 2 x 64 tokens",
-        trials=(*ladder, *_curves(options), *_numerics(options)),
+        trials=(*ladder, *curves(options), *numerics(options)),
         baseline=ladder[0].cell,
     )
 
 
-def _curves(options: Options) -> list[Trial]:
-    """The same short training in bf16 and in fp8: one pair of loss curves."""
+def curves(options: Options, **changed: int) -> list[Trial]:
+    """The same short training in bf16 and in fp8: one pair of loss curves. changed: of its settings."""
     data = suite_trials.corpus_problem(options, "tiny", options.data_for("tiny", "stdlib"), "bytes", BLOCK)
     problem: Settings = {
         **data,
@@ -78,6 +78,7 @@ def _curves(options: Options) -> list[Trial]:
         "learning_rate": 3e-3,
         "min_learning_rate": 3e-4,
         "warmup": 20,
+        **changed,
     }
     return [
         suite_trials.training(options, problem, "flash", precision, "eager", seed)
@@ -86,7 +87,7 @@ def _curves(options: Options) -> list[Trial]:
     ]
 
 
-def _numerics(options: Options) -> list[Trial]:
+def numerics(options: Options) -> list[Trial]:
     problem = attention.problem(1, 4, 256, 64, True)
     return [
         suite_trials.alone(options.device, "attention_numerics", problem, "flash", "bf16", "once", seed)

@@ -75,12 +75,7 @@ class Configuration:
 
     @property
     def shape(self) -> str:
-        """B12 H12 T1024 D64 causal, or a layer's variant, a model's with its sizes; empty for a workload that trains one."""
-        if self.trial.workload == "layer":
-            model, batch, sequence = (self.trial.problem.get(key) for key in _OF_MODEL)
-            of_model = "" if model is None else f"{model} {batch} x {sequence}, "
-            return printable(f"{of_model}{self.trial.problem.get('variant')}")
-        return shape_label(self.trial.problem) if self.trial.workload in SHAPED else ""
+        return shape_of(self.trial)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +216,15 @@ def _machine(known: Mapping[str, Any]) -> str:
     return str(known.get("gpu") or known.get("cpu") or known.get("device") or "unknown machine")
 
 
+def shape_of(trial: Trial) -> str:
+    """B12 H12 T1024 D64 causal, or a layer's variant, a model's with its sizes; empty for a workload that trains one."""
+    if trial.workload == "layer":
+        model, batch, sequence = (trial.problem.get(key) for key in _OF_MODEL)
+        of_model = "" if model is None else f"{model} {batch} x {sequence}, "
+        return printable(f"{of_model}{trial.problem.get('variant')}")
+    return shape_label(trial.problem) if trial.workload in SHAPED else ""
+
+
 def shape_label(problem: Mapping[str, Any]) -> str:
     """B12 H12 T1024 D64 causal: the shape of an attention problem."""
     keys = {"B": "batch", "H": "heads", "T": "length", "D": "head_dim"}
@@ -290,14 +294,18 @@ def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
     by_id: dict[str, list[Row]] = {}
     for row in rows:
         by_id.setdefault(row.trial.cell, []).append(row)
-    comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
-    for key, found in by_id.items():
-        trial = found[0].trial
-        together = {"training": _COURSE, "layer": ("variant", *_OF_MODEL)}.get(trial.workload, ())
-        course = [trial.problem.get(key) for key in together]
-        comparable.setdefault((trial.workload, *course), {})[key] = trial
-    labels = {key: label for trials in comparable.values() for key, label in plain_names(trials).items()}
+    labels = names({key: found[0].trial for key, found in by_id.items()})
     return tuple(Configuration(rows=tuple(found), label=labels[key]) for key, found in by_id.items())
+
+
+def names(trials: Mapping[str, Trial]) -> dict[str, str]:
+    """The plain name of each of these trials, by their keys, among those that a report compares with it."""
+    comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
+    for key, trial in trials.items():
+        together = {"training": _COURSE, "layer": ("variant", *_OF_MODEL)}.get(trial.workload, ())
+        course = [trial.problem.get(name) for name in together]
+        comparable.setdefault((trial.workload, *course), {})[key] = trial
+    return {key: name for alike in comparable.values() for key, name in plain_names(alike).items()}
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:

@@ -18,7 +18,9 @@ LLAMAS = ("llama3-1b", "llama3-3b", "llama3-8b", "qwen3-0.6b")
 
 
 def resolve(suite: str, device: str, **options: Any) -> Experiment:
-    data: Mapping[str, str] = {"": "random"} if suite in TRAININGS or (suite, device) == ("quick", "cpu") else {}
+    data: Mapping[str, str] = (
+        {"": "random"} if suite in TRAININGS or (suite in ("quick", "demo") and device == "cpu") else {}
+    )
     return plan.resolve(suite, Options(device=device, seeds=1, data=data, cache=Path("nowhere"), **options))
 
 

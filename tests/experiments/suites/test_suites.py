@@ -64,6 +64,13 @@ def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
 
 
+def test_a_demo_is_of_quicks_kinds_in_short_trials(tmp_path: Path) -> None:
+    demo, quick = (resolve(suite, "cpu", tmp_path).trials for suite in ("demo", "quick"))
+    assert {(t.workload, t.precision) for t in demo} == {(t.workload, t.precision) for t in quick}
+    assert len(demo) < len(quick)
+    assert {t.problem["padded_vocab"] for t in demo if t.workload == "train_step"} == {256}
+
+
 def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
