@@ -52,9 +52,9 @@ tables: .venv/demo.done
 docs: .venv/docs.done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The site in a headless Chromium: its links, its search, the gallery's filters, both colour schemes.
+# The site in a headless Chromium: its links, its search, the gallery's filters, and how every kind of page looks.
 check-docs: .venv/test.done .venv/docs.done
-	$(BIN)/python -m pytest -m site tests/test_site.py
+	$(BIN)/python -m pytest -m site tests/test_site.py tests/reports/page/test_page.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

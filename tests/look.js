@@ -46,7 +46,7 @@
     for (let node = walker.nextNode(); node; node = walker.nextNode()) {
       const element = node.parentElement;
       if (!node.data.trim() || /^(SCRIPT|STYLE|NOSCRIPT|TITLE|OPTION|TEMPLATE)$/i.test(element.tagName) || !seen(element)) continue;
-      if (element.closest("metadata, defs, [aria-hidden=true], .md-clipboard, .md-search, .md-top, .headerlink")) continue;
+      if (element.closest("metadata, defs, [aria-hidden=true], .md-clipboard, .md-search, .md-top, .md-header__topic, .headerlink")) continue;
       const range = document.createRange();
       range.selectNodeContents(node);
       const frames = [...parents(element)].filter((e) => e !== root && e !== document.body && style(e).overflowX !== "visible" && !(e instanceof SVGElement)).map(box);

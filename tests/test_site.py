@@ -1,32 +1,72 @@
-"""The site of `make docs` in headless Chromium: links, search, the gallery's filters; screenshots of both schemes."""
+"""The site of `make docs` in headless Chromium: links, search, the gallery's filters, and how every kind of page looks.
+
+A picture of each page that is looked at lies beside the built site; the first line of a failed test's log says where.
+"""
 
 import html
+import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import matplotlib.image
 import pytest
-from browser import CHROMIUM, NO_CHROMIUM, chromium, served
+from browser import CHROMIUM, NO_CHROMIUM, Browser, browser, served
 
-from te_bench.reports.page import published
+from te_bench.gate import output
+from te_bench.gate.decision import decide
+from te_bench.gate.stored_runs import Gate, TimedPairs
+from te_bench.reports.page import published, render
 
 ROOT = Path(__file__).resolve().parents[1]
-PROBE = (Path(__file__).parent / "site_probe.html").read_text()
 WITHOUT = [name for name in ("mkdocs", "material", "mkdocstrings") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.site,
     pytest.mark.skipif(bool(WITHOUT), reason="no MkDocs: pip install 'te-bench[docs]'"),
 ]
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-GROUND = {1: "rgb(255, 255, 255)", 0: "rgb(30, 33, 41)"}  # Material's, light and dark
+GROUND = {False: "rgb(255, 255, 255)", True: "rgb(30, 33, 41)"}  # Material's, light and dark
+RECORDS = "repository/results/h200"
+#: A page of each kind, by its place on the site; those that the site has not are made by `others`.
+KINDS = {
+    "home": "index.html",
+    "how-to": "tutorial.html",
+    "answer": "advise.html",
+    "verdicts": "convergence.html",
+    "gallery": "gallery.html",
+    "leaderboard": "leaderboard.html",
+    "contributing": "repository/CONTRIBUTING.html",
+    "reference": "reference/commands.html",
+    "advice": f"{RECORDS}/advise/llama-3.2-1b/advice/index.html",
+    "report": f"{RECORDS}/speed/report/index.html",
+    "verdict": f"{RECORDS}/convergence/report/index.html",
+    "attention": f"{RECORDS}/attention/report/index.html",
+    "comparison": "others/comparison/index.html",
+    "gate comment": "others/comment.html",
+}
+ENTRIES = """[...document.querySelectorAll(".entry:not([hidden])")].map((entry) => [
+  entry.dataset.gpu, entry.querySelector("details").open,
+  ...[...entry.querySelectorAll("tbody tr:not([hidden])")].map((row) => ({...row.dataset}))])"""
+CHOOSE = """((form, name, value) => {
+  const field = document.querySelector(form).elements[name];
+  field.value = value;
+  field.dispatchEvent(new Event("input", {bubbles: true}));
+})"""
+DIFFERENCES = (
+    """[...document.querySelectorAll("#differences tr")].map((row) => [...row.cells].map((cell) => cell.innerText))"""
+)
+#: As a code host shows a comment: its text and its tables, in a column.
+COMMENT = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<style>
+  :root {{ color-scheme: light dark }}
+  body {{ max-width: 46rem; margin: 1rem auto; padding: 0 1rem; font: 14px/1.5 sans-serif; overflow-wrap: anywhere }}
+  table {{ display: block; overflow-x: auto; border-collapse: collapse }}
+  th, td {{ border: 1px solid; padding: .3rem .6rem; overflow-wrap: normal }}
+</style>{}"""
 
 
 @pytest.fixture(scope="module")
@@ -86,59 +126,89 @@ def test_without_scripts_the_gallery_has_every_configuration_and_what_made_it(
     assert "118.1 ms" in shown
 
 
-def probed(url: str, site: Path, profile: Path, page: str, width: int, scheme: int) -> dict[str, Any]:
-    """What site_probe.html saw of a page; drawn: how light its screenshot in `profile` is, from 0, black, to 1."""
-    (site / "probe.html").write_text(PROBE.replace("WIDTH", str(width)).replace("PAGE", page))
-    picture = profile / f"{Path(page).stem}-{width}-{'light' if scheme else 'dark'}.png"
-    flags = [f"--blink-settings=preferredColorScheme={scheme}", f"--window-size={max(width, 500)},1600"]
-    document, console = chromium(f"{url}/probe.html", profile, *flags, f"--screenshot={picture}")
-    assert console == []
-    found = re.search(r'<pre id="found" hidden="">(.+?)</pre>', document, re.DOTALL)
-    assert found, document[:2000]
-    read: dict[str, Any] = json.loads(html.unescape(found[1]))
-    return read | {"drawn": float(matplotlib.image.imread(picture)[400:, :width, :3].mean())}
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def others(site: Path) -> Path:
+    """A report of two runs, and a gate's comment as Markdown becomes HTML."""
+    folder = site / "others"
+    render.write_report([ROOT / "results" / "h200" / run for run in ("speed", "speed-b64")], folder / "comparison")
+    ratios = {
+        "start of the service": [1.1, 1.12, 1.11, 1.13, 1.12, 1.1, 1.14, 1.11],
+        "parse": [1.0, 1.01, 0.99, 1.0] * 2,
+    }
+    gate = Gate(
+        baseline="main (0f2c9a1)",
+        candidate="HEAD (77aa31c)",
+        margin=0.05,
+        alpha=0.05,
+        decision=decide(ratios, margin=0.05, looks=(8,)),
+        timed=TimedPairs(ratios=ratios),
+        compared=16,
+    )
+    shown = importlib.import_module("markdown").markdown(output.markdown(gate), extensions=["tables"])
+    (folder / "comment.html").write_text(COMMENT.format(shown), encoding="utf-8")
+    return folder
 
 
 @in_chromium
-@pytest.mark.parametrize("scheme", [1, 0], ids=["light", "dark"])
+@pytest.mark.usefixtures("others")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_the_gallery_is_filtered_and_environments_are_compared(
-    site: Path, url: str, tmp_path: Path, width: int, scheme: int
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_page_looks_right(
+    site: Path, url: str, chromium: Browser, kind: str, width: int, dark: bool
 ) -> None:
-    found = probed(url, site, tmp_path, "gallery.html", width, scheme)
-    assert (found["scroll"], found["wide"], found["ground"]) == (width, [], GROUND[scheme])
-    assert (found["drawn"] > 0.8) if scheme else (0.08 < found["drawn"] < 0.35)
-    gpus = {entry[0] for entry in found["all"]}
-    assert gpus >= {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
-    assert {entry[0] for entry in found["gpu"]} == {"NVIDIA H100 80GB HBM3"}
-    assert 0 < len(found["gpu"]) < len(found["all"])
-    [[_, opened, *rows]] = found["chosen"]
+    chromium.open(f"{url}/{KINDS[kind]}", width, dark=dark)
+    picture = site.parent / f"{kind.replace(' ', '-')}-{width}-{'dark' if dark else 'light'}.png"
+    chromium.picture(picture)
+    print(picture)
+    assert not any((found := chromium.look()).values()), found
+    if KINDS[kind].count("/") == 0:
+        assert chromium.run("getComputedStyle(document.body).backgroundColor") == GROUND[dark]
+
+
+@in_chromium
+def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromium: Browser) -> None:
+    chromium.open(f"{url}/gallery.html", 1280)
+    everything = chromium.run(ENTRIES)
+    assert {entry[0] for entry in everything} >= {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+    chromium.run(f"{CHOOSE}('.filters', 'GPU', 'NVIDIA H100 80GB HBM3')")
+    of_gpu = chromium.run(ENTRIES)
+    assert {entry[0] for entry in of_gpu} == {"NVIDIA H100 80GB HBM3"}
+    assert 0 < len(of_gpu) < len(everything)
+    chromium.run(f"{CHOOSE}('.filters', 'Model', 'llama3-1b')")
+    chromium.run(f"{CHOOSE}('.filters', 'Configuration', 'te-bench fp8')")
+    [[_, opened, *rows]] = chromium.run(ENTRIES)
     assert opened
     assert len(rows) == 4
     assert {(row["model"], row["kind"]) for row in rows} == {("llama3-1b", "te-bench FP8")}
-    assert found["said"] == "4 configurations in 1 entry"
-    assert found["address"] == "?GPU=NVIDIA+H100+80GB+HBM3&Model=llama3-1b&Configuration=te-bench+fp8"
-    assert [entry[2:] for entry in found["reset"]] == [entry[2:] for entry in found["all"]]
-    assert found["same"] == "No difference: choose two environments."
-    heading, *differences = found["differences"]
+    assert chromium.run("document.querySelector('.filters output').value") == "4 configurations in 1 entry"
+    address = "?GPU=NVIDIA+H100+80GB+HBM3&Model=llama3-1b&Configuration=te-bench+fp8"
+    assert chromium.run("location.search") == address
+    chromium.run("document.querySelector('.filters').reset()")
+    chromium.settle()
+    assert [entry[2:] for entry in chromium.run(ENTRIES)] == [entry[2:] for entry in everything]
+    for side in ("From", "To"):
+        chromium.run(f"{CHOOSE}('.differences', '{side}', 'c99a9d6a3a5d2758')")
+    same = "No difference: choose two environments."
+    assert chromium.run("document.querySelector('#differences').innerText") == same
+    chromium.run(f"{CHOOSE}('.differences', 'To', '2976aad80bc7ef25')")
+    heading, *differences = chromium.run(DIFFERENCES)
     assert heading == ["Setting", "From", "To"]
     assert ["gpu", "NVIDIA H100 80GB HBM3", "NVIDIA H200"] in differences
     assert all(old != new for _, old, new in differences)
+    assert chromium.said == []
 
 
 @in_chromium
-@pytest.mark.parametrize("page", ["index.html", "leaderboard.html", "tutorial.html"])
-def test_pages_fit_a_telephone_in_the_dark(site: Path, url: str, tmp_path: Path, page: str) -> None:
-    found = probed(url, site, tmp_path, page, 400, 0)
-    assert (found["scroll"], found["wide"], found["ground"]) == (400, [], GROUND[0])
-    assert 0.08 < found["drawn"] < 0.35
-
-
-@in_chromium
-def test_search_finds_a_page_from_files_and_from_a_server(site: Path, url: str, tmp_path: Path) -> None:
-    query = "tutorial.html?q=equivalent"
-    document, console = chromium(f"{site.as_uri()}/{query}", tmp_path)
-    assert console == []
-    from_files = re.findall(r'<a href="([^"]+)" class="md-search-result__link', document)
-    for hits in (from_files, probed(url, site, tmp_path, query, 1280, 1)["hits"]):
-        assert any("convergence.html" in hit for hit in hits), hits
+@pytest.mark.parametrize("as_files", [True, False], ids=["files", "server"])
+def test_search_finds_a_page(site: Path, url: str, chromium: Browser, as_files: bool) -> None:
+    chromium.open(f"{site.as_uri() if as_files else url}/tutorial.html?q=equivalent", 1280)
+    hits = chromium.wait_for("[...document.querySelectorAll('a.md-search-result__link')].map((link) => link.href)")
+    assert any("convergence.html" in hit for hit in hits), hits
+    assert chromium.said == []

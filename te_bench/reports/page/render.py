@@ -133,8 +133,8 @@ def _headed(titles: Sequence[str]) -> tuple[str, str]:
     heading = "; ".join(titles)
     if len(heading) <= HEADING:
         return heading, ""
-    heading, _, rest = titles[0].partition(": ")
-    return heading, "; ".join(part for part in (rest, *titles[1:]) if part)
+    heading = titles[0].partition(": ")[0]
+    return heading, "; ".join(part for title in titles if (part := title.removeprefix(heading).removeprefix(": ")))
 
 
 def _section(

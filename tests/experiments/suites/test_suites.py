@@ -17,7 +17,7 @@ SUITES = plugins.names(suites.__name__)
 
 
 def resolve(suite: str, device: str, cache: Path, seeds: int | None = None) -> Experiment:
-    trains = suite in ("convergence", "curves", "stress") or (suite, device) == ("quick", "cpu")
+    trains = suite in ("convergence", "curves", "stress") or (device == "cpu" and suite in ("quick", "demo"))
     data = {"": "random"} if trains else {}
     return plan.resolve(suite, Options(device=device, seeds=seeds, data=data, cache=cache))
 
