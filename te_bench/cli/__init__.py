@@ -130,13 +130,13 @@ def _without_verb(
 
 
 def demo(context: typer.Context) -> None:
-    """Measure a few steps within a minute, and write a first report: te-bench run demo, whose options it takes."""
+    """Measure a few steps, in about a minute, and write a first report: te-bench run demo, whose options it takes."""
     app(["run", "demo", *context.args])
 
 
 #: In the list of commands, whose lines an 80-column terminal would cut.
 VERBS: dict[Callable[..., None], str] = {
-    demo: "A first report, within a minute.",
+    demo: "A first report, in about a minute.",
     look.doctor: "What this machine, or a GPU by its name, can run.",
     look.list_: "Suites, models, recipes, attention kernels, rivals, data.",
     advise.advise: "What to train your model with on this machine.",

@@ -151,6 +151,7 @@ class StepProblem(TrialProblem):
     grad_clip: float | None = None  # the gradients' largest norm; 0: any
     accumulate: int | None = None  # micro-batches of a step
     data: str = "random"
+    threads: int | None = None  # of a CPU's torch
     perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
@@ -254,7 +255,6 @@ class TrainingProblem(StepProblem):
     evaluate: Literal["both"] | None = None  # val_loss in bf16 whatever the trial trains in, and as it trains
     probes: int | None = None  # about how many looks at the FP8 numerics, at evaluations that are evenly spaced
     memory_limit_gib: float | None = None
-    threads: int | None = None  # of a CPU's torch
     share: int | None = None  # trials at a time on the GPU, where there are several
     arm: Literal["control", "aa", "recipe", "broken"] | None = None  # what it is in a study of convergence
     lr_factor: float | None = None  # what learning_rate was multiplied by

@@ -74,9 +74,11 @@ def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, ret
 def at_once(trials: Sequence[Trial], cores: int) -> int:
     """How many trials a CPU runs side by side: as have a core for each of their threads, where all say how many those are.
 
-    Who does not say takes all cores, and has them for itself.
+    Who does not say takes all cores, and has them for itself; so has every trial but a training, whose losses count.
     """
-    threads = [int(trial.problem.get("threads") or cores) * int(trial.problem.get("world") or 1) for trial in trials]
+    said = [trial.problem.get("threads") if trial.workload == "training" else None for trial in trials]
+    worlds = [int(trial.problem.get("world") or 1) for trial in trials]
+    threads = [int(number or cores) * world for number, world in zip(said, worlds, strict=True)]
     return max(1, min(cores // max(threads, default=cores), MOST_AT_ONCE))
 
 

@@ -59,7 +59,7 @@ def _on_a_cpu(options: Options) -> Experiment:
     return Experiment(
         suite="quick",
         title="Quick look: tiny GPT, 2 x 64 tokens",
-        trials=(*ladder, *curves(options), *numerics(options)),
+        trials=(*ladder, *curves(options), *_numerics(options)),
         baseline=ladder[0].cell,
     )
 
@@ -87,7 +87,7 @@ def curves(options: Options, **changed: int) -> list[Trial]:
     ]
 
 
-def numerics(options: Options) -> list[Trial]:
+def _numerics(options: Options) -> list[Trial]:
     problem = attention.problem(1, 4, 256, 64, True)
     return [
         suite_trials.alone(options.device, "attention_numerics", problem, "flash", "bf16", "once", seed)

@@ -8,6 +8,7 @@ import pytest
 
 from te_bench import plugins
 from te_bench.experiments import environment, plan, suites, trial_model
+from te_bench.experiments.runner import at_once
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suite_trials import corpus_problem
 from te_bench.kernels.attention.backends import gluon
@@ -64,11 +65,15 @@ def test_quick_on_a_cpu_has_what_the_issue_asks_for(tmp_path: Path) -> None:
     assert [t.precision for t in trials if t.workload == "training"] == ["bf16", "fp8"]
 
 
-def test_a_demo_is_of_quicks_kinds_in_short_trials(tmp_path: Path) -> None:
+def test_a_demo_on_a_cpu_has_short_trials_of_one_thread(tmp_path: Path) -> None:
     demo, quick = (resolve(suite, "cpu", tmp_path).trials for suite in ("demo", "quick"))
-    assert {(t.workload, t.precision) for t in demo} == {(t.workload, t.precision) for t in quick}
-    assert len(demo) < len(quick)
+    assert {t.precision for t in demo} == {t.precision for t in quick}
     assert {t.problem["padded_vocab"] for t in demo if t.workload == "train_step"} == {256}
+    assert {t.problem["threads"] for t in demo} == {1}
+    assert at_once(demo, 8) == 1  # steps are timed
+    short, long = ([t.problem["steps"] for t in each if t.workload == "training"] for each in (demo, quick))
+    assert len(short) == len(long)
+    assert max(short) < min(long)
 
 
 def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
