@@ -381,8 +381,8 @@ def test_the_models_page_s_program_trains_a_folder_s_llama(
 
 
 def contributings(family: str) -> dict[str, Any]:
-    """What the program under that heading of CONTRIBUTING.md makes."""
-    page = (EXAMPLES.parent / "CONTRIBUTING.md").read_text()
+    """What the program under that heading of docs/extending.md makes."""
+    page = (EXAMPLES.parent / "docs" / "extending.md").read_text()
     section = page.partition(f"\n## Add a {family}\n")[2].partition("\n## ")[0]
     [program] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     made: dict[str, Any] = {}

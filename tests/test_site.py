@@ -40,6 +40,7 @@ KINDS = {
     "gallery": "gallery.html",
     "leaderboard": "leaderboard.html",
     "contributing": "repository/CONTRIBUTING.html",
+    "extending": "extending.html",
     "reference": "reference/commands.html",
     "advice": f"{RECORDS}/advise/llama-3.2-1b/advice/index.html",
     "report": f"{RECORDS}/speed/report/index.html",
