@@ -137,21 +137,19 @@ class Browser:
             self.settle()
         return found
 
-    def picture(self, path: Path, selector: str = "html") -> None:
-        """The page, or the element, from top to bottom as a PNG, of TALLEST pixels at most."""
-        clip = self.run(
-            f"(r => ({{x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}}))"
-            f"(document.querySelector({selector!r}).getBoundingClientRect())"
-        )
-        clip |= {"height": min(clip["height"], TALLEST), "scale": 1}
+    def picture(self, path: Path) -> None:
+        """The page from top to bottom as a PNG, of TALLEST pixels at most."""
+        width, height = self.run("[innerWidth, document.documentElement.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": min(height, TALLEST), "scale": 1}
         found = self.send("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))
 
-    def look(self, roots: str = "body") -> dict[str, Any]:
-        """What look.js finds wrong with what is seen, a list for each kind of fault; no list has anything on a good page."""
+    def look(self) -> dict[str, Any]:
+        """What look.js finds wrong with the page, what a click unfolds as well: a list for each fault."""
+        self.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         self.resize(self.run("innerWidth"), max(900, self.run("document.documentElement.scrollHeight")))
         self.settle()
-        found: dict[str, Any] = self.run(f"({LOOK})({roots!r})")
+        found: dict[str, Any] = self.run(f"({LOOK})()")
         return found | {"console": list(self.said)}
 
 

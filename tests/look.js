@@ -1,5 +1,5 @@
 // What is wrong with the page as it is seen: see Browser.look in browser.py. Each list names its elements.
-(roots) => {
+() => {
   const root = document.documentElement, SEVERAL = 12;
   const box = (element) => element.getBoundingClientRect();
   const style = (element) => getComputedStyle(element);
@@ -41,19 +41,17 @@
   const scrolls = (element) => /auto|scroll/.test(style(element).overflowX);
   // Every piece of text that can be seen: its element, and its boxes line by line, without what a scrolling box keeps out of sight.
   const pieces = [];
-  for (const start of document.querySelectorAll(roots)) {
-    const walker = document.createTreeWalker(start, NodeFilter.SHOW_TEXT);
-    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-      const element = node.parentElement;
-      if (!node.data.trim() || /^(SCRIPT|STYLE|NOSCRIPT|TITLE|OPTION|TEMPLATE)$/i.test(element.tagName) || !seen(element)) continue;
-      if (element.closest("metadata, defs, [aria-hidden=true], .md-clipboard, .md-search, .md-top, .md-header__topic, .headerlink")) continue;
-      const range = document.createRange();
-      range.selectNodeContents(node);
-      const frames = [...parents(element)].filter((e) => e !== root && e !== document.body && style(e).overflowX !== "visible" && !(e instanceof SVGElement)).map(box);
-      const boxes = [...range.getClientRects()].filter((r) => r.width > 1 && r.height > 1)
-        .filter((r) => frames.every((f) => r.right > f.left + 1 && r.left < f.right - 1 && r.bottom > f.top + 1 && r.top < f.bottom - 1));
-      if (boxes.length) pieces.push({ element, boxes, text: node.data.trim().replace(/\s+/g, " ").slice(0, 50) });
-    }
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.data.trim() || /^(SCRIPT|STYLE|NOSCRIPT|TITLE|OPTION|TEMPLATE)$/i.test(element.tagName) || !seen(element)) continue;
+    if (element.closest("metadata, defs, [aria-hidden=true], .md-clipboard, .md-search, .md-top, .md-header__topic, .headerlink")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const frames = [...parents(element)].filter((e) => e !== root && e !== document.body && style(e).overflowX !== "visible" && !(e instanceof SVGElement)).map(box);
+    const boxes = [...range.getClientRects()].filter((r) => r.width > 1 && r.height > 1)
+      .filter((r) => frames.every((f) => r.right > f.left + 1 && r.left < f.right - 1 && r.bottom > f.top + 1 && r.top < f.bottom - 1));
+    if (boxes.length) pieces.push({ element, boxes, text: node.data.trim().replace(/\s+/g, " ").slice(0, 50) });
   }
   const found = { sideways: [], wide: [], cut: [], alike: [], overlap: [], faint: [], small: [], images: [], title: [], axes: [] };
   if (root.scrollWidth > innerWidth) found.sideways.push(`${root.scrollWidth} pixels on a screen of ${innerWidth}`);
