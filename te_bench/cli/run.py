@@ -165,7 +165,8 @@ def carry_out(
             on_cpu = all(trial.device == "cpu" for trial in trials)
             executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
-            with Progress(len(trials), done, len(slots), _called(trials), _found) as progress:
+            called = _called(trials, [record.trial for record in store.journal.records.values()])
+            with Progress(len(trials), done, len(slots), called, _found) as progress:
                 runner.run(
                     trials,
                     store,
@@ -185,11 +186,11 @@ def carry_out(
         return [store.journal.records[trial.id, here] for trial in trials]
 
 
-def _called(trials: "Sequence[Trial]") -> Callable[["Trial"], str]:
-    """A trial's plain name among the others of a run, with its workload and its seed where they differ."""
+def _called(trials: "Sequence[Trial]", ended: "Sequence[Trial]") -> Callable[["Trial"], str]:
+    """A trial's plain name among the others of its folder, with its workload and its seed where those of a run differ."""
     from te_bench.reports.analysis import rows
 
-    names = rows.names({trial.cell: trial for trial in trials})
+    names = rows.names({trial.cell: trial for trial in (*ended, *trials)})
     workloads, seeds = ({getattr(trial, of) for trial in trials} for of in ("workload", "seed"))
 
     def called(trial: "Trial") -> str:

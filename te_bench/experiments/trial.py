@@ -34,8 +34,6 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
     watch = Watch(_gpu)
     try:
         workload = plugins.load(workloads.__name__, trial.workload, "run")
-        if (threads := trial.problem.get("threads")) is not None:
-            torch.set_num_threads(int(threads))
         with exclusive.taking_turns(trial), timing.looking(watch.look):
             measurement = workload(trial, context)
         outcome = "ok"

@@ -34,6 +34,9 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Measurement:
+    p = TrainStepProblem.of(trial)
+    if p.threads is not None:
+        torch.set_num_threads(p.threads)
     trial_model.require_supported(trial)
     compilation.begin(trial)
     batches = random_batches(trial)
@@ -51,7 +54,6 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     latency = timing.bench_py(next_step, trial.device)
     peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
-    p = TrainStepProblem.of(trial)
     each, block = p.batch * p.block, p.block  # of a micro-batch
     tokens = each * step.optim.accumulate
     flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
