@@ -92,7 +92,7 @@ names, load = _family.names, _family.load
 
 
 def called(name: str) -> str:
-    """A rival by its title and what tells it from others of that title: Liger, torchao tensorwise; torch.compile is itself."""
+    """A rival by its title and what tells it from others of that title: Liger, torchao tensorwise. Others are themselves."""
     if name not in names():
         return name
     title = load(name).title
