@@ -54,7 +54,7 @@ docs: .venv/docs.done
 
 # The site in a headless Chromium: its links, its search, the gallery's filters, and how every kind of page looks.
 check-docs: .venv/test.done .venv/docs.done
-	$(BIN)/python -m pytest -m site tests/test_site.py tests/reports/page/test_page.py
+	$(BIN)/python -m pytest -m site tests/test_site.py
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

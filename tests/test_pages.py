@@ -24,6 +24,13 @@ def commands(page: Path) -> list[str]:
     return [text for text in found if not ANSWER.match(text)]
 
 
+def test_readme_takes_a_minute_to_read() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    first = next(place for place, line in enumerate(lines) if COMMAND.match(line))
+    assert first < 10
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_taken(page: Path) -> None:
     for command in commands(page):
