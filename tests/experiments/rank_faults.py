@@ -170,8 +170,8 @@ traced = functools.partial(torch.compile, backend="aot_eager")
 def compiled() -> dict[str, Any]:
     """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
     torch.compile = traced
-    torch._dynamo.config.recompile_limit = 3  # of its own accord 8
-    problem = {**PROBLEM, "parallel": "fsdp2", "layers": 4, "block": 8}
+    torch._dynamo.config.recompile_limit = 1  # of its own accord 8
+    problem = {**PROBLEM, "parallel": "fsdp2", "layers": 2, "block": 8}
     asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
     return child.run(asked, Context())
 
@@ -179,13 +179,13 @@ def compiled() -> dict[str, Any]:
 def compiled_theirs() -> dict[str, Any]:
     """torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends."""
     torch.compile = traced
-    problem = {**PROBLEM, "model": "llama-tiny", "rival": "torchtitan", "parallel": "tp"}
+    problem = {**PROBLEM, "model": "llama-tiny", "layers": 1, "rival": "torchtitan", "parallel": "tp"}
     return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
 
 
 def compiled_tokens() -> dict[str, Any]:
     """A Llama's step in FP8, whose layers, vocabulary and tokens ranks share: one graph with its collectives."""
-    problem = {**PROBLEM, "model": "llama-tiny", "parallel": "tp", "sequence_parallel": True}
+    problem = {**PROBLEM, "model": "llama-tiny", "layers": 1, "parallel": "tp", "sequence_parallel": True}
     asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
     return child.run(asked, Context())
 
