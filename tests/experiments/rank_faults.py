@@ -1,4 +1,7 @@
-"""What becomes of a trial when one of its ranks goes wrong, for test_ranks: python rank_faults.py prints replies as JSON."""
+"""What becomes of a trial when one of its ranks goes wrong, for test_ranks: python rank_faults.py prints replies as JSON.
+
+python rank_faults.py compiled: those of steps that are compiled.
+"""
 
 import dataclasses
 import functools
@@ -163,31 +166,36 @@ def sends_float32(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
-#: torch.compile, but for the code that Inductor makes of a graph, which takes most of the time: here graphs are looked at.
-traced = functools.partial(torch.compile, backend="aot_eager")
+def traced(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """A backend of torch.compile's that makes no code of a graph, which takes Inductor most of the time: graphs are looked at.
+
+    What the graph keeps of operators that write to their arguments are calls into which a dispatch mode cannot look.
+    """
+
+    def plain(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        decompose_auto_functionalized(graph.graph)
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=plain, partition_fn=min_cut_rematerialization_partition)(graph, inputs)
 
 
 def compiled() -> dict[str, Any]:
-    """A step in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for."""
-    torch.compile = traced
+    """Steps whose ranks are forked where torch.compile is imported already."""
+    torch.compile = functools.partial(torch.compile, backend=traced)
+    asked = {}
+    # torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends.
+    theirs = {**PROBLEM, "model": "llama-tiny", "rival": "torchtitan", "parallel": "tp"}
+    asked["theirs"] = dataclasses.replace(TRIAL, problem=theirs, mode="compile")
+    # A Llama's in FP8, whose layers, vocabulary and tokens ranks share: one graph with its collectives.
+    in_fp8 = dataclasses.replace(TRIAL, precision="fp8", recipe="delayed_scaling", mode="compile")
+    tokens = {**PROBLEM, "model": "llama-tiny", "parallel": "tp", "sequence_parallel": True}
+    asked["tokens"] = dataclasses.replace(in_fp8, problem=tokens)
+    found = {name: child.run(trial, Context()) for name, trial in asked.items()}
+    # One in FP8 whose blocks FSDP2 gathers between what is compiled: more layers than one function is compiled for.
     torch._dynamo.config.recompile_limit = 1  # of its own accord 8
-    problem = {**PROBLEM, "parallel": "fsdp2", "layers": 2, "block": 8}
-    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
-    return child.run(asked, Context())
-
-
-def compiled_theirs() -> dict[str, Any]:
-    """torchtitan's step of a Llama, whose blocks are compiled between what DTensor sends."""
-    torch.compile = traced
-    problem = {**PROBLEM, "model": "llama-tiny", "layers": 1, "rival": "torchtitan", "parallel": "tp"}
-    return child.run(dataclasses.replace(TRIAL, problem=problem, mode="compile"), Context())
-
-
-def compiled_tokens() -> dict[str, Any]:
-    """A Llama's step in FP8, whose layers, vocabulary and tokens ranks share: one graph with its collectives."""
-    problem = {**PROBLEM, "model": "llama-tiny", "layers": 1, "parallel": "tp", "sequence_parallel": True}
-    asked = dataclasses.replace(TRIAL, problem=problem, precision="fp8", recipe="delayed_scaling", mode="compile")
-    return child.run(asked, Context())
+    blocks = {**PROBLEM, "parallel": "fsdp2", "layers": 2, "block": 8}
+    return found | {"blocks": child.run(dataclasses.replace(in_fp8, problem=blocks), Context())}
 
 
 def of_ranks(one: Callable[[Trial, Context], dict[str, Any]], check: bool = True) -> Callable[[], dict[str, Any]]:
@@ -235,7 +243,11 @@ def of_gathers() -> dict[str, Any]:
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    print(json.dumps({each.__name__: each for each in (compiled, compiled_theirs, compiled_tokens)}[sys.argv[1]]()))
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
+
+    print(json.dumps(compiled()))
 elif __name__ == "__main__":
     ranks.PATIENCE_S = 4.0
     found = replies()

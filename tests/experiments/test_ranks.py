@@ -157,38 +157,39 @@ def test_of_torchtitan_s_step_every_weight_is_a_share(scaled: Any) -> None:
     assert gathered == {"bfloat16"}
 
 
-@pytest.mark.slow
-def test_fsdp2_compiles_block_by_block_and_nothing_twice() -> None:
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    """The work of steps that are compiled, each in few graphs and nothing twice; all by one program."""
     done = Run("compiled", main=FAULTS).finish()
     assert done.returncode == 0, done.stderr
-    reply = json.loads(done.stdout)
-    assert reply["outcome"] == "ok", reply["reason"]
-    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
-    assert reply["work"]["ran"]["compiled"] == 4
-    assert reply["work"]["ran"]["gemm_fp8"] == 4 * 4 * 3
+    replies = json.loads(done.stdout)
+    for reply in replies.values():
+        assert reply["outcome"] == "ok", reply["reason"]
+        assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
+    return {name: reply["work"] for name, reply in replies.items()}
+
+
+def times_sent(work: Any) -> dict[tuple[str, str], int]:
+    return {(each["name"], each["dtype"]): each["times"] for each in work["collectives"]}
 
 
 @pytest.mark.slow
-def test_shared_layers_vocabulary_and_tokens_compile_into_one_graph() -> None:
+def test_fsdp2_compiles_block_by_block(compiled: Any) -> None:
+    assert compiled["blocks"]["ran"]["compiled"] == 2
+    assert compiled["blocks"]["ran"]["gemm_fp8"] == 2 * 4 * 3
+
+
+@pytest.mark.slow
+def test_shared_layers_vocabulary_and_tokens_compile_into_one_graph(compiled: Any) -> None:
     """A column Linear's input is gathered once, and kept for its weight's gradient."""
-    done = Run("compiled_tokens", main=FAULTS).finish()
-    assert done.returncode == 0, done.stderr
-    reply = json.loads(done.stdout)
-    assert reply["outcome"] == "ok", reply["reason"]
-    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
-    assert reply["work"]["ran"]["compiled"] == 1
-    sent = {(each["name"], each["dtype"]): each["times"] for each in reply["work"]["collectives"]}
+    assert compiled["tokens"]["ran"]["compiled"] == 1
+    sent = times_sent(compiled["tokens"])
     assert sent["all_gather_into_tensor", "uint8"] == 4 * 2
     assert sent["reduce_scatter_tensor", "bfloat16"] == 4 * 2 + 1  # and of the head
 
 
 @pytest.mark.slow
-def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss() -> None:
-    done = Run("compiled_theirs", main=FAULTS).finish()
-    assert done.returncode == 0, done.stderr
-    reply = json.loads(done.stdout)
-    assert reply["outcome"] == "ok", reply["reason"]
-    assert (reply["work"]["graph_breaks"], reply["work"]["recompiles"]) == (0, 0)
-    assert reply["work"]["ran"]["compiled"] == 2 + 1
-    sent = {(each["name"], each["dtype"]): each["times"] for each in reply["work"]["collectives"]}
-    assert sent["all_gather_into_tensor", "bfloat16"] == 2 * 5  # of two blocks' pairs and of the head, in either pass
+def test_torchtitan_compiles_shared_layers_block_by_block_and_the_loss(compiled: Any) -> None:
+    assert compiled["theirs"]["ran"]["compiled"] == 2 + 1
+    pairs = 4 + 1  # of two blocks, and of the head, in either pass
+    assert times_sent(compiled["theirs"])["all_gather_into_tensor", "bfloat16"] == 2 * pairs
