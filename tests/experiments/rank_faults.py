@@ -167,7 +167,7 @@ def sends_float32(trial: Trial, context: Context) -> dict[str, Any]:
 
 
 def traced(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """A backend of torch.compile's that makes no code of a graph, which takes Inductor most of the time: graphs are looked at.
+    """A backend of torch.compile's that makes no code of a graph, which takes Inductor most of the time.
 
     What the graph keeps of operators that write to their arguments are calls into which a dispatch mode cannot look.
     """
