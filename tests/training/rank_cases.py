@@ -53,8 +53,9 @@ REFUSED = [
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
 UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
-STEPS = {2: 50, 4: 10}  # by the number of ranks
+STEPS = 10
 ROWS = 8
+RECIPES: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
 
 
@@ -69,7 +70,7 @@ def a_step(
     **more: Any,
 ) -> TrainStep:
     torch.manual_seed(seed)
-    recipe = (recipe or DelayedScaling(amax_history_len=2)) if precision == "fp8" else None
+    recipe = (recipe or RECIPES["delayed"]) if precision == "fp8" else None
     blocks = "fused" if optimizer else None
     model: Any = GPT(SMALL, attention="manual", padded_vocab_size=padded, recipe=recipe, blocks=blocks)
     optim = dataclasses.replace(OPTIM, **more)
@@ -81,8 +82,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return Batches(None, block=16, batch=ROWS, vocab=50, seed=7).at(step)
 
 
-def losses(step: TrainStep, steps: int | None = None) -> list[float]:
-    steps = steps or STEPS[dist.get_world_size()]
+def losses(step: TrainStep, steps: int = STEPS) -> list[float]:
     return [step(*batch(number)).item() for number in range(steps)]
 
 
@@ -99,20 +99,33 @@ def one_process(slices: int) -> tuple[TrainStep, list[float]]:
     return step, losses(step)
 
 
+@functools.cache
+def first_of_one(accumulate: int) -> tuple[float, dict[str, Tensor], float]:
+    """Loss, gradients and norm of one process's first step; every mode is held to them."""
+    one = a_step(SINGLE, "fp64", accumulate=accumulate)
+    loss, gradients = one.gradients(*batch(0))
+    assert one.grad_norm is not None
+    return loss, gradients, one.grad_norm.item()
+
+
+@functools.cache
+def fp8_of_one(recipe: str, accumulate: int = 1) -> list[float]:
+    """The losses of one process's steps in FP8."""
+    return losses(a_step(SINGLE, "fp8", recipe=RECIPES[recipe], accumulate=accumulate), 6)
+
+
 def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for accumulate in (1, 2):
         # Whatever a rank begins with, rank 0's weights are what all train.
         ours = a_step(parallel.load(mode, **options), "fp64", seed=dist.get_rank(), accumulate=accumulate)
-        one = a_step(SINGLE, "fp64", accumulate=accumulate)
         loss, gradients = ours.gradients(*batch(0))
-        expected, truth = one.gradients(*batch(0))
+        expected, truth, norm = first_of_one(accumulate)
         assert ours.grad_norm is not None
-        assert one.grad_norm is not None
         found[f"accumulate {accumulate}"] = {
             "loss": abs(loss / expected - 1),
             "gradients": apart(gradients, truth),
-            "norm": abs(ours.grad_norm.item() / one.grad_norm.item() - 1),
+            "norm": abs(ours.grad_norm.item() / norm - 1),
         }
     ours = a_step(parallel.load(mode, **options), "fp64")
     slices, course = one_process(ours.parallel.replicas)
@@ -344,7 +357,7 @@ def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     dist.broadcast(rank_0, src=0)
     return {
         "losses": course,
-        "one": losses(a_step(SINGLE, "fp8"), 6),
+        "one": fp8_of_one("delayed"),
         "alike": torch.equal(mine, rank_0),
         "scales": len(scales),
         "collectives": collectives.of_call(lambda: step(*batch(0))),
@@ -352,8 +365,9 @@ def in_fp8(mode: str, optimizer: str | None, **options: Any) -> dict[str, Any]:
     }
 
 
-def gathers(recipe: Recipe, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
+def gathers(name: str, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
     """Weights that are gathered in FP8 beside those that one process casts, in either pass, and what is sent for them."""
+    recipe = RECIPES[name]
     step = a_step(parallel.load(mode, gather="fp8", **options), "fp8", recipe=recipe, accumulate=2)
     course = losses(step, 6)
     layers = [module for module in step.model.modules() if isinstance(module, Linear)]
@@ -386,7 +400,7 @@ def gathers(recipe: Recipe, mode: str = "fsdp2", **options: Any) -> dict[str, An
     largest = [h is None or h[-1, 1] == weight.abs().max() for h, weight in zip(histories, whole, strict=True)]
     return {
         "losses": course,
-        "one": losses(a_step(SINGLE, "fp8", recipe=recipe, accumulate=2), 6),
+        "one": fp8_of_one(name, 2),
         "same": {when: [len(each), sum(each)] for when, each in same.items()},
         "amaxes": all(largest),
         "collectives": collectives.of_call(lambda: step(*batch(0))),
@@ -558,8 +572,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["decoders"]["padding"] = decoder_by("tp", BIASED, padded=128, sequence_parallel=True)
     found["fp8"] = {"ddp": in_fp8("ddp", "reference"), "fsdp2": in_fp8("fsdp2", None), "tp": in_fp8("tp", None)}
     found["fp8"]["tp sp"] = in_fp8("tp", None, sequence_parallel=True)
-    recipes: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
-    found["gathers"] = {name: gathers(recipe) for name, recipe in recipes.items()}
+    found["gathers"] = {name: gathers(name) for name in RECIPES}
     if world > 2:
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["rivals"] = of_rivals()
@@ -606,7 +619,7 @@ def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
         "nested": nested("hsdp", shard=2),
         "planned": beside("fsdp2+tp", Planned, shard=2),
         "qwen 3": decoder_by("fsdp2+tp", DECODERS["qwen 3"], shard=2),
-        "gather": gathers(Float8CurrentScaling(), "hsdp", shard=2),
+        "gather": gathers("current", "hsdp", shard=2),
         "hosts": {" ".join(names): on_hosts(*names) for names in ("aabb", "aaaa", "abab", "aaab")},
         "refused": [
             refusal(lambda n=shard, m=mode: parallel.load(m, shard=n))
