@@ -5,6 +5,7 @@ python rank_faults.py compiled: those of steps that are compiled.
 
 import dataclasses
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -247,8 +248,10 @@ if __name__ == "__main__" and sys.argv[1:]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized
 
+    gc.freeze()
     print(json.dumps(compiled()))
 elif __name__ == "__main__":
+    gc.freeze()  # ranks look for garbage with each model: not among what is imported
     ranks.PATIENCE_S = 4.0
     found = replies()
     ranks.PATIENCE_S = 45.0

@@ -5,6 +5,7 @@ python tensor_parallel_cases.py N FOLDER DEVICE writes FOLDER/RANK.pt. On a CPU 
 
 import copy
 import functools
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -272,4 +273,6 @@ if __name__ == "__main__":
     method = "fork" if device == "cpu" else "spawn"
     for make in MODULES.values():  # its import, and torch.compile's, is paid here once
         make()
+    gc.collect()
+    gc.freeze()  # each rank looks for garbage with each model: not among what is imported
     torch.multiprocessing.start_processes(run, (world, path, device), nprocs=world, start_method=method)
