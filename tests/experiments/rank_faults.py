@@ -244,6 +244,7 @@ def of_gathers() -> dict[str, Any]:
 
 
 if __name__ == "__main__" and sys.argv[1:]:
+    import networkx  # noqa: F401  # once for all ranks, as what follows
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.fx_passes.post_grad import decompose_auto_functionalized

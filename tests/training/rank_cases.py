@@ -638,7 +638,8 @@ def at(world: int, cases: Callable[[Trial, Context], dict[str, Any]]) -> dict[st
     problem = {"model": "tiny", "block": 16, "vocab": 50, "padded_vocab": 64, "batch": ROWS}
     problem |= {"parallel": "ddp", "world": world}
     asked = Trial(workload="train_step", device="cpu", problem=problem, attention="manual")
-    importlib.import_module("te_bench.training.parallel.fsdp2_tp")  # and FSDP2 and DTensor, once for all ranks
+    for name in ("te_bench.training.parallel.fsdp2_tp", "torch.distributed.optim"):  # and FSDP2 and DTensor
+        importlib.import_module(name)  # once for all ranks
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported
     return ranks.run(asked, Context(), cases)
@@ -650,5 +651,6 @@ if __name__ == "__main__":
     interpreter.quicken()
     kernels.INTERPRETED = tied.INTERPRETED = False  # of Triton's kernels the optimizer's are asked for
     if sys.argv[1:] == ["2"]:
-        importlib.import_module("te_bench.models.huggingface")  # and with it transformers, once for both ranks
+        for name in ("te_bench.models.huggingface", "torch._inductor.compile_fx", "networkx"):  # and transformers
+            importlib.import_module(name)  # once for both ranks
     print(json.dumps(at(int(sys.argv[1]), in_groups if "hsdp" in sys.argv else cases)))
