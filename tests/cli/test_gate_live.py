@@ -74,20 +74,6 @@ def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(
     assert "came/flash/fp32/eager: new in the candidate: ok" in done.out
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [("segfault", "crashed, ok in the baseline: seed 0: the process ended: SIGSEGV"), ("raises", "without a result")],
-)
-def test_4_a_trial_that_dies(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, how: str, said: str
-) -> None:
-    base = repository.commit({"a": FAST, "b": FAST})
-    repository.commit({"a": FAST, "b": how})
-    done = gate(base)
-    assert (done.code, said in " ".join(done.out.split())) == (4, True), done
-    assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1}  # once is enough
-
-
 def test_4_a_trial_that_is_no_longer_timed_is_missing(gate: Callable[..., Any], repository: Repository) -> None:
     base = repository.commit({"a": FAST})
     untimed = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
@@ -96,23 +82,35 @@ def test_4_a_trial_that_is_no_longer_timed_is_missing(gate: Callable[..., Any], 
     assert (done.code, "timed in the baseline, not in the candidate" in " ".join(done.out.split())) == (4, True), done
 
 
-@pytest.mark.parametrize(
-    "reply", ['{"outcome": "splendid"}', "{}", '{"outcome": "ok", "check": {"x": float("nan")}}', "7"]
-)
-def test_4_a_reply_that_no_record_can_hold_is_a_crash(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, reply: str
+def test_4_trials_that_die_or_reply_what_no_record_can_hold(
+    gate: Callable[..., Any], repository: Repository, tmp_path: Path
 ) -> None:
-    base = repository.commit({"a": FAST, "b": FAST})
-    repository.commit({"a": FAST, "b": FAST}, experiments__trial=replying("b", reply))
-    assert gate(base).code == 4
-    assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1}
+    """Once is enough of each; what is sound beside them is measured."""
+    replies = {
+        "unknown": '{"outcome": "splendid"}',
+        "empty": "{}",
+        "nan": '{"outcome": "ok", "check": {"x": float("nan")}}',
+        "number": "7",
+    }
+    wrong = ("segfault", "raises", *replies)
+    base = repository.commit({"a": FAST, **dict.fromkeys(wrong, FAST)})
+    dead = {name: name for name in ("segfault", "raises")}
+    repository.commit({"a": FAST, **dict.fromkeys(replies, FAST), **dead}, experiments__trial=replying(replies))
+    done = gate(base)
+    said = " ".join(done.out.split())
+    assert done.code == 4, done
+    assert "crashed, ok in the baseline: seed 0: the process ended: SIGSEGV" in said, done
+    assert "without a result" in said, done
+    assert outcomes(tmp_path / "out") == {("a", "ok"): 5, **{(name, "crashed"): 1 for name in wrong}}
 
 
-def replying(name: str, reply: str) -> str:
-    """The trial's source, of which one trial replies with an expression."""
-    expression = reply.replace("{", "{{").replace("}", "}}")
-    lines = f"    if name == '{name}':\n        return {expression}\n\n    def call():"
-    return FILES["experiments/trial.py"].replace("    def call():", lines)
+def replying(replies: dict[str, str]) -> str:
+    """The trial's source, of which some trials reply with an expression."""
+    lines = ""
+    for name, reply in replies.items():
+        expression = reply.replace("{", "{{").replace("}", "}}")
+        lines += f"    if name == '{name}':\n        return {expression}\n\n"
+    return FILES["experiments/trial.py"].replace("    def call():", f"{lines}    def call():")
 
 
 def test_a_fork_that_dies_between_turns_takes_no_other_trial_with_it(
@@ -128,17 +126,20 @@ def test_a_fork_that_dies_between_turns_takes_no_other_trial_with_it(
     assert outcomes(tmp_path / "out") == {("a", "ok"): 5, ("b", "crashed"): 1, ("c", "ok"): 5}
 
 
-@pytest.mark.parametrize("own_session", [False, True])
-def test_what_a_trial_started_ends_with_it(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, own_session: bool
-) -> None:
-    note = tmp_path / "pid"
-    base = repository.commit({"a": FAST, "b": FAST})
-    sleeper = f"__import__('subprocess').Popen(['sleep', '600'], start_new_session={own_session})"
-    starts = replying("b", f"open({str(note)!r}, 'w').write(str({sleeper}.pid)) and {{}}")
-    repository.commit({"a": FAST, "b": FAST}, experiments__trial=starts)
+def test_what_trials_started_ends_with_them(gate: Callable[..., Any], repository: Repository, tmp_path: Path) -> None:
+    """In a session of its own, too."""
+    notes = {name: tmp_path / name for name in ("b", "c")}
+    trials = dict.fromkeys("abc", FAST)
+    base = repository.commit(trials)
+    starts = {}
+    for name, note in notes.items():
+        sleeper = f"__import__('subprocess').Popen(['sleep', '600'], start_new_session={name == 'c'})"
+        starts[name] = f"open({str(note)!r}, 'w').write(str({sleeper}.pid)) and {{}}"
+    repository.commit(trials, experiments__trial=replying(starts))
     assert gate(base).code == 4
-    assert eventually(lambda: not psutil.pid_exists(int(note.read_text())), 5)
+    for note in notes.values():
+        pid = int(note.read_text())
+        assert eventually(lambda: not psutil.pid_exists(pid), 5)  # noqa: B023
 
 
 def test_a_trial_of_another_question_is_not_gone_on_with(

@@ -110,19 +110,18 @@ def te_bench(*arguments: object, folder: Path) -> str:
 
 
 def test_suites_measure_it_check_it_and_report_it(tmp_path: Path) -> None:
-    assert NAME in te_bench("list", "models", folder=tmp_path)
-    only = "*chunked*/[bf]*[6d]*"  # bf16 and one recipe, fused and not
+    only = "*chunked*/fp8/delayed_scaling/*"  # fused and not
     te_bench("run", "speed", "--model", NAME, "--device", "cpu", "--only", only, "--out", "out", folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").read_text().splitlines()]
     records = [line["body"] for line in lines if line["kind"] == "record"]
-    assert [record["outcome"] for record in records] == ["ok"] * 4
-    assert {record["trial"]["recipe"] for record in records} == {None, "delayed_scaling"}
+    assert [record["outcome"] for record in records] == ["ok"] * 2
     assert all(
         {"loss", "grad words.weight"} <= {q["name"] for q in record["check"]["quantities"]} for record in records
     )
     ran = [record["work"]["ran"]["fused_blocks"] > 0 for record in records]
     fused = [record["trial"]["problem"].get("blocks") == "fused" for record in records]
     assert ran == fused
+    assert set(fused) == {True, False}
     assert "sandwich, 4 x 64 tokens" in (tmp_path / "out" / "report" / "report.md").read_text()
 
 
