@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from driving import rows, te_bench
+from in_process import Command
 from own_models import MODULE
 
 LLAMA = {
@@ -36,9 +37,9 @@ def test_a_model_is_checked_timed_and_reported(model: str, only: str, named: str
     assert "left out: heads, fused blocks" in done.stdout
 
 
-def test_a_model_that_raises_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("asked_here")
+def test_a_model_that_raises_is_one_sentence_and_leaves_nothing(command: Command, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(MODULE)
-    done = te_bench("run", "speed", "--model", "own:raises", "--device", "cpu", cwd=tmp_path, main=None)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "te-bench: own:raises: it raised RuntimeError: no such thing\n"
+    done = command("run", "speed", "--model", "own:raises", "--device", "cpu")
+    assert done == (2, "", "te-bench: own:raises: it raised RuntimeError: no such thing\n")
     assert not (tmp_path / "runs").exists()
