@@ -15,6 +15,8 @@ from te_bench.experiments.workloads import train_step
 from te_bench.models import conversion
 from te_bench.models.sources import identify
 
+pytestmark = pytest.mark.usefixtures("plain_heads")
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,

@@ -121,6 +121,7 @@ def test_a_conv1d_has_its_weight_transposed_and_the_report_says_so() -> None:
     assert notes["transformer.ln_f"] == ""
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("family", "parts"), [("gpt2", None), ("llama", None), ("llama", "all")])
