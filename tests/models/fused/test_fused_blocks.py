@@ -336,8 +336,14 @@ def test_a_linear_that_computes_otherwise_is_not_fused(wrapped: bool) -> None:
 
 
 @pytest.mark.usefixtures("triton_kernels")
-@pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", CURRENT)])
-@pytest.mark.parametrize("config", [{"bias": True}, {"of": LLAMA, "qk_norm": True}], ids=["GPT", "Llama"])
+@pytest.mark.parametrize(
+    ("precision", "recipe", "config"),
+    [
+        ("bf16", None, {"bias": True}),
+        ("fp8", CURRENT, {"bias": True}),
+        ("fp8", CURRENT, {"of": LLAMA, "qk_norm": True}),
+    ],
+)
 def test_compiled_by_the_kernels_operators_it_is_one_graph(
     precision: str, recipe: str | None, config: dict[str, Any]
 ) -> None:
@@ -346,7 +352,7 @@ def test_compiled_by_the_kernels_operators_it_is_one_graph(
     counters.clear()
     ours = a_step("fused", precision, recipe, optimizer="reference", **config)
     ours.forward = torch.compile(ours.model, backend="aot_eager", dynamic=False)
-    assert losses(ours, 4) == pytest.approx(losses(a_step(None, precision, recipe, **config), 4), rel=1e-3)
+    assert losses(ours, 3) == pytest.approx(losses(a_step(None, precision, recipe, **config), 3), rel=1e-3)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
