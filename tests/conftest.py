@@ -25,6 +25,7 @@ gc.set_threshold(100_000)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a process of Inductor's own, which imports torch
 
 # A shell without job control starts what it runs in the background deaf to Ctrl-C, nohup to a terminal's end, and so would
 # be all that tests start.
