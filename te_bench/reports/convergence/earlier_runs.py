@@ -29,6 +29,11 @@ class Machine:
             return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
         return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
 
+    def estimate(self, seconds: float | None) -> dict[str, float | None]:
+        """What so many seconds of one trial at a time take of the device, and of the wall."""
+        device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))
+        return {"device_s": device, "elapsed_s": elapsed, "at_once": self.slots}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRuns:

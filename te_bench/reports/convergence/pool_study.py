@@ -14,12 +14,13 @@ from scipy.special import ndtr, stdtrit
 from te_bench.reports.convergence import pooled, power
 from te_bench.reports.convergence.equivalence import (
     CLAIMS,
+    UNCLAIMED,
     CandidateVerdict,
     Claims,
     LossComparison,
     Verdict,
+    after_holm,
     copies,
-    holm,
     outliers,
 )
 from te_bench.reports.convergence.study import Study, StudyArm
@@ -68,15 +69,10 @@ def judge_recipes(
         for arm in study.recipes
         if arm.name not in unfit
     }
-    adjusted = [
-        holm([1.0 if (c := shown.get(name)) is None else getattr(c.claims, claim) for name in names])
-        for claim in ("equivalent", "non_inferior", "inferior")
-    ]
-    found = dict(unfit)
-    for name, *p in zip(names, *adjusted, strict=True):
-        if name not in unfit:
-            found[name] = _judged(study, shown[name], Claims(*p), len(names))
-    return {name: found[name] for name in names}
+    adjusted = after_holm({name: c.claims if (c := shown.get(name)) else UNCLAIMED for name in names})
+    return {
+        name: unfit.get(name) or _judged(study, shown[name], claims, len(names)) for name, claims in adjusted.items()
+    }
 
 
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
@@ -85,7 +81,7 @@ def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
     assert study.pool is not None
     ratio = study.pool - 1
     c = _compared(study, _of_rounds(study, study.aa), _of_control(study), ratio, margin, alpha, 1)
-    return _judged(study, c, c.claims if c else Claims(1.0, 1.0, 1.0), 1)
+    return _judged(study, c, c.claims if c else UNCLAIMED, 1)
 
 
 def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int) -> CandidateVerdict:
@@ -128,17 +124,6 @@ def _compared(
         margin=margin,
         alpha=alpha,
         gap=gap,
-        sd=0.0,
-        df=0.0,
-        interval=None,
-        t_interval=None,
-        claims=Claims(1.0, 1.0, 1.0),
-        correlation=None,
-        power=None,
-        detectable=None,
-        seeds_needed=None,
-        seeds_needed_at_gap=None,
-        outliers=(),
         verdict=Verdict.INCONCLUSIVE,
         reason="two of its runs ended on the very same loss: they are one run",
     )

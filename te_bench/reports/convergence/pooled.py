@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.reports.convergence.equivalence import Claims
+from te_bench.reports.convergence.power import fewest
 from te_bench.reports.convergence.sequential import spent
 from te_bench.reports.convergence.skewed import FEWEST
 
@@ -223,15 +224,7 @@ def rounds_needed(
         found = power(rounds, sd, margin, ratio=ratio, recipes=recipes, gap=gap, alpha=alpha, draws=DRAWS // 2)
         return found >= share
 
-    few, many = FEWEST - 1, FEWEST
-    while not enough(many):
-        few, many = many, 2 * many
-        if many > most:
-            return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if enough(middle) else (middle, many)
-    return many
+    return fewest(enough, FEWEST, most)
 
 
 # ---- the table, by simulation
