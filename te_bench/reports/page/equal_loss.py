@@ -1,6 +1,6 @@
 """Time to equal loss: what a faster step is worth once the steps that it costs are taken too, as a table and a figure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,15 +49,11 @@ def _timed(found: StudyVerdict) -> list[ArmVerdict]:
     return [finding for finding in found.recipes if finding.speedup is not None]
 
 
-def figure(found: StudyVerdict) -> Callable[[], Figure] | None:
+def figure(found: StudyVerdict) -> Figure | None:
     """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
-    drawn, control = _timed(found), found.study.control
+    drawn, control, whose = _timed(found), found.study.control, found.study.whose
     if control is None or not drawn or not _curve(control):
         return None
-    return lambda: _panels(found.study.whose, control, drawn)
-
-
-def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     end = _curve(control)[-1]

@@ -71,9 +71,9 @@ def test_the_tables_show_it(tmp_path):
 
 
 def test_the_figure_s_bars_are_floor_and_step(tmp_path):
-    build = step_figures.against_floor(result_of(tmp_path, [*steps(), ceilings_record()]))
+    figure = step_figures.against_floor(result_of(tmp_path, [*steps(), ceilings_record()]))
     rows = {}
-    for patch in build().axes[0].patches:
+    for patch in figure.axes[0].patches:
         rows.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(patch.get_width())
     fp8, bf16 = result_of(tmp_path / "2", [*steps(), ceilings_record()]).floor.breakdowns
     widths = [sum(row) / 1e3 for row in rows.values()]

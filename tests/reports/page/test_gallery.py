@@ -2,14 +2,13 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import journals
-import matplotlib as mpl
 import pytest
 from journals import HOSTILE, STEP_KERNELS, ceilings_record, curve_record, record, step_record, trial, write
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page import attention_figures, gallery, loss_figures, step_figures
-from te_bench.reports.page.drawing import INK, STYLE
+from te_bench.reports.page.drawing import INK, styled
 
 
 @pytest.fixture(scope="module")
@@ -84,19 +83,18 @@ def texts_of(figure):
     return [text for text in texts if text.get_text()]
 
 
+@styled
 def test_texts_do_not_overlap_and_stay_inside(result):
     """On the canvas's own measure, every pair of texts of every figure."""
-    builders = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
-    builders.append(attention_figures.scaling_errors(result))
-    builders += [attention_figures.times(result, way) for way in ("forward", "backward")]
-    builders += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
-    for build in builders:
-        with mpl.rc_context(STYLE):
-            figure = build()
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            renderer = canvas.get_renderer()
-            boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts_of(figure)]
+    figures = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
+    figures.append(attention_figures.scaling_errors(result))
+    figures += [attention_figures.times(result, way) for way in ("forward", "backward")]
+    figures += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
+    for figure in figures:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts_of(figure)]
         for text, box in boxes:
             assert box.x0 >= -1, text
             assert box.x1 <= figure.bbox.width + 1, text
@@ -106,11 +104,7 @@ def test_texts_do_not_overlap_and_stay_inside(result):
                 assert apart, (first, second)
 
 
-def drawn(build):
-    with mpl.rc_context(STYLE):
-        return build()
-
-
+@styled
 def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
     long = {"recipe": "float8_current_scaling", "precision": "fp8", "mode": "cudagraph", "head": "fp8"}
     ends = ("torchao_tensorwise", "torchao_rowwise")
@@ -121,16 +115,16 @@ def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
     curved = [curve_record(trial("training", **long, linears=end)) for end in ends]
     [other] = load_report([write(tmp_path / "curves", curved)]).groups
     [comparison] = other.trainings
-    builders = [(step_figures.ladder(result), ends), (step_figures.memory(result), ends)]
-    builders += [(loss_figures.losses(comparison, "step"), ends), (step_figures.against_floor(result), ends[:1])]
-    for build, shown in builders:
-        said = " ".join(" ".join(text.get_text().split()) for text in texts_of(drawn(build)))
+    figures = [(step_figures.ladder(result), ends), (step_figures.memory(result), ends)]
+    figures += [(loss_figures.losses(comparison, "step"), ends), (step_figures.against_floor(result), ends[:1])]
+    for figure, shown in figures:
+        said = " ".join(" ".join(text.get_text().split()) for text in texts_of(figure))
         assert "…" not in said
         assert all(f"linears {end}" in said for end in shown)
 
 
 def test_attention_is_sorted_and_named_shape_by_shape(result):
-    [axes] = drawn(attention_figures.times(result, "forward")).axes
+    [axes] = attention_figures.times(result, "forward").axes
     said = [text.get_text() for text in axes.texts]
     expected = ["410.0, cuDNN", "240.0, flash", "120.0, memory-efficient", "written-out: oom"]
     assert [each for each in said if not each.startswith("B")] == expected * 3
@@ -139,7 +133,7 @@ def test_attention_is_sorted_and_named_shape_by_shape(result):
 def loss_panels(tmp_path, *records):
     [result] = load_report([write(tmp_path / "run", records)]).groups
     [comparison] = result.trainings
-    return drawn(loss_figures.losses(comparison, "step"))
+    return loss_figures.losses(comparison, "step")
 
 
 def test_a_training_loss_of_many_steps_is_a_curve_and_no_fence(tmp_path):

@@ -22,7 +22,7 @@ def bars(figure):
 def figure_of(tmp_path, records):
     [result] = load_report([write(tmp_path / "run", records, suite="layer", title="The layer")]).groups
     [variant] = result.layers
-    return result, step_figures.layer_times(variant.layers)()
+    return result, step_figures.layer_times(variant.layers)
 
 
 def test_parts_and_rest_add_up_to_the_time_measured(tmp_path):

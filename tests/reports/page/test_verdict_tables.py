@@ -47,9 +47,7 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
             one.samples["val_loss"][2] += early
     [result] = load_report([write_study(tmp_path / "run", records, JUDGEMENT)]).groups
     [study] = result.studies
-    build = verdict_figures.gap_curves(study)
-    assert build is not None
-    panels = build().axes
+    panels = verdict_figures.gap_curves(study).axes
     marked = [text.get_text() for axes in panels for text in axes.texts]
     low, high = panels[0].get_ylim()
     curves = [line for axes in panels for line in axes.lines if len(line.get_xdata()) > 2]
@@ -97,7 +95,6 @@ def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
 def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
     page = render.write_report([run], tmp_path / "report").read_text()
     heading = re.search(r'<p class="lead">(.*?)</p>', page, re.DOTALL)
-    assert heading is not None
     assert heading[1].startswith("EQUIVALENT: delayed scaling trains like bf16 (final loss within 0.003 nat); INFERIOR")
     names = {path.stem for path in (tmp_path / "report" / "figures").iterdir()}
     wanted = {"verdict_forest", "verdict_gap", "verdict_time", "verdict_spikes", "verdict_numerics-delayed-scaling"}
@@ -162,8 +159,6 @@ def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_rec
     rows = texts(table)
     assert "rowwise scaling" not in rows  # diverged: its survivors say nothing of time
     found = result.studies[0].recipes[0].speedup
-    assert found is not None
-    assert found.to_equal_loss is not None
     assert found.to_equal_loss.value == pytest.approx(1 / (1 - found.less_time))
     assert found.to_equal_loss.low < found.to_equal_loss.value < found.to_equal_loss.high
     number = rows["delayed scaling"]["To equal loss"]
@@ -190,9 +185,7 @@ def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawing
     [result] = load_report([run]).groups
     found = result.studies[0]
     drawing = drawings["verdict_forest"]
-    assert found.broken is not None
     comparison = found.broken.judgement.comparison
-    assert comparison is not None
     assert f"{comparison.gap:+.3f}" in drawing.inline
     assert "within the margin 0.003" in drawing.inline
 
