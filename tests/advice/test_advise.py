@@ -22,10 +22,8 @@ def test_the_fastest_is_found_predicted_and_verified(tmp_path: Path) -> None:
     assert found.use.fused
     assert (found.use.attention, found.use.head, found.use.precision) == ("cudnn", "fp8", "fp8")
     assert found.exit_code == 0
-    assert found.speedup is not None
     assert found.speedup.n == advise.SEEDS
     truth = machine.step(machine.question.trial(found.have)) / machine.step(machine.question.trial(found.use))
-    assert found.speedup.low is not None
     assert found.speedup.low <= truth * 1.001
     assert found.speedup.value == pytest.approx(truth, rel=0.01)
     assert evidence.predictions[found.use].seconds == pytest.approx(found.seconds, rel=0.01)
@@ -199,7 +197,6 @@ def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measur
     machine = Machine(question(), wall=takes_long)
     evidence = gathered(machine, budget_s=118.0)
     promised = evidence.promising
-    assert promised is not None
     assert promised.choice.recipe
     assert promised.choice not in evidence.steps
     first, *others = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
@@ -209,7 +206,6 @@ def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measur
         r"--budget (\d+)min measures it\.",
         first,
     )
-    assert said is not None
     assert said[1] == promised.choice.words()
     assert float(said[2]) < ms < float(said[3])
     assert others[0].startswith("Undecided: ")
@@ -310,7 +306,6 @@ def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:
     evidence = gathered(machine, memory=limit)
     found = decided(machine, evidence, tmp_path, limit)
     assert not found.use.fused
-    assert found.memory is not None
     assert found.memory <= limit
     assert any(choice.fused for choice in evidence.excluded)
 
@@ -366,7 +361,6 @@ def test_what_runs_out_of_memory_is_surveyed_and_trained_in_micro_batches(tmp_pa
     assert found.use.accumulate == 4
     assert (found.speedup, found.exit_code) == (None, 0)
     assert set(evidence.steps) == {found.use}
-    assert evidence.made.head is not None
     assert evidence.made.head[0] == 4 * asked.tokens  # of the machine's survey, which is of all tokens
 
 

@@ -44,8 +44,6 @@ def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alo
         predict.predict(machine.question, evidence.made, fused(recipe), frame, slower)
         for recipe in ("delayed_scaling", "rowwise_scaling")
     )
-    assert known is not None
-    assert other is not None
     calls = sum(
         count
         for part, count in parts.parts_of(machine.question, evidence.made, fused()).items()
@@ -82,7 +80,6 @@ def test_parts_that_take_longer_alone_than_the_step_count_for_less(machine: Mach
     frames = {have: Frame(seconds=1e-4, memory=None)}
     choice = dataclasses.replace(have, attention="cudnn", head="chunked")
     found = predict.predict(machine.question, evidence.made, choice, frames, evidence.times)
-    assert found is not None
     assert 0 < found.seconds < 1e-4
     assert found.memory is None
 
@@ -96,7 +93,6 @@ def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(
     choice = dataclasses.replace(have, attention="cudnn", head="chunked")
     frame = Frame(seconds=1.0, memory=None, kernels=kernels)
     found = predict.predict(machine.question, evidence.made, choice, {have: frame}, evidence.times)
-    assert found is not None
     assert sum(found.gains.values()) > 0
     assert (found.seconds < 1.0) == gains
 
@@ -107,7 +103,6 @@ def test_a_head_without_logits_is_predicted_to_take_less_memory(machine: Machine
     with_logits, without = (
         evidence.predictions[dataclasses.replace(have, head=head)].memory for head in (None, "chunked")
     )
-    assert with_logits is not None
     assert without == with_logits - 4 * machine.question.tokens * 50257
 
 
@@ -117,5 +112,4 @@ def test_calls_that_others_disturbed_do_not_decide_over_a_part() -> None:
     part = parts.Part("linear", (("tokens", 1), ("in_features", 1), ("out_features", 1)), "bf16")
     made = record(trial("linear"), samples={"kernel_s": [*disturbed, *quiet]})
     found = parts.time_of(part, made)
-    assert found is not None
     assert found.seconds == pytest.approx(2.5e-4)

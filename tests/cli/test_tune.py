@@ -26,7 +26,6 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def own_file(text: str, name: str = "measured.json") -> Path:
     """A file of the user's own that holds this."""
     path = measured.user_table()
-    assert path is not None
     path.parent.mkdir(parents=True)
     path.with_name(name).write_text(text)
     return path.with_name(name)
@@ -34,7 +33,6 @@ def own_file(text: str, name: str = "measured.json") -> Path:
 
 def own_table() -> tuple[Timing, ...]:
     path = measured.user_table()
-    assert path is not None
     return measured.read(path)
 
 

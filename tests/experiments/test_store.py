@@ -263,8 +263,6 @@ with Store(Path(sys.argv[1])):
 def test_a_second_writer_is_told_the_process_the_host_and_the_command_of_the_first(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "run", "quick"]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdin is not None
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     told = (
         rf"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since .* \(-c {tmp_path} run quick\)"

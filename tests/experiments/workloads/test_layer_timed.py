@@ -153,7 +153,6 @@ def test_x_needs_no_gradient_and_gradients_accumulate() -> None:
     iteration = workload.Iteration(rival, p, 0)
     iteration()
     weight = iteration.module.get_parameter("self_attention.proj.weight")
-    assert weight.grad is not None
     once = weight.grad.clone()
     with iteration.context():
         y = iteration.module(iteration.x)

@@ -37,7 +37,6 @@ def test_an_outlook_is_the_exact_power_of_its_seeds_alone_and_after_holm() -> No
 def test_the_minimum_detectable_gap_is_the_margin_of_eighty_per_cent() -> None:
     found = planning.outlook(seeds=5, margin=0.003, alpha=0.05, recipes=4, spread=ASSUMED)
     for prospect in (found.alone, found.hardest):
-        assert prospect.detectable is not None
         reached = power.power(5, ASSUMED.gap_sd, prospect.detectable, alpha=prospect.alpha)
         assert reached == pytest.approx(0.8, abs=0.01)
 
@@ -112,7 +111,6 @@ def timed(seconds_a_step: float, steps: int, beside: float, outcome: str = "ok",
 @pytest.mark.parametrize("outcome", ["ok", "diverged"])
 def test_the_pace_of_a_short_run_is_that_of_a_long_one(steps: int, outcome: str) -> None:
     found = planning.pace(timed(0.25, 2 * steps, 7.0, outcome))
-    assert found is not None
     assert found.step_s == pytest.approx(0.25)
     assert found.fixed_s == pytest.approx(7.0)
     assert found.seconds(1000) == pytest.approx(257.0)
@@ -216,11 +214,9 @@ def test_a_spread_of_few_pairs_is_planned_for_at_its_upper_bound() -> None:
 def test_a_plan_has_power_by_the_upper_bound_or_is_underpowered() -> None:
     spread = Spread(sd=0.001, correlation=0.5, pairs=5)
     few = planning.outlook(seeds=6, margin=0.003, alpha=0.05, recipes=1, spread=spread)
-    assert few.alone.power is not None
     assert few.alone.power > 0.8
     assert few.underpowered
     needed = few.cautious.seeds_needed
-    assert needed is not None
     enough = planning.outlook(seeds=needed + 1, margin=0.003, alpha=0.05, recipes=1, spread=spread)
     assert not enough.underpowered
     nothing_to_claim = planning.outlook(seeds=3, margin=0.003, alpha=0.05, recipes=0, spread=spread)

@@ -41,9 +41,7 @@ def test_truth_is_told(tmp_path: Path) -> None:
         "rowwise scaling": Verdict.EQUIVALENT,
         "block scaling": Verdict.INFERIOR,
     }
-    assert found.aa is not None
     assert found.aa.verdict is Verdict.EQUIVALENT
-    assert found.broken is not None
     assert found.broken.verdict is Verdict.INFERIOR
     assert found.void is None
     assert found.exit_code == 1
@@ -68,8 +66,6 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
     found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     comparison = found.recipes[0].judgement.comparison
-    assert comparison is not None
-    assert comparison.correlation is not None
     assert comparison.correlation > 0.99
 
 
@@ -94,7 +90,6 @@ def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
         if one.trial.problem["arm"] == "aa":
             records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
     found = judge_study(study_of(tmp_path / "run", records))
-    assert found.aa is not None
     assert found.aa.verdict is Verdict.INCONCLUSIVE
     assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(found.void)
     assert found.exit_code == 4
@@ -132,7 +127,6 @@ def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -
     ]
     found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].trained is not None
     assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
 
 
@@ -171,7 +165,6 @@ def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_
 
 def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
     found = judged(tmp_path, outcomes={("broken", 1): "diverged"})
-    assert found.broken is not None
     assert found.broken.verdict is Verdict.DIVERGED
     assert found.void is None
 
@@ -281,7 +274,6 @@ def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> No
     )
     adjusted = damaged.recipes[0].judgement.claims.equivalent
     alone = damaged.recipes[0].judgement.comparison
-    assert alone is not None
     assert adjusted == pytest.approx(4 * alone.claims.equivalent)
     assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
 
@@ -374,7 +366,6 @@ def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
     ]
     found = judge_study(study_of(tmp_path / "run", shifted))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].native is not None
     assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
 
 
@@ -382,10 +373,7 @@ def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
     """Steps take 0.9 of the time, and a gap of 0.02 costs steps: by the curve's own slope at the end."""
     found = judged(tmp_path, truth=GAPS, sd=0.0001)
     even, behind = found.recipes[0].speedup, found.recipes[2].speedup
-    assert even is not None
     assert even.less_time == pytest.approx(0.1, abs=0.01)
-    assert behind is not None
-    assert behind.more_steps is not None
     quarter = [3.28 + 2 / (1 + step / 20) for step in (0.75 * STEPS, STEPS)]
     slope = (quarter[0] - quarter[1]) / (0.25 * STEPS)
     assert behind.more_steps == pytest.approx(0.02 / slope, rel=0.15)
