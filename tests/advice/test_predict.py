@@ -85,9 +85,7 @@ def test_parts_that_take_longer_alone_than_the_step_count_for_less(machine: Mach
 
 
 @pytest.mark.parametrize(("kernels", "gains"), [(None, True), (0.95, True), (0.8, False)])
-def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(
-    machine: Machine, kernels: float | None, gains: bool
-) -> None:
+def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(machine, kernels, gains):
     evidence = gathered(machine)
     have = machine.question.have
     choice = dataclasses.replace(have, attention="cudnn", head="chunked")

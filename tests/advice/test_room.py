@@ -74,9 +74,7 @@ def test_where_one_sequence_fits_by_checkpointed_blocks_alone_they_are_advised(t
 
 
 @pytest.mark.parametrize(("cut", "by"), [(1.02, "micro-batches"), (2.0, "checkpointed blocks")])
-def test_of_micro_batches_and_checkpointed_blocks_the_faster_that_fits_is_advised(
-    cut: float, by: str, tmp_path: Path
-) -> None:
+def test_of_micro_batches_and_checkpointed_blocks_the_faster_that_fits_is_advised(cut, by, tmp_path):
     made = machine(question(batch=4), cut=cut)
     limit = 7.0 * GIB
     evidence = gathered(made, memory=limit)

@@ -206,9 +206,7 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
     assert {choice.rival for choice in evidence.wrong if choice.rival} == set(names)
 
 
-def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(
-    asked: Question, tmp_path: Path
-) -> None:
+def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(asked, tmp_path):
     machine = Machine(asked, fails={"liger": "unsupported", "torchao_rowwise": "timeout"})
     evidence = gathered(machine)
     assert answer.unmeasured_rivals(evidence) == ["torchao_rowwise"]
@@ -263,9 +261,7 @@ def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pyt
     assert code.code(cpu, cpu.have) == ["# Nothing to change."]
 
 
-def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(tmp_path, monkeypatch):
     bare = FACTORY.replace("tokens, targets", "tokens")
     bare = bare.replace(
         "F.cross_entropy(self.head(y.squeeze(1)).flatten(0, 1), targets.flatten())", "self.head(y.squeeze(1))"

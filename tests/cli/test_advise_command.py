@@ -67,9 +67,7 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
 
 
-def test_an_answer_from_records_measures_nothing(
-    command: Command, simulated: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_from_records_measures_nothing(command, simulated, tmp_path, monkeypatch):
     words = ("advise", "--model", "tiny")
     first = command(*words, "--device", "cpu", "--out", "run")
     said = json.loads((tmp_path / "run" / "advice.json").read_text())
@@ -83,9 +81,7 @@ def test_an_answer_from_records_measures_nothing(
     assert {**once_more, "took_s": 0} == {**said, "took_s": 0}
 
 
-def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
-    command: Command, simulated: Machine, tmp_path: Path
-) -> None:
+def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(command, simulated, tmp_path):
     folder = tmp_path / "results" / "h200" / "tiny"
     command("advise", "--model", "tiny", "--device", "cpu", "--out", folder)
     (tmp_path / "results" / "published.toml").touch()
@@ -121,9 +117,7 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
         (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
     ],
 )
-def test_what_records_cannot_answer_is_said(
-    command: Command, simulated: Machine, words: tuple[str, ...], reason: str
-) -> None:
+def test_what_records_cannot_answer_is_said(command, simulated, words, reason):
     command("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "run")
     done = command("advise", "--model", "tiny", *words, "--recorded")
     assert done.code == 2
@@ -192,9 +186,7 @@ def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> N
         (["--model", "tiny", "--device", "cpu", "--gpus", "0"], "--gpus 0: this run is on the cpu"),
     ],
 )
-def test_wrong_words_get_one_sentence_and_leave_nothing(
-    words: list[str], said: str, command: Command, tmp_path: Path
-) -> None:
+def test_wrong_words_get_one_sentence_and_leave_nothing(words, said, command, tmp_path):
     done = command("advise", *words)
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {said}")

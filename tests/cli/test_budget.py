@@ -82,9 +82,7 @@ def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, bu
     assert found["estimate"]["device_s"] == pytest.approx(seeds * SEED_S)
 
 
-def test_a_budget_is_spent_on_all_gpus_at_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):
     gpus(monkeypatch, 4)
     records = [ended(trial) for trial in trials(device="cuda")]
     write(tmp_path / "pilot", records, chip="NVIDIA H200")
@@ -98,9 +96,7 @@ def test_a_budget_is_spent_on_all_gpus_at_once(
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(
-    here: bool, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(here, command, monkeypatch, tmp_path):
     gpus(monkeypatch, 2)
     alone, shared = ([ended(trial) for trial in trials(device="cuda", share=share)] for share in (None, 3))
     write(tmp_path / "alone", alone, chip="NVIDIA H200")
@@ -120,9 +116,7 @@ def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(
     assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
 
 
-def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path
-) -> None:
+def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
     asked = ("--budget", f"{2 * SEED_S}s", "--timings", pilot)
     found = planned(command, *asked)
@@ -142,9 +136,7 @@ def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -
     assert "no record says how long a seed takes on this machine (4 of 4 configurations" in done.err
 
 
-def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(command, monkeypatch, tmp_path):
     gpus(monkeypatch, 0)
     [first, *_] = trials(device="cuda")
     directory = write(tmp_path / "pilot", [ended(first)], chip="NVIDIA H200")
@@ -173,9 +165,7 @@ def test_a_pilot_fills_the_gpus_that_are_shared(command: Command, monkeypatch: p
     )
 
 
-def test_a_gpu_that_is_shared_has_as_many_trials(
-    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
-) -> None:
+def test_a_gpu_that_is_shared_has_as_many_trials(command, monkeypatch, started, tmp_path):
     gpus(monkeypatch, 2)
     for number, more in enumerate(((), ("--share", "3"))):
         asked = ("--device", "cuda", "--gpus", "0,1", "--underpowered", *more, "--out", tmp_path / str(number))
@@ -185,9 +175,7 @@ def test_a_gpu_that_is_shared_has_as_many_trials(
 
 
 @pytest.mark.parametrize("more", [(), ("--fused",), ("--device", "cuda", "--preset", "cpu", "--share", "3")], ids=str)
-def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(
-    more: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(more, command, monkeypatch, tmp_path):
     gpus(monkeypatch, 1)
     done = command("plan", *CONVERGENCE, *more, "--budget", "1h", "--out", "my run")
     assert done.code == 2
@@ -237,9 +225,7 @@ def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) 
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "run"])
-def test_what_a_budget_cannot_carry_is_told_and_nothing_written(
-    command: Command, pilot: Path, tmp_path: Path, verb: str, arguments: list[str], message: str
-) -> None:
+def test_what_a_budget_cannot_carry_is_told_and_nothing_written(command, pilot, tmp_path, verb, arguments, message):
     timings = [] if "--timings" in arguments else ["--timings", pilot]
     done = command(verb, *CONVERGENCE, *timings, *arguments)
     assert done.code == 2
@@ -335,9 +321,7 @@ def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     assert "time: about 16.1 CPU minutes" in text
 
 
-def test_a_run_takes_the_seeds_of_its_budget(
-    command: Command, started: list[Started], pilot: Path, tmp_path: Path
-) -> None:
+def test_a_run_takes_the_seeds_of_its_budget(command, started, pilot, tmp_path):
     out = tmp_path / "out"
     done = command("run", *CONVERGENCE, "--budget", f"{6.5 * SEED_S}s", "--timings", pilot, "--out", out)
     assert done.code == 130
@@ -429,9 +413,7 @@ def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch
     )
 
 
-def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(command, monkeypatch):
     gpus(monkeypatch, 0)
     code, said, why = pool("--budget", "7h", command=command)
     assert code == 2
@@ -460,9 +442,7 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
         (["--alpha", "1e-9"], "a pool's test of 6 recipes knows no critical values below 0.0006; give that or more"),
     ],
 )
-def test_a_plan_that_can_tell_nothing_at_all_is_refused(
-    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[Any], message: str
-) -> None:
+def test_a_plan_that_can_tell_nothing_at_all_is_refused(command, monkeypatch, arguments, message):
     gpus(monkeypatch, 0)
     code, _, why = pool(*arguments, command=command)
     assert (code, message in why) == (2, True), why
@@ -503,9 +483,7 @@ def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path
     assert f"spread of single runs: sd {sd:.2g} nat" in " ".join(told[0].split())
 
 
-def test_runs_that_the_plan_s_margin_made_needless_are_not_missing_at_a_tighter_one(
-    command: Command, tmp_path: Path
-) -> None:
+def test_runs_that_the_plan_s_margin_made_needless_are_not_missing_at_a_tighter_one(command, tmp_path):
     """INCONCLUSIVE at 0.02, where the wider margin stopped the recipe after three of five rounds; and no run is lost."""
     draw, records = random.Random(5), []
     for trial in trials(5, None, preset="cpu-pool"):

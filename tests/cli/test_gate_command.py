@@ -150,9 +150,7 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(command: Co
         assert (done.code, f"cannot write {path}: {why}. Choose another --markdown." in done.err) == (2, True)
 
 
-def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(
-    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_path, monkeypatch):
     files = ("--markdown", tmp_path / "bad", "--json", tmp_path / "good")
     write_all = output.write_atomically
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import journals
 import pytest
-from in_process import Command, Started, gpus
+from in_process import Command, gpus
 
 from te_bench.cli import options, run
 from te_bench.experiments import environment, plan
@@ -83,9 +83,7 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), USAGE, ids=[" ".join(words) for words, _ in USAGE])
-def test_a_usage_error_exits_2_says_what_is_legal_and_writes_nothing(
-    command: Command, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_usage_error_exits_2_says_what_is_legal_and_writes_nothing(command, tmp_path, arguments, message):
     device = ["--device", "cpu"] if arguments[0] == "run" and "--device" not in arguments else []
     cache = ["--cache", str(tmp_path / "cache")] if arguments[0] == "run" else []
     done = command(*arguments, *device, *cache)
@@ -137,9 +135,7 @@ def test_cuda_without_a_gpu_says_what_to_do(command: Command, monkeypatch: pytes
         assert "--device cuda: the NVIDIA driver reports no GPU here. Use --device cpu" in done.err
 
 
-def test_cuda_with_a_torch_that_has_none_says_what_to_install(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_with_a_torch_that_has_none_says_what_to_install(command, monkeypatch):
     gpus(monkeypatch, cuda=None)
     done = command("run", "quick", "--device", "cuda")
     assert done.code == 2
@@ -198,9 +194,7 @@ def test_all_gpus_are_those_that_an_inherited_choice_leaves(monkeypatch: pytest.
         uuids("all")
 
 
-def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(
-    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
-) -> None:
+def test_a_run_gives_each_child_a_uuid_and_describes_the_gpu_that_was_chosen(command, monkeypatch, started, tmp_path):
     gpus(monkeypatch)
     assert command("run", "memory", "--device", "cuda", "--gpus", "1", "--out", tmp_path).code == 130
     [run] = started
@@ -221,9 +215,7 @@ def test_each_model_has_a_folder_of_its_own_unless_out_says_another(command: Com
     ("content", "message"),
     [(b"plain text, and then \xff\xfe", "not UTF-8"), (b"too short for a block", "block"), (None, "No such file")],
 )
-def test_a_text_that_cannot_be_trained_on_exits_2_and_leaves_nothing_half_written(
-    command: Command, tmp_path: Path, content: bytes | None, message: str
-) -> None:
+def test_a_text_that_cannot_be_trained_on_exits_2_and_leaves_nothing_half_written(command, tmp_path, content, message):
     path, cache = tmp_path / "bad.txt", tmp_path / "cache"
     if content is not None:
         path.write_bytes(content)

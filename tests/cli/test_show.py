@@ -102,9 +102,7 @@ def test_verbose_says_every_setting(command: Command, ladder: Path) -> None:
     ("arguments", "reason"),
     [(["prettiest"], "unknown question 'prettiest'."), ([], "holds no journal.jsonl")],
 )
-def test_bad_input_is_one_sentence(
-    command: Command, ladder: Path, tmp_path: Path, arguments: list[str], reason: str
-) -> None:
+def test_bad_input_is_one_sentence(command, ladder, tmp_path, arguments, reason):
     done = command("show", ladder if arguments else tmp_path, *arguments)
     assert done.code == 2
     assert done.err.startswith("te-bench: ")

@@ -88,9 +88,7 @@ def test_a_whole_run_is_entered_and_published(command: Command, results: Path, w
     assert published.gallery(results, ".").count("<tr data-model") == len(suite.trials)
 
 
-def test_a_journal_that_is_published_is_refused_with_its_name_and_what_is_known_of_it(
-    command: Command, results: Path, write: Write
-) -> None:
+def test_a_journal_that_is_published_is_refused_with_its_name_and_what_is_known_of_it(command, results, write):
     run = write("first", body=details(git_dirty=True))
     folder = results / "h200" / "speed"
     shutil.copytree(run, folder)
@@ -137,9 +135,7 @@ def details(**changed: object) -> dict[str, Any]:
         ),
     ],
 )
-def test_each_lack_is_a_sentence(
-    command: Command, results: Path, write: Write, first: dict[str, Any], body: dict[str, Any], said: list[str]
-) -> None:
+def test_each_lack_is_a_sentence(command, results, write, first, body, said):
     done = command("submit", write("run", body=body, **first))
     assert (done.code, done.out) == (4, "")
     sentences = done.err.splitlines()
@@ -148,9 +144,7 @@ def test_each_lack_is_a_sentence(
     assert sorted(path.name for path in results.iterdir()) == ["README.md", "published.toml"]
 
 
-def test_a_damaged_journal_and_a_name_that_leaves_the_folder_are_refused(
-    command: Command, results: Path, write: Write
-) -> None:
+def test_a_damaged_journal_and_a_name_that_leaves_the_folder_are_refused(command, results, write):
     run = write("run")
     done = command("submit", run, "--name", "../gate")
     assert (done.code, done.err.splitlines()) == (
@@ -177,9 +171,7 @@ def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write
 
 
 @pytest.mark.parametrize("asked", [("--batch",), ("--batch", "abc"), ("--only",)])
-def test_a_plan_that_nobody_asked_for_so_is_one_sentence(
-    command: Command, results: Path, write: Write, suite: Experiment, asked: tuple[str, ...]
-) -> None:
+def test_a_plan_that_nobody_asked_for_so_is_one_sentence(command, results, write, suite, asked):
     done = command("submit", write("odd", dataclasses.replace(suite, asked=asked)))
     assert done.code in (2, 4)
     assert len(done.err.splitlines()) <= 2

@@ -120,9 +120,7 @@ def test_other_suites_have_neither(suite: str, model: str) -> None:
     assert not any({"parts", "rival"} & set(t.problem) for t in steps(planned(suite, model)))
 
 
-def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(model, monkeypatch):
     found = planned("nanogpt", facts(monkeypatch, sdpa=0))
     assert {trial.attention for trial in steps(found)} == {"own"}
     assert (
@@ -161,14 +159,7 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused_in_a_sentence(
-    suite: str,
-    more: dict[str, object],
-    about: dict[str, object],
-    sentence: str,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sentence, model, monkeypatch):
     with pytest.raises(ValueError, match=sentence):
         planned(suite, facts(monkeypatch, **about), **more)
 
@@ -184,9 +175,7 @@ def test_planning_imports_no_torch_and_none_of_the_user_s_code(model: str) -> No
 
 
 @pytest.mark.parametrize("suite", ["curves", "convergence", "stress"])
-def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(
-    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
-) -> None:
+def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(suite, monkeypatch, tmp_path, model):
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
     own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}

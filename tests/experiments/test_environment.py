@@ -76,9 +76,7 @@ def test_one_run_on_gpus_of_two_models_is_refused() -> None:
         ("MIG-1", []),
     ],
 )
-def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(
-    monkeypatch: pytest.MonkeyPatch, listed: str | None, visible: list[int]
-) -> None:
+def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(monkeypatch, listed, visible):
     all_three = [gpu(index=i, uuid=uuid) for i, uuid in enumerate(("GPU-aa", "GPU-bb", "GPU-cc"))]
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: all_three)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -96,9 +94,7 @@ def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(
         (0, "2.13.0", "13.0", "cpu"),
     ],
 )
-def test_the_default_is_the_gpu_where_torch_can_use_it(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, version: str | None, cuda: str | None, device: str
-) -> None:
+def test_the_default_is_the_gpu_where_torch_can_use_it(monkeypatch, gpus, version, cuda, device):
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu()] * gpus)
     monkeypatch.setattr(environment, "_torch_build", lambda: {"version": version, "cuda": cuda})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -117,9 +113,7 @@ def test_the_threads_of_a_cpu_are_part_of_its_environment(monkeypatch: pytest.Mo
     assert environment.capture("cuda", [gpu()])["identity"]["threads"] is None
 
 
-def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(monkeypatch):
     def fail(error: Exception, *names: str) -> None:
         def call(*arguments: object) -> None:
             raise error
@@ -146,9 +140,7 @@ def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(
             call()
 
 
-def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path, monkeypatch):
     package = Path(environment.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "te_bench", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(environment, "__file__", str(copy / "experiments" / "environment.py"))
@@ -172,9 +164,7 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
     assert environment.code_hash() != before
 
 
-def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(tmp_path, monkeypatch):
     def git(*arguments: str, **when: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         subprocess.run(

@@ -62,9 +62,7 @@ def checkpoint(tmp_path: Path, corpus: Corpus) -> Path:
     return tmp_path / "mine.pt"
 
 
-def test_both_checks_in_bf16_and_in_the_checkpoints_own_recipe(
-    checkpoint: Path, text: str, corpus: Corpus, passages: Path
-) -> None:
+def test_both_checks_in_bf16_and_in_the_checkpoints_own_recipe(checkpoint, text, corpus, passages):
     found = evaluate(checkpoint, text, passages=passages, attention="manual", batch=4)
     model = a_model(recipe=recipes.Float8CurrentScaling())
     bf16, fp8 = found.arms
@@ -275,9 +273,7 @@ def test_a_llama_in_a_folder_and_in_a_checkpoint_is_evaluated(tmp_path: Path, te
     assert by_file.arms[1].perplexity != by_file.arms[0].perplexity
 
 
-def test_the_command_takes_a_window_shorter_than_the_models(
-    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_window_shorter_than_the_models(checkpoint, text, monkeypatch, capsys):
     """A Llama's longest sequence may be 131,072 tokens."""
     command = importlib.import_module("te_bench.cli.evaluate")
     monkeypatch.setattr(evaluation, "evaluate", functools.partial(evaluate, attention="manual"))
@@ -286,9 +282,7 @@ def test_the_command_takes_a_window_shorter_than_the_models(
     assert (found["block"], found["stride"]) == (4, 2)
 
 
-def test_the_command_ends_with_4_where_the_loss_is_not_finite(
-    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_ends_with_4_where_the_loss_is_not_finite(checkpoint, text, monkeypatch, capsys):
     model = a_model()
     with torch.no_grad():
         model.transformer.ln_f.weight.fill_(math.nan)
@@ -328,9 +322,7 @@ def test_the_command_ends_with_4_where_the_loss_is_not_finite(
         ({"passages": Path("/there/is/none")}, "cannot read /there/is/none"),
     ],
 )
-def test_bad_input_is_named(
-    checkpoint: Path, text: str, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_named(checkpoint, text, changes, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=said):
         evaluate(**{"checkpoint": checkpoint, "data": text, "attention": "manual", **changes})

@@ -97,9 +97,7 @@ def test_a_gpu_that_ray_holds_is_named_by_its_uuid() -> None:
         (on_ray.Wanted(device="cpu", by_table=(), at_once=lambda cores: cores // 12), 8, {"num_cpus": 12}),
     ],
 )
-def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
-    wanted: on_ray.Wanted, places: int, of_each: dict[str, float]
-) -> None:
+def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(wanted, places, of_each):
     host = {"GPU": 8.0, "CPU": 96.0}
     assert (wanted.places(host), wanted.of_each(host)) == (places, of_each)
     assert wanted.places({"memory": 1.0}) == 0

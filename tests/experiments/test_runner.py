@@ -315,9 +315,7 @@ def test_kill_9_of_the_watcher_and_then_of_the_parent_ends_the_trial(tmp_path: P
 
 
 @pytest.mark.parametrize("victim", ["fork server", "trial", "both"])
-def test_kill_9_of_the_fork_server_or_a_trial_interrupts_one_trial_which_a_rerun_repeats(
-    tmp_path: Path, temporary: Path, victim: str
-) -> None:
+def test_kill_9_of_the_fork_server_or_a_trial_interrupts_one_trial_which_a_rerun_repeats(tmp_path, temporary, victim):
     with asleep(tmp_path) as run:
         (trial,) = {process.ppid() for process in run.named("sleep")}
         server = fork_server(run)
@@ -431,9 +429,7 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
     ("threads", "cores", "expected"),
     [((1, 1), 2, 2), ((1, 1), 1, 1), ((1, 2), 4, 2), ((1, 1), 64, 8), ((8, 8), 4, 1), ((1, None), 4, 1), ((), 4, 1)],
 )
-def test_trials_that_say_their_threads_run_side_by_side_on_a_cpu(
-    threads: tuple[int | None, ...], cores: int, expected: int
-) -> None:
+def test_trials_that_say_their_threads_run_side_by_side_on_a_cpu(threads, cores, expected):
     problems: list[dict[str, Any]] = [{} if number is None else {"threads": number} for number in threads]
     trials = [Trial(workload="training", device="cpu", problem=problem, attention="flash") for problem in problems]
     assert runner.at_once(trials, cores) == expected

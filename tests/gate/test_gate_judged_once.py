@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from journals import environment, step_record, trial, write
 
 from te_bench.experiments.spec import Record
@@ -25,9 +24,7 @@ def steps(side: str, slower: float) -> list[Record]:
     ]
 
 
-def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_once(tmp_path, monkeypatch):
     for side, slower in (("base", 1.0), ("head", 1.03)):
         write(tmp_path / side, steps(side, slower), body=environment(side, code=side))
     cell = trial().cell

@@ -126,9 +126,7 @@ def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(
-    allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(allowed, monkeypatch):
     asked: list[set[int]] = []
 
     def choose(pid: int, cores: set[int]) -> None:

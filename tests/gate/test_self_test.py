@@ -108,9 +108,7 @@ def test_it_fails_on_an_unnoticed_crash_and_on_more_alarms_than_chance_allows() 
     assert [row[1].text for row in shown.rows] == ["0 of 3", "3 of 3"]
 
 
-def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(tmp_path, monkeypatch):
     asked: list[tuple[Any, Any]] = []
 
     def gate(question: Question, folder: Path, machine: Any, *, say: Any) -> Gate:

@@ -78,9 +78,7 @@ def test_gradients_that_are_all_too_large_fail_though_clipping_hides_them(factor
 
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
 @pytest.mark.parametrize("name", MATRICES)
-def test_a_gradient_that_is_a_little_too_large_fails(
-    precision: str, recipe: str | None, name: str, references: dict[Any, Any]
-) -> None:
+def test_a_gradient_that_is_a_little_too_large_fails(precision, recipe, name, references):
     """By 10 % in FP8, whose gradients err by as much element by element; by 2 % in bf16, by 25 % in FP4."""
     factor = 1.02 if precision == "bf16" else 1.25 if in_fp4(recipe) else 1.1
 
@@ -98,9 +96,7 @@ def test_a_gradient_that_is_a_little_too_large_fails(
 
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
 @pytest.mark.parametrize("row", [0, 100, 255])
-def test_one_row_of_256_that_is_zero_fails(
-    precision: str, recipe: str | None, row: int, references: dict[Any, Any]
-) -> None:
+def test_one_row_of_256_that_is_zero_fails(precision, recipe, row, references):
     """In FP4, whose elements err by a third, one of the wrong sign: zeros are within that noise (docs/fp8.md)."""
     factor = -1 if in_fp4(recipe) else 0
     for name, side in (("mlp.c_fc", 0), ("mlp.c_proj", 1)):

@@ -107,9 +107,7 @@ def test_true_fast_steps_pass(precision: str, recipe: str, problem: dict[str, An
     ("precision", "optimizer", "states"),
     [("bf16", None, "bf16"), ("bf16", "reference", "fp8"), ("fp8", "reference", "bf16")],
 )
-def test_bf16_weights_are_held_to_float64_of_the_same_rounded_weights(
-    precision: str, optimizer: str | None, states: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_weights_are_held_to_float64_of_the_same_rounded_weights(precision, optimizer, states, monkeypatch):
     """Both references begin with the trial's bf16 weights, bit for bit, and not with what those were rounded from."""
     blocks = {"blocks": "fused", "head": "chunked", "optimizer": optimizer} if optimizer else {}
     trial = a_trial(precision, recipe="delayed_scaling", weights="bf16", states=states, **blocks)
@@ -191,9 +189,7 @@ def padding_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     "mutation", [stale_copies, gradient_of_the_head_lost, padding_in_the_head, no_clip_factor], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", "delayed_scaling")])
-def test_a_wrong_fast_step_fails(
-    precision: str, recipe: str, mutation: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_fast_step_fails(precision, recipe, mutation, monkeypatch):
     trial = a_trial(precision, 0, recipe, **FAST, grad_clip=0.1)
     mutation(monkeypatch)
     with pytest.raises(CheckFailed):
@@ -569,9 +565,7 @@ def test_a_linear_that_multiplies_by_the_wrong_operand_fails(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("counts", "expected"), [([89, 88], 88), ([88, 88], 88), ([None, None], None), ([None, 5], None)]
 )
-def test_launches_are_the_fewer_of_two_looks(
-    counts: list[int | None], expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_are_the_fewer_of_two_looks(counts, expected, monkeypatch):
     looks = iter(counts)
     monkeypatch.setattr(profiling, "seen_once", lambda call, device: profiling.Seen(["gemm"], next(looks)))
     assert profiling.kernels_seen(lambda: None, "cuda") == profiling.Seen(["gemm"], expected)

@@ -137,9 +137,7 @@ def test_a_planted_fault_is_of_the_same_parts(fault: str) -> None:
         ),
     ],
 )
-def test_every_part_of_an_honest_step_is_counted(
-    precision: str, problem: dict[str, Any], expected: dict[str, int]
-) -> None:
+def test_every_part_of_an_honest_step_is_counted(precision, problem, expected):
     trial = a_trial("delayed_scaling" if precision == "fp8" else None, **problem)
     ran = observed(dataclasses.replace(trial, precision=precision))
     assert {part: ran[part] for part in expected} == expected
@@ -229,9 +227,7 @@ def freeze(step: TrainStep) -> None:
 @pytest.mark.parametrize(
     ("change", "why"), [(listen, r"h\.1\.mlp has a hook"), (freeze, r"h\.1\.mlp\.c_fc\.weight is f")]
 )
-def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
-    recipe: str | None, change: Callable[[TrainStep], None], why: str
-) -> None:
+def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(recipe, change, why):
     with (
         pytest.warns(NotFused, match=why),
         pytest.raises(CheckFailed, match="fused blocks: 3 expected, 0 ran"),
@@ -248,9 +244,7 @@ def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
         (max_batch, {"memory_limit_gib": 64}),
     ],
 )
-def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
-    workload: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(workload, more, monkeypatch):
     """Of max_batch the first try alone."""
     monkeypatch.setattr(training_step, "check_step", lambda *_: {})  # it would see some of them by their numbers
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
@@ -546,9 +540,7 @@ def test_a_gpu_s_honest_step_passes_with_every_attention(attention: str, mode: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize(("problem", "mode"), [({}, "eager"), ({**FUSED, "head": "fp8"}, "cudagraph")])
-def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(
-    recipe: str | None, problem: dict[str, Any], mode: str
-) -> None:
+def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(recipe, problem, mode):
     """At these shapes GEMMs are the Gluon kernel's, too."""
     ran = observed(a_trial(recipe, mode, "cuda", **GPT2, **problem))
     of_head = fp8_head.gemms(12288, 768, 50304, 2)[0] if problem else 0

@@ -135,9 +135,7 @@ def test_the_other_workloads_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_training_is_compiled_once_and_profiled_at_the_shape_it_trained_at(
-    monkeypatch: pytest.MonkeyPatch, dropout: float
-) -> None:
+def test_a_training_is_compiled_once_and_profiled_at_the_shape_it_trained_at(monkeypatch, dropout):
     """Of eight rows an eager step's check and profile take four."""
     profiled: list[dict[str, int]] = []
     right = profiling.kernels_seen

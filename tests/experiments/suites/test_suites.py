@@ -76,9 +76,7 @@ def test_a_demo_on_a_cpu_has_short_trials_of_one_thread(tmp_path: Path) -> None:
     assert max(short) < min(long)
 
 
-def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(9, 0, 141)])
     here = resolve("quick", "cuda", tmp_path)
     assert len(here.trials) == 2 * 3
@@ -104,9 +102,7 @@ def gpu(major: int, minor: int, gib: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(tmp_path, monkeypatch, capability):
     monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(*capability, 80)])
     trials = resolve("quick", "cuda", tmp_path, seeds=1).trials
     monkeypatch.setattr(trial_model, "capability", lambda device: capability)

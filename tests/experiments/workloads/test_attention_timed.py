@@ -86,9 +86,7 @@ def test_a_backend_in_fp8_is_held_to_the_definition_in_fp8() -> None:
     ids=["sign", "zero", "scale", "mask", "no gradient of v", "NaN"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_wrong_kernel_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any], precision: str
-) -> None:
+def test_a_wrong_kernel_is_not_timed(monkeypatch, change, precision):
     replaced(monkeypatch, change)
     with pytest.raises(CheckFailed, match=r"error .* > ") as caught:
         attention.run(dataclasses.replace(TRIAL, precision=precision), Context())
@@ -126,9 +124,7 @@ def test_what_the_backend_cannot_do_is_unsupported() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["flash", "manual", "auto"])
-def test_windows_and_shared_heads_are_checked_and_their_work_is_counted(
-    name: str, changes: dict[str, Any], pairs: int
-) -> None:
+def test_windows_and_shared_heads_are_checked_and_their_work_is_counted(name, changes, pairs):
     found = attention.run(dataclasses.replace(TRIAL, attention=name, problem={**SHAPE, **changes}), Context())
     assert found.work["forward_flop"] == 4 * 2 * 2 * 8 * pairs
 
@@ -165,9 +161,7 @@ def test_auto_says_what_it_chose_and_that_is_what_is_checked_and_what_ran(monkey
 
 
 @pytest.mark.usefixtures("anew")
-def test_autos_backend_is_checked_at_the_size_of_the_check_whatever_auto_would_take_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_autos_backend_is_checked_at_the_size_of_the_check_whatever_auto_would_take_there(monkeypatch):
     monkeypatch.setattr(attention, "CHECK_SCORES", 16 * 16)  # one head of one sequence
     monkeypatch.setattr(auto, "preference", lambda problem: ("math",) if problem.batch == 1 else ("flash",))
     ran: list[tuple[str, int]] = []

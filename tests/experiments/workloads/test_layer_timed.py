@@ -138,9 +138,7 @@ def test_a_reference_by_parts_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("fault", [{"model": None}, {"by_head": True}, {"activation": "geglu"}, {"eps": 0.5}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_another_layer_than_the_models_is_caught(
-    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], precision: str
-) -> None:
+def test_another_layer_than_the_models_is_caught(monkeypatch, fault, precision):
     """Heads that do not turn, rows of another order, another gate, another epsilon."""
     build = layers.load("te_layer").build
     planted(monkeypatch, build=lambda p: build(dataclasses.replace(p, **fault)))
@@ -389,9 +387,7 @@ def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: 
         *(("te_layer", "cudagraph", recipe) for recipe in RECIPES),
     ],
 )
-def test_on_a_gpu_llama_3_8b_s_layer_passes(
-    brief: None, layer: str, mode: str, recipe: str | None, batch: int, tokens: int
-) -> None:
+def test_on_a_gpu_llama_3_8b_s_layer_passes(brief, layer, mode, recipe, batch, tokens):
     sizes = {"model": "llama3-8b", "hidden": 4096, "ffn": 14336, "heads": 32, "sequence": tokens, "batch": batch}
     trial = changed(layer=layer, attention="cudnn", precision="fp8" if recipe else "bf16", recipe=recipe, **sizes)
     found = workload.run(dataclasses.replace(trial, device="cuda", mode=mode), Context())

@@ -41,9 +41,7 @@ def memory(largest: int, base: int, each: int, *, reports: bool) -> Any:
 
 @settings(max_examples=200)
 @given(st.integers(1, 5000), st.integers(0, 10**6), st.integers(2, 10**5), st.booleans())
-def test_it_finds_the_largest_and_shows_that_one_more_does_not_fit(
-    largest: int, base: int, each: int, reports: bool
-) -> None:
+def test_it_finds_the_largest_and_shows_that_one_more_does_not_fit(largest, base, each, reports):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_batch, "attempt", memory(largest, base, each, reports=reports))
         found, tries = max_batch.largest(trial())

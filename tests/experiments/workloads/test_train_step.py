@@ -87,9 +87,7 @@ def test_a_configuration_that_ran_another_kernel_fails_its_check(monkeypatch: py
         ({"problem": {**TINY, "optimizer": "triton"}}, "optimizer triton: needs an NVIDIA GPU"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(
-    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(changes, reason, monkeypatch):
     adamw.load("triton")  # first, or its kernels would not be the interpreter's in the tests that come after this one
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(Unsupported, match=reason):

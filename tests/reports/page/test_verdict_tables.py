@@ -150,9 +150,7 @@ def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, D
     assert "within the margin 0.003" in drawn
 
 
-def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_recipe(
-    run: Path, drawings: dict[str, Drawing]
-) -> None:
+def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_recipe(run, drawings):
     """Steps take 0.9 of bf16's time, and a gap of almost nothing costs hardly a step."""
     [result] = load_report([run]).groups
     [table] = tables.tables_of(result, "equal_loss")
