@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -32,9 +32,6 @@ from te_bench.experiments.run_options import data_sets, seconds
 from te_bench.gate import config as configured
 from te_bench.gate.config import Commands
 from te_bench.gate.question import ALPHA, MARGIN, Question
-
-if TYPE_CHECKING:
-    from te_bench.gate.self_test import Rate
 
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
@@ -192,10 +189,11 @@ def gate(
             **wanted,
         )
         if self_test:
-            shares, count = _shares("1%,2%,5%" if slower is None else slower), 1 if gates is None else gates
-            if on is not None:
-                _self_test_on_ray(question, out, ray_address, count, shares)
-            _self_test(question, out, machine, count, at_once, shares)
+            asked = {
+                "gates": 1 if gates is None else gates,
+                "slower": _shares("1%,2%,5%" if slower is None else slower),
+            }
+            _self_test(question, out, machine, on is not None, ray_address, 1 if at_once is None else at_once, asked)
         found = revisions.run(question, out, machine, say=warn)
     elif baseline is not None:
         assert candidate is not None
@@ -313,38 +311,27 @@ def _self_test(
     question: Question,
     out: Path,
     machine: dict[str, Any],
-    gates: int,
-    at_once: int | None,
-    slower: list[float],
+    elsewhere: bool,
+    ray_address: str | None,
+    at_once: int,
+    asked: dict[str, Any],
 ) -> NoReturn:
-    from te_bench.gate import self_test
-    from te_bench.gate.places import places
-
-    gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
-    where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)
-    _show(question, self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=warn))
-
-
-def _self_test_on_ray(
-    question: Question, out: Path, ray_address: str | None, gates: int, slower: list[float]
-) -> NoReturn:
-    """The same on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
+    """elsewhere: on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
     from te_bench.cli.run import find_hosts
     from te_bench.experiments import on_ray
     from te_bench.gate import gates_on_ray, self_test
-
-    with on_ray.connected(ray_address, warn):
-        cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
-        run_each = functools.partial(gates_on_ray.run_each, cluster)
-        asked: dict[str, Any] = {"gates": gates, "slower": slower, "where": cluster.places, "run_each": run_each}
-        rates = self_test.run(question, out, cluster.machine, say=warn, **asked)
-    _show(question, rates)
-
-
-def _show(question: Question, rates: "list[Rate]") -> NoReturn:
-    from te_bench.gate import self_test
+    from te_bench.gate.places import places
     from te_bench.reports.page import tables
 
+    if elsewhere:
+        with on_ray.connected(ray_address, warn):
+            cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
+            asked |= {"where": cluster.places, "run_each": functools.partial(gates_on_ray.run_each, cluster)}
+            rates = self_test.run(question, out, cluster.machine, say=warn, **asked)
+    else:
+        gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
+        asked["where"] = places(at_once, device=question.device, gpus=gpus)
+        rates = self_test.run(question, out, machine, say=warn, **asked)
     shown = self_test.table(rates)
     print("\n".join(tables.terminal(shown)))
     say(shown.note)

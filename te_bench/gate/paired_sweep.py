@@ -108,16 +108,12 @@ class GateProcesses:
         if self._server is None or self._server.process.poll() is not None:
             self.close()
             self._server = ForkServer(self.log, device=self.question.device)
-        self.timed = self._fork()
+        self.timed = self.fork()
         self.planned = self.planned or _ask_for_plans(self.timed, self.question)
         self.starting_s = time.monotonic() - began
         return self.planned
 
-    def start_training(self) -> None:
-        """A second process of each revision, while a round is run."""
-        self.training = self._fork()
-
-    def _fork(self) -> list[RevisionProcess]:
+    def fork(self) -> list[RevisionProcess]:
         assert self._server is not None
         forked = [RevisionProcess(one.name, one.root, self._server) for one in self.revisions]
         for process, one in zip(forked, self.revisions, strict=True):  # they import at the same time
@@ -231,7 +227,7 @@ def _train_beside(
     if not any(cells.values()):
         yield set()
         return
-    processes.start_training()
+    processes.training = processes.fork()  # a second process of each revision, while a round is run
 
     def train(process: RevisionProcess) -> list[Record]:
         trials = [{process.name: chosen[process.name][cell]} for cell in cells[process.name]]

@@ -64,6 +64,14 @@ class Lines:
             raise EOFError
         return message
 
+    def close(self, timeout: float) -> None:
+        """Wait for the other end to close it, `timeout` s at most, then close this one."""
+        with contextlib.suppress(OSError):  # which a timeout is
+            self.connection.settimeout(timeout)
+            while self.connection.recv(2**16):
+                pass
+        self.connection.close()
+
 
 def serve(
     lines: Lines,

@@ -157,19 +157,15 @@ def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
 
 def _scaling_errors(configuration: Configuration) -> ScalingErrors:
     before, after, sdpa = (_draws(configuration, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
+    told = [bool(one) for record in configuration.ok if (one := record.check.get("allclose")) is not None]
     return ScalingErrors(
         configuration=configuration,
         before=before,
         after=after,
         sdpa=sdpa,
-        allclose=_all([record.check.get("allclose") for record in configuration.ok]),
+        allclose=all(told) if told else None,
     )
 
 
 def _draws(configuration: Configuration, sample: str) -> tuple[float, ...]:
     return tuple(value for record in configuration.ok for value in numbers(record.samples.get(sample)))
-
-
-def _all(answers: Sequence[object]) -> bool | None:
-    known = [bool(answer) for answer in answers if answer is not None]
-    return all(known) if known else None

@@ -158,13 +158,6 @@ def note_unpaired(baseline: Losses, candidate: Losses) -> str:
     return "the runs are not paired, for several have one name"
 
 
-def note_training(arm: Losses) -> str | None:
-    """What to note of an arm that is judged by its training loss."""
-    if not arm.training:
-        return None
-    return "training losses are judged, which do not show overfitting"
-
-
 def note_falling(arm: Losses, margin: float) -> str | None:
     """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `why_moving` looks at."""
     if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:

@@ -112,7 +112,7 @@ def judge_losses(
         notes += [ASSUMPTION] if comparison.interval else []
         notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
         notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
-        notes += [blind for arm in arms[:1] if (blind := loss_arms.note_training(arm))]
+        notes += ["training losses are judged, which do not show overfitting"] if baseline.training else []
     return LossVerdict(
         verdict=verdict,
         reason=reason,

@@ -28,19 +28,6 @@ from te_bench.reports.convergence.study import Study, StudyArm
 HOPELESS = 0.05  # the chance of a verdict, by the gap so far, below which the rounds to come are not worth running
 
 
-def pool_of(study: Study) -> list[float]:
-    """The final losses of all bf16 runs, the control's and A/A's, by their seeds up to the first without one."""
-    finals = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
-    return _in_order(finals, range((study.pool or 1) * study.rounds))
-
-
-def _of_control(study: Study) -> list[float]:
-    """The control's alone, which A/A is held to."""
-    assert study.control is not None
-    ratio = study.pool or 1
-    return _in_order(study.control.finals, [s for s in range(ratio * study.rounds) if s % ratio != ratio - 1])
-
-
 def _of_rounds(study: Study, arm: StudyArm) -> list[float]:
     """One final loss a round."""
     ratio = study.pool or 1
@@ -63,7 +50,8 @@ def judge_recipes(
 ) -> dict[str, CandidateVerdict]:
     """A judgement of every recipe after Holm; those that are `unfit` for a test stay in the family with p = 1."""
     assert study.pool is not None
-    pool, names = pool_of(study), [arm.name for arm in study.recipes]
+    bf16 = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
+    pool, names = _in_order(bf16, range(study.pool * study.rounds)), [arm.name for arm in study.recipes]
     shown = {
         arm.name: _compared(study, _of_rounds(study, arm), pool, study.pool, margin, alpha, len(names))
         for arm in study.recipes
@@ -78,9 +66,12 @@ def judge_recipes(
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
     """A/A against the control's runs, on its own."""
     assert study.aa is not None
+    assert study.control is not None
     assert study.pool is not None
     ratio = study.pool - 1
-    c = _compared(study, _of_rounds(study, study.aa), _of_control(study), ratio, margin, alpha, 1)
+    control = [seed for seed in range(study.pool * study.rounds) if seed % study.pool != ratio]
+    pool = _in_order(study.control.finals, control)
+    c = _compared(study, _of_rounds(study, study.aa), pool, ratio, margin, alpha, 1)
     return _judged(study, c, c.claims if c else UNCLAIMED, 1)
 
 

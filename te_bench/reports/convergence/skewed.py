@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
-Shape = Callable[[np.random.Generator, tuple[int, int]], Array]  # gaps of mean 0, a row a case
+Shape = Callable[[np.random.Generator, tuple[int, ...]], Array]  # gaps of mean 0, a row a case
 
 #: What is printed beside every claim.
 ASSUMPTION = (
@@ -42,19 +42,19 @@ _TABLED = 400_000
 _CHUNK = 20_000
 
 
-def _exponential(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def exponential(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_exponential(size) - 1
 
 
-def _one_in_ten(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def one_in_ten(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_normal(size) + 4 * (draw.random(size) < 0.1) - 0.4
 
 
-def _normal(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def normal(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_normal(size)
 
 
-SHAPES: tuple[Shape, ...] = (_exponential, _one_in_ten)  # what is far off is above, which hides how high the mean is
+SHAPES: tuple[Shape, ...] = (exponential, one_in_ten)  # what is far off is above, which hides how high the mean is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +182,7 @@ def shown(n: int, limit: float, draws: int) -> tuple[Array, Array]:
 
     In true standard errors of their mean.
     """
-    mean, se, skewness = (part[0] for part in _means(_normal, (n,), draws, seed=2))
+    mean, se, skewness = (part[0] for part in _means(normal, (n,), draws, seed=2))
     return math.sqrt(n) * (se * reach(skewness, limit) + mean), math.sqrt(n) * (se * reach(-skewness, limit) - mean)
 
 

@@ -63,7 +63,7 @@ def export(journal: Journal, *, only: str | None = None, environment: str | None
             "schema": SCHEMA,
             "environment": body,
             "plans": [{name: getattr(plan, name) for name in Plan.__slots__} for plan in plans],
-            "records": [_without_timed(record).to_json() for record in records],
+            "records": [replace(one, samples=_beside(one)).to_json() for one in records],
             "timed": {record.trial.id: list(_timed(record)) for record in records},  # what the benchmarks hold of them
         },
     }
@@ -135,10 +135,10 @@ def _timed(record: Record) -> dict[str, list[float]]:
     return {name: values for name, values in samples.items() if values and len(measures.numbers(values)) == len(values)}
 
 
-def _without_timed(record: Record) -> Record:
-    """The record with the samples that are a benchmark's data taken out."""
+def _beside(record: Record) -> dict[str, Any]:
+    """The samples that are no benchmark's data."""
     timed = _timed(record)
-    return replace(record, samples={name: values for name, values in record.samples.items() if name not in timed})
+    return {name: values for name, values in record.samples.items() if name not in timed}
 
 
 def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[str, Any]) -> list[dict[str, Any]]:
