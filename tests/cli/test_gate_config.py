@@ -354,25 +354,18 @@ def test_what_quotes_hold_is_the_commands_own(tmp_path: Path) -> None:
     assert command.words == tuple(words)
 
 
-@pytest.mark.parametrize(
-    ("written", "statistic", "figures"),
-    [
+def test_figures_that_a_command_writes_are_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    for written, statistic, figures in (
         (0.5, "min", {"": 0.5}),
         ([3, 1, 2, 9], "min", {"": 1}),
         ([3, 1, 2, 9], "median", {"": 2.5}),
         ({"a": 1, "b": [2, 4]}, "median", {"a": 1, "b": 3}),
         ({"benchmarks": [{"fullname": "x::y", "stats": {"min": 1, "median": 2}}]}, "median", {"x::y": 2}),
-    ],
-)
-def test_figures_that_a_command_writes(tmp_path: Path, written: Any, statistic: str, figures: dict[str, float]) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(written))
-    assert commands.read_figures(tmp_path / "a.json", statistic) == figures
-
-
-@pytest.mark.parametrize(
-    "written", ["", "{}", "[]", "0", "-1", "true", '"1"', '{"a": [1, null]}', '{"benchmarks": 1}', "NaN"]
-)
-def test_figures_that_are_no_seconds_are_refused(tmp_path: Path, written: str) -> None:
-    (tmp_path / "a.json").write_text(written)
-    with pytest.raises(ValueError, match=r"JSON|json"):
-        commands.read_figures(tmp_path / "a.json", "min")
+    ):
+        file.write_text(json.dumps(written))
+        assert commands.read_figures(file, statistic) == figures
+    for wrong in ("", "{}", "[]", "0", "-1", "true", '"1"', '{"a": [1, null]}', '{"benchmarks": 1}', "NaN"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=r"JSON|json"):
+            commands.read_figures(file, "min")

@@ -1,6 +1,7 @@
 """Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ def judged(
     options.setdefault("sd", 0.0002)
     judgement = judgement or {**JUDGEMENT, "seeds": max(5, len(options.get("seeds", range(5))))}
     return judge_study(study_of(directory / "run", study_records(**options), judgement), margin=margin)
+
+
+def altered(directory: Path, which: Callable[[Record], bool], samples: Callable[[Any], Any], **judgement: Any) -> Any:
+    """The verdict of a study of which those records that are `which` have other samples, made of their own."""
+    records = study_records(seeds=range(judgement.get("seeds", 5)), sd=0.0002)
+    for place, one in enumerate(records):
+        if which(one):
+            records[place] = dataclasses.replace(one, samples={**one.samples, **samples(one.samples)})
+    return judge_study(study_of(directory / "run", records, {**JUDGEMENT, **judgement}))
+
+
+def of_rowwise(seed: int) -> Callable[[Record], bool]:
+    return lambda one: (one.trial.recipe, one.trial.seed) == ("rowwise_scaling", seed)
 
 
 def by_name(found: StudyVerdict) -> dict[str, Verdict]:
@@ -85,70 +99,46 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
 
 def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
     """INCONCLUSIVE is not EQUIVALENT: bf16 differs from itself by too much to tell."""
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.problem["arm"] == "aa":
-            records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
-    found = judge_study(study_of(tmp_path / "run", records))
+    noisy = iter([run_record("aa", seed, 0.0, 0.004 * (seed % 3 - 1)).samples for seed in range(5)])
+    found = altered(tmp_path, lambda one: one.trial.problem["arm"] == "aa", lambda _: next(noisy))
     assert found.aa.verdict is Verdict.INCONCLUSIVE
     assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(found.void)
     assert found.exit_code == 4
 
 
-def risen(records: list[Record], rise: float) -> list[Record]:
-    """The runs' validation losses, least in the middle and `rise` higher at the end; the gaps as they were."""
-    found = []
-    for one in records:
-        end = one.samples["val_step"][-1]
-        lift = [rise * max(0.0, 2 * step / end - 1) for step in one.samples["val_step"]]
-        flat = [
-            3.28 + (loss - 3.28) * step / end
-            for loss, step in zip(one.samples["val_loss"], one.samples["val_step"], strict=True)
-        ]
-        curve = [loss + up for loss, up in zip(flat, lift, strict=True)]
-        found.append(dataclasses.replace(one, samples={**one.samples, "val_loss": curve}))
-    return found
+def risen(samples: Any) -> Any:
+    """Validation losses that are least in the middle and 0.2 higher at the end; the gaps as they were."""
+    end = samples["val_step"][-1]
+    points = zip(samples["val_loss"], samples["val_step"], strict=True)
+    return {"val_loss": [3.28 + (x - 3.28) * step / end + 0.2 * max(0.0, 2 * step / end - 1) for x, step in points]}
 
 
 def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    assert judge_study(study_of(tmp_path / "fits", records)).void is None
-    found = judge_study(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert judged(tmp_path / "fits").void is None
+    found = altered(tmp_path / "overfits", lambda one: True, risen)
     assert "bf16 overfits: its validation loss ends" in str(found.void)
     assert found.exit_code == 4
 
 
-def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -> None:
-    records = [
-        dataclasses.replace(r, samples={**r.samples, "loss": [x + 0.2 for x in r.samples["loss"]]})
-        if r.trial.recipe
-        else r
-        for r in study_records(sd=0.0002)
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+@pytest.mark.parametrize(("name", "more", "what"), [("loss", 0.2, "trained"), ("val_loss_native", 1.0, "native")])
+def test_the_gap_in_training_or_natively_stands_beside_and_decides_nothing(
+    tmp_path: Path, name: str, more: float, what: str
+) -> None:
+    found = altered(tmp_path, lambda one: one.trial.recipe, lambda own: {name: [x + more for x in own[name]]})
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
+    assert getattr(found.recipes[0], what).gap == pytest.approx(more, abs=0.03)
 
 
 def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    first = next(r for r in records if r.trial.recipe == "rowwise_scaling" and r.trial.seed == 0)
-    records = [
-        dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+    first = next(filter(of_rowwise(0), study_records(sd=0.0002)))
+    found = altered(tmp_path, of_rowwise(3), lambda _: first.samples)
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.INCONCLUSIVE}
     assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
 
 
 def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
-    records = study_records(seeds=range(8), sd=0.0002)
-    far = [
-        run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
+    far = run_record("rowwise_scaling", 3, 0.0, 0.05).samples
+    found = altered(tmp_path, of_rowwise(3), lambda _: far, seeds=8)
     assert any(
         note.startswith("rowwise scaling, seed 3: its gap +0.0") and "lies far from the others" in note
         for note in found.notes
@@ -157,7 +147,7 @@ def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
 
 def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_path: Path) -> None:
     broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
-    ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
+    ended = [*filter(of_rowwise(3), study_records(sd=0.0002))]
     for records in ([*broke, *ended], [*ended, *broke]):
         found = judge_study(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
         assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
@@ -181,13 +171,11 @@ def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path)
 
 
 def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.recipe == "rowwise_scaling" and one.trial.seed == 2:
-            half = len(one.samples["loss"]) // 2
-            risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
-            records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
-    found = judge_study(study_of(tmp_path / "run", records))
+    found = altered(
+        tmp_path,
+        of_rowwise(2),
+        lambda own: {"loss": [x + 2.0 * (i > len(own["loss"]) // 2) for i, x in enumerate(own["loss"])]},
+    )
     assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
     assert "did not come back" in found.recipes[1].judgement.reason
 
@@ -287,12 +275,8 @@ def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> N
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    control = {r.trial.seed: r.samples for r in records if r.trial.problem["arm"] == "control"}
-    records = [
-        dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+    control = iter([r.samples for r in study_records(sd=0.0002) if r.trial.problem["arm"] == "control"])
+    found = altered(tmp_path, lambda one: one.trial.problem["arm"] == "aa", lambda _: next(control))
     assert "its perturbation was lost" in str(found.void)
 
 
@@ -306,9 +290,7 @@ def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str)
 
 
 def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
-    records = [
-        r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
-    ]
+    records = [r for r in study_records(seeds=range(8), sd=0.0002) if not of_rowwise(6)(r)]
     found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
     assert by_name(found)["rowwise scaling"] is Verdict.INCONCLUSIVE
     assert found.recipes[1].judgement.reason == "rowwise scaling has 7 of the 8 seeds of the plan"
@@ -330,17 +312,8 @@ def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) ->
 
 
 def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.recipe == "delayed_scaling" and one.trial.problem["arm"] == "recipe" and one.trial.seed == 1:
-            samples = {
-                **one.samples,
-                "val_step": one.samples["val_step"][:-1],
-                "val_loss": one.samples["val_loss"][:-1],
-            }
-            records[place] = dataclasses.replace(one, samples=samples)
-    found = judge_study(study_of(tmp_path / "run", records))
-    assert "no result for seed 1" in found.recipes[0].judgement.reason
+    found = altered(tmp_path, of_rowwise(1), lambda own: {name: own[name][:-1] for name in ("val_step", "val_loss")})
+    assert "no result for seed 1" in found.recipes[1].judgement.reason
 
 
 def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
@@ -354,19 +327,6 @@ def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
     for impossible in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="margin"):
             judged(tmp_path / str(impossible), margin=impossible)
-
-
-def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    shifted = [
-        dataclasses.replace(r, samples={**r.samples, "val_loss_native": [x + 1 for x in r.samples["val_loss_native"]]})
-        if r.trial.recipe
-        else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", shifted))
-    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
 
 
 def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
