@@ -76,14 +76,9 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
 
 def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:
     """That is what advise advises."""
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
-    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, **sizes}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
+    llama |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama |= {"vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     own = {"model": str(tmp_path), "recipes": ("delayed_scaling",), "seeds": 1, "steps": 30}
     plain, fused = (resolve(**own, fused=asked).trials for asked in (None, True))
@@ -190,8 +185,9 @@ def test_the_verdicts_of_gpt2_and_llama_are_of_the_fused_step(preset: str, model
     }
     assert {t.problem["head"] for t in trials if t.precision == "bf16"} == {"chunked"}
     p = trials[0].problem
-    tokens = int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) * int(str(p["steps"]))
-    assert 100e6 <= tokens < 100.1e6
+    assert 100e6 <= p["batch"] * p["block"] * p["accumulate"] * p["steps"] < 100.1e6  # tokens
+    assert (p["eval_tokens"], p["early_eval_tokens"], p["order"]) == (4 * 2**20, 2**18, "once")
+    assert preset != "gpt2" or (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
     assert 100e6 < configs()[model].shape.weights * 12 + 50257 * 768 < 150e6
 
 
@@ -218,19 +214,10 @@ def test_choosing_trials_keeps_the_judgement() -> None:
     assert {t.problem["arm"] for t in some.trials} == {"control"}
 
 
-def test_gpt2_trains_on_a_hundred_million_tokens_with_a_padded_vocabulary() -> None:
-    p = resolve(device="cuda", preset="gpt2").trials[0].problem
-    tokens = int(str(p["batch"])) * int(str(p["block"])) * int(str(p["accumulate"])) * int(str(p["steps"]))
-    assert p["model"] == "gpt2"
-    assert (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
-    assert 100e6 <= tokens < 100.1e6
-    assert (p["eval_tokens"], p["early_eval_tokens"], p["order"]) == (4 * 2**20, 2**18, "once")
-    assert {t.mode for t in resolve(device="cuda").trials} == {"cudagraph"}
-
-
 def test_without_a_preset_a_gpu_has_one_that_its_seeds_can_decide() -> None:
     asked = resolve(device="cuda", preset="gpt2-short")
     assert resolve(device="cuda") == dataclasses.replace(asked, asked=())
+    assert {t.mode for t in asked.trials} == {"cudagraph"}
 
 
 def test_trials_that_share_a_gpu_say_so() -> None:
@@ -321,7 +308,7 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
         (recipe, factor) for recipe in (None, *RECIPES) for factor in (1, 4, 16, 64, 256)
     }
     rates = {t.problem["lr_factor"]: t.problem["learning_rate"] for t in trials}
-    assert [rate / rates[1] for rate in rates.values()] == list(rates)  # type: ignore[operator]
+    assert [rate / rates[1] for rate in rates.values()] == list(rates)
     assert len({t.name for t in trials}) == len(trials) == 6 * 5 * (1 + len(RECIPES))
     assert all(not set(ARM) & set(t.problem) for t in trials)
 

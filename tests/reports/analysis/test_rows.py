@@ -17,10 +17,8 @@ LATER = "2026-11-20T13:00:00+00:00"
 def test_planned_trial_without_record_is_interrupted(tmp_path):
     done, missing = trial(attention="flash"), trial(attention="math")
     [group] = load_results([write(tmp_path / "run", [step_record(done, 10)], planned=[missing])]).groups
-    outcomes = {
-        configuration.trial.attention: (configuration.rows[0].outcome, configuration.rows[0].reason)
-        for configuration in group.configurations
-    }
+    rows = {configuration.trial.attention: configuration.rows[0] for configuration in group.configurations}
+    outcomes = {name: (row.outcome, row.reason) for name, row in rows.items()}
     assert outcomes == {"flash": ("ok", None), "math": ("interrupted", NOT_RUN)}
 
 
@@ -66,17 +64,10 @@ def test_change_of_environment_keeps_both_groups_the_newest_first(tmp_path):
 
 def _ends(directory):
     """Environment of each group, with attention and outcome of its rows."""
-    return [
-        (
-            group.environment,
-            [
-                (row.trial.attention, row.outcome)
-                for configuration in group.configurations
-                for row in configuration.rows
-            ],
-        )
-        for group in load_results([directory]).groups
-    ]
+    groups = load_results([directory]).groups
+    rows = [[row for configuration in group.configurations for row in configuration.rows] for group in groups]
+    ends = [[(row.trial.attention, row.outcome) for row in found] for found in rows]
+    return list(zip([group.environment for group in groups], ends, strict=True))
 
 
 def test_seeds_are_repetitions_of_one_cell(tmp_path):

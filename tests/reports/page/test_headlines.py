@@ -17,6 +17,11 @@ from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.tables import summary
 
 
+def timed(**times):
+    """Steps of these milliseconds by attention, a seed each."""
+    return [step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)]
+
+
 def sentences(tmp_path, records, **settings):
     return headlines(load_report([write(tmp_path / "run", records, **settings)]))
 
@@ -77,10 +82,7 @@ def test_noise_names_no_winner_and_says_why(tmp_path):
 
 
 def test_what_is_slower_than_all_that_are_not_told_apart_is_named(tmp_path):
-    times = {"flash": (10.0, 10.4, 10.2), "cudnn": (10.3, 10.3, 10.4), "math": (20.0, 20.4, 20.2)}
-    records = [
-        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
-    ]
+    records = timed(flash=(10.0, 10.4, 10.2), cudnn=(10.3, 10.3, 10.4), math=(20.0, 20.4, 20.2))
     assert sentences(tmp_path, records) == [
         "Use PyTorch eager bf16, flash attention: 10.2 ms, on NVIDIA H200.",
         "Not distinguished from it, any may be the fastest: PyTorch eager bf16, cuDNN attention (10.3 ms) (only 3 runs "
@@ -142,10 +144,7 @@ def test_of_what_is_not_told_apart_float32_states_are_to_be_used(tmp_path):
 
 
 def test_single_runs_beside_others_are_named_apart(tmp_path):
-    times = {"flash": (10.0, 10.1, 10.2), "cudnn": (12.0, 12.2, 12.1), "math": (9.0,), "manual": (100.0,)}
-    records = [
-        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
-    ]
+    records = timed(flash=(10.0, 10.1, 10.2), cudnn=(12.0, 12.2, 12.1), math=(9.0,), manual=(100.0,))
     assert sentences(tmp_path, records) == [
         "Fastest: PyTorch eager bf16, flash attention: 10.1 ms, on NVIDIA H200.",
         "2 configurations ran once, so no interval compares them with these; the fastest: PyTorch eager bf16, math "
@@ -155,11 +154,7 @@ def test_single_runs_beside_others_are_named_apart(tmp_path):
 
 def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
     """As of a run that was stopped early."""
-    times = {"flash": (19.0, 18.0), "math": (16.0,), "manual": (15.0,)}
-    records = [
-        step_record(trial(attention=name, seed=s), ms) for name, each in times.items() for s, ms in enumerate(each)
-    ]
-    assert sentences(tmp_path, records) == [
+    assert sentences(tmp_path, timed(flash=(19.0, 18.0), math=(16.0,), manual=(15.0,))) == [
         "Fastest, which no interval confirms (no two have two runs in pairs): PyTorch eager bf16, written-out "
         "attention: 15.0 ms, on NVIDIA H200."
     ]
