@@ -95,7 +95,6 @@ def _profile(evidence: Evidence, choice: Choice) -> Mapping[str, Any]:
 
 
 @styled
-@styled
 def _steps(evidence: Evidence, decision: Decision) -> Drawing:
     shown = [choice for choice in dict.fromkeys((decision.have, decision.use)) if choice in evidence.steps]
     stacks = []

@@ -15,7 +15,6 @@ _LABELS = 12  # commits that fit below the axis
 
 
 @styled
-@styled
 def of_history(history: History) -> list[Drawing]:
     """The figures of every family, eight series each; names are history-1, history-2 and so on."""
     drawings: list[Drawing] = []

@@ -114,7 +114,6 @@ def _loss(value: float) -> Value:
 
 
 @styled
-@styled
 def write_page(found: LossVerdict, path: Path) -> Path:
     """Write the page; its path. Raises ValueError when it cannot be written."""
     c = found.comparison

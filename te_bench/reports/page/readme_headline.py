@@ -20,7 +20,6 @@ def sentence(result: GroupResult) -> str:
 
 
 @styled
-@styled
 def figure(result: GroupResult) -> Drawing:
     """A bar for each kind, ms a step. Raises ValueError where fewer than two kinds were timed."""
     found = _several(result)
