@@ -176,9 +176,7 @@ def run_round(
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
         one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))
     with _train_beside(processes, chosen, report) as trained:
-        order = [
-            cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in trained
-        ]
+        order = [cell for cell in dict.fromkeys(c for found in chosen.values() for c in found) if cell not in trained]
         places = list(dict.fromkeys(cell for found in planned.trials.values() for cell in found))
         parts = planned.parts(order)
         for part in parts if number % 2 == 0 else parts[::-1]:

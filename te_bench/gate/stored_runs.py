@@ -185,9 +185,7 @@ def _choose_newest(results: Results, only: str | None) -> list[Group]:
     groups: dict[str, Group] = {}
     for group in results.groups:
         groups.setdefault(group.suite, group)
-    chosen = [
-        dataclasses.replace(group, configurations=_filter(group.configurations, only)) for group in groups.values()
-    ]
+    chosen = [dataclasses.replace(one, configurations=_filter(one.configurations, only)) for one in groups.values()]
     return [group for group in chosen if group.configurations]
 
 

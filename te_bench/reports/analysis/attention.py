@@ -124,9 +124,7 @@ def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
                 in_fp8(configuration.trial.attention),
             )
             together.setdefault(alike, []).append((total.value, configuration))
-    return [
-        [configuration for _, configuration in sorted(found, key=lambda item: item[0])] for found in together.values()
-    ]
+    return [[one for _, one in sorted(found, key=lambda item: item[0])] for found in together.values()]
 
 
 def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:

@@ -132,7 +132,5 @@ def _memory(records: Iterable[Record]) -> dict[str, float]:
     for rank in (rank for record in records for rank in _ranks(record)):
         memory = rank.get("memory")
         if isinstance(memory, Mapping):
-            ledgers.append(
-                {kind: value for kind in (*KINDS, "peak") if (value := finite(memory.get(kind))) is not None}
-            )
+            ledgers.append({kind: held for kind in (*KINDS, "peak") if (held := finite(memory.get(kind))) is not None})
     return max(ledgers, key=lambda one: one.get("peak", sum(one.values())), default={})

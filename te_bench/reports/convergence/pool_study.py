@@ -58,9 +58,7 @@ def judge_recipes(
         if arm.name not in unfit
     }
     adjusted = after_holm({name: c.claims if (c := shown.get(name)) else UNCLAIMED for name in names})
-    return {
-        name: unfit.get(name) or _judged(study, shown[name], claims, len(names)) for name, claims in adjusted.items()
-    }
+    return {arm: unfit.get(arm) or _judged(study, shown[arm], claims, len(names)) for arm, claims in adjusted.items()}
 
 
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:

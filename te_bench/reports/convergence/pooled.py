@@ -156,11 +156,7 @@ def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[L
     pool = _normal_sides(draw, [ratio * n for n in at], draws)
     arms = [_normal_sides(draw, at, draws) for _ in range(recipes)]
     return [
-        [
-            Look(gap=ours.mean - theirs.mean, se=standard_error(ours, theirs))
-            for ours, theirs in zip(arm, pool, strict=True)
-        ]
-        for arm in arms
+        [Look(gap=a.mean - b.mean, se=standard_error(a, b)) for a, b in zip(arm, pool, strict=True)] for arm in arms
     ]
 
 
@@ -184,9 +180,7 @@ def power(
     shown = []
     for looked in _simulated(rounds, ratio, recipes, draws):
         moved = [Look(gap=sd * look.gap + gap, se=sd * look.se) for look in looked]
-        shown.append(
-            np.maximum(p_below(moved, margin, rounds, ratio), p_below(_mirrored(moved), margin, rounds, ratio))
-        )
+        shown.append(np.maximum(*(p_below(one, margin, rounds, ratio) for one in (moved, _mirrored(moved)))))
     ordered = np.sort(np.array(shown), axis=0)
     steps = alpha / np.arange(recipes, 0, -1)
     return float(np.mean(np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)))

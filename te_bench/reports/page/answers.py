@@ -237,9 +237,7 @@ def _energy(result: GroupResult) -> list[Chart | str]:
 
 def _joules(heading: str, counted: list[tuple[float, str]]) -> list[Chart]:
     """The least first; 0 is not counted."""
-    bars = tuple(
-        TextBar(name=name, value=joules, shown=text.plain(joules)) for joules, name in sorted(counted) if joules
-    )
+    bars = tuple(TextBar(name=name, value=j, shown=text.plain(j)) for j, name in sorted(counted) if j)
     return [Chart(heading=heading, bars=bars)] if bars else []
 
 

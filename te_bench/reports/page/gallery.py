@@ -54,9 +54,7 @@ def _losses(result: GroupResult) -> list[Named]:
 
 
 def _layers(result: GroupResult) -> list[Named]:
-    drawn = [
-        (variant.name, figure) for variant in result.layers if (figure := step_figures.layer_times(variant.layers))
-    ]
+    drawn = [(one.name, figure) for one in result.layers if (figure := step_figures.layer_times(one.layers))]
     return [
         (f"layer_time{_place(number)}", f"Time of a transformer layer by kind of kernel, {name}", figure)
         for number, (name, figure) in enumerate(drawn, start=1)
