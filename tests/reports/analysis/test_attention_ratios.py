@@ -1,14 +1,7 @@
 import math
 
 import pytest
-from journals import attention_records, record, trial, write
-
-from te_bench.reports.group_result import load_report
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
+from journals import attention_records, record, result_of, trial
 
 
 def test_attention_rates_by_shape(tmp_path):

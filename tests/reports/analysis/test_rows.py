@@ -41,10 +41,7 @@ def test_subset_run_after_a_full_run_keeps_every_row_and_the_baseline(tmp_path):
     write(directory, [step_record(more, 4)], planned=[fast], title="second")
     [group] = load_results([directory]).groups
     assert (group.title, group.baseline) == ("second", slow.cell)
-    assert [[row.trial for row in configuration.rows] for configuration in group.configurations] == [
-        [slow],
-        [fast, more],
-    ]
+    assert [[row.trial for row in one.rows] for one in group.configurations] == [[slow], [fast, more]]
     assert {row.outcome for configuration in group.configurations for row in configuration.rows} == {"ok"}
     write(directory, [], planned=[fast], baseline=fast.cell)
     [group] = load_results([directory]).groups
@@ -138,10 +135,7 @@ def test_labels_name_what_differs(tmp_path):
         "PyTorch eager bf16",
         "PyTorch eager bf16",
     ]
-    assert [configuration.shape for configuration in group.configurations[4:6]] == [
-        "B12 H12 T1024 D64 causal",
-        "B12 H12 T2048 D64 causal",
-    ]
+    assert [one.shape for one in group.configurations[4:6]] == ["B12 H12 T1024 D64 causal", "B12 H12 T2048 D64 causal"]
 
 
 def test_environments_are_told_apart_by_what_differs():

@@ -2,10 +2,10 @@
 
 import dataclasses
 
+import journals
 import pytest
-from journals import record, step_record, trial, write
+from journals import record, step_record, trial
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page import gallery, tables
 
 MIB = 2**20
@@ -27,18 +27,15 @@ def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=
 
 
 def result_of(tmp_path, *records):
-    [result] = load_report([write(tmp_path / "run", list(records), suite="scaling", title="Scaling")]).groups
-    return result
+    return journals.result_of(tmp_path, records, suite="scaling", title="Scaling")
 
 
 def test_a_step_stands_beside_the_same_step_on_one_gpu(tmp_path):
     records = [step(ms, seed=seed) for seed, ms in enumerate((20, 22))]
     records += [step(ms, 2, seed=seed) for seed, ms in enumerate((25, 27.5))]  # each 0.8 of the same seed
     records += [step(16, precision="fp8"), step(20, 4, precision="fp8"), step(5, batch=3), step(9, 2, batch=6)]
-    found = {
-        (one.world, one.configuration.trial.precision, one.sequences): one
-        for one in result_of(tmp_path, *records).scaled
-    }
+    scaled = result_of(tmp_path, *records).scaled
+    found = {(one.world, one.configuration.trial.precision, one.sequences): one for one in scaled}
     two = found[2, "bf16", 12]
     assert two.efficiency.value == pytest.approx(0.8)
     assert two.efficiency.n == 2

@@ -4,17 +4,11 @@ import statistics
 import journals
 import pytest
 import scipy.stats
-from journals import record, step_record, trial, write
+from journals import record, result_of, step_record, trial
 
 from te_bench.reports.analysis import hardware
 from te_bench.reports.analysis.measures import Ratio, geometric_mean
 from te_bench.reports.analysis.steps import peak_precision
-from te_bench.reports.group_result import load_report
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
 
 
 def ladder(tmp_path, records, **settings):

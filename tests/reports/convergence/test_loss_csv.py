@@ -76,10 +76,7 @@ def test_weights_and_biases(tmp_path):
     heads = [f'"{run} - val/loss{span}"' for run in ("fp8-seed3", "fp8-seed12") for span in ("", "__MIN", "__MAX")]
     rows = ["0,4.0,3.9,4.1,4.2,4.2,4.2", "5,,,,3.9,3.9,3.9", "10,3.0,2.9,3.1,3.2,3.2,3.2"]
     found = read(written(tmp_path, "\n".join([",".join(['"Step"', *heads]), *rows])))
-    assert found.curves == {
-        "3": Curve(step=(0, 10), loss=(4.0, 3.0)),
-        "12": Curve(step=(0, 5, 10), loss=(4.2, 3.9, 3.2)),
-    }
+    assert found.curves == {"3": Curve(step=(0, 10), loss=(4, 3)), "12": Curve(step=(0, 5, 10), loss=(4.2, 3.9, 3.2))}
     assert found.final == {"3": 3.0, "12": 3.2}
 
 
@@ -140,10 +137,7 @@ def test_bad_files_are_told_with_their_line(tmp_path, text, message):
 @pytest.mark.parametrize("head", ["step,0,1", "step,seed0,seed1", "step,s_0,s_1"])
 def test_a_column_a_seed_as_pandas_writes(tmp_path, head):
     found = read(written(tmp_path, f"{head}\n0,4.0,4.1\n5,,3.5\n10,3.0,3.2\n"))
-    assert found.curves == {
-        "0": Curve(step=(0, 10), loss=(4.0, 3.0)),
-        "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2)),
-    }
+    assert found.curves == {"0": Curve(step=(0, 10), loss=(4, 3)), "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2))}
 
 
 def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
+from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_at, study_of, study_records, write_study
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import curves
@@ -197,9 +197,7 @@ def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Pat
     later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0002)]
     again = write_study(tmp_path / "again", later)
     for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
-        [group] = load_results(directories).groups
-        [study] = studies(group)
-        found = judge_study(study)
+        found = judge_study(study_at(*directories))
         if again in directories:
             assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
             assert any("rowwise scaling, seed 3 was run twice" in note for note in found.notes)
@@ -228,9 +226,7 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     write_study(
         directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8)), {**JUDGEMENT, "seeds": 8}
     )
-    [group] = load_results([directory]).groups
-    [study] = studies(group)
-    found = judge_study(study)
+    found = judge_study(study_at(directory))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
@@ -244,9 +240,7 @@ def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> 
     def notes(first: dict[str, float]) -> list[str]:
         directory = write_study(tmp_path / str(len(first)), study_records(first, sd=0.0002))
         write_study(directory, study_records(GAPS, sd=0.0002))
-        [group] = load_results([directory]).groups
-        [study] = studies(group)
-        return [note for note in judge_study(study).notes if "added after the first plan" in note]
+        return [note for note in judge_study(study_at(directory)).notes if "added after the first plan" in note]
 
     [said] = notes(TRUTH)
     assert said.startswith("block scaling was added after the first plan")

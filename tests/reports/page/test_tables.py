@@ -4,20 +4,16 @@ from journals import (
     baseline_cell,
     everything,
     ladder_records,
+    only_group,
     record,
+    result_of,
     step_record,
     trial,
     write,
 )
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page.table import word
 from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
 
 
 def table_of(tmp_path, name, records, **settings):
@@ -96,7 +92,7 @@ SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
 
 
 def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):
-    [result] = load_report([everything(tmp_path / "full")]).groups
+    result = only_group(everything(tmp_path / "full"))
     for name in set(TABLES) - VERDICT - SCALING:
         [table] = tables_of(result, name)
         assert table.name == name
