@@ -28,10 +28,7 @@ USAGE = [
     (["run", "quick", "--timeout", "0"], "--timeout 0: give seconds greater than 0"),
     (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
     *(
-        (
-            ["run", "curves", "--budget", no],
-            f"--budget {no}: give a time greater than 0 with its unit: 90s, 10min or 2h",
-        )
+        (["run", "curves", "--budget", no], f"--budget {no}: give a time greater than 0 with its unit: 90s")
         for no in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
     ),
     (["run", "speed", "--gpus-per-trial", "2"], TOGETHER),
@@ -78,19 +75,15 @@ def test_a_usage_error_exits_2_says_what_is_legal_and_writes_nothing(command, tm
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rnu"], "No such command 'rnu'"),
-        (["run"], "Missing argument"),
-        (["run", "quick", "--seeds", "many"], "Invalid value for '--seeds'"),
-        (["run", "quick", "--sede", "1"], "No such option"),
-    ],
-)
-def test_the_parser_s_own_errors_exit_2_too(command: Command, arguments: list[str], message: str) -> None:
-    done = command(*arguments)
-    assert done.code == 2
-    assert message in done.err
+def test_the_parser_s_own_errors_exit_2_too(command: Command) -> None:
+    for said, message in (
+        ("rnu", "No such command 'rnu'"),
+        ("run", "Missing argument"),
+        ("run quick --seeds many", "Invalid value for '--seeds'"),
+        ("run quick --sede 1", "No such option"),
+    ):
+        done = command(*said.split())
+        assert (done.code, message in done.err) == (2, True), done.err
 
 
 def test_every_study_has_a_folder_of_its_own() -> None:
@@ -205,14 +198,11 @@ def test_a_text_that_cannot_be_trained_on_exits_2_and_leaves_nothing_half_writte
     assert not list(cache.rglob("*.tmp"))
 
 
-def test_an_out_that_cannot_be_written_exits_2(command: Command, tmp_path: Path) -> None:
+def test_what_cannot_be_written_or_read_exits_2_without_a_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = command("run", "memory", "--device", "cpu", "--out", tmp_path / "file" / "out")
     assert done.code == 2
     assert f"te-bench: cannot write to {tmp_path}/file/out: Not a directory. Choose another --out." in done.err
-
-
-def test_a_file_that_cannot_be_read_exits_2_without_a_traceback(command: Command, tmp_path: Path) -> None:
     (tmp_path / "journal.jsonl").mkdir()
     done = command("report", tmp_path)
     assert (done.code, done.err) == (2, f"te-bench: {tmp_path}/journal.jsonl: Is a directory\n")

@@ -123,9 +123,8 @@ def test_other_suites_have_neither(suite: str, model: str) -> None:
 def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(model, monkeypatch):
     found = planned("nanogpt", facts(monkeypatch, sdpa=0))
     assert {trial.attention for trial in steps(found)} == {"own"}
-    assert (
-        "attention cudnn, flash, math, mem_efficient: the model calls no scaled_dot_product_attention" in found.left_out
-    )
+    said = "attention cudnn, flash, math, mem_efficient: the model calls no scaled_dot_product_attention"
+    assert said in found.left_out
     assert "manual" in {trial.attention for trial in steps(planned("nanogpt", facts(monkeypatch, manual=True)))}
 
 
@@ -179,9 +178,8 @@ def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(suite
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
     own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}
-    with pytest.raises(
-        ValueError, match=r"planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
-    ):
+    said = "planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
+    with pytest.raises(ValueError, match=said):
         planned(suite, facts(monkeypatch, vocab=64), "cpu", **own)
     assert planned(suite, facts(monkeypatch, vocab=256), "cpu", **own).trials
     with pytest.raises(ValueError, match="this model takes none"):

@@ -48,32 +48,21 @@ def test_another_gpu_of_the_same_make_is_the_same_environment() -> None:
     assert identity("cpu") == identity("cpu", name="NVIDIA H100")
 
 
-def test_the_environment_is_that_of_the_gpus_that_were_chosen() -> None:
-    found = environment.capture("cuda", [gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+def test_the_environment_is_that_of_the_gpus_that_were_chosen_which_are_of_one_model() -> None:
+    other = gpu(index=1, name="NVIDIA H100", uuid="GPU-2")
+    found = environment.capture("cuda", [other])
     assert found["identity"]["gpu"] == "NVIDIA H100"
     assert [each["uuid"] for each in found["details"]["gpus"]] == ["GPU-2"]
-
-
-def test_one_run_on_gpus_of_two_models_is_refused() -> None:
     with pytest.raises(ValueError, match="GPUs of one model, these are NVIDIA H100, NVIDIA H200"):
-        environment.capture("cuda", [gpu(), gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+        environment.capture("cuda", [gpu(), other])
 
 
 @pytest.mark.parametrize(
     ("listed", "visible"),
     [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("2,0", [2, 0]),
-        (" 1 , 2 ", [1, 2]),
-        ("GPU-bb,0", [1, 0]),
-        ("GPU-c", [2]),
-        ("-1", []),
-        ("0,-1,1", [0]),
-        ("0,9,1", [0]),
-        ("1,1", [1]),
-        ("GPU-", []),
-        ("MIG-1", []),
+        *((None, [0, 1, 2]), ("2,0", [2, 0]), (" 1 , 2 ", [1, 2]), ("GPU-bb,0", [1, 0]), ("GPU-c", [2])),
+        *((nothing, []) for nothing in ("", "-1", "GPU-", "MIG-1")),
+        *(("0,-1,1", [0]), ("0,9,1", [0]), ("1,1", [1])),
     ],
 )
 def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(monkeypatch, listed, visible):
@@ -146,17 +135,11 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path
     monkeypatch.setattr(environment, "__file__", str(copy / "experiments" / "environment.py"))
     before = environment.code_hash()
     assert re.fullmatch("[0-9a-f]{16}", before)
-    (copy / "reports" / "page" / "text.py").write_text("# changed\n")
-    (copy / "cli" / "run.py").write_text("# changed\n")
-    (copy / "gate" / "paired_trial.py").write_text("# changed\n")
+    for other in ("reports/page/text.py", "cli/run.py", "gate/paired_trial.py"):
+        (copy / other).write_text("# changed\n")
     assert environment.code_hash() == before
-    for folder in (
-        "kernels/attention/backends/flash.py",
-        "models/zoo/gpt.py",
-        "training/step.py",
-        "experiments/timing.py",
-    ):
-        source = copy / folder
+    measuring = "kernels/attention/backends/flash.py", "models/zoo/gpt.py", "training/step.py", "experiments/timing.py"
+    for source in map(copy.joinpath, measuring):
         source.write_text(source.read_text() + "# changed\n")
         assert environment.code_hash() != before
         before = environment.code_hash()
@@ -167,9 +150,8 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path
 def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(tmp_path, monkeypatch):
     def git(*arguments: str, **when: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        subprocess.run(
-            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, env=os.environ | when
-        )
+        command = ["git", "-C", tmp_path, *who, *arguments]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | when)
 
     source = tmp_path / "te_bench" / "experiments" / "environment.py"
     source.parent.mkdir(parents=True)
@@ -230,9 +212,8 @@ def test_of_the_users_rows_neither_order_nor_source_counts_and_all_else_does(tab
         table.write_text(measured.text(rows))
         return environment.capture("cuda", [gpu()])["id"]
 
-    one, other = (
-        dataclasses.replace(row, machine=gpu()["name"]) for row in measured.read(measured.SHIPPED, "gemm")[:2]
-    )
+    shipped = measured.read(measured.SHIPPED, "gemm")
+    one, other = (dataclasses.replace(row, machine=gpu()["name"]) for row in shipped[:2])
     first = known(one, other)
     assert known(dataclasses.replace(other, source="measured again, to the same digits"), one) == first
     faster = dataclasses.replace(one, seconds={name: value / 2 for name, value in one.seconds.items()})

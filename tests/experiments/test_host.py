@@ -75,10 +75,10 @@ def test_whose_the_cpu_time_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "seconds",
+    "seconds",  # all of it its own; beside it, on cores that it has no use for; hardly any
     [
-        {"own": 20.0},  # all of it its own
-        {"own": 2.0, "others": 8.0, "idle": 10.0},  # beside it, on cores that it has no use for
+        {"own": 20.0},
+        {"own": 2.0, "others": 8.0, "idle": 10.0},
         {"own": 19.0, "others": 1.0},
         {"own": 19.9, "stolen": 0.1},
     ],

@@ -137,9 +137,7 @@ def test_a_damaged_line_is_to_be_deleted_the_first_as_any_other(tmp_path: Path, 
     content %= {b"whole": whole, b"bit": bit, b"start": b"[" + whole[1:], b"only": bit[: bit.index(b"\n") + 1]}
     (tmp_path / "journal.jsonl").write_bytes(content)
     for read in (load, Store):
-        with pytest.raises(
-            ValueError, match=rf"journal\.jsonl, line {line}: checksum mismatch\. Delete that line and rerun"
-        ):
+        with pytest.raises(ValueError, match=rf"journal\.jsonl, line {line}: checksum mismatch\. Delete that line"):
             read(tmp_path)
     assert (tmp_path / "journal.jsonl").read_bytes() == content
 
@@ -352,9 +350,7 @@ def test_a_disk_that_fills_up_leaves_the_journal_as_it_was(tmp_path: Path, room:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, resource.RLIM_INFINITY))
         with Store(tmp_path) as store:
             for _ in range(2):
-                with pytest.raises(
-                    ValueError, match=r"cannot write .*: File too large\. What was measured before is safe"
-                ):
+                with pytest.raises(ValueError, match=r"cannot write .*: File too large\. What was measured before"):
                     store.add(record(3))
                 assert (tmp_path / "journal.jsonl").read_bytes() == before
             assert not store.journal.done(record(3).key)

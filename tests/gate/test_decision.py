@@ -215,9 +215,7 @@ def live(logs: np.ndarray, most: int):
         if not ended:
             for name, more in need.items():
                 have[name] += min(more, most - sum(have.values()))
-        found = decide(
-            {name: list(np.exp(logs[i, : have[name]])) for i, name in enumerate(have)}, looks=LOOKS, ended=ended
-        )
+        found = decide({t: list(np.exp(logs[i, : have[t]])) for i, t in enumerate(have)}, looks=LOOKS, ended=ended)
         if ended or not found.more:
             return found, sum(have.values())
         suspects = {name: more for name, more in found.more.items() if found.trials[name].suspect}

@@ -68,10 +68,7 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     optimizer = "triton" if device == "cuda" else "reference"
     assert ways[0] == {"blocks": "fused", "head": "chunked", "optimizer": optimizer}
     assert ways[1] == {"blocks": "fused", "head": "fp8", "optimizer": optimizer}
-    assert {arm_name(trial) for trial in more.values()} == {
-        "delayed scaling, fused",
-        "delayed scaling, fused, FP8 head",
-    }
+    assert {arm_name(t) for t in more.values()} == {"delayed scaling, fused", "delayed scaling, fused, FP8 head"}
 
 
 def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:

@@ -34,9 +34,7 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
 
 
 def test_micro_batches_are_of_one_step() -> None:
-    whole, cut = (
-        train_step.run(changed(**sizes), Context()) for sizes in ({"batch": 4}, {"batch": 2, "accumulate": 2})
-    )
+    whole, cut = (train_step.run(changed(**sizes), Context()) for sizes in ({"batch": 4}, {"accumulate": 2}))
     assert cut.work["tokens"] == whole.work["tokens"]
     assert cut.work["flop"] == whole.work["flop"]
     assert cut.check["quantities"]

@@ -34,15 +34,9 @@ def trial(tmp_path: Path) -> Any:
 
     def with_problem(precision: str = "fp32", recipe: str | None = None, seed: int = 0, **problem: Any) -> Trial:
         problem = {**TINY, "data": "text:text.txt", "corpus": corpus.key, **problem}
-        return Trial(
-            workload="training",
-            device="cpu",
-            problem=problem,
-            attention="math" if problem.get("dropout") else "flash",  # on a CPU
-            precision=precision,
-            recipe=recipe,
-            seed=seed,
-        )
+        kernel = "math" if problem.get("dropout") else "flash"  # on a CPU
+        said: dict[str, Any] = {"precision": precision, "recipe": recipe, "seed": seed}
+        return Trial(workload="training", device="cpu", problem=problem, attention=kernel, **said)
 
     return with_problem
 
@@ -273,9 +267,8 @@ def test_the_figures_of_the_numerics_are_those_of_each_tensor(trial: Any, contex
     found = training.run(trial("fp8", "delayed_scaling", **wide), context).samples
     assert found["probe_step"] == [2, 4, 6, 8, 10]
     names = [name for name in found if ":" in name]
-    layers = [
-        f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    ]
+    linears = "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"
+    layers = [f"transformer.h.{i}.{part}" for i in (0, 1) for part in linears]
     kinds, tensors = ("amax", "saturated", "underflowed"), ("input", "weight", "grad_output")
     assert set(names) == {f"{kind}:{layer}.{tensor}" for kind in kinds for layer in layers for tensor in tensors}
     assert all(len(found[name]) == 5 for name in names)
@@ -304,13 +297,11 @@ def test_no_trial_but_a_broken_one_goes_unchecked(trial, context, monkeypatch):
         raise CheckFailed("it is wrong", Measurement())
 
     monkeypatch.setattr(training_step, "check_step", fails)
-    for unbroken in (
-        trial("bf16", steps=2, arm="aa", perturb_ulp=1),
-        trial("fp8", "delayed_scaling", steps=2, arm="broken"),
-    ):
+    fp8 = ("fp8", "delayed_scaling")
+    for unbroken in (trial("bf16", steps=2, arm="aa", perturb_ulp=1), trial(*fp8, steps=2, arm="broken")):
         with pytest.raises(CheckFailed):
             training.run(unbroken, context)
-    training.run(trial("fp8", "delayed_scaling", steps=2, fault="e5m2_forward"), context)
+    training.run(trial(*fp8, steps=2, fault="e5m2_forward"), context)
 
 
 # Pairs: what the arms of one seed share.
@@ -376,19 +367,16 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, con
     ]
     for arm in arms:
         calls.append([])
-        training.run(
-            trial(**{"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}), context
-        )
+        asked = {"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}
+        training.run(trial(**asked), context)
     control = calls[0]
     assert len([call for call in control if call and call[0]]) == 4
     for arm, other in zip(arms[1:], calls[1:], strict=True):
         assert len(other) == len(control)
         rounds = "recipe" in arm and recipes.load(str(arm["recipe"])).nvfp4()
         for a, b in zip(control, other, strict=True):
-            assert a is b is None or all(
-                torch.equal(torch.as_tensor(x), torch.as_tensor(y))
-                for x, y in list(zip(a, b, strict=True))[: 4 - rounds]
-            )
+            pairs = () if a is b is None else list(zip(a, b, strict=True))[: 4 - rounds]
+            assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
 
 
 def test_a_corpus_that_is_not_in_the_cache_is_named(trial: Any, context: Context) -> None:
