@@ -44,11 +44,8 @@ def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alo
         predict.predict(machine.question, evidence.made, fused(recipe), frame, slower)
         for recipe in ("delayed_scaling", "rowwise_scaling")
     )
-    calls = sum(
-        count
-        for part, count in parts.parts_of(machine.question, evidence.made, fused()).items()
-        if part.workload == "linear"
-    )
+    needed = parts.parts_of(machine.question, evidence.made, fused())
+    calls = sum(count for part, count in needed.items() if part.workload == "linear")
     assert other.seconds - known.seconds == pytest.approx(calls * 1e-4)
 
 
@@ -98,9 +95,8 @@ def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(machine, kerne
 def test_a_head_without_logits_is_predicted_to_take_less_memory(machine: Machine) -> None:
     evidence = gathered(machine)
     have = machine.question.have
-    with_logits, without = (
-        evidence.predictions[dataclasses.replace(have, head=head)].memory for head in (None, "chunked")
-    )
+    both = (dataclasses.replace(have, head=head) for head in (None, "chunked"))
+    with_logits, without = (evidence.predictions[one].memory for one in both)
     assert without == with_logits - 4 * machine.question.tokens * 50257
 
 

@@ -42,10 +42,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_gpu_that_waits_for_python_is_told() -> None:
-    waits, busy = (
-        dataclasses.replace(step(100, "eager"), work={"kernel_s": {"gemm": gemm, "norm": 0.02}})
-        for gemm in (0.06, 0.075)
-    )
+    profiles = ({"kernel_s": {"gemm": gemm, "norm": 0.02}} for gemm in (0.06, 0.075))
+    waits, busy = (dataclasses.replace(step(100, "eager"), work=work) for work in profiles)
     (found,) = traps.findings(survey(), [waits], [])
     assert found.name == "launches"
     assert found.what == "The GPU waits for Python in 20.0 % of a step."

@@ -152,9 +152,8 @@ def test_the_code(asked: Question, choice: dict[str, Any], wanted: list[str]) ->
     ],
 )
 def test_the_code_of_a_graph_says_what_targets_are(asked: Question, cls: str, targets: str) -> None:
-    named = dataclasses.replace(
-        asked, problem={"config": json.dumps({"architectures": [cls]})}, given="here", text=True
-    )
+    problem = {"config": json.dumps({"architectures": [cls]})}
+    named = dataclasses.replace(asked, problem=problem, given="here", text=True)
     lines = code.code(named, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
     assert lines[-1].endswith(f"; targets: {targets}")
 

@@ -452,10 +452,8 @@ def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path
     planned, told = trials(None, None, **asked), []
     noise = {trial.id: 0.01 * random.Random(trial.id).gauss(0, 1) for trial in planned}
     for number, gap in enumerate((0.0, 0.7, -3.0)):
-        records = [
-            ended(t, noise[t.id] + gap * (t.problem["arm"] == "recipe" and t.recipe == "float8_current_scaling"))
-            for t in planned
-        ]
+        moved = ("recipe", "float8_current_scaling")
+        records = [ended(t, noise[t.id] + gap * ((t.problem["arm"], t.recipe) == moved)) for t in planned]
         kept = {"seeds": 3, "pool": 2, "pilot": True, "steps": 150}
         directory = write(tmp_path / str(number), records, **kept)
         where = ("--preset", "cpu-pool", "--pilot", directory, "--seeds", 8)

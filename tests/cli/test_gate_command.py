@@ -142,10 +142,8 @@ def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_pat
     monkeypatch.setattr(output, "write_atomically", full)
     for slower, code in ((1.05, 1), (1.0, 2)):
         done = gate(*files, slower=slower)
-        assert (done.code, done.err) == (
-            code,
-            f"cannot write {tmp_path / 'bad'}: No space left on device. Choose another --markdown.\n",
-        )
+        said = f"cannot write {tmp_path / 'bad'}: No space left on device. Choose another --markdown.\n"
+        assert (done.code, done.err) == (code, said)
         assert json.loads((tmp_path / "good").read_text())["exit_code"] == code % 2
 
 
@@ -155,9 +153,8 @@ def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_pat
 def test_two_runs_are_measured_by_nothing(gate: Gate, arguments: tuple[str, ...], named: str) -> None:
     done = gate(*arguments)
     assert (done.code, done.out) == (2, "")
-    assert f"{named}: of two revisions that are measured, and --baseline reads two runs; leave out" in " ".join(
-        done.err.split()
-    )
+    said = f"{named}: of two revisions that are measured, and --baseline reads two runs; leave out"
+    assert said in " ".join(done.err.split())
 
 
 def test_a_suite_with_trials_over_ranks_is_refused_in_a_sentence(command: Command, tmp_path: Path) -> None:

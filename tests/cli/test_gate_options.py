@@ -44,11 +44,9 @@ def test_a_slow_down_is_planted_once(command: Command, slower: str) -> None:
     assert (done.code, f"--slower {slower}: give each slow-down once" in done.err) == (2, True)
 
 
-VERBS = (
-    ("gate", "--base", "main", "--device", "cpu"),
-    ("advise", "--model", "tiny", "--device", "cpu"),
-    ("plan", "curves", "--device", "cpu", "--data", "random"),
-)
+ON_CPU = ("--device", "cpu")
+VERBS = [("gate", "--base", "main", *ON_CPU), ("advise", "--model", "tiny", *ON_CPU)]
+VERBS += [("plan", "curves", *ON_CPU, "--data", "random")]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])

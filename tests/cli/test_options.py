@@ -46,18 +46,12 @@ USAGE = [
             ("4", "fsdp2", ("--shard", "2"), OF_SHARD),
         )
     ),
-    (
-        ["run", "speed", "--gpus-per-trial", "2", "--parallel", "pipeline"],
-        "unknown mode of parallelism 'pipeline'. Known: ddp, fsdp2, fsdp2+tp, hsdp, tp, zero1.",
-    ),
+    (["run", "speed", "--gpus-per-trial", "2", "--parallel", "pipeline"], "unknown mode of parallelism 'pipeline'. K"),
     (
         ["run", "speed", "--batch", "6", "--gpus-per-trial", "4", "--parallel", "ddp"],
         "a batch of 6 does not divide into 4 ranks: give --batch 4, or another --gpus-per-trial",
     ),
-    (
-        ["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"],
-        "--parallel: the suite attention has no training step that heeds it; leave it out",
-    ),
+    (["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"], "--parallel: the suite attention has no"),
     (["run", "quick", "--gpus", "0"], "--gpus 0: this run is on the cpu; leave it out, or add --device cuda"),
     (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),
     (["report", "nowhere"], "nowhere holds no journal.jsonl: it is not the --out directory of a te-bench run"),

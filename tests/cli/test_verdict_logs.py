@@ -85,10 +85,8 @@ def test_a_candidate_that_diverged_has_a_page_without_a_gap(two, command, tmp_pa
     logs.written(fp8 / "seed3" / "train.log", "iter 0: loss nan, time 10.00ms, mfu 30.00%\n")  # before any validation
     page = tmp_path / "x.html"
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003", "--html", page)
-    assert (done.code, done.out.partition("\n")[0]) == (
-        1,
-        "DIVERGED: 2 of 4 runs, seeds 3, 2: the loss is nan at step 0",
-    )
+    said = "DIVERGED: 2 of 4 runs, seeds 3, 2: the loss is nan at step 0"
+    assert (done.code, done.out.partition("\n")[0]) == (1, said)
     assert "The candidate diverged." in page.read_text()
     assert page.read_text().count("<figure") == 1
     assert "candidate, mean of 2" in page.read_text()

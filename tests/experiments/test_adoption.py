@@ -46,10 +46,7 @@ def steps(experiment: Experiment) -> list[Trial]:
     ("asked", "said"),
     [
         ({"weights": "bf16"}, "--weights: of te-bench's own models alone; make yours in the dtype that you want"),
-        (
-            {"states": "fp8"},
-            "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype of",
-        ),
+        ({"states": "fp8"}, "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype"),
     ],
 )
 def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], said: str, model: str) -> None:

@@ -76,12 +76,7 @@ def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(monkeypatch, liste
 
 @pytest.mark.parametrize(
     ("gpus", "version", "cuda", "device"),
-    [
-        (1, "2.13.0", "13.0", "cuda"),
-        (1, "2.13.0+cpu", None, "cpu"),
-        (1, None, None, "cpu"),
-        (0, "2.13.0", "13.0", "cpu"),
-    ],
+    [(1, "2.13.0", "13.0", "cuda"), (1, "2.13.0+cpu", None, "cpu"), (1, None, None, "cpu"), (0, "2.13", "13.0", "cpu")],
 )
 def test_the_default_is_the_gpu_where_torch_can_use_it(monkeypatch, gpus, version, cuda, device):
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu()] * gpus)

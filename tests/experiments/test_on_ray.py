@@ -132,10 +132,8 @@ def cluster() -> Iterator[Any]:
 def on_gpus(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, Any]]]:
     """A sweep over GPUs, and its records, while the cluster has two more nodes, which differ."""
     out = tmp_path_factory.mktemp("visible") / "out"
-    others = [
-        cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"})
-        for name in ("PRETENDED_DRIVER", "PRETENDED_CODE")
-    ]
+    differ = ("PRETENDED_DRIVER", "PRETENDED_CODE")
+    others = [cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"}) for name in differ]
     command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address, "--out", out)
     done = te_bench(*command, env=ON_RAY)
     for other in others:

@@ -128,9 +128,8 @@ def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 def test_gpu_faults_are_rows_and_the_next_trial_has_a_sound_gpu(tmp_path: Path) -> None:
-    te_bench(
-        "run", "gpu_faults", "--out", tmp_path, "--device", "cuda", "--gpus", "0", "--cache", tmp_path, main=PLANTED
-    )
+    where = ("--device", "cuda", "--gpus", "0", "--cache", tmp_path)
+    te_bench("run", "gpu_faults", "--out", tmp_path, *where, main=PLANTED)
     said = {row["trial"]["problem"]["model"]: (row["outcome"], row["reason"]) for row in rows(tmp_path)}
     assert said["gpu-sound"] == said["gpu-sound-after"] == ("ok", None)
     assert said["gpu-memory"][0] == "oom"
@@ -417,9 +416,8 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
         before = (tmp_path / "journal.jsonl").read_bytes()
         second = te_bench("run", "sleeps", "--out", tmp_path, "--device", "cpu", main=PLANTED)
         assert second.returncode == 2
-        holder = (
-            rf"{tmp_path} is in use by process {run.process.pid} on {socket.gethostname()} since \S+ \(.* run sleeps "
-        )
+        by = f"process {run.process.pid} on {socket.gethostname()}"
+        holder = rf"{tmp_path} is in use by {by} since \S+ \(.* run sleeps "
         assert re.match(f"te-bench: {holder}", second.stderr)
         assert (tmp_path / "journal.jsonl").read_bytes() == before
         assert run.process.poll() is None

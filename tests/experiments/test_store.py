@@ -244,9 +244,8 @@ def test_a_second_writer_is_told_the_process_the_host_and_the_command_of_the_fir
     command = [sys.executable, "-c", HOLD, str(tmp_path), "run", "quick"]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    told = (
-        rf"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since .* \(-c {tmp_path} run quick\)"
-    )
+    by = f"process {holder.pid} on {socket.gethostname()}"
+    told = rf"{tmp_path} is in use by {by} since .* \(-c {tmp_path} run quick\)"
     with pytest.raises(ValueError, match=told):
         Store(tmp_path)
     load(tmp_path)  # reading is free

@@ -24,12 +24,7 @@ def verdicts(found) -> dict[str, GateVerdict]:
 
 def test_slower_the_same_faster_and_undecided():
     found = decide({"slow": ratios(0.05), "same": ratios(0.0), "fast": ratios(-0.1), "near": ratios(0.0201)})
-    assert verdicts(found) == {
-        "slow": GateVerdict.REGRESSION,
-        "same": GateVerdict.PASS,
-        "fast": GateVerdict.IMPROVED,
-        "near": GateVerdict.INCONCLUSIVE,
-    }
+    assert [str(one) for one in verdicts(found).values()] == ["REGRESSION", "PASS", "IMPROVED", "INCONCLUSIVE"]
     slow, same, fast, near = found.trials.values()
     assert slow.low > 1.02
     assert same.low < 1 < same.high < 1.02
@@ -76,9 +71,8 @@ def test_rounds_without_a_pair_do_not_count():
     with_none = [*data[:2], None, *data[2:5], None]
     found = decide({"a": with_none}, looks=LOOKS).trials["a"]
     assert (found.pairs, found.more) == (5, 1)
-    assert decide({"a": [*with_none, data[5]]}, looks=LOOKS).trials["a"].ratio == pytest.approx(
-        decide({"a": data}, looks=LOOKS).trials["a"].ratio
-    )
+    again, whole = (decide({"a": pairs}, looks=LOOKS).trials["a"].ratio for pairs in ([*with_none, data[5]], data))
+    assert again == pytest.approx(whole)
 
 
 def test_between_looks_nothing_is_decided_and_later_pairs_do_not_undo_a_verdict():

@@ -18,10 +18,8 @@ ROUNDS = 8  # between two looks
 
 def steps(side: str, slower: float) -> list[Record]:
     """Steps of 30 ms, a round each, whose pairs vary by 0.4 %."""
-    return [
-        step_record(trial(seed=seed), 30 * slower * (1 + 0.004 * math.sin(8 * seed + slower)), 10.0, side)
-        for seed in range(ROUNDS)
-    ]
+    times = [30 * slower * (1 + 0.004 * math.sin(8 * seed + slower)) for seed in range(ROUNDS)]
+    return [step_record(trial(seed=seed), ms, 10.0, side) for seed, ms in enumerate(times)]
 
 
 def test_a_gate_that_ends_between_two_looks_is_judged_there_by_what_was_read_once(tmp_path, monkeypatch):

@@ -85,12 +85,8 @@ def test_no_call_takes_less_than_no_time() -> None:
 
 
 def test_a_turn_by_seconds_is_one_call_at_least() -> None:
-    assert (
-        len(
-            list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001}))
-        )
-        == 1
-    )
+    block = interleaved_clock.cpu_block(lambda: time.sleep(0.02))
+    assert len(list(interleaved_clock.time_turn(block, {"seconds": 0.001}))) == 1
     assert len(list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: None), {"calls": 5}))) == 5
 
 

@@ -130,11 +130,7 @@ def test_a_planted_fault_is_of_the_same_parts(fault: str) -> None:
         ("fp32", {"head": "chunked"}, {"gemm_float": 24, "head_chunked": 1}),
         ("bf16", {"accumulate": 2}, {"gemm_half": 54}),
         ("bf16", FAST, {"gemm_half": 27, "fused_blocks": 3, "optimizer_reference": 1}),
-        (
-            "fp8",
-            FAST | {"head": "fp8", "batch": 4, "accumulate": 2},
-            {"gemm_fp8": 48, "fused_blocks": 6, "head_fp8": 2},
-        ),
+        ("fp8", FAST | {"head": "fp8", "batch": 4, "accumulate": 2}, dict(gemm_fp8=48, fused_blocks=6, head_fp8=2)),
     ],
 )
 def test_every_part_of_an_honest_step_is_counted(precision, problem, expected):

@@ -34,9 +34,15 @@ def trial(tmp_path: Path) -> Any:
 
     def with_problem(precision: str = "fp32", recipe: str | None = None, seed: int = 0, **problem: Any) -> Trial:
         problem = {**TINY, "data": "text:text.txt", "corpus": corpus.key, **problem}
-        kernel = "math" if problem.get("dropout") else "flash"  # on a CPU
-        said: dict[str, Any] = {"precision": precision, "recipe": recipe, "seed": seed}
-        return Trial(workload="training", device="cpu", problem=problem, attention=kernel, **said)
+        return Trial(
+            workload="training",
+            device="cpu",
+            problem=problem,
+            attention="math" if problem.get("dropout") else "flash",  # on a CPU
+            precision=precision,
+            recipe=recipe,
+            seed=seed,
+        )
 
     return with_problem
 
@@ -61,6 +67,7 @@ def test_what_was_trained_is_kept_for_evaluations(trial: Any, context: Context, 
     found = training.run(of_it, dataclasses.replace(context, checkpoints=tmp_path / "kept"))
     kept = tmp_path / "kept" / f"{of_it.id}.pt"
     arms = evaluation.evaluate(kept, f"text:{tmp_path / 'text.txt'}", block=8, stride=8).arms
+    assert arms[0].perplexity is not None
     assert arms[0].perplexity.nats_per_token == pytest.approx(found.samples["val_loss"][-1], abs=0.05)
     assert found.samples["val_loss"][-1] < 5.5 < found.samples["loss"][0]
 
@@ -111,7 +118,9 @@ def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Con
 
 @pytest.mark.usefixtures("plain_heads", "unchecked")
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
-def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(trial, context, precision, recipe):
+def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
+    trial: Any, context: Context, precision: str, recipe: str | None
+) -> None:
     """Evaluations and probes read the model, whose Linears compute with the step's copies in its own passes only."""
     settings = {"precision": precision, "recipe": recipe, "steps": 12, "evaluate": "both", "accumulate": 2}
     plain = training.run(trial(**settings, eval_every=12), context).samples
@@ -159,7 +168,9 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
     assert all(map(math.isfinite, kept["loss"]))
 
 
-def test_a_validation_loss_that_is_not_finite_is_diverged_too(trial, context, monkeypatch):
+def test_a_validation_loss_that_is_not_finite_is_diverged_too(
+    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training, "evaluate", lambda model, batches, precision, quantized=True: math.nan)
     for every in (10, 100):  # while training, and at its end
         with pytest.raises(Diverged, match="the validation loss is nan after step ") as caught:
@@ -214,7 +225,9 @@ def test_in_bf16_both_evaluations_are_one(trial: Any, context: Context) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", recipes.names())
-def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(trial, context, recipe):
+def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
+    trial: Any, context: Context, recipe: str
+) -> None:
     """With dropout, whose masks would show a look that draws, where attention has any."""
     dropout = 0.2
     if recipes.load(recipe).fp8_dpa:
@@ -242,7 +255,9 @@ def same_sums() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
-def test_looking_at_the_numerics_leaves_a_gpus_training_alone(trial, context, recipe, mode, same_sums):
+def test_looking_at_the_numerics_leaves_a_gpus_training_alone(
+    trial: Any, context: Context, recipe: str, mode: str, same_sums: None
+) -> None:
     """A captured graph owns its gradients and reads the scales where they are.
 
     Attention's and the embedding's gradients are summed in the same order each time: else their last bits, through an amax
@@ -267,8 +282,9 @@ def test_the_figures_of_the_numerics_are_those_of_each_tensor(trial: Any, contex
     found = training.run(trial("fp8", "delayed_scaling", **wide), context).samples
     assert found["probe_step"] == [2, 4, 6, 8, 10]
     names = [name for name in found if ":" in name]
-    linears = "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"
-    layers = [f"transformer.h.{i}.{part}" for i in (0, 1) for part in linears]
+    layers = [
+        f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
     kinds, tensors = ("amax", "saturated", "underflowed"), ("input", "weight", "grad_output")
     assert set(names) == {f"{kind}:{layer}.{tensor}" for kind in kinds for layer in layers for tensor in tensors}
     assert all(len(found[name]) == 5 for name in names)
@@ -292,16 +308,20 @@ def test_a_doubled_scale_shows_as_saturation(trial: Any, context: Context) -> No
     assert right.check["quantities"]
 
 
-def test_no_trial_but_a_broken_one_goes_unchecked(trial, context, monkeypatch):
+def test_no_trial_but_a_broken_one_goes_unchecked(
+    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: Any) -> None:
         raise CheckFailed("it is wrong", Measurement())
 
     monkeypatch.setattr(training_step, "check_step", fails)
-    fp8 = ("fp8", "delayed_scaling")
-    for unbroken in (trial("bf16", steps=2, arm="aa", perturb_ulp=1), trial(*fp8, steps=2, arm="broken")):
+    for unbroken in (
+        trial("bf16", steps=2, arm="aa", perturb_ulp=1),
+        trial("fp8", "delayed_scaling", steps=2, arm="broken"),
+    ):
         with pytest.raises(CheckFailed):
             training.run(unbroken, context)
-    training.run(trial(*fp8, steps=2, fault="e5m2_forward"), context)
+    training.run(trial("fp8", "delayed_scaling", steps=2, fault="e5m2_forward"), context)
 
 
 # Pairs: what the arms of one seed share.
@@ -341,7 +361,9 @@ def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: An
     assert not torch.equal(twice, plain["transformer.wte.weight"])
 
 
-def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, context, monkeypatch):
+def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
+    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By content: every batch that the model is called with, and the state that dropout's masks come from.
 
     Stochastic rounding draws from the same state, so that the masks of such a recipe are of their own.
@@ -367,16 +389,19 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, con
     ]
     for arm in arms:
         calls.append([])
-        asked = {"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}
-        training.run(trial(**asked), context)
+        training.run(
+            trial(**{"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}), context
+        )
     control = calls[0]
     assert len([call for call in control if call and call[0]]) == 4
     for arm, other in zip(arms[1:], calls[1:], strict=True):
         assert len(other) == len(control)
         rounds = "recipe" in arm and recipes.load(str(arm["recipe"])).nvfp4()
         for a, b in zip(control, other, strict=True):
-            pairs = () if a is b is None else list(zip(a, b, strict=True))[: 4 - rounds]
-            assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in pairs)
+            assert a is b is None or all(
+                torch.equal(torch.as_tensor(x), torch.as_tensor(y))
+                for x, y in list(zip(a, b, strict=True))[: 4 - rounds]
+            )
 
 
 def test_a_corpus_that_is_not_in_the_cache_is_named(trial: Any, context: Context) -> None:

@@ -12,11 +12,8 @@ from te_bench.reports.analysis import ranking
 
 def ladder(tmp_path, milliseconds, **changes):
     """The ranking of {attention: ms of each seed}."""
-    records = [
-        step_record(trial(attention=name, seed=seed), ms, **changes)
-        for name, times in milliseconds.items()
-        for seed, ms in enumerate(times)
-    ]
+    runs = [(name, seed, ms) for name, times in milliseconds.items() for seed, ms in enumerate(times)]
+    records = [step_record(trial(attention=name, seed=seed), ms, **changes) for name, seed, ms in runs]
     return result_of(tmp_path, records).steps
 
 

@@ -72,12 +72,9 @@ def test_baseline_is_one_by_definition(tmp_path):
 
 def test_without_a_baseline_that_did_the_same_work_there_is_no_speedup(tmp_path):
     slow = trial(attention="manual")
+    baseline = {"baseline": slow.cell}
     for number, (beside, settings) in enumerate(
-        (
-            (timed(slow, 4.0), {}),
-            (record(slow, outcome="oom"), {"baseline": slow.cell}),
-            (timed(slow, 4.0, tokens=100), {"baseline": slow.cell}),
-        )
+        ((timed(slow, 4), {}), (record(slow, outcome="oom"), baseline), (timed(slow, 4, tokens=100), baseline))
     ):
         steps = ladder(tmp_path / f"{number}", [beside, timed(trial(), 2.0, tokens=200)], **settings)
         assert steps["flash"].speedup is None

@@ -65,10 +65,8 @@ def test_the_spread_is_that_of_the_pairs_on_record(tmp_path: Path) -> None:
 
 
 def test_neither_a_recipe_s_gap_nor_another_training_s_spread_is_our_spread(tmp_path: Path) -> None:
-    studies = [
-        [study_of(tmp_path / f"{gap}", study_records({**TRUTH, "delayed_scaling": gap}, seeds=range(5)))]
-        for gap in (0.0, 0.5)
-    ]
+    truths = [{**TRUTH, "delayed_scaling": gap} for gap in (0.0, 0.5)]
+    studies = [[study_of(tmp_path / f"{n}", study_records(one, seeds=range(5)))] for n, one in enumerate(truths)]
     near, far = (planning.spread(study, arm_trial("control", 0)) for study in studies)
     assert near.gap_sd == pytest.approx(far.gap_sd)
     for change in ({"steps": 800}, {"learning_rate": 2e-3}, {"batch": 32}):

@@ -42,9 +42,8 @@ def commits(root, slower: Mapping[str, Mapping[int, float]], *, number=24, noise
             for since, by in slower.get(attention, {}).items():
                 factor *= by if commit >= since else 1.0
             for seed in range(seeds):
-                step = journals.step_record(
-                    journals.trial(attention=attention, seed=seed), ms * factor * draw.gauss(1, noise), where=body["id"]
-                )
+                took, of = ms * factor * draw.gauss(1, noise), journals.trial(attention=attention, seed=seed)
+                step = journals.step_record(of, took, where=body["id"])
                 records.append(at(step, commit))
         runs.append(journals.write(root / f"run{commit:02}", records, body=body))
     return runs
@@ -57,9 +56,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 
 def test_each_cell_is_a_series_of_a_point_a_commit(found: History) -> None:
-    assert [one.name for one in found.series] == [
-        f"train_step/gpt2-b12-t1024-V50304/{attention}/bf16/eager" for attention in ("manual", "flash", "cudnn")
-    ]
+    cell = "train_step/gpt2-b12-t1024-V50304/{}/bf16/eager"
+    assert [one.name for one in found.series] == [*map(cell.format, ("manual", "flash", "cudnn"))]
     for one in found.series:
         assert [point.commit for point in one.points] == [f"{n:02}abababab" for n in range(1, 25)]
         assert {point.processes for point in one.points} == {2}
