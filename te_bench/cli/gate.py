@@ -46,43 +46,27 @@ Base = Annotated[
     str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
 ]
 Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Time the commands that this te-bench.toml names, in a repository of any kind, not a suite.",
-    ),
-]
+_CONFIG = "Time the commands that this te-bench.toml names, in a repository of any kind, not a suite."
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG)]
 Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
 Budget = Annotated[str | None, typer.Option(metavar="TIME", help="Stop there, undecided if need be: 90s, 10min or 2h.")]
-ExitFirst = Annotated[
-    bool,
-    typer.Option("-x", "--exitfirst", help="Stop at the first regression: the answer stands, the rest stays open."),
-]
+_FIRST = "Stop at the first regression: the answer stands, the rest stays open."
+ExitFirst = Annotated[bool, typer.Option("-x", "--exitfirst", help=_FIRST)]
 SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
 Gates = Annotated[
     int | None, typer.Option(help="Of --self-test: gates of each kind; of leak and crash 5 at most. Default: 1.")
 ]
-AtOnce = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
-    ),
-]
+_AT_ONCE = "Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
+AtOnce = Annotated[int | None, typer.Option(metavar="N", help=_AT_ONCE)]
 Slower = Annotated[
     str | None,
     typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant. Default: 1%,2%,5%."),
 ]
 Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
-Mde = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N%",
-        help="How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin.",
-    ),
-]
+_MDE = "How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin."
+Mde = Annotated[str | None, typer.Option(metavar="N%", help=_MDE)]
 AllowEnvironmentChange = Annotated[
     bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
 ]

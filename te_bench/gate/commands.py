@@ -290,11 +290,8 @@ class CommandProcesses(GateProcesses):
                         failed[one.name] = error
             longest = max((run.wall_s for found in runs.values() for run in found[:1]), default=math.inf)
             number, turns = number + 1, min(MOST_TURNS, max(1, round(TIMED_S / longest)))
-        return [
-            (one, _record(as_known(trial), one, started, runs[one.name], failed.get(one.name)))
-            for one in revisions
-            for trial in trials[one.name]
-        ]
+        each = ((one, as_known(trial)) for one in revisions for trial in trials[one.name])
+        return [(one, _record(trial, one, started, runs[one.name], failed.get(one.name))) for one, trial in each]
 
     def close(self) -> None:
         if self._runner is not None:

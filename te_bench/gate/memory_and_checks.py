@@ -87,13 +87,8 @@ def compare_match(match: Match) -> list[GateFinding]:
             _finding(match, FindingKind.NEW, 0, told),
             *([_failure(match, wrong, "failed_check", "new")] if wrong else []),
         ]
-    return [
-        *_compare_outcomes(match),
-        *_find_untimed(match),
-        *_compare_memory(match),
-        *_compare_counts(match),
-        *_compare_kernels(match),
-    ]
+    compared = (_compare_outcomes, _find_untimed, _compare_memory, _compare_counts, _compare_kernels)
+    return [finding for compare in compared for finding in compare(match)]
 
 
 def _finding(match: Match, kind: FindingKind, code: int, message: str, suffix: str = "") -> GateFinding:

@@ -110,11 +110,8 @@ def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, An
     given = {name: value for name, value in {**options, **paths}.items() if name in names}
     experiment = plan.resolve(suite, Options(**given), only=only)
     _load(sorted({trial.workload for trial in experiment.trials}))
-    return {
-        "title": experiment.title,
-        "baseline": experiment.baseline,
-        "trials": [trial.to_json() for trial in experiment.trials],
-    }
+    trials = [trial.to_json() for trial in experiment.trials]
+    return {"title": experiment.title, "baseline": experiment.baseline, "trials": trials}
 
 
 def _load(workloads: list[str]) -> None:

@@ -85,13 +85,8 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook = None
     if spread is not None:
-        outlook = planning.outlook(
-            seeds=seeds,
-            margin=judgement["margin"],
-            alpha=judgement["alpha"],
-            recipes=arms.count("recipe"),
-            spread=spread,
-        )
+        by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
+        outlook = planning.outlook(seeds=seeds, **by, recipes=arms.count("recipe"), spread=spread)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records).values()
     total = None if None in taken else sum(time or 0.0 for time in taken)

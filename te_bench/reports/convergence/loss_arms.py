@@ -74,11 +74,8 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
                 f"{seeds} only in {one.source}: pairs need every seed in both; run what is missing, leave it out of "
                 "both, or compare unpaired"
             )
-    return Matched(
-        seeds=tuple(baseline.final),
-        baseline=tuple(baseline.final.values()),
-        candidate=tuple(candidate.final[seed] for seed in baseline.final),
-    )
+    seed_by_seed = tuple(candidate.final[seed] for seed in baseline.final)
+    return Matched(seeds=tuple(baseline.final), baseline=tuple(baseline.final.values()), candidate=seed_by_seed)
 
 
 def why_diverged(candidate: Losses) -> str | None:

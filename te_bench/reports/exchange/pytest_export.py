@@ -190,11 +190,8 @@ def _as_it_was(trial: Trial) -> dict[str, Any]:
 def _extra(record: Record, quantity: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """What pytest-benchmark has no field for: the GPU, memory, work, and the record that this is a part of."""
     known = identity(body)
-    peaks = {
-        name: measures.highest(measures.numbers(record.samples.get(name)))
-        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-        if record.samples.get(name)
-    }
+    sampled = {name: record.samples.get(f"peak_{name}_bytes") for name in ("allocated", "reserved", "rss")}
+    peaks = {f"peak_{name}_bytes": measures.highest(measures.numbers(s)) for name, s in sampled.items() if s}
     return {
         **{name: known.get(name) for name in ("device", "gpu", "driver", "cuda", "cudnn", "torch", "triton")},
         **peaks,

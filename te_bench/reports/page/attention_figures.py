@@ -27,11 +27,8 @@ def times(result: GroupResult, way: str) -> Figure | None:
         heading = shape
         for time in sorted((r for r in measured if r.configuration.shape == shape), key=lambda r: -(rate(r) or 0.0)):
             value = None if (found := rate(time)) is None else found / text.TERA
-            outcome = (
-                time.configuration.outcome
-                if value is None and time.configuration.outcome != "ok"
-                else text.plain(value)
-            )
+            failed = value is None and time.configuration.outcome != "ok"
+            outcome = time.configuration.outcome if failed else text.plain(value)
             name = text.shortened(time.configuration.label, NAME - len(outcome) - 2)
             place = names.index(time.configuration.label)
             colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]

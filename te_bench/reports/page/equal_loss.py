@@ -69,12 +69,8 @@ def figure(found: StudyVerdict) -> Figure | None:
     late = [p for curve in (reference, *ours) for p in curve]
     low, high = min(p.low for p in late), max(p.high for p in late)
     panels[0].set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-    reached = [
-        (1 - share) * end.time_s
-        for finding in drawn
-        if finding.speedup is not None
-        for share in finding.speedup.less_time_interval or ()
-    ]
+    speedups = (finding.speedup for finding in drawn if finding.speedup is not None)
+    reached = [(1 - share) * end.time_s for one in speedups for share in one.less_time_interval or ()]
     furthest = min(max(p.time_s for p in late) * 1.5, max([*reached, *(p.time_s for p in late)]))
     panels[0].set_xlim(begin, furthest + 0.05 * (furthest - begin))
     panels[-1].set_xlabel("training time, s")
