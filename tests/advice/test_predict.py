@@ -35,15 +35,13 @@ def test_gains_say_what_saves(machine: Machine) -> None:
 def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alone(machine: Machine) -> None:
     """Delayed scaling knows its scales before the kernel that could cast; a recipe that does not reads the values again."""
     evidence = gathered(machine)
-    slower = {
-        part: dataclasses.replace(time, seconds=time.seconds + 1e-4) if part.rival == "rowwise_scaling" else time
-        for part, time in evidence.times.items()
-    }
+    slower = dict(evidence.times)
+    for part, time in evidence.times.items():
+        if part.rival == "rowwise_scaling":
+            slower[part] = dataclasses.replace(time, seconds=time.seconds + 1e-4)
     frame = {machine.question.frame(fused("delayed_scaling")): Frame(seconds=0.1, memory=None)}
-    known, other = (
-        predict.predict(machine.question, evidence.made, fused(recipe), frame, slower)
-        for recipe in ("delayed_scaling", "rowwise_scaling")
-    )
+    both = (fused(recipe) for recipe in ("delayed_scaling", "rowwise_scaling"))
+    known, other = (predict.predict(machine.question, evidence.made, one, frame, slower) for one in both)
     needed = parts.parts_of(machine.question, evidence.made, fused())
     calls = sum(count for part, count in needed.items() if part.workload == "linear")
     assert other.seconds - known.seconds == pytest.approx(calls * 1e-4)

@@ -84,10 +84,8 @@ def test_the_plan_says_what_is_left_out(model: str) -> None:
 def test_te_benchs_parts_stand_beside_the_model_as_it_is(suite: str, model: str) -> None:
     found = steps(planned(suite, model))
     plain = [t for t in found if t.attention == "own" and t.precision != "fp16" and "rival" not in t.problem]
-    ways = [
-        {(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in plain if ("parts" in t.problem) == parts}
-        for parts in (True, False)
-    ]
+    sides = ([t for t in plain if ("parts" in t.problem) == parts] for parts in (True, False))
+    ways = [{(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in side} for side in sides]
     assert ways[0] == ways[1]
     assert {t.attention for t in found if "parts" in t.problem} == {"own"}
     assert f"{model}-b12-t1024-V50257-parts-all/own/bf16" in " ".join(t.name for t in found)

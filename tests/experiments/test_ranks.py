@@ -93,10 +93,9 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return done.stdout, found, (folder / "report" / "report.md").read_text(), theirs
 
 
-SEEN = {"ddp": {"allreduce"}, "fsdp2": {"allgather", "reduce_scatter", "allreduce"}}
-
-
-@pytest.mark.parametrize(("mode", "seen"), SEEN.items())
+@pytest.mark.parametrize(
+    ("mode", "seen"), [("ddp", {"allreduce"}), ("fsdp2", {"allgather", "reduce_scatter", "allreduce"})]
+)
 def test_a_run_divides_its_steps_and_says_so(scaled: Any, mode: str, seen: set[str]) -> None:
     """The record says over what and by which collectives, and the check held the global batch."""
     said, found, *_ = scaled

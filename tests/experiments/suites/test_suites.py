@@ -228,11 +228,8 @@ def test_memory_has_the_fastest_steps_of_speed_on_a_gpu(tmp_path: Path) -> None:
     def steps(suite: str, workload: str) -> set[tuple[Any, ...]]:
         trials = resolve(suite, "cuda", tmp_path, seeds=1).trials
         own = ("head", "optimizer", "blocks", "padded_vocab")
-        return {
-            (*(t.problem.get(name) for name in own), t.attention, t.precision, t.recipe, t.mode)
-            for t in trials
-            if t.workload == workload and t.mode != "eager"
-        }
+        found = (t for t in trials if t.workload == workload and t.mode != "eager")
+        return {(*map(t.problem.get, own), t.attention, t.precision, t.recipe, t.mode) for t in found}
 
     fast = steps("memory", "max_batch")
     assert len(fast) == 4

@@ -27,10 +27,8 @@ def test_an_outlook_is_the_exact_power_of_its_seeds_alone_and_after_holm() -> No
     assert found.alone.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.05))
     assert found.hardest.power == pytest.approx(power.power(8, 0.0019, 0.003, alpha=0.0125))
     assert found.hardest.power < found.alone.power
-    assert (found.alone.seeds_needed, found.hardest.seeds_needed) == (
-        power.seeds_needed(0.0019, 0.003, alpha=0.05),
-        power.seeds_needed(0.0019, 0.003, alpha=0.0125),
-    )
+    needed = tuple(power.seeds_needed(0.0019, 0.003, alpha=alpha) for alpha in (0.05, 0.0125))
+    assert (found.alone.seeds_needed, found.hardest.seeds_needed) == needed
 
 
 def test_power_is_what_simulated_runs_show() -> None:

@@ -164,10 +164,8 @@ def study(draw, gaps, rounds=12, ratio=3, sd=0.3, shape="normal"):
     pool = sd * draw.standard_normal(len(seeds))
     aa = [seed for seed in seeds if seed % ratio == ratio - 1]
     control = [seed for seed in seeds if seed % ratio != ratio - 1]
-    recipes = tuple(
-        arm("recipe", f"r{i}", gap + sd * SHAPES[shape](draw, rounds), range(0, ratio * rounds, ratio))
-        for i, gap in enumerate(gaps)
-    )
+    each = [(f"r{i}", gap + sd * SHAPES[shape](draw, rounds)) for i, gap in enumerate(gaps)]
+    recipes = tuple(arm("recipe", name, losses, range(0, ratio * rounds, ratio)) for name, losses in each)
     bf16, ulp = arm("control", "bf16", pool[control], control), arm("aa", "A/A", pool[aa], aa)
     return SimpleNamespace(pool=ratio, rounds=rounds, control=bf16, aa=ulp, recipes=recipes)
 
