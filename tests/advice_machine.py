@@ -13,6 +13,7 @@ from te_bench.advice.advise import Evidence, Run
 from te_bench.advice.candidates import Choice, Question
 from te_bench.advice.decision import Decision
 from te_bench.experiments.spec import Options, Record, Trial
+from te_bench.reports.analysis.rows import load_results
 
 GPU = environment()
 #: Seconds per FLOP of a Linear, and of a Linear's casts per element, by precision.
@@ -28,25 +29,18 @@ def survey_work(question: Question, layers: int = 12, width: int = 768, **change
     """What a survey of a GPT finds."""
     rows = question.tokens
     sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    linears = [
-        {"rows": rows, "in_features": k, "out_features": n, "calls": layers, "kept": 0, "names": []} for k, n in sizes
-    ]
+    linear = {"rows": rows, "calls": layers, "kept": 0, "names": []}
     call = {"batch": question.problem["batch"], "heads": 12, "kv_heads": 12, "head_dim": 64, "calls": layers}
     call |= {"length": question.problem["block"], "keys": question.problem["block"], "dtype": "bfloat16"}
     call |= {"causal": True, "mask": False, "dropout": 0.0, "kernel": "flash"}
     found = {
-        "linears": linears,
+        "linears": [linear | {"in_features": k, "out_features": n} for k, n in sizes],
         "head": {"rows": rows, "in_features": width, "out_features": question.vocab},
         "attentions": [call],
-        "written_out": 0,
         "losses": [{"classes": question.vocab, "dtype": "bfloat16", "elements": rows * question.vocab}],
-        "norms": 0,
-        "norms_in_float32": 0,
-        "dropout": {},
-        "vocab": question.vocab,
-        "optimizer": None,
+        **dict.fromkeys(("written_out", "norms", "norms_in_float32"), 0),
     }
-    return found | changes
+    return found | {"dropout": {}, "vocab": question.vocab, "optimizer": None} | changes
 
 
 class Machine:
@@ -63,15 +57,9 @@ class Machine:
         rate: Mapping[str, float] = RATE,
         wall: Callable[[Trial], float] = lambda trial: 1.5,
     ):
-        self.wall, self.clock = wall, 0.0
+        self.wall, self.clock, self.gib, self.rate = wall, 0.0, gib, rate
         self.known: Collection[str] = ()
-        self.question, self.times_of_step, self.fails, self.gib, self.rate = (
-            question,
-            times_of_step,
-            fails or {},
-            gib,
-            rate,
-        )
+        self.question, self.times_of_step, self.fails = question, times_of_step, fails or {}
         self.survey = {**survey_work(question), **(survey or {})}
         self.asked: list[Trial] = []
         self.checked: dict[str, bool] = {}  # by trial id
@@ -93,10 +81,7 @@ class Machine:
         if trial.workload == "train_step":
             seconds = self.step(trial) * self.times_of_step(trial)
             noise = [1 + 0.001 * math.sin(7 * trial.seed + i + int(trial.cell[:4], 16)) for i in range(20)]
-            samples = {
-                "latency_s": [seconds * n for n in noise],
-                "peak_allocated_bytes": [self.gib(trial) * 2**30],
-            }
+            samples = {"latency_s": [seconds * n for n in noise], "peak_allocated_bytes": [self.gib(trial) * 2**30]}
             return record(trial, samples=samples, work={"tokens": self.question.tokens, "graph_breaks": 0})
         return record(trial, **self.part(trial))
 
@@ -139,41 +124,20 @@ def question(model: str = "gpt2", device: str = "cuda", **options: Any) -> Quest
     return candidates.of_model(Options(device=device, model=model, **options), (9, 0) if device == "cuda" else None)
 
 
-def gathered(
-    machine: Machine,
-    *,
-    budget_s: float = 1e6,
-    memory: float | None = None,
-    room: float | None = None,
-    known: Collection[str] = (),
-    say: Callable[[str], None] = lambda _: None,
-) -> Evidence:
+def gathered(machine: Machine, **options: Any) -> Evidence:
     """By the clock of the machine, which goes on by each trial's wall; those known take none."""
-    machine.known = known
-    run = Run(
-        machine.question,
-        machine,
-        budget_s=budget_s,
-        memory=memory,
-        room=room,
-        known=known,
-        say=say,
-        clock=lambda: machine.clock,
-    )
-    return run.gather()
+    machine.known = options.get("known", ())
+    given = {"budget_s": 1e6, "memory": None, "room": None, "known": (), "say": lambda _: None} | options
+    return Run(machine.question, machine, clock=lambda: machine.clock, **given).gather()
 
 
 def decided(machine: Machine, evidence: Evidence, folder: Path, memory: float | None = None) -> Decision:
     """By a journal of all that the machine recorded."""
-    from te_bench.reports.analysis.rows import load_results
-
     have = machine.question.trial(machine.question.have).cell
     write(folder, machine.records, suite="advise", title="Advice", body=GPU, baseline=have)
     return decision.decide(evidence, decision.group_of(load_results([folder]), "advise", GPU["id"]), memory)
 
 
 def fused(recipe: str | None = None, attention: str = "cudnn", head: str = "chunked") -> Choice:
-    precision = "fp8" if recipe else "bf16"
-    return Choice(
-        attention=attention, precision=precision, recipe=recipe, mode="cudagraph", head=head, fused=True, padded=True
-    )
+    made: dict[str, Any] = {"mode": "cudagraph", "fused": True, "padded": True}
+    return Choice(attention=attention, precision="fp8" if recipe else "bf16", recipe=recipe, head=head, **made)

@@ -106,7 +106,12 @@ def pool_records(
 
 
 def study_of(directory: Path, records: Sequence[Record], judgement: Mapping[str, Any] = JUDGEMENT) -> Study:
-    [group] = load_results([write_study(directory, records, judgement)]).groups
+    return study_at(write_study(directory, records, judgement))
+
+
+def study_at(*directories: Path) -> Study:
+    """The only one there."""
+    [group] = load_results(directories).groups
     [study] = studies(group)
     return study
 

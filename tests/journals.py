@@ -8,6 +8,7 @@ from typing import Any
 
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Plan, Store
+from te_bench.reports.group_result import GroupResult, load_report
 
 H200 = "NVIDIA H200"
 HOSTILE = "<script>alert(document.title)</script>"
@@ -51,9 +52,8 @@ def trial(workload: str = "train_step", attention: str = "flash", *, device: str
         "attention_numerics": {"batch": 1, "heads": 4, "length": 256, "head_dim": 64, "causal": True, "dropout": 0.0},
     }
     fields = {name: changes.pop(name) for name in tuple(changes) if name in Trial.__slots__}
-    return Trial(
-        workload=workload, device=device, attention=attention, problem=problems.get(workload, {}) | changes, **fields
-    )
+    problem = problems.get(workload, {}) | changes
+    return Trial(workload=workload, device=device, attention=attention, problem=problem, **fields)
 
 
 def record(of: Trial, where: str = "env-h200", outcome: str = "ok", **changes: Any) -> Record:
@@ -119,23 +119,26 @@ def write(
     """A journal of one plan: the records' trials and then `planned`, which have no record."""
     records = list(records)
     body = body or environment()
-    trials = tuple({r.trial.id: r.trial for r in records} | {t.id: t for t in planned})
-    by_id = {r.trial.id: r.trial for r in records} | {t.id: t for t in planned}
-    plan = Plan(
-        suite=suite,
-        title=title,
-        environment=body["id"],
-        trials=tuple(by_id[key].to_json() for key in trials),
-        baseline=baseline,
-        started_at=STARTED,
-        judgement=judgement or {},
-    )
+    trials = {r.trial.id: r.trial for r in records} | {t.id: t for t in planned}
+    what = {"suite": suite, "title": title, "environment": body["id"], "baseline": baseline, "started_at": STARTED}
+    plan = Plan(**what, trials=tuple(t.to_json() for t in trials.values()), judgement=judgement or {})
     with Store(directory) as store:
         store.add_environment(body)
         store.add_plan(plan)
         for one in records:
             store.add(one)
     return directory
+
+
+def only_group(directory: Path) -> GroupResult:
+    """What a report finds in a run of one group."""
+    [result] = load_report([directory]).groups
+    return result
+
+
+def result_of(directory: Path, records: Iterable[Record], **settings: Any) -> GroupResult:
+    """What it finds in these."""
+    return only_group(write(directory / "run", records, **settings))
 
 
 def ladder_records(seeds: int = 1, where: str = "env-h200", slower: float = 1.0) -> list[Record]:

@@ -23,14 +23,11 @@ ACTION: dict[str, Any] = yaml.safe_load((ROOT / "action.yml").read_text())
 STEPS: dict[str, dict[str, Any]] = {step["name"]: step for step in ACTION["runs"]["steps"]}
 SHELL = {name: step["run"] for name, step in STEPS.items()}
 EXAMPLES = sorted((ROOT / "examples" / "ci").glob("*.yml"))
-WORKFLOWS = {
-    path: yaml.safe_load(path.read_text()) for path in [*EXAMPLES, *(ROOT / ".github" / "workflows").glob("*.yml")]
-}
+OURS = (ROOT / ".github" / "workflows").glob("*.yml")
+WORKFLOWS = {path: yaml.safe_load(path.read_text()) for path in [*EXAMPLES, *OURS]}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: What te-bench depends on, and what of it a gate on commands does without.
-NEEDED = {
-    re.split(r"[^\w-]", one)[0]
-    for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-}
+NEEDED = {re.split(r"[^\w-]", one)[0] for one in PROJECT["dependencies"]}
 LEFT_OUT = {"torch", "triton", "tokenizers", "safetensors"}
 BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail")  # `shell: bash`, as GitHub starts it
 FAST, SLOW = 0.002, 0.006
@@ -99,35 +96,17 @@ def step(repository: Repository, tmp_path: Path) -> Step:
     for name, program in (("te-bench", TE_BENCH), ("gh", GH), ("python3", PYTHON3)):
         (path / name).write_text(program)
         (path / name).chmod(0o755)
-    inputs = {name.upper().replace("-", "_"): one.get("default", "") for name, one in ACTION["inputs"].items()}
-
-    asked = {"MARGIN": "100%", "SUITE": "quick"}
+    inputs = {name.upper().replace("-", "_"): str(one.get("default", "")) for name, one in ACTION["inputs"].items()}
+    inputs |= {"MARGIN": "100%", "SUITE": "quick", "GITHUB_BASE_REF": "main", "RUNNER_TEMP": str(tmp_path)}
 
     def run(name: str, **environment: str) -> Done:
         files = {which: tmp_path / which for which in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
         for file in files.values():
             file.write_text("")
-        given: Mapping[str, Any] = {
-            "GITHUB_BASE_REF": "main",
-            "RUNNER_TEMP": tmp_path,
-            **inputs,
-            **asked,
-            **environment,
-        }
-        done = subprocess.run(
-            [*BASH, "-c", SHELL[name]],
-            cwd=repository.root,
-            env={
-                **os.environ,
-                **{key: str(value) for key, value in given.items()},
-                **{key: str(file) for key, file in files.items()},
-                "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        env = {**os.environ, **inputs, **environment, **{key: str(file) for key, file in files.items()}}
+        env["PATH"] = f"{path}{os.pathsep}{os.environ['PATH']}"
+        how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+        done = subprocess.run([*BASH, "-c", SHELL[name]], cwd=repository.root, env=env, **how)
         return Done(done.returncode, done.stdout + done.stderr, *(file.read_text() for file in files.values()))
 
     return run
@@ -146,16 +125,23 @@ def test_the_installation_is_pinned_and_without_torch_but_for_a_suite(step: Step
     packages, own = installed.read_text().splitlines()
     assert own == f"{pip}--no-deps {ROOT}"
     assert packages.startswith(f"{pip}-c {ROOT}/constraints.txt ")
-    pinned = {
-        line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-    }
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower() for line in constraints if "==" in line}
     assert {*packages.removeprefix(f"{pip}-c {ROOT}/constraints.txt ").split()} == NEEDED - LEFT_OUT <= pinned
 
 
-def test_commands_are_gated_by_what_the_action_installs(repository: Repository, step: Step, tmp_path: Path) -> None:
-    (repository.root / "te-bench.toml").write_text('[bench.nap]\ncommand = "sleep 0.01"')
+@pytest.fixture
+def naps(repository: Repository) -> Path:
+    """A te-bench.toml of a command that sleeps, which is committed."""
+    file = repository.root / "te-bench.toml"
+    file.write_text('[bench.nap]\ncommand = "sleep 0.01"')
     repository.git("add", "--all")
     repository.git("commit", "--quiet", "-m", "a")
+    return file
+
+
+@pytest.mark.usefixtures("naps")
+def test_commands_are_gated_by_what_the_action_installs(step: Step, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     absent.mkdir()
     (absent / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({sorted(LEFT_OUT)})\n")
@@ -229,15 +215,11 @@ def test_without_a_merge_base_it_says_what_is_missing(repository: Repository, st
     assert step("Gate").code == 2
 
 
-def test_the_commands_of_another_repository_are_gated(repository: Repository, step: Step) -> None:
-    file = repository.root / "te-bench.toml"
-    file.write_text('[bench.nap]\ncommand = "sleep 0.01"')
-    repository.git("add", "--all")
-    repository.git("commit", "--quiet", "-m", "a")
+def test_the_commands_of_another_repository_are_gated(naps: Path, step: Step) -> None:
     asked = {"SUITE": "", "BASE": "HEAD"}
     done = step("Gate", BUDGET="0.06s", **asked)
     assert (done.code, "INCONCLUSIVE: 1 INCONCLUSIVE of 1 timed" in done.summary) == (0, True), done
-    file.write_text('[bench.nap]\ncommand = "no-such-program"')
+    naps.write_text('[bench.nap]\ncommand = "no-such-program"')
     done = step("Gate", **asked)
     assert (done.code, done.summary) == (2, "")
     assert "te-bench.toml: bench.nap: in both revisions the command cannot be started: no-such-program" in done.log
@@ -350,15 +332,14 @@ def test_actions_are_pinned_to_a_commit_and_jobs_end_and_may_do_no_more_than_the
     assert uses
     assert all(pinned.fullmatch(action) for action in uses), uses
     known = {*ACTION["inputs"]}
-    given = [
-        step.get("with", {}) for job in workflow["jobs"].values() for step in job["steps"] if step.get("uses") == "./"
-    ]
+    steps = (step for job in workflow["jobs"].values() for step in job["steps"])
+    given = [step.get("with", {}) for step in steps if step.get("uses") == "./"]
     assert all(known >= {*one} for one in given)
 
 
 def test_the_example_config_is_one() -> None:
     found = config.read(ROOT / "examples" / "ci" / "te-bench.toml")
     assert [(one.name, one.writes) for one in found.commands] == [("start", False), ("inside", True), ("suite", True)]
-    assert "\n".join((ROOT / "examples" / "ci" / "te-bench.toml").read_text().splitlines()[1:]) in "\n".join(
-        line.removeprefix("    ") for line in (ROOT / "docs" / "gate-any-repository.md").read_text().splitlines()
-    )
+    example = (ROOT / "examples" / "ci" / "te-bench.toml").read_text().splitlines()[1:]
+    page = (ROOT / "docs" / "gate-any-repository.md").read_text().splitlines()
+    assert "\n".join(example) in "\n".join(line.removeprefix("    ") for line in page)

@@ -55,9 +55,7 @@ def test_te_linear_computes_in_fp8(device: str, main: Callable[..., Any], capsys
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_hf_llama_learns_as_well_in_fp8(
-    device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hf_llama_learns_as_well_in_fp8(device, main, capsys):
     bf16, fp8 = main("hf_llama", ["--device", device])
     assert bf16 < 1  # ln 32 = 3.5 is knowing nothing
     assert abs(fp8 - bf16) < 0.03  # of four seeds on a CPU the gaps were 0.006 to 0.011
@@ -65,9 +63,7 @@ def test_hf_llama_learns_as_well_in_fp8(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_te_quickstart_times_five_layers(
-    device: str, main: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_te_quickstart_times_five_layers(device, main, capsys):
     small = {"--device": device, "--hidden": 64, "--length": 16, "--batch": 2, "--heads": 2}
     times = main("te_quickstart", [str(word) for pair in small.items() for word in pair])
     out = capsys.readouterr().out
@@ -122,9 +118,7 @@ LAYERS = {"plain_loop": 5, "hf_trainer": 15, "accelerate_loop": 15, "lightning_f
     ],
 )
 @pytest.mark.parametrize("name", GAPS)
-def test_trainers_reach_the_loss_of_bf16(
-    name: str, device: str, main: Callable[..., Any], steps: list[tuple[float, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainers_reach_the_loss_of_bf16(name, device, main, steps, capsys):
     package = {"accelerate_loop": "accelerate", "hf_trainer": "accelerate", "lightning_fit": "pytorch_lightning"}.get(
         name
     )
@@ -158,9 +152,7 @@ def test_their_tolerance_is_none_of_a_wrong_recipe_s(main: Callable[..., Any], m
 
 
 @pytest.mark.slow
-def test_hf_verdict_ends_in_a_verdict_that_sees_a_fault(
-    main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_hf_verdict_ends_in_a_verdict_that_sees_a_fault(main, tmp_path, monkeypatch, capfd):
     pytest.importorskip("accelerate", reason="needs accelerate: pip install '.[trainers]'")
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     short = ["--seeds", "3", "--steps", "20", "--margin", "0.02", "--out", str(tmp_path)]
@@ -333,9 +325,7 @@ def test_the_readmes_program_runs_with_only_its_imports_changed(device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_quickstarts_program_runs_with_only_its_imports_changed(
-    device: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quickstarts_program_runs_with_only_its_imports_changed(device, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     classes = runpy.run_path(str(EXAMPLES / "te_quickstart.py"))
     names = ("BasicTransformerLayer", "BasicTETransformerLayer", "FusedTETransformerLayer")
@@ -359,9 +349,7 @@ def test_the_readme_s_program_trains_a_llama_in_fp8(device: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_models_page_s_program_trains_a_folder_s_llama(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_models_page_s_program_trains_a_folder_s_llama(device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (EXAMPLES.parent / "docs" / "models.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

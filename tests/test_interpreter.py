@@ -66,9 +66,7 @@ PAIRS = [(a, b) for a in FORMATS for b in FORMATS if a.primitive_bitwidth != b.p
 @pytest.mark.parametrize("rounding", [None, interpreter._ir.ROUNDING_MODE.RTNE])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_conversion_is_tritons_own_bit_for_bit(
-    source: tl.dtype, target: tl.dtype, rounding: Any, turned: bool
-) -> None:
+def test_a_conversion_is_tritons_own_bit_for_bit(source, target, rounding, turned):
     """Of every number where there are at most 65,536; with subnormal ones, infinities and NaN, and without."""
     convert = interpreter._convert_float
     bits = source.primitive_bitwidth

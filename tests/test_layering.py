@@ -8,58 +8,26 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = (
-    "plugins",
-    "kernels",
-    "models",
-    "training",
-    "experiments",
-    "reports",
-    "gate",
-    "advice",
-    "cli",
-)  # each imports earlier ones only
+#: Each imports earlier ones only.
+LAYERS = ("plugins", "kernels", "models", "training", "experiments", "reports", "gate", "advice", "cli")
 
 #: Within reports: logs and numbers first, then the result of a group, pages last; exchange is with other tools' files.
 REPORT_LAYERS = ("files", "analysis", "logs", "convergence", "group_result", "exchange", "history", "page")
 
 #: These never import torch at module level, nor anything of te_bench that does.
-TORCH_FREE = (
+TORCH_FREE = {
     "te_bench",
     "te_bench.plugins",
     "te_bench.kernels.attention",
     "te_bench.models",
     "te_bench.models.configs",
-    "te_bench.training.corpus",
-    "te_bench.training.fewer_bits",
-    "te_bench.training.tokenizer",
-    *(
-        f"te_bench.experiments.{name}"
-        for name in (
-            *(
-                "doctor",
-                "environment",
-                "fork_server_preload",
-                "measurement",
-                "plan",
-                "presets",
-                "problems",
-                "processes",
-            ),
-            *("on_ray", "progress", "ray_host", "run_options", "runner", "spec", "store", "suite_trials"),
-        )
-    ),
-)
-TORCH_FREE_PACKAGES = (
-    "te_bench.cli",
-    "te_bench.advice",
-    "te_bench.gate",
-    "te_bench.reports",
-    "te_bench.experiments.scaling",
-    "te_bench.experiments.suites",
-    "te_bench.models.rivals",
-    "te_bench.training.layouts",
-)
+}
+TORCH_FREE |= {f"te_bench.training.{name}" for name in ("corpus", "fewer_bits", "tokenizer")}
+IN_EXPERIMENTS = "doctor environment fork_server_preload measurement on_ray plan presets problems processes progress "
+IN_EXPERIMENTS += "ray_host run_options runner spec store suite_trials"
+TORCH_FREE |= {f"te_bench.experiments.{name}" for name in IN_EXPERIMENTS.split()}
+PACKAGES = "cli advice gate reports experiments.scaling experiments.suites models.rivals training.layouts"
+TORCH_FREE_PACKAGES = tuple(f"te_bench.{name}" for name in PACKAGES.split())
 
 
 def module_name(path: Path) -> str:
@@ -115,29 +83,22 @@ def path_to_torch(module: str, seen: set[str] | None = None) -> list[str] | None
     return None
 
 
-def layer(module: str) -> int:
-    parts = module.split(".")
-    return LAYERS.index(parts[1]) if len(parts) > 1 else -1
+def imported_upwards(module: str, inside: str, order: tuple[str, ...]) -> list[str]:
+    """What a module imports of later folders of this package."""
+
+    def place(name: str) -> int:
+        _, dot, below = name.partition(f"{inside}.")
+        return order.index(below.partition(".")[0]) if dot else -1
+
+    names = (name for name in imports(module, deferred=True) if name.startswith(inside))
+    return sorted(name for name in names if place(name) > place(module))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module: str) -> None:
-    upwards = {
-        name for name in imports(module, deferred=True) if name.startswith("te_bench") and layer(name) > layer(module)
-    }
-    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}"
-
-
-def report_layer(module: str) -> int:
-    parts = module.split(".")
-    return REPORT_LAYERS.index(parts[2]) if len(parts) > 2 else -1
-
-
-@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("te_bench.reports.")])
-def test_reports_compute_first_and_present_last(module: str) -> None:
-    inside = {name for name in imports(module, deferred=True) if name.startswith("te_bench.reports.")}
-    upwards = {name for name in inside if report_layer(name) > report_layer(module)}
-    assert not upwards, f"{module} imports {', '.join(sorted(upwards))}"
+def test_imports_go_one_way_and_reports_compute_first_and_present_last(module: str) -> None:
+    assert imported_upwards(module, "te_bench", LAYERS) == []
+    if module.startswith("te_bench.reports."):
+        assert imported_upwards(module, "te_bench.reports", REPORT_LAYERS) == []
 
 
 def test_every_folder_has_its_layer() -> None:
@@ -145,23 +106,15 @@ def test_every_folder_has_its_layer() -> None:
     assert {module.split(".")[1] for module in MODULES if "." in module} == set(LAYERS)
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in MODULES if name in TORCH_FREE or name.startswith(TORCH_FREE_PACKAGES)]
-)
+@pytest.mark.parametrize("module", sorted(TORCH_FREE.union(m for m in MODULES if m.startswith(TORCH_FREE_PACKAGES))))
 def test_torch_is_out_of_reach(module: str) -> None:
     chain = path_to_torch(module)
     assert chain is None, " -> ".join(chain or [])
 
 
-def test_the_torch_free_modules_are_all_there() -> None:
-    assert set(TORCH_FREE) <= set(MODULES)
-
-
-@pytest.mark.parametrize(
-    "module", ["te_bench.experiments.trial", "te_bench.models.zoo.gpt", "te_bench.kernels.attention.backends.flash"]
-)
+@pytest.mark.parametrize("module", ["experiments.trial", "models.zoo.gpt", "kernels.attention.backends.flash"])
 def test_the_test_can_see_torch(module: str) -> None:
-    assert path_to_torch(module)
+    assert path_to_torch(f"te_bench.{module}")
 
 
 def test_functions_and_type_checking_are_not_module_level() -> None:

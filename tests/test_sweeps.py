@@ -39,9 +39,7 @@ def test_candidates_take_turns_there_and_back(script: Callable[[str], Any]) -> N
     assert "".join(seen) == "cbaabccba"
 
 
-def test_who_raises_is_left_out_of_a_forgiving_race(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_raises_is_left_out_of_a_forgiving_race(script, monkeypatch, capsys):
     race = script("_race")
     cuda = SimpleNamespace(empty_cache=lambda: None, Stream=object, stream=contextlib.nullcontext)
     monkeypatch.setattr(race, "torch", SimpleNamespace(cuda=cuda))
@@ -54,9 +52,7 @@ def test_who_raises_is_left_out_of_a_forgiving_race(
         race.race(lambda: calls, 2)
 
 
-def test_a_table_has_the_fastest_first_and_is_kept(
-    script: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_has_the_fastest_first_and_is_kept(script, tmp_path, capsys):
     race = script("_race")
     rates = race.told("a shape", 4e9, {"slow": 4e-5, "fast": 1e-5})
     assert rates == pytest.approx({"slow": 100, "fast": 400})
@@ -75,9 +71,7 @@ sys.exit(sys.argv[1] == "fails")
 
 
 @pytest.mark.parametrize(("how", "seconds", "well"), [("ends", 30, True), ("fails", 30, False), ("hangs", 1, False)])
-def test_a_piece_that_hangs_is_killed(
-    how: str, seconds: float, well: bool, script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_hangs_is_killed(how, seconds, well, script, tmp_path, monkeypatch):
     piece = tmp_path / "piece.py"
     piece.write_text(PIECE)
     monkeypatch.setattr("sys.argv", [str(piece), "not", "these"])
@@ -182,9 +176,7 @@ def test_shapes_and_bars_are_the_documents(script: Callable[[str], Any]) -> None
         assert not bar or re.search(rf"^\| {name}, forward[^|]*\| {bar} \|", document, re.MULTILINE)
 
 
-def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(script, monkeypatch):
     sweep = script("norm_tiles")
     ships, named = residual_forward.WIDE_CAST, inspect.signature(sweep._residual.add_forward_quantized)
     assert tuple(ships.values()) in sweep.TILES
@@ -201,9 +193,7 @@ def test_the_norms_tiles_hold_what_ships_and_each_is_what_runs(
     assert sweep.measured(32, 64, 8, 4, "cpu") == [0, "OverflowError"]
 
 
-def test_activations_tiles_begin_with_what_ships_and_each_is_the_one_that_runs(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_tiles_begin_with_what_ships_and_each_is_the_one_that_runs(script, monkeypatch):
     sweep, ships = script("activation_tiles"), activation.QUANTIZED
     assert sweep.TILES[0] == (ships["ROWS"], ships["COLUMNS"], ships["num_warps"], None)
     assert len(set(sweep.TILES)) == 12
@@ -225,9 +215,7 @@ def test_rotarys_tiles_begin_with_what_ships(script: Callable[[str], Any]) -> No
     assert len(set(tiles)) == 12
 
 
-def test_a_barrier_comes_before_what_a_loop_has_stored(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_barrier_comes_before_what_a_loop_has_stored(script, monkeypatch):
     from torch._inductor.codegen.triton import TritonKernel
 
     lines: list[str] = []
@@ -245,9 +233,7 @@ def test_a_barrier_comes_before_what_a_loop_has_stored(
 
 
 @pytest.mark.slow
-def test_a_compiled_loss_beside_eagers(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compiled_loss_beside_eagers(script, monkeypatch, capsys):
     """By Dynamo alone: of a CPU Inductor has no Triton code, into which barriers could go."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(sys, "argv", ["compiled_loss.py", "--model", "tiny", "--layers", "1", "--batch", "2"])
@@ -259,9 +245,7 @@ def test_a_compiled_loss_beside_eagers(
         assert all(abs(float(loss)) < 1e-3 for loss in line.removeprefix(f"{name}: ").split(", "))
 
 
-def test_the_step_with_barriers_is_checked_and_timed_as_the_suites(
-    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_with_barriers_is_checked_and_timed_as_the_suites(script, monkeypatch):
     from torch._inductor.codegen.triton import TritonKernel
 
     sweep, usual, ran = script("compiled_loss"), TritonKernel.load, list[Trial]()

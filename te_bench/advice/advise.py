@@ -299,9 +299,7 @@ class Run:
 
     def _waiting(self, predictions: Mapping[Choice, Prediction]) -> list[Prediction]:
         """Predictions of steps that may yet be measured, corrected by those that were, the fastest first."""
-        correction = predict.corrected(
-            predictions, {choice: typical(records) for choice, records in self.steps.items()}
-        )
+        correction = predict.corrected(predictions, {choice: typical(runs) for choice, runs in self.steps.items()})
         waiting = [
             replace(prediction, seconds=correction.of(prediction))
             for choice, prediction in predictions.items()

@@ -146,18 +146,14 @@ def _predicted(evidence: Evidence, choice: Choice) -> str:
 
 def _larger(evidence: Evidence, use: Choice) -> str:
     """The larger batch that is the fastest per token, of those that were measured."""
-    best = next((larger for larger in larger_batches(evidence) if _like(larger.choice, use)), None)
+    of_use = (one for one in larger_batches(evidence) if replace(one.choice, checkpointing=use.checkpointing) == use)
+    best = next(of_use, None)
     if best is None:
         return ""
     held = peak([best.record])
     fits = "fits, too" if best.choice == use else "fits by checkpointed blocks"
     takes = "" if held is None else f", {text.gib(held)} GiB"
     return f"A batch of {best.batch} {fits}{takes}: {text.times(best.faster)} as fast per token, by one run."
-
-
-def _like(choice: Choice, use: Choice) -> bool:
-    """Whether it is the choice, its blocks checkpointed or not."""
-    return replace(choice, checkpointing=use.checkpointing) == use
 
 
 def _checkpointing(evidence: Evidence, use: Choice) -> str:

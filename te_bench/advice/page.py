@@ -23,7 +23,7 @@ from te_bench.reports.analysis.measures import finite, of_processes
 from te_bench.reports.files import write_folder
 from te_bench.reports.page import text
 from te_bench.reports.page.bars import Stack, stacked_bars
-from te_bench.reports.page.drawing import Drawing, draw
+from te_bench.reports.page.drawing import Drawing, draw, styled
 from te_bench.reports.page.step_figures import FLOOR_KINDS
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
@@ -94,6 +94,7 @@ def _profile(evidence: Evidence, choice: Choice) -> Mapping[str, Any]:
     return evidence.steps[choice][0].work.get("kernel_s") or {}
 
 
+@styled
 def _steps(evidence: Evidence, decision: Decision) -> Drawing:
     shown = [choice for choice in dict.fromkeys((decision.have, decision.use)) if choice in evidence.steps]
     stacks = []
@@ -111,9 +112,7 @@ def _steps(evidence: Evidence, decision: Decision) -> Drawing:
             )
         )
     caption = "Time of one step by kind of work"
-    return draw(
-        "steps", "steps", caption, title(evidence.question), lambda: stacked_bars(stacks, FLOOR_KINDS, "ms a step")
-    )
+    return draw("steps", "steps", caption, title(evidence.question), stacked_bars(stacks, FLOOR_KINDS, "ms a step"))
 
 
 def _gains(gains: Sequence[LinearGain]) -> Table | None:

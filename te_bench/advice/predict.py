@@ -67,9 +67,7 @@ def predict(
     if not all(part in times for part in differing):
         return None
     in_kernels = choice.fused or choice.parts is not None
-    seconds_of = {
-        part: _seconds_in_kernels(part, times) if in_kernels else time.seconds for part, time in times.items()
-    }
+    seconds_of = {part: _seconds_in_kernels(part, times) if in_kernels else one.seconds for part, one in times.items()}
     alone = sum(count * seconds_of.get(part, 0.0) for part, count in whole.items())
     share = min(1.0, MOST * frame.seconds / alone) if alone else 1.0
     gains: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """What costs users most and no tool tells them, found in the records of a model as it is. Pure; no torch."""
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -117,102 +118,76 @@ def findings(
 
 
 def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
-    work, shown = survey.work, (survey.trial.id,)
+    work, shown = survey.work, functools.partial(Finding, records=(survey.trial.id,))
     for call in work["attentions"]:
         if call["kernel"] in SLOW_KERNELS:
-            yield Finding(
-                name="attention",
-                what=f"Attention runs the {call['kernel']} kernel in {call['calls']} calls of a step.",
-                why=_why_slow(call),
-                mend=_mend_slow(call),
-                records=shown,
-            )
+            why, mend = _slow(call)
+            what = f"Attention runs the {call['kernel']} kernel in {call['calls']} calls of a step."
+            yield shown(name="attention", what=what, why=why, mend=mend)
     if work["written_out"]:
-        yield Finding(
+        yield shown(
             name="attention",
             what=f"Attention is written out: {work['written_out']} softmaxes over all scores in a step.",
             why="every score is written to memory and read again, and kept for the backward pass",
             mend='Call F.scaled_dot_product_attention; with transformers attn_implementation="sdpa".',
-            records=shown,
         )
     classes = work["vocab"] or vocab
     logits = [found["rows"] * classes for found in work["linears"] if found["out_features"] == classes]
     few = logits and max(logits) < SMALL  # as of a classifier, which has a row an image
     if classes is not None and classes > MULTIPLE and classes % MULTIPLE and not few:
-        yield Finding(
+        yield shown(
             name="vocabulary",
             what=f"The vocabulary, {classes}, is no multiple of {MULTIPLE}.",
             why="rows of the logits are not aligned: the head's products take slower kernels",
             mend=f"Pad embedding and head to {-(-classes // MULTIPLE) * MULTIPLE} rows.",
-            records=shown,
         )
     wide = sum(loss["elements"] for loss in work["losses"] if loss["dtype"] == "float32")
     if wide >= SMALL:
-        yield Finding(
+        yield shown(
             name="logits",
             what=f"The loss reads logits in float32: {text.gib(4.0 * wide)} GiB.",
             why="they are twice as large as in bf16, and so are their log-probabilities and gradients",
             mend='Use a head that keeps no logits: head="chunked" of te-bench, or Liger\'s fused linear cross-entropy.',
-            records=shown,
         )
     if work["norms_in_float32"] >= SMALL:
-        yield Finding(
+        yield shown(
             name="norms",
             what=f"Norms give float32 under autocast: {text.gib(4.0 * work['norms_in_float32'])} GiB a pass.",
             why="torch.autocast computes and returns them in float32, and a cast follows before each product",
             mend="Take te's norms: te.convert swaps them.",
-            records=shown,
         )
-    yield from _dropout(work, shown)
-    optimizer = work["optimizer"]
-    if optimizer is not None and not optimizer["fused"]:
-        yield Finding(
-            name="optimizer",
-            what=f"The model's own optimizer, {optimizer['name']}, is not fused.",
-            why="it launches several kernels for each group of parameters and reads each several times",
-            mend="Give it fused=True.",
-            records=shown,
-        )
-
-
-def _why_slow(call: Mapping[str, Any]) -> str:
-    """What about the call no faster kernel takes."""
-    reasons = []
-    if call["mask"]:
-        reasons.append("it is given a mask, which the flash kernel does not take")
-    if call["dtype"] not in ("bfloat16", "float16"):
-        reasons.append(f"its dtype is {call['dtype']}")
-    if call["head_dim"] > 256 or call["head_dim"] % 8:
-        reasons.append(f"its heads have {call['head_dim']} features")
-    if call["dropout"]:
-        reasons.append(f"its dropout is {call['dropout']:g}")
-    return "; ".join(reasons) or "SDPA found no faster kernel for it"
-
-
-def _mend_slow(call: Mapping[str, Any]) -> str:
-    if call["mask"]:
-        return "Give is_causal=True in place of a causal mask; pack sequences in place of masking padding."
-    if call["dtype"] not in ("bfloat16", "float16"):
-        return "Run it under torch.autocast, or cast q, k and v to bf16."
-    if call["head_dim"] > 256 or call["head_dim"] % 8:
-        return "Give heads a multiple of 8 features, 256 at most."
-    return (
-        "Set attention's dropout to 0."
-        if call["dropout"]
-        else "Pin a kernel: with sdpa_kernel(SDPBackend.CUDNN_ATTENTION)."
-    )
-
-
-def _dropout(work: Mapping[str, Any], shown: tuple[str, ...]) -> Iterator[Finding]:
-    highest = max([*work["dropout"].values(), *(call["dropout"] for call in work["attentions"])], default=0.0)
-    if highest:
-        yield Finding(
+    if highest := max([*work["dropout"].values(), *(call["dropout"] for call in work["attentions"])], default=0.0):
+        yield shown(
             name="dropout",
             what=f"The model trains with dropout {highest:g}.",
             why="te-bench's fused blocks, FP8 attention and cuDNN's FP8 have none, and some attention kernels refuse it",
             mend="Set it to 0, as language models are pretrained today.",
-            records=shown,
         )
+    optimizer = work["optimizer"]
+    if optimizer is not None and not optimizer["fused"]:
+        yield shown(
+            name="optimizer",
+            what=f"The model's own optimizer, {optimizer['name']}, is not fused.",
+            why="it launches several kernels for each group of parameters and reads each several times",
+            mend="Give it fused=True.",
+        )
+
+
+def _slow(call: Mapping[str, Any]) -> tuple[str, str]:
+    """What about the call no faster kernel takes, and what mends the first of it."""
+    found = []
+    if call["mask"]:
+        mend = "Give is_causal=True in place of a causal mask; pack sequences in place of masking padding."
+        found.append(("it is given a mask, which the flash kernel does not take", mend))
+    if (dtype := call["dtype"]) not in ("bfloat16", "float16"):
+        found.append((f"its dtype is {dtype}", "Run it under torch.autocast, or cast q, k and v to bf16."))
+    if (features := call["head_dim"]) > 256 or features % 8:
+        found.append((f"its heads have {features} features", "Give heads a multiple of 8 features, 256 at most."))
+    if call["dropout"]:
+        found.append((f"its dropout is {call['dropout']:g}", "Set attention's dropout to 0."))
+    if not found:
+        return "SDPA found no faster kernel for it", "Pin a kernel: with sdpa_kernel(SDPBackend.CUDNN_ATTENTION)."
+    return "; ".join(why for why, _ in found), found[0][1]
 
 
 def _fast_kernel(record: Record) -> bool:

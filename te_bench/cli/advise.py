@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,7 +104,7 @@ def advise(
         question,
         directory,
         machine,
-        chosen,
+        [gpu["uuid"] for gpu in chosen] or [None],
         asked=run_options.words(asked),
         deadline=time.monotonic() + asked.budget_s,
         fresh=fresh,
@@ -168,25 +168,18 @@ def _same_question(directory: Path, question: "Question", recorded: bool) -> Non
         )
 
 
+@dataclass(slots=True)
 class _Trials:
     """Runs trials into the journal of the directory, on one GPU or the CPU, one at a time."""
 
-    def __init__(
-        self,
-        question: "Question",
-        directory: Path,
-        machine: dict[str, Any],
-        gpus: Sequence[dict[str, Any]],
-        *,
-        asked: tuple[str, ...],
-        deadline: float,
-        fresh: bool,
-        recorded: bool,
-    ):
-        self.question, self.directory, self.machine, self.fresh = question, directory, machine, fresh
-        self.recorded = recorded
-        self.slots = [gpu["uuid"] for gpu in gpus] or [None]
-        self.deadline, self.asked = deadline, asked
+    question: "Question"
+    directory: Path
+    machine: dict[str, Any]
+    slots: list[Any]
+    asked: tuple[str, ...]
+    deadline: float
+    fresh: bool
+    recorded: bool
 
     def known(self) -> set[str]:
         """Ids of trials that have ended in this environment, which are not run again."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -33,9 +33,6 @@ from te_bench.gate import config as configured
 from te_bench.gate.config import Commands
 from te_bench.gate.question import ALPHA, MARGIN, Question
 
-if TYPE_CHECKING:
-    from te_bench.gate.self_test import Rate
-
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 OUT = Path("runs") / "gate"
@@ -49,43 +46,27 @@ Base = Annotated[
     str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
 ]
 Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Time the commands that this te-bench.toml names, in a repository of any kind, not a suite.",
-    ),
-]
+_CONFIG = "Time the commands that this te-bench.toml names, in a repository of any kind, not a suite."
+Config = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG)]
 Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
 Budget = Annotated[str | None, typer.Option(metavar="TIME", help="Stop there, undecided if need be: 90s, 10min or 2h.")]
-ExitFirst = Annotated[
-    bool,
-    typer.Option("-x", "--exitfirst", help="Stop at the first regression: the answer stands, the rest stays open."),
-]
+_FIRST = "Stop at the first regression: the answer stands, the rest stays open."
+ExitFirst = Annotated[bool, typer.Option("-x", "--exitfirst", help=_FIRST)]
 SelfTest = Annotated[
     bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
 ]
 Gates = Annotated[
     int | None, typer.Option(help="Of --self-test: gates of each kind; of leak and crash 5 at most. Default: 1.")
 ]
-AtOnce = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
-    ),
-]
+_AT_ONCE = "Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
+AtOnce = Annotated[int | None, typer.Option(metavar="N", help=_AT_ONCE)]
 Slower = Annotated[
     str | None,
     typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant. Default: 1%,2%,5%."),
 ]
 Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
-Mde = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N%",
-        help="How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin.",
-    ),
-]
+_MDE = "How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin."
+Mde = Annotated[str | None, typer.Option(metavar="N%", help=_MDE)]
 AllowEnvironmentChange = Annotated[
     bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
 ]
@@ -192,10 +173,11 @@ def gate(
             **wanted,
         )
         if self_test:
-            shares, count = _shares("1%,2%,5%" if slower is None else slower), 1 if gates is None else gates
-            if on is not None:
-                _self_test_on_ray(question, out, ray_address, count, shares)
-            _self_test(question, out, machine, count, at_once, shares)
+            asked = {
+                "gates": 1 if gates is None else gates,
+                "slower": _shares("1%,2%,5%" if slower is None else slower),
+            }
+            _self_test(question, out, machine, on is not None, ray_address, 1 if at_once is None else at_once, asked)
         found = revisions.run(question, out, machine, say=warn)
     elif baseline is not None:
         assert candidate is not None
@@ -313,38 +295,27 @@ def _self_test(
     question: Question,
     out: Path,
     machine: dict[str, Any],
-    gates: int,
-    at_once: int | None,
-    slower: list[float],
+    elsewhere: bool,
+    ray_address: str | None,
+    at_once: int,
+    asked: dict[str, Any],
 ) -> NoReturn:
-    from te_bench.gate import self_test
-    from te_bench.gate.places import places
-
-    gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
-    where = places(1 if at_once is None else at_once, device=question.device, gpus=gpus)
-    _show(question, self_test.run(question, out, machine, gates=gates, slower=slower, where=where, say=warn))
-
-
-def _self_test_on_ray(
-    question: Question, out: Path, ray_address: str | None, gates: int, slower: list[float]
-) -> NoReturn:
-    """The same on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
+    """elsewhere: on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
     from te_bench.cli.run import find_hosts
     from te_bench.experiments import on_ray
     from te_bench.gate import gates_on_ray, self_test
-
-    with on_ray.connected(ray_address, warn):
-        cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
-        run_each = functools.partial(gates_on_ray.run_each, cluster)
-        asked: dict[str, Any] = {"gates": gates, "slower": slower, "where": cluster.places, "run_each": run_each}
-        rates = self_test.run(question, out, cluster.machine, say=warn, **asked)
-    _show(question, rates)
-
-
-def _show(question: Question, rates: "list[Rate]") -> NoReturn:
-    from te_bench.gate import self_test
+    from te_bench.gate.places import places
     from te_bench.reports.page import tables
 
+    if elsewhere:
+        with on_ray.connected(ray_address, warn):
+            cluster = find_hosts(on_ray.Wanted(device=question.device, by_table=("gemm",)))
+            asked |= {"where": cluster.places, "run_each": functools.partial(gates_on_ray.run_each, cluster)}
+            rates = self_test.run(question, out, cluster.machine, say=warn, **asked)
+    else:
+        gpus = [gpu["uuid"] for gpu in find_gpus(question.device, None)]
+        asked["where"] = places(at_once, device=question.device, gpus=gpus)
+        rates = self_test.run(question, out, machine, say=warn, **asked)
     shown = self_test.table(rates)
     print("\n".join(tables.terminal(shown)))
     say(shown.note)

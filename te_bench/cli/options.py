@@ -34,12 +34,8 @@ Data = Annotated[list[str] | None, _said("data")]
 Cache = Annotated[Path | None, _said("cache")]
 Margin = Annotated[float | None, _said("margin")]
 Alpha = Annotated[float | None, _said("alpha")]
-Only = Annotated[
-    str | None,
-    typer.Option(
-        metavar="GLOB[,GLOB]", help="Only trials whose name matches, e.g. '*/flash/*' or '*-liger/*,*/bf16/*'."
-    ),
-]
+_ONLY = "Only trials whose name matches, e.g. '*/flash/*' or '*-liger/*,*/bf16/*'."
+Only = Annotated[str | None, typer.Option(metavar="GLOB[,GLOB]", help=_ONLY)]
 Timings = Annotated[
     list[Path] | None,
     typer.Option(
@@ -53,13 +49,8 @@ Gpus = Annotated[
     str | None,
     typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."),
 ]
-On = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ray",
-        help="Where trials run: on the hosts of a Ray cluster, or of one that is started here for the run.",
-    ),
-]
+_ON = "Where trials run: on the hosts of a Ray cluster, or of one that is started here for the run."
+On = Annotated[str | None, typer.Option(metavar="ray", help=_ON)]
 RayAddress = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="The Ray cluster of --on ray. Default: the one that runs here, if any."),

@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,21 +93,9 @@ def scaling(
         config=config, batch=batch, precision=precision, micro_batches=micro_batches, recompute=recompute
     )
     rate, basis = _one_gpu(model, work, gpu, measured, only, tflops)
-    bytes_per_second = _bandwidth(link)
+    over = partial(layout.Layout, mode=parallel, gpus_per_node=gpus_per_node, link=_bandwidth(link), sliced=async_tp)
     found = [
-        predict(
-            work,
-            layout.Layout(
-                mode=parallel,
-                world=number,
-                gpus_per_node=gpus_per_node,
-                link=bytes_per_second,
-                tp=min(number, ranks),
-                sliced=async_tp,
-            ),
-            rate,
-            layout.GPUS[gpu].memory,
-        )
+        predict(work, over(world=number, tp=min(number, ranks)), rate, layout.GPUS[gpu].memory)
         for number in _worlds(world, gpus_per_node, 1 if parallel == "tp" else ranks)
     ]
     if as_json:
@@ -135,17 +124,9 @@ def _validate(as_json: bool) -> None:
     found = published.validate()
     if as_json:
         rows = [
-            {
-                "family": one.family.name,
-                "source": one.family.source,
-                "what": one.figure.what,
-                "world": one.figure.layout.world,
-                "published": one.figure.tokens_per_second,
-                "predicted": one.predicted,
-                "error": one.error,
-                "kind": one.kind,
-                "efficiency": one.efficiency,
-            }
+            {"family": one.family.name, "source": one.family.source, "what": one.figure.what}
+            | {"world": one.figure.layout.world, "published": one.figure.tokens_per_second}
+            | {name: getattr(one, name) for name in ("predicted", "error", "kind", "efficiency")}
             for one in found
         ]
         print(json.dumps(rows, indent=2))
@@ -154,11 +135,8 @@ def _validate(as_json: bool) -> None:
     print("\n".join(tables.terminal(table)))
     say(table.note)
     for family in published.FAMILIES:
-        efficiency = next(one.efficiency for one in found if one.family is family)
-        say(
-            f"{family.name}: {100 * efficiency:.1f} % of the peak, fitted on the first row. {family.source}",
-            indent="    ",
-        )
+        peak = 100 * next(one.efficiency for one in found if one.family is family)
+        say(f"{family.name}: {peak:.1f} % of the peak, fitted on the first row. {family.source}", indent="    ")
 
 
 def _row(one: "Prediction", alone: "Prediction") -> dict[str, Any]:
@@ -273,18 +251,8 @@ def _recorded(directory: Path, only: str | None) -> "list[Measured]":
         name, batch, tokens = (trial.problem.get(key) for key in ("model", "batch", "block"))
         if name not in known or trial.precision not in layout.PRECISIONS:
             continue
-        assert isinstance(name, str)
-        assert isinstance(batch, int)
-        assert isinstance(tokens, int)
         gpu = journal.environments[record.environment]["identity"].get("gpu")
-        found.append(
-            one_gpu.Measured(
-                model=name,
-                batch=batch,
-                tokens=tokens,
-                precision=trial.precision,
-                seconds=statistics.median(times),
-                how=f"{trial.name} of {directory} on one {gpu}",
-            )
-        )
+        asked: dict[str, Any] = {"model": name, "batch": batch, "tokens": tokens, "precision": trial.precision}
+        how = f"{trial.name} of {directory} on one {gpu}"
+        found.append(one_gpu.Measured(**asked, seconds=statistics.median(times), how=how))
     return found

@@ -25,7 +25,8 @@ def submit(
     from te_bench.reports.exchange import submission
     from te_bench.reports.page import environments, render
 
-    results = next((path / "results" for path in (Path.cwd(), *Path.cwd().parents) if _is_checkout(path)), None)
+    above = (path / "results" for path in (Path.cwd(), *Path.cwd().parents))
+    results = next((path for path in above if (path / "published.toml").is_file()), None)
     if results is None:
         again = shlex.join(["te-bench", "submit", str(run.absolute())])
         raise ValueError(
@@ -46,7 +47,3 @@ def submit(
         f"    git switch -c {branch}\n    git add results\n    git commit -m {title}\n    git push -u origin {branch}"
     )
     print(f"    gh pr create --title {title} --body {shlex.quote(command)}")
-
-
-def _is_checkout(path: Path) -> bool:
-    return (path / "results" / "published.toml").is_file()

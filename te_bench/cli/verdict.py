@@ -10,13 +10,8 @@ from typer.core import TyperCommand
 from te_bench.cli.options import Alpha, Margin, say
 
 SEVERAL = ("--baseline", "--candidate")
-Logs = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="PATH...",
-        help="A log a seed, or a folder of them: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV.",
-    ),
-]
+_LOGS = "A log a seed, or a folder of them: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
+Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 
 
 class Verdict(TyperCommand):

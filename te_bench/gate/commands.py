@@ -4,7 +4,6 @@ A command's record is what a trial's is, so that its pairs are judged by the sam
 measure several trials, the benchmarks whose figures it writes.
 """
 
-import contextlib
 import fnmatch
 import json
 import math
@@ -118,11 +117,7 @@ class CommandRunner:
         """End it, and the command that it runs."""
         self.process.kill()
         self.process.wait()
-        with contextlib.suppress(OSError):  # which a timeout is
-            self.lines.connection.settimeout(_ENDED_S)
-            while self.lines.connection.recv(2**16):  # the command's supervisor holds the other end
-                pass
-        self.lines.connection.close()
+        self.lines.close(_ENDED_S)  # the command's supervisor holds the other end
 
 
 def _placed(text: str, places: Mapping[str, str]) -> str:
@@ -295,11 +290,8 @@ class CommandProcesses(GateProcesses):
                         failed[one.name] = error
             longest = max((run.wall_s for found in runs.values() for run in found[:1]), default=math.inf)
             number, turns = number + 1, min(MOST_TURNS, max(1, round(TIMED_S / longest)))
-        return [
-            (one, _record(as_known(trial), one, started, runs[one.name], failed.get(one.name)))
-            for one in revisions
-            for trial in trials[one.name]
-        ]
+        each = ((one, as_known(trial)) for one in revisions for trial in trials[one.name])
+        return [(one, _record(trial, one, started, runs[one.name], failed.get(one.name))) for one, trial in each]
 
     def close(self) -> None:
         if self._runner is not None:

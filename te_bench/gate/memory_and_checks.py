@@ -87,13 +87,8 @@ def compare_match(match: Match) -> list[GateFinding]:
             _finding(match, FindingKind.NEW, 0, told),
             *([_failure(match, wrong, "failed_check", "new")] if wrong else []),
         ]
-    return [
-        *_compare_outcomes(match),
-        *_find_untimed(match),
-        *_compare_memory(match),
-        *_compare_counts(match),
-        *_compare_kernels(match),
-    ]
+    compared = (_compare_outcomes, _find_untimed, _compare_memory, _compare_counts, _compare_kernels)
+    return [finding for compare in compared for finding in compare(match)]
 
 
 def _finding(match: Match, kind: FindingKind, code: int, message: str, suffix: str = "") -> GateFinding:
@@ -163,9 +158,7 @@ def _compare_memory(match: Match) -> Iterable[GateFinding]:
     What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
     """
     for sample, name in _MEMORY.items():
-        sides = [
-            [numbers(record.samples.get(sample)) for record in side] for side in zip(*match.pairs.values(), strict=True)
-        ]
+        sides = [[numbers(r.samples.get(sample)) for r in side] for side in zip(*match.pairs.values(), strict=True)]
         if sides and any(sides[0]) and not any(sides[1]):
             yield _missing(match, f"{name} memory recorded in the baseline, not in the candidate")
         peaks = _measured_in_both(match, "samples", sample)
@@ -221,9 +214,7 @@ def _compare_kernels(match: Match) -> Iterable[GateFinding]:
     """Names of kernels that came or went, told only: a renamed kernel is no fault."""
     sides = list(match.pairs.values())
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
-    words = [f"+ {_shorten(name)}" for name in sorted(new - old)] + [
-        f"- {_shorten(name)}" for name in sorted(old - new)
-    ]
+    words = [f"+ {_shorten(n)}" for n in sorted(new - old)] + [f"- {_shorten(n)}" for n in sorted(old - new)]
     if words:
         more = f" and {len(words) - 3} more" if len(words) > 3 else ""
         yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")

@@ -72,11 +72,7 @@ def measure(
     found: list[tuple[float, float, float]] = []
     for number in range(rounds):
         this = replace(trial, seed=number)
-        records = [
-            _timed(this, places[:1], supervise),
-            _timed(this, places, supervise),
-            _timed(this, places[:1], supervise),
-        ]
+        records = [_timed(this, at, supervise) for at in (places[:1], places, places[:1])]
         before, beside, after = map(_seconds, records)
         found.append((before, beside, after))
         states = [dict(record.device_state) for record in records]

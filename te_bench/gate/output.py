@@ -113,9 +113,7 @@ def terminal(gate: Gate) -> list[str]:
         lines += _wrap(said)
     full = table(gate)
     if full is not None:
-        columns = zip(
-            [column.title for column in full.columns], *([v.text for v in row] for row in full.rows), strict=True
-        )
+        columns = zip([c.title for c in full.columns], *([v.text for v in row] for row in full.rows), strict=True)
         rest = sum(max(map(len, column)) + 2 for column in list(columns)[1:])
         shown = table(gate, max(12, _WIDTH - rest))
         assert shown is not None

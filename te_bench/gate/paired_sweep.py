@@ -108,16 +108,12 @@ class GateProcesses:
         if self._server is None or self._server.process.poll() is not None:
             self.close()
             self._server = ForkServer(self.log, device=self.question.device)
-        self.timed = self._fork()
+        self.timed = self.fork()
         self.planned = self.planned or _ask_for_plans(self.timed, self.question)
         self.starting_s = time.monotonic() - began
         return self.planned
 
-    def start_training(self) -> None:
-        """A second process of each revision, while a round is run."""
-        self.training = self._fork()
-
-    def _fork(self) -> list[RevisionProcess]:
+    def fork(self) -> list[RevisionProcess]:
         assert self._server is not None
         forked = [RevisionProcess(one.name, one.root, self._server) for one in self.revisions]
         for process, one in zip(forked, self.revisions, strict=True):  # they import at the same time
@@ -180,9 +176,7 @@ def run_round(
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
         one.store.add_plan(_plan_to_store(one, planned, processes.question, trials))
     with _train_beside(processes, chosen, report) as trained:
-        order = [
-            cell for cell in dict.fromkeys(cell for found in chosen.values() for cell in found) if cell not in trained
-        ]
+        order = [cell for cell in dict.fromkeys(c for found in chosen.values() for c in found) if cell not in trained]
         places = list(dict.fromkeys(cell for found in planned.trials.values() for cell in found))
         parts = planned.parts(order)
         for part in parts if number % 2 == 0 else parts[::-1]:
@@ -231,7 +225,7 @@ def _train_beside(
     if not any(cells.values()):
         yield set()
         return
-    processes.start_training()
+    processes.training = processes.fork()  # a second process of each revision, while a round is run
 
     def train(process: RevisionProcess) -> list[Record]:
         trials = [{process.name: chosen[process.name][cell]} for cell in cells[process.name]]

@@ -127,11 +127,7 @@ class RevisionProcess:
         """End it, and the trial that it runs, which holds the socket as well."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):  # which a timeout is
-            self.lines.connection.settimeout(_KILLED_S)
-            while self.lines.connection.recv(2**16):
-                pass
-        self.lines.connection.close()
+        self.lines.close(_KILLED_S)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from te_bench.experiments import host
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
@@ -66,7 +66,11 @@ def run_each(
             for call in wait_for_any(list(running)):
                 free.append(running.pop(call))
                 call.kill()  # what it may have left
-                yield _result(call)
+                try:
+                    yield call.result()
+                except Ended as end:
+                    why = f"a process ended by itself ({end}; killed for want of memory perhaps: lower --at-once)"
+                    raise ValueError(why) from None
     finally:
         for call in running:
             call.kill()
@@ -78,11 +82,3 @@ def _run_at(place: Place, parent: int, function: Callable[[Task, Place], Answer]
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     return function(task, place)
-
-
-def _result(call: ProcessCall) -> Any:
-    try:
-        return call.result()
-    except Ended as end:
-        why = f"a process ended by itself ({end}; killed for want of memory perhaps: lower --at-once)"
-        raise ValueError(why) from None

@@ -64,6 +64,14 @@ class Lines:
             raise EOFError
         return message
 
+    def close(self, timeout: float) -> None:
+        """Wait for the other end to close it, `timeout` s at most, then close this one."""
+        with contextlib.suppress(OSError):  # which a timeout is
+            self.connection.settimeout(timeout)
+            while self.connection.recv(2**16):
+                pass
+        self.connection.close()
+
 
 def serve(
     lines: Lines,
@@ -102,11 +110,8 @@ def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, An
     given = {name: value for name, value in {**options, **paths}.items() if name in names}
     experiment = plan.resolve(suite, Options(**given), only=only)
     _load(sorted({trial.workload for trial in experiment.trials}))
-    return {
-        "title": experiment.title,
-        "baseline": experiment.baseline,
-        "trials": [trial.to_json() for trial in experiment.trials],
-    }
+    trials = [trial.to_json() for trial in experiment.trials]
+    return {"title": experiment.title, "baseline": experiment.baseline, "trials": trials}
 
 
 def _load(workloads: list[str]) -> None:

@@ -50,7 +50,8 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     """
     check_test(question.margin, question.alpha, question.mde)
     started, directory = time.monotonic(), directory.absolute()  # each revision has a working directory of its own
-    commits = tuple(_commit(question.repository, ref) for ref in (question.base, question.head))
+    root, refs = question.repository, (question.base, question.head)
+    commits = refs if root is None else tuple(checkouts.commit_of(root, ref) for ref in refs)
     asked = _identity(question, commits)
     known = _read(directory / QUESTION)
     goes_on = not (directory / ANSWER).exists() and {**known, "looks": None} == {**asked, "looks": None}
@@ -61,9 +62,9 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
         try:
             revisions = []
             for name, commit, store in zip(SIDES, commits, stores, strict=True):
-                root = _write_files(question.repository, commit, folder / name)
+                files = _write_files(root, commit, folder / name)
                 own = question.commands is None
-                revisions.append(paired_sweep.revision(name, commit, root, store, machine, of_te_bench=own))
+                revisions.append(paired_sweep.revision(name, commit, files, store, machine, of_te_bench=own))
             kind = GateProcesses if question.commands is None else CommandProcesses
             processes = kind(revisions=revisions, question=question, log=directory / LOG)
             stack.enter_context(contextlib.closing(processes))
@@ -167,10 +168,6 @@ def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) 
     finding = GateFinding(name=name, kind=FindingKind.FAILED, code=INCOMPLETE, message=printable(why))
     margin, alpha = question.margin, question.alpha
     return Gate(baseline=base, candidate=head, margin=margin, alpha=alpha, findings=(finding,))
-
-
-def _commit(repository: Path | None, ref: str) -> str:
-    return ref if repository is None else checkouts.commit_of(repository, ref)
 
 
 def _write_files(repository: Path | None, commit: str, folder: Path) -> Path:

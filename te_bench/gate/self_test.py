@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from te_bench.experiments import plan
 from te_bench.experiments.spec import Options
 from te_bench.gate import checkouts, places, revisions
 from te_bench.gate.decision import FEWEST, GateVerdict, decide
+from te_bench.gate.neighbours import first_timed
 from te_bench.gate.places import Place
 from te_bench.gate.question import Question
-from te_bench.gate.revision_process import WARM_UP
 from te_bench.gate.stored_runs import Gate
 from te_bench.reports.convergence.stability import rate_bound
 from te_bench.reports.page import text
@@ -94,7 +93,9 @@ def run(
     """
     if gates < 1:
         raise ValueError(f"--gates {gates}: give 1 or more")
-    question = replace(question, faulty=_first_timed(question))
+    options = Options(**{**question.options, "device": question.device})
+    first = first_timed(question.suite, options, question.only)
+    question = replace(question, faulty=first.name.rpartition("/")[0] + "/s*")  # whatever its seed
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / ANSWERS
     planted = conditions(slower)
@@ -117,7 +118,13 @@ def run(
 def _run_gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
     """The answer of one gate."""
     began = time.monotonic()
-    question = replace(_plant(question, condition), gpu=place.gpu or question.gpu)
+    question = replace(
+        question,
+        faults={"head": condition.fault} if condition.fault else None,
+        only=question.faulty if condition.rounds == 1 else question.only,
+        most=condition.rounds,
+        gpu=place.gpu or question.gpu,
+    )
     with checkouts.temporary() as folder:
         gate = revisions.run(question, folder, machine, say=lambda line: None)
     return {**_answer(gate, condition), "seconds": time.monotonic() - began}
@@ -140,21 +147,6 @@ def _all_rates(
 ) -> list[Rate]:
     question = {name: asked[name] for name in ("margin", "alpha", "exit_first")}
     return [measure_rate(one, [a for a in answers if a["condition"] == one.name], **question) for one in found]
-
-
-def _plant(question: Question, condition: Condition) -> Question:
-    faults = {"head": condition.fault} if condition.fault else None
-    only = question.faulty if condition.rounds == 1 else question.only
-    return replace(question, faults=faults, only=only, most=condition.rounds)
-
-
-def _first_timed(question: Question) -> str:
-    """A glob of the first timed trial's name, whatever its seed."""
-    options = Options(**{**question.options, "device": question.device})
-    found = [t for t in plan.resolve(question.suite, options, only=question.only).trials if t.protocol in WARM_UP]
-    if not found:
-        raise ValueError(f"the suite {question.suite} times no trial: choose another for a self-test")
-    return found[0].name.rpartition("/")[0] + "/s*"
 
 
 def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import nctdtrinc, ndtri, stdtr, stdtrit
 
+from te_bench.reports.convergence.power import fewest
+
 Array = NDArray[np.float64]
 
 POWER = 0.8  # the field's habit (Cohen 1988, Statistical Power Analysis, 2.4)
@@ -164,21 +166,13 @@ def plan_pairs(sd: float, mde: float, *, alpha: float = 0.05, power: float = POW
     check_noise(sd, alpha, power)
     if not 0 < mde < math.inf:
         raise ValueError(f"mde {mde}: give the difference to be told from the margin, above 0, such as 0.01")
-    # as many as a known variance would need is too few, and by little
-    fewest: int = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
-    if sd and (detectable(sd, MOST_PAIRS, alpha=alpha, power=power, alike=alike) or 0.0) > mde:
-        return None
-    low = high = fewest
 
     def enough(n: int) -> bool:
         return not sd or (detectable(sd, n, alpha=alpha, power=power, alike=alike) or math.inf) <= mde
 
-    while not enough(high):
-        low, high = high + 1, min(2 * high, MOST_PAIRS)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return high
+    # as many as a known variance would need is too few, and by little
+    least = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
+    return fewest(enough, least, MOST_PAIRS)
 
 
 def check_noise(sd: float, alpha: float, power: float) -> None:

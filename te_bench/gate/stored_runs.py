@@ -145,6 +145,7 @@ def compare(
     matches = _match(*sides)
     timed = _pair_times(matches)
     few_seeds = _note_few_seeds(sides, timed) if looks is None else ()
+    before = (*_note_environments(results, sides), *_note_order(matches), *_note_copies(timed))
     return dataclasses.replace(
         gate,
         decision=(
@@ -155,19 +156,8 @@ def compare(
         findings=(*compare_all(matches), *compare_studies(*sides), *_find_exceeded(matches, limits)),
         timed=timed,
         compared=sum(len(match.pairs) for match in matches),
-        names={
-            configuration.id: match.name
-            for match in matches
-            for configuration in (match.baseline, match.candidate)
-            if configuration
-        },
-        notes=(
-            *_note_environments(results, sides),
-            *_note_order(matches),
-            *_note_copies(timed),
-            *few_seeds,
-            *_note_added(matches),
-        ),
+        names={one.id: match.name for match in matches for one in (match.baseline, match.candidate) if one},
+        notes=(*before, *few_seeds, *_note_added(matches)),
     )
 
 
@@ -185,21 +175,15 @@ def _choose_newest(results: Results, only: str | None) -> list[Group]:
     groups: dict[str, Group] = {}
     for group in results.groups:
         groups.setdefault(group.suite, group)
-    chosen = [
-        dataclasses.replace(group, configurations=_filter(group.configurations, only)) for group in groups.values()
-    ]
+    chosen = [dataclasses.replace(one, configurations=_filter(one.configurations, only)) for one in groups.values()]
     return [group for group in chosen if group.configurations]
 
 
 def _filter(configurations: Sequence[Configuration], only: str | None) -> tuple[Configuration, ...]:
     if only is None:
         return tuple(configurations)
-    kept = [
-        dataclasses.replace(
-            configuration, rows=tuple(row for row in configuration.rows if matches(row.trial.name, only))
-        )
-        for configuration in configurations
-    ]
+    chosen = ((one, tuple(row for row in one.rows if matches(row.trial.name, only))) for one in configurations)
+    kept = [dataclasses.replace(one, rows=rows) for one, rows in chosen]
     return tuple(configuration for configuration in kept if configuration.rows)
 
 

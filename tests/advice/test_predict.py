@@ -35,22 +35,15 @@ def test_gains_say_what_saves(machine: Machine) -> None:
 def test_in_fused_blocks_another_recipe_takes_as_much_more_as_its_linears_do_alone(machine: Machine) -> None:
     """Delayed scaling knows its scales before the kernel that could cast; a recipe that does not reads the values again."""
     evidence = gathered(machine)
-    slower = {
-        part: dataclasses.replace(time, seconds=time.seconds + 1e-4) if part.rival == "rowwise_scaling" else time
-        for part, time in evidence.times.items()
-    }
+    slower = dict(evidence.times)
+    for part, time in evidence.times.items():
+        if part.rival == "rowwise_scaling":
+            slower[part] = dataclasses.replace(time, seconds=time.seconds + 1e-4)
     frame = {machine.question.frame(fused("delayed_scaling")): Frame(seconds=0.1, memory=None)}
-    known, other = (
-        predict.predict(machine.question, evidence.made, fused(recipe), frame, slower)
-        for recipe in ("delayed_scaling", "rowwise_scaling")
-    )
-    assert known is not None
-    assert other is not None
-    calls = sum(
-        count
-        for part, count in parts.parts_of(machine.question, evidence.made, fused()).items()
-        if part.workload == "linear"
-    )
+    both = (fused(recipe) for recipe in ("delayed_scaling", "rowwise_scaling"))
+    known, other = (predict.predict(machine.question, evidence.made, one, frame, slower) for one in both)
+    needed = parts.parts_of(machine.question, evidence.made, fused())
+    calls = sum(count for part, count in needed.items() if part.workload == "linear")
     assert other.seconds - known.seconds == pytest.approx(calls * 1e-4)
 
 
@@ -82,21 +75,17 @@ def test_parts_that_take_longer_alone_than_the_step_count_for_less(machine: Mach
     frames = {have: Frame(seconds=1e-4, memory=None)}
     choice = dataclasses.replace(have, attention="cudnn", head="chunked")
     found = predict.predict(machine.question, evidence.made, choice, frames, evidence.times)
-    assert found is not None
     assert 0 < found.seconds < 1e-4
     assert found.memory is None
 
 
 @pytest.mark.parametrize(("kernels", "gains"), [(None, True), (0.95, True), (0.8, False)])
-def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(
-    machine: Machine, kernels: float | None, gains: bool
-) -> None:
+def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(machine, kernels, gains):
     evidence = gathered(machine)
     have = machine.question.have
     choice = dataclasses.replace(have, attention="cudnn", head="chunked")
     frame = Frame(seconds=1.0, memory=None, kernels=kernels)
     found = predict.predict(machine.question, evidence.made, choice, {have: frame}, evidence.times)
-    assert found is not None
     assert sum(found.gains.values()) > 0
     assert (found.seconds < 1.0) == gains
 
@@ -104,10 +93,8 @@ def test_where_the_gpu_waits_for_python_faster_parts_gain_nothing(
 def test_a_head_without_logits_is_predicted_to_take_less_memory(machine: Machine) -> None:
     evidence = gathered(machine)
     have = machine.question.have
-    with_logits, without = (
-        evidence.predictions[dataclasses.replace(have, head=head)].memory for head in (None, "chunked")
-    )
-    assert with_logits is not None
+    both = (dataclasses.replace(have, head=head) for head in (None, "chunked"))
+    with_logits, without = (evidence.predictions[one].memory for one in both)
     assert without == with_logits - 4 * machine.question.tokens * 50257
 
 
@@ -117,5 +104,4 @@ def test_calls_that_others_disturbed_do_not_decide_over_a_part() -> None:
     part = parts.Part("linear", (("tokens", 1), ("in_features", 1), ("out_features", 1)), "bf16")
     made = record(trial("linear"), samples={"kernel_s": [*disturbed, *quiet]})
     found = parts.time_of(part, made)
-    assert found is not None
     assert found.seconds == pytest.approx(2.5e-4)

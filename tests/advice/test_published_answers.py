@@ -19,9 +19,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/advise/*/jou
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_published_answer_is_made_from_its_records(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_published_answer_is_made_from_its_records(folder, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(render, "write_report", lambda *_: None)  # of which the answer is no part

@@ -74,9 +74,7 @@ def test_where_one_sequence_fits_by_checkpointed_blocks_alone_they_are_advised(t
 
 
 @pytest.mark.parametrize(("cut", "by"), [(1.02, "micro-batches"), (2.0, "checkpointed blocks")])
-def test_of_micro_batches_and_checkpointed_blocks_the_faster_that_fits_is_advised(
-    cut: float, by: str, tmp_path: Path
-) -> None:
+def test_of_micro_batches_and_checkpointed_blocks_the_faster_that_fits_is_advised(cut, by, tmp_path):
     made = machine(question(batch=4), cut=cut)
     limit = 7.0 * GIB
     evidence = gathered(made, memory=limit)
@@ -149,11 +147,7 @@ def test_a_batch_that_fits_by_checkpointed_blocks_alone_is_told_with_what_they_c
     (paid,) = checkpointing(evidence)
     assert paid.slower == pytest.approx(1.3, rel=0.01)
     speeds = {(larger.batch, larger.choice.checkpointing): larger.faster for larger in larger_batches(evidence)}
-    assert speeds == {
-        (8, False): pytest.approx(1.0, rel=0.01),
-        (16, True): pytest.approx(1 / 1.3, rel=0.01),
-        (32, True): pytest.approx(1 / 1.3, rel=0.01),
-    }
+    assert speeds == pytest.approx({(8, False): 1.0, (16, True): 1 / 1.3, (32, True): 1 / 1.3}, rel=0.01)
     stored = json.loads(json.dumps(answer.to_json(evidence, found, [])))
     assert stored["checkpointing"][0]["memory_bytes"] == 6 * GIB
     assert set(stored["checkpointing"][0]["records"]) <= {made_of.trial.id for made_of in made.records}

@@ -28,17 +28,13 @@ def survey(**changes: Any) -> Record:
 
 
 def step(milliseconds: float, mode: str, breaks: int = 0, seed: int = 0) -> Record:
-    return record(
-        trial(mode=mode, seed=seed), samples={"latency_s": [milliseconds / 1e3] * 20}, work={"graph_breaks": breaks}
-    )
+    samples = {"latency_s": [milliseconds / 1e3] * 20}
+    return record(trial(mode=mode, seed=seed), samples=samples, work={"graph_breaks": breaks})
 
 
 def gain(bf16_ms: float, fp8_ms: float) -> LinearGain:
-    times = [
-        PartTime(seconds=ms / 1e3, products=None, record=record(trial(seed=seed)))
-        for seed, ms in enumerate((bf16_ms, fp8_ms))
-    ]
-    return LinearGain(sizes=(4096, 768, 768), calls=12, bf16=times[0], fp8=times[1], recipe="delayed_scaling")
+    bf16, fp8 = (PartTime(seconds=ms / 1e3, products=None, record=record(trial())) for ms in (bf16_ms, fp8_ms))
+    return LinearGain(sizes=(4096, 768, 768), calls=12, bf16=bf16, fp8=fp8, recipe="delayed_scaling")
 
 
 def call(**changes: Any) -> dict[str, Any]:
@@ -46,10 +42,8 @@ def call(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_gpu_that_waits_for_python_is_told() -> None:
-    waits, busy = (
-        record(trial(mode="eager"), samples={"latency_s": [0.1] * 20}, work={"kernel_s": {"gemm": gemm, "norm": 0.02}})
-        for gemm in (0.06, 0.075)
-    )
+    profiles = ({"kernel_s": {"gemm": gemm, "norm": 0.02}} for gemm in (0.06, 0.075))
+    waits, busy = (dataclasses.replace(step(100, "eager"), work=work) for work in profiles)
     (found,) = traps.findings(survey(), [waits], [])
     assert found.name == "launches"
     assert found.what == "The GPU waits for Python in 20.0 % of a step."
@@ -117,10 +111,7 @@ def test_a_compile_that_takes_attentions_fast_kernel_away_is_found() -> None:
 
 def test_a_compile_that_gives_attention_a_mask_is_found_with_its_cost() -> None:
     """The kernels of Llama 3.2 1B on an H200: cuDNN's in both modes."""
-    kernels = (
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop",
-    )
+    kernels = [f"cudnn_generated_fort_native_sdpa_sm90_flash_{way}" for way in ("fprop_wgmma", "bprop")]
 
     def ran(ms: float, mode: str, *attention: float) -> Record:
         record = step(ms, mode)
@@ -135,12 +126,11 @@ def test_a_compile_that_gives_attention_a_mask_is_found_with_its_cost() -> None:
     assert traps.findings(survey(), [eager], [ran(200, "compile", 0.0107, 0.0302)]) == []
 
 
-def test_a_compile_that_is_no_slower_than_two_runs_differ_by_is_none() -> None:
-    assert traps.findings(survey(), [step(100, "eager")], [step(101, "compile")]) == []
-
-
 def test_one_run_within_the_spread_of_the_others_decides_nothing() -> None:
     """Of eager's runs one was slower than compile's only one; and of one run of each nobody knows the spread."""
+    assert (
+        traps.findings(survey(), [step(100, "eager")], [step(101, "compile")]) == []
+    )  # no slower than two runs differ
     spread = [step(ms, "eager", seed=seed) for seed, ms in enumerate((90, 95, 300))]
     for eager in (spread, spread[:1]):
         (found,) = traps.findings(survey(), eager, [step(250, "compile")])
@@ -149,13 +139,10 @@ def test_one_run_within_the_spread_of_the_others_decides_nothing() -> None:
         assert found.seconds is None
 
 
-def test_a_linear_whose_times_were_disturbed_is_no_trap() -> None:
-    noisy = gain(1.0, 1.5)
-    noisy = dataclasses.replace(noisy, fp8=noisy.fp8 and dataclasses.replace(noisy.fp8, spread=3.0))
-    assert traps.findings(survey(), (), (), [noisy, dataclasses.replace(gain(1.0, 1.5), step_s=0.005)]) == []
-
-
-def test_a_linear_that_is_too_small_for_fp8_is_found_with_its_cost() -> None:
+def test_a_linear_that_is_too_small_for_fp8_is_found_with_its_cost_unless_its_times_were_disturbed() -> None:
+    small = gain(1.0, 1.5)
+    noisy = dataclasses.replace(small, fp8=dataclasses.replace(small.fp8, spread=3.0))
+    assert traps.findings(survey(), (), (), [noisy, dataclasses.replace(small, step_s=0.005)]) == []
     (found,) = traps.findings(survey(), (), (), [gain(1.0, 1.5), gain(3.0, 2.0)])
     assert found.name == "small_fp8_layer"
     assert found.seconds == pytest.approx(12 * 0.5e-3)

@@ -36,6 +36,11 @@ def make(width=64):
     return Model(width)
 """
 
+ALL = {"parts": "all"}
+CAPTURED = ALL | {"mode": "cudagraph"}
+FP8 = {"precision": "fp8", "recipe": "delayed_scaling"}
+ADOPTED = 'adopt(model, parts="all")'
+
 pytestmark = pytest.mark.usefixtures("asked_here")
 
 
@@ -59,11 +64,8 @@ def test_its_own_attention_comes_first_and_nothing_of_te_benchs_own_models(asked
     assert {choice.parts for choice in asked.choices if choice.mode == "cudagraph"} == {"all"}
     assert asked.frames[1].parts == "all"  # before what takes a minute to compile
     theirs = [choice for choice in asked.choices if choice.rival]
-    assert [(c.rival, c.mode) for c in theirs] == [
-        ("liger", "eager"),
-        ("torchao_tensorwise", "compile"),
-        ("torchao_rowwise", "compile"),
-    ]
+    modes = {"liger": "eager", "torchao_tensorwise": "compile", "torchao_rowwise": "compile"}
+    assert [(choice.rival, choice.mode) for choice in theirs] == list(modes.items())
     assert set(theirs) < set(asked.frames)
 
 
@@ -78,9 +80,8 @@ def test_its_trials_hold_the_source_and_pass_the_plans_check(asked: Question) ->
 
 
 def test_linears_that_stay_in_bf16_are_counted_so(asked: Question) -> None:
-    made = Made.of(
-        survey_work(asked, linears=[{"rows": 1024, "in_features": 128, "out_features": 384, "calls": 3, "kept": 1}])
-    )
+    linear = {"rows": 1024, "in_features": 128, "out_features": 384, "calls": 3, "kept": 1}
+    made = Made.of(survey_work(asked, linears=[linear]))
     found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling"))
     sizes = (("tokens", 1024), ("in_features", 128), ("out_features", 384))
     assert found[Part("linear", sizes, "delayed_scaling", "fp8")] == 2
@@ -96,9 +97,8 @@ def test_the_parts_of_te_convert_have_one_head(asked: Question, kept: int, recip
     made = Made.of(survey_work(asked, head=None, linears=[{**head, "names": ["module.lm_head"]}]))
     precision = {"precision": "fp8", "recipe": recipe} if recipe else {}
     found = parts_of(asked, made, Choice(attention=OWN_ATTENTION, parts="all", **precision))  # type: ignore[arg-type]
-    assert [(p.workload, p.rival) for p in found if p.workload != "attention"] == [
-        ("linear_cross_entropy", "fp8" if recipe else "chunked")
-    ]
+    heads = [(p.workload, p.rival) for p in found if p.workload != "attention"]
+    assert heads == [("linear_cross_entropy", "fp8" if recipe else "chunked")]
 
 
 def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
@@ -115,18 +115,12 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
+        ({**FP8, "recipe": "rowwise_scaling", **ALL}, ['te.convert(model, recipe.RowwiseScaling(), parts="all")']),
+        ({**ALL, "mode": "compile"}, ['te.convert(model, parts="all")', "torch.compile(model"]),
+        ({"attention": "cudnn"}, ["sdpa_kernel(SDPBackend.CUDNN_ATTENTION)"]),
+        ({"mode": "compile-reduce-overhead"}, ['mode="reduce-overhead"']),
         (
-            Choice(attention=OWN_ATTENTION, precision="fp8", recipe="rowwise_scaling", parts="all"),
-            ['te.convert(model, recipe.RowwiseScaling(), parts="all")'],
-        ),
-        (
-            Choice(attention=OWN_ATTENTION, parts="all", mode="compile"),
-            ['te.convert(model, parts="all")', "torch.compile(model"],
-        ),
-        (Choice(attention="cudnn"), ["sdpa_kernel(SDPBackend.CUDNN_ATTENTION)"]),
-        (Choice(attention=OWN_ATTENTION, mode="compile-reduce-overhead"), ['mode="reduce-overhead"']),
-        (
-            Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling", parts="all", mode="cudagraph"),
+            FP8 | CAPTURED,
             [
                 'model = make(width=128).to("cuda")',
                 'adopt(model, recipe=recipe.DelayedScaling(), parts="all")',
@@ -135,23 +129,15 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
             ],
         ),
         (
-            Choice(attention=OWN_ATTENTION, mode="compile", parts="all", checkpointing=True),
-            [
-                "# before the optimizer is made\ncheckpoint_blocks(model)  # before the step is made\nmodel = torch.compile("
-            ],
+            {**ALL, "mode": "compile", "checkpointing": True},
+            ["# before the optimizer is made\ncheckpoint_blocks(model)  # before the step is made\nmodel = torch.comp"],
         ),
-        (
-            Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph", checkpointing=True),
-            ['adopt(model, parts="all")', "checkpoint_blocks(model)", 'mode="cudagraph"'],
-        ),
-        (
-            Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph", accumulate=2),
-            ['adopt(model, parts="all")', "Optim(accumulate=2)"],
-        ),
+        ({**CAPTURED, "checkpointing": True}, [ADOPTED, "checkpoint_blocks(model)", 'mode="cudagraph"']),
+        ({**CAPTURED, "accumulate": 2}, [ADOPTED, "Optim(accumulate=2)"]),
     ],
 )
-def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
-    lines = "\n".join(code.code(asked, choice))
+def test_the_code(asked: Question, choice: dict[str, Any], wanted: list[str]) -> None:
+    lines = "\n".join(code.code(asked, Choice(**{"attention": OWN_ATTENTION, **choice})))
     compile(lines, "advice", "exec")
     for word in wanted:
         assert word in lines
@@ -166,9 +152,8 @@ def test_the_code(asked: Question, choice: Choice, wanted: list[str]) -> None:
     ],
 )
 def test_the_code_of_a_graph_says_what_targets_are(asked: Question, cls: str, targets: str) -> None:
-    named = dataclasses.replace(
-        asked, problem={"config": json.dumps({"architectures": [cls]})}, given="here", text=True
-    )
+    problem = {"config": json.dumps({"architectures": [cls]})}
+    named = dataclasses.replace(asked, problem=problem, given="here", text=True)
     lines = code.code(named, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
     assert lines[-1].endswith(f"; targets: {targets}")
 
@@ -182,9 +167,7 @@ def test_the_code_of_a_graph_has_the_users_own_functional_loss(asked: Question) 
 
 
 def test_a_rival_that_is_faster_is_advised_with_its_lines(asked: Question, tmp_path: Path) -> None:
-    machine = Machine(
-        asked, times_of_step=lambda trial: 0.1 if trial.problem.get("rival") == "torchao_rowwise" else 1.0
-    )
+    machine = Machine(asked, times_of_step=lambda trial: 0.1 if "torchao_rowwise" in trial.problem.values() else 1.0)
     evidence = gathered(machine)
     found = decided(machine, evidence, tmp_path)
     assert found.use.rival == "torchao_rowwise"
@@ -206,9 +189,7 @@ def test_a_rival_that_is_not_there_is_left_out_with_its_reason(asked: Question) 
     assert {choice.rival for choice in evidence.wrong if choice.rival} == set(names)
 
 
-def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(
-    asked: Question, tmp_path: Path
-) -> None:
+def test_rivals_without_a_time_are_named_and_those_that_cannot_train_it_are_not(asked, tmp_path):
     machine = Machine(asked, fails={"liger": "unsupported", "torchao_rowwise": "timeout"})
     evidence = gathered(machine)
     assert answer.unmeasured_rivals(evidence) == ["torchao_rowwise"]
@@ -238,48 +219,39 @@ def test_an_eager_step_of_te_benchs_kernels_is_measured_where_none_can_be_captur
     assert eager in gathered(Machine(asked, fails={"/cudagraph/": "unsupported"})).steps
 
 
+def ran(asked: Question, choice: Choice) -> tuple[str, dict[str, Any]]:
+    """The code for it, and the names it leaves."""
+    tokens, lines = torch.zeros(2, 16, dtype=torch.int64), "\n".join(code.code(asked, choice))
+    names: dict[str, Any] = {"inputs": tokens, "targets": tokens, "batch": {"input_ids": tokens, "labels": tokens}}
+    exec(lines, names)
+    assert names["loss"].item() > 0
+    return lines, names
+
+
+def of_file(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Question:
+    """What may be chosen for the factory in a new file."""
+    (folder / f"{folder.name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return candidates.of_model(Options(device="cpu", model=f"{folder.name}:make"), None)
+
+
 @pytest.mark.parametrize(
     "choice",
-    [
-        Choice(attention="flash"),
-        Choice(attention=OWN_ATTENTION, parts="all"),
-        Choice(attention=OWN_ATTENTION, precision="fp32"),
-        Choice(attention=OWN_ATTENTION, accumulate=2),
-        Choice(attention=OWN_ATTENTION, precision="fp32", accumulate=4),
-    ],
+    [{"attention": "flash"}, ALL, {"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp32", "accumulate": 4}],
 )
-def test_the_code_runs_as_it_is(choice: Choice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ours.py").write_text(FACTORY)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    cpu = candidates.of_model(Options(device="cpu", model="ours:make", model_args=("width=64",)), None)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
-    exec("\n".join(code.code(cpu, choice)), names)
-    assert names["loss"].item() > 0
-    assert all(p.grad is not None for p in names["model"].parameters()) == (
-        "backward" in "".join(code.code(cpu, choice))
-    )
+def test_the_code_runs_as_it_is(choice, tmp_path, monkeypatch):
+    cpu = of_file(FACTORY, tmp_path, monkeypatch)
+    lines, names = ran(cpu, Choice(**{"attention": OWN_ATTENTION, **choice}))
+    assert all(p.grad is not None for p in names["model"].parameters()) == ("backward" in lines)
     assert code.code(cpu, cpu.have) == ["# Nothing to change."]
 
 
-def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(tmp_path, monkeypatch):
+    logits = "self.head(y.squeeze(1))"
     bare = FACTORY.replace("tokens, targets", "tokens")
-    bare = bare.replace(
-        "F.cross_entropy(self.head(y.squeeze(1)).flatten(0, 1), targets.flatten())", "self.head(y.squeeze(1))"
-    )
-    (tmp_path / "bare.py").write_text(bare)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    cpu = candidates.of_model(Options(device="cpu", model="bare:make"), None)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    names: dict[str, Any] = {"inputs": tokens, "targets": tokens}
-    lines = "\n".join(code.code(cpu, Choice(attention="flash")))
+    bare = bare.replace(f"F.cross_entropy({logits}.flatten(0, 1), targets.flatten())", logits)
+    lines, _ = ran(of_file(bare, tmp_path, monkeypatch), Choice(attention="flash"))
     assert "as you call it" not in lines
-    exec(lines, names)
-    assert names["loss"].item() > 0
 
 
 @pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], None])
@@ -289,20 +261,11 @@ def test_the_code_of_a_config_runs_as_it_is(architectures: list[str] | None, tmp
     config |= {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "num_hidden_layers": 1}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | ({"architectures": architectures} if architectures else {})))
-    cpu = candidates.of_model(Options(device="cpu", model=str(path)), None)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    names: dict[str, Any] = {"batch": {"input_ids": tokens, "labels": tokens}}
-    exec("\n".join(code.code(cpu, Choice(attention="flash"))), names)
-    assert names["loss"].item() > 0
+    ran(candidates.of_model(Options(device="cpu", model=str(path)), None), Choice(attention="flash"))
 
 
-def test_a_model_that_learns_no_text_gets_no_command(asked: Question) -> None:
-    choice = Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling")
-    said = convergence.in_words(dataclasses.replace(asked, text=False), choice, 0.02)
-    assert "EQUIVALENT" in said
-    assert "te-bench run" not in said
-
-
-def test_the_command_that_proves_it_names_the_model_and_its_arguments(asked: Question) -> None:
-    choice = Choice(attention=OWN_ATTENTION, precision="fp8", recipe="delayed_scaling")
+def test_the_command_that_proves_it_names_the_model_and_its_arguments_if_it_learns_text(asked: Question) -> None:
+    choice = Choice(attention=OWN_ATTENTION, **FP8)
     assert "--model mine:make --model-args width=128 --recipes delayed_scaling" in convergence.command(asked, choice)
+    said = convergence.in_words(dataclasses.replace(asked, text=False), choice, 0.02)
+    assert ("EQUIVALENT" in said, "te-bench run" in said) == (True, False)

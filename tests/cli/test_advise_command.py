@@ -15,6 +15,8 @@ from te_bench.experiments import environment, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
+TINY = ("advise", "--model", "tiny", "--device", "cpu")
+
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
@@ -34,31 +36,25 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def test_an_answer_from_real_trials(command: Command, tmp_path: Path) -> None:
     """As much as no budget holds: the survey and the step as it is."""
-    done = command(
-        "advise", "--model", "tiny", "--tokens", 16, "--batch", 1, "--device", "cpu", "--budget", "0.1s", "--out", "run"
-    )
+    done = command(*TINY, "--tokens", 16, "--batch", 1, "--budget", "0.1s", "--out", "run")
     assert done.code == 3, done.err
     assert "Undecided: in 1 s only what you have was measured." in done.out
     assert "combinations" in done.out.splitlines()[0]
     said = json.loads((tmp_path / "run" / "advice.json").read_text())
     assert said["answer"]["seconds"] > 0
-    assert {trial.workload for trial in (r.trial for r in load(tmp_path / "run").records.values())} == {
-        "survey",
-        "train_step",
-    }
+    assert {record.trial.workload for record in load(tmp_path / "run").records.values()} == {"survey", "train_step"}
     assert (tmp_path / "run" / "advice" / "index.html").exists()
     assert (tmp_path / "run" / "report" / "index.html").exists()
 
 
 def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulated: Machine, tmp_path: Path) -> None:
-    words = ("advise", "--model", "tiny", "--device", "cpu")
-    done = command(*words)
+    done = command(*TINY)
     assert done.code == 0, done.out + done.err
     assert "Use " in done.out
     assert "as fast as what you have" in done.out
     assert len(done.out.partition("\n")[2].splitlines()) <= 20 + done.out.count("already in")
     first = len(simulated.asked)
-    again = command(*words)
+    again = command(*TINY)
     assert again.code == 0
     assert "1 of 1 trial is already in" in again.out
     assert len(simulated.asked) == first
@@ -67,15 +63,12 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
 
 
-def test_an_answer_from_records_measures_nothing(
-    command: Command, simulated: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("advise", "--model", "tiny")
-    first = command(*words, "--device", "cpu", "--out", "run")
+def test_an_answer_from_records_measures_nothing(command, simulated, tmp_path, monkeypatch):
+    first = command(*TINY, "--out", "run")
     said = json.loads((tmp_path / "run" / "advice.json").read_text())
     asked = len(simulated.asked)
     monkeypatch.setattr(environment, "capture", None)  # the machine is the records'
-    again = command(*words, "--out", "run", "--recorded")
+    again = command("advise", "--model", "tiny", "--out", "run", "--recorded")
     assert again.code == 0, again.err
     assert next(line for line in again.out.splitlines() if line.startswith("Use ")) in first.out
     assert len(simulated.asked) == asked
@@ -83,11 +76,9 @@ def test_an_answer_from_records_measures_nothing(
     assert {**once_more, "took_s": 0} == {**said, "took_s": 0}
 
 
-def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
-    command: Command, simulated: Machine, tmp_path: Path
-) -> None:
+def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(command, simulated, tmp_path):
     folder = tmp_path / "results" / "h200" / "tiny"
-    command("advise", "--model", "tiny", "--device", "cpu", "--out", folder)
+    command(*TINY, "--out", folder)
     (tmp_path / "results" / "published.toml").touch()
     for made in ("advice", "report"):
         shutil.rmtree(folder / made)
@@ -105,7 +96,7 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
     assert files().keys() - before.keys() == {str(folder / "advice.md")}
     assert "advise --model tiny --out" in (page := (folder / "advice.md").read_text())
     assert "--rewrite" not in page
-    done = command("advise", "--model", "tiny", "--device", "cpu", "--rewrite")
+    done = command(*TINY, "--rewrite")
     assert (done.code, done.err) == (2, "te-bench: --rewrite is of a published folder, with --recorded: leave it out\n")
 
 
@@ -114,17 +105,12 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(
     [
         (("--out", "empty"), "empty holds no records of te-bench advise"),
         ((), "--recorded answers from a folder: name it with --out"),
-        (
-            ("--out", "run", "--device", "cpu"),
-            "--recorded measures nothing: leave --device, --gpus, --memory and --fresh out",
-        ),
+        (("--out", "run", "--device", "cpu"), "--recorded measures nothing: leave --device, --gpus, --memory and"),
         (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
     ],
 )
-def test_what_records_cannot_answer_is_said(
-    command: Command, simulated: Machine, words: tuple[str, ...], reason: str
-) -> None:
-    command("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "run")
+def test_what_records_cannot_answer_is_said(command, simulated, words, reason):
+    command(*TINY, "--budget", "1s", "--out", "run")
     done = command("advise", "--model", "tiny", *words, "--recorded")
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {reason}")
@@ -132,20 +118,17 @@ def test_what_records_cannot_answer_is_said(
 
 
 def test_a_step_is_checked_by_its_first_run_alone(command: Command, simulated: Machine) -> None:
-    command("advise", "--model", "tiny", "--device", "cpu")
+    command(*TINY)
     assert {trial.seed for trial in simulated.asked} == {0, 1, 2}
     assert all(simulated.checked[trial.id] == (trial.seed == 0) for trial in simulated.asked)
 
 
-def test_each_question_has_a_folder_of_its_own(command: Command, simulated: Machine, tmp_path: Path) -> None:
-    words = ("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s")
+def test_each_question_has_a_folder_of_its_own_and_that_of_another_is_refused(command, simulated, tmp_path):
+    words = (*TINY, "--budget", "1s")
     command(*words)
     command(*words, "--batch", 2, "--tokens", 32)
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"advise-tiny", "advise-tiny-b2-t32"}
-
-
-def test_a_folder_of_another_question_is_refused(command: Command, simulated: Machine, tmp_path: Path) -> None:
-    words = ("advise", "--model", "tiny", "--device", "cpu", "--budget", "1s", "--out", "mine")
+    words += ("--out", "mine")
     command(*words)
     before = (tmp_path / "mine" / "journal.jsonl").read_bytes()
     done = command(*words, "--batch", 2)
@@ -174,9 +157,8 @@ def test_configs_in_folders_of_the_same_name_do_not_meet(command: Command, simul
 
 def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> None:
     simulated.fails = {"train_step": "oom"}
-    done = command("advise", "--model", "tiny", "--device", "cpu")
-    assert done.code == 4
-    assert "Nothing could be measured: oom: planted" in done.out
+    done = command(*TINY)
+    assert (done.code, "Nothing could be measured: oom: planted" in done.out) == (4, True), done.out
 
 
 @pytest.mark.parametrize(
@@ -192,9 +174,7 @@ def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> N
         (["--model", "tiny", "--device", "cpu", "--gpus", "0"], "--gpus 0: this run is on the cpu"),
     ],
 )
-def test_wrong_words_get_one_sentence_and_leave_nothing(
-    words: list[str], said: str, command: Command, tmp_path: Path
-) -> None:
+def test_wrong_words_get_one_sentence_and_leave_nothing(words, said, command, tmp_path):
     done = command("advise", *words)
     assert done.code == 2
     assert done.err.startswith(f"te-bench: {said}")
@@ -202,18 +182,14 @@ def test_wrong_words_get_one_sentence_and_leave_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_gpu_that_is_not_there(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 0)
-    done = command("advise", "--model", "gpt2", "--device", "cuda")
-    assert done.code == 2
-    assert "reports no GPU here" in done.err
-
-
-def test_several_gpus_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 2)
-    done = command("advise", "--model", "gpt2", "--device", "cuda", "--gpus", "0,1")
-    assert done.code == 2
-    assert "--gpus 0,1: advice is for one GPU; name one" in done.err
+@pytest.mark.parametrize(
+    ("here", "more", "said"),
+    [(0, (), "reports no GPU here"), (2, ("--gpus", "0,1"), "--gpus 0,1: advice is for one GPU; name one")],
+)
+def test_no_gpu_and_several_are_refused(here, more, said, command, monkeypatch):
+    gpus(monkeypatch, here)
+    done = command("advise", "--model", "gpt2", "--device", "cuda", *more)
+    assert (done.code, said in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,15 @@ def planned(command: Command, *arguments: object) -> dict[str, Any]:
     return dict(json.loads(done.out))
 
 
+def plainly(text: str) -> str:
+    """Without the ends of its lines."""
+    return " ".join(text.split())
+
+
+def estimate(device_s: float, elapsed_s: float, at_once: int) -> dict[str, Any]:
+    return {"device_s": pytest.approx(device_s), "elapsed_s": pytest.approx(elapsed_s), "at_once": at_once}
+
+
 @pytest.mark.parametrize(("budget", "seeds"), [(3 * SEED_S, 3), (3.99 * SEED_S, 3), (9.01 * SEED_S, 9)])
 def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, budget: float, seeds: int) -> None:
     found = planned(command, "--budget", f"{budget}s", "--timings", pilot)
@@ -82,9 +91,7 @@ def test_a_budget_is_as_many_seeds_as_it_holds(command: Command, pilot: Path, bu
     assert found["estimate"]["device_s"] == pytest.approx(seeds * SEED_S)
 
 
-def test_a_budget_is_spent_on_all_gpus_at_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_budget_is_spent_on_all_gpus_at_once(command, monkeypatch, tmp_path):
     gpus(monkeypatch, 4)
     records = [ended(trial) for trial in trials(device="cuda")]
     write(tmp_path / "pilot", records, chip="NVIDIA H200")
@@ -98,9 +105,7 @@ def test_a_budget_is_spent_on_all_gpus_at_once(
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(
-    here: bool, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(here, command, monkeypatch, tmp_path):
     gpus(monkeypatch, 2)
     alone, shared = ([ended(trial) for trial in trials(device="cuda", share=share)] for share in (None, 3))
     write(tmp_path / "alone", alone, chip="NVIDIA H200")
@@ -111,25 +116,19 @@ def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(
     found = planned(command, *asked, "--budget", f"{SEED_S}s", "--timings", tmp_path / "shared")
     assert {trial["problem"]["share"] for trial in found["trials"]} == {3}
     assert found["judgement"]["seeds"] == 6
-    assert found["estimate"] == {
-        "device_s": pytest.approx(2 * SEED_S), "elapsed_s": pytest.approx(SEED_S), "at_once": 6,
-    }  # fmt: skip
-    said = command("plan", *CONVERGENCE, *asked, "--seeds", "6", "--timings", tmp_path / "shared").out
-    assert "on 2 GPUs, 3 at a time on each" in " ".join(said.split())
+    assert found["estimate"] == estimate(2 * SEED_S, SEED_S, 6)
+    said = plainly(command("plan", *CONVERGENCE, *asked, "--seeds", "6", "--timings", tmp_path / "shared").out)
+    assert "on 2 GPUs, 3 at a time on each" in said
     other = command("plan", *CONVERGENCE, *asked, "--budget", "1h", "--timings", tmp_path / "alone")
     assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
 
 
-def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(
-    command: Command, monkeypatch: pytest.MonkeyPatch, pilot: Path
-) -> None:
+def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
     asked = ("--budget", f"{2 * SEED_S}s", "--timings", pilot)
     found = planned(command, *asked)
     assert found["judgement"]["seeds"] == 6
-    assert found["estimate"] == {
-        "device_s": pytest.approx(6 * SEED_S), "elapsed_s": pytest.approx(2 * SEED_S), "at_once": 3,
-    }  # fmt: skip
+    assert found["estimate"] == estimate(6 * SEED_S, 2 * SEED_S, 3)
     assert "on 3 cores" in command("plan", *CONVERGENCE, *asked).out
     refused = command("plan", *CONVERGENCE, "--budget", f"{SEED_S / 3}s", "--timings", pilot)
     assert (refused.code, "on 3 cores" in refused.err) == (2, True)
@@ -142,9 +141,7 @@ def test_records_of_another_chip_say_nothing(command: Command, tmp_path: Path) -
     assert "no record says how long a seed takes on this machine (4 of 4 configurations" in done.err
 
 
-def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(command, monkeypatch, tmp_path):
     gpus(monkeypatch, 0)
     [first, *_] = trials(device="cuda")
     directory = write(tmp_path / "pilot", [ended(first)], chip="NVIDIA H200")
@@ -167,15 +164,11 @@ def test_fused_steps_are_timed_by_fused_steps_alone(command: Command, pilot: Pat
 def test_a_pilot_fills_the_gpus_that_are_shared(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 4)
     done = command("plan", *CONVERGENCE, "--device", "cuda", "--preset", "cpu", "--share", "4", "--budget", "1h")
-    assert (done.code, "--share 4 --data random --seeds 4 " in done.err.replace("--recipes delayed_scaling ", "")) == (
-        2,
-        True,
-    )
+    said = done.err.replace("--recipes delayed_scaling ", "")
+    assert (done.code, "--share 4 --data random --seeds 4 " in said) == (2, True)
 
 
-def test_a_gpu_that_is_shared_has_as_many_trials(
-    command: Command, monkeypatch: pytest.MonkeyPatch, started: list[Started], tmp_path: Path
-) -> None:
+def test_a_gpu_that_is_shared_has_as_many_trials(command, monkeypatch, started, tmp_path):
     gpus(monkeypatch, 2)
     for number, more in enumerate(((), ("--share", "3"))):
         asked = ("--device", "cuda", "--gpus", "0,1", "--underpowered", *more, "--out", tmp_path / str(number))
@@ -185,9 +178,7 @@ def test_a_gpu_that_is_shared_has_as_many_trials(
 
 
 @pytest.mark.parametrize("more", [(), ("--fused",), ("--device", "cuda", "--preset", "cpu", "--share", "3")], ids=str)
-def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(
-    more: tuple[str, ...], command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(more, command, monkeypatch, tmp_path):
     gpus(monkeypatch, 1)
     done = command("plan", *CONVERGENCE, *more, "--budget", "1h", "--out", "my run")
     assert done.code == 2
@@ -221,10 +212,8 @@ def _fields(trial: dict[str, Any]) -> dict[str, Any]:
 def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) -> None:
     some = write(tmp_path / "pilot", [ended(trial) for trial in trials() if trial.problem["arm"] != "recipe"])
     done = command("plan", *CONVERGENCE, "--budget", "1h", "--timings", some)
-    assert (
-        "(1 of 4 configurations, such as training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0)"
-        in done.err
-    )
+    one = "training/tiny-recipe-b8-t64-V50304/flash/fp8/delayed_scaling/eager/s0"
+    assert f"(1 of 4 configurations, such as {one})" in done.err
 
 
 @pytest.mark.parametrize(
@@ -237,9 +226,7 @@ def test_an_arm_that_no_record_times_is_named(command: Command, tmp_path: Path) 
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "run"])
-def test_what_a_budget_cannot_carry_is_told_and_nothing_written(
-    command: Command, pilot: Path, tmp_path: Path, verb: str, arguments: list[str], message: str
-) -> None:
+def test_what_a_budget_cannot_carry_is_told_and_nothing_written(command, pilot, tmp_path, verb, arguments, message):
     timings = [] if "--timings" in arguments else ["--timings", pilot]
     done = command(verb, *CONVERGENCE, *timings, *arguments)
     assert done.code == 2
@@ -296,20 +283,16 @@ def test_seeds_after_the_plan_are_told_not_to_count(command: Command, tmp_path: 
 
 
 def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command: Command, tmp_path: Path) -> None:
-    told = command("plan", *CONVERGENCE, "--seeds", "5", "--margin", "0.003").out
-    flat = " ".join(told.split())
-    assert (
-        "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
-        in flat
-    )
+    flat = plainly(command("plan", *CONVERGENCE, "--seeds", "5", "--margin", "0.003").out)
+    said = "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
+    assert said in flat
     assert "5 seeds; planned for 0.0023, which it does not exceed with 80 % confidence" in flat
-    assert re.search(
-        r"\(alpha 0\.05\): power \d+% at a true gap of 0, minimum detectable gap 0\.0043 nat; 80 % takes 7 seeds", flat
-    )
+    power = r"\(alpha 0\.05\): power \d+% at a true gap of 0, minimum detectable gap 0\.0043 nat; 80 % takes 7 seeds"
+    assert re.search(power, flat)
     assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0, .*; 80 % takes 11 seeds", flat)
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --pilot DIR of a pilot would tell" in flat
-    other = " ".join(command("plan", *CONVERGENCE, "--seeds", "5", "--steps", "77").out.split())
+    other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", "--steps", "77").out)
     assert "power: not known, for no record says how far gaps of this training vary" in other
 
     shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
@@ -321,23 +304,20 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     assert found["pairs"] == 4
     assert found["correlation"] > 0.99
     assert found["sd"] == pytest.approx(0.00365, rel=0.01)
-    text = " ".join(command("plan", *CONVERGENCE, "--timings", tmp_path / "old").out.split())
+    text = plainly(command("plan", *CONVERGENCE, "--timings", tmp_path / "old").out)
     assert "measured on 4 seeds, pair correlation 1.00" in text
 
 
 def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
     asked = ("--seeds", "8", "--timings", pilot)
-    text = " ".join(command("plan", *CONVERGENCE, *several, *asked).out.split())
+    text = plainly(command("plan", *CONVERGENCE, *several, *asked).out)
     assert "Holm's hardest step over 4 recipes (alpha 0.0125): power" in text
     assert "time: not known" in text  # rowwise and block scaling were not in the pilot
-    text = " ".join(command("plan", *CONVERGENCE, *asked).out.split())
-    assert "time: about 16.1 CPU minutes" in text
+    assert "time: about 16.1 CPU minutes" in plainly(command("plan", *CONVERGENCE, *asked).out)
 
 
-def test_a_run_takes_the_seeds_of_its_budget(
-    command: Command, started: list[Started], pilot: Path, tmp_path: Path
-) -> None:
+def test_a_run_takes_the_seeds_of_its_budget(command, started, pilot, tmp_path):
     out = tmp_path / "out"
     done = command("run", *CONVERGENCE, "--budget", f"{6.5 * SEED_S}s", "--timings", pilot, "--out", out)
     assert done.code == 130
@@ -364,13 +344,13 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     asked = ("run", *CONVERGENCE[:5], "--margin", "0.003", "--out", tmp_path / "out")
     refused = command(*asked)
     assert refused.code == 2
-    said = " ".join(refused.err.split())
+    said = plainly(refused.err)
     assert "6 seeds would show a true gap of 0 to lie within 0.003 nat with a power of" in said
     assert re.search(r"It takes --seeds \d+, or --margin 0\.0\d+, or gaps that vary by 0\.0\d+ \(sd\) or less", said)
     assert "add --underpowered to run it all the same" in said
     planned = command("plan", *asked[1:])
     assert planned.code == 2
-    assert "no plan to run: 6 seeds would show a true gap of 0" in " ".join(planned.err.split())
+    assert "no plan to run: 6 seeds would show a true gap of 0" in plainly(planned.err)
     assert not (tmp_path / "out").exists()
     seeds, margin = re.findall(r"--seeds (\d+), or --margin ([0-9.]+)", said)[0]
     for number, more in enumerate((["--seeds", seeds], ["--margin", str(1.05 * float(margin))])):
@@ -379,21 +359,19 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     assert command(*asked).code == 130  # it has begun
     another = command(*asked, "--fused")  # the same bf16, and configurations that are new to it
     assert another.code == 2
-    assert "add --underpowered to run it all the same" in " ".join(another.err.split())
+    assert "add --underpowered to run it all the same" in plainly(another.err)
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2-short"])
 def test_the_presets_have_the_power_that_they_need_or_say_that_it_is_not_known(command: Command, preset: str) -> None:
-    found = json.loads(
-        command("plan", "convergence", "--device", "cpu", "--data", "random", "--preset", preset, "--json").out
-    )
-    known = found["conclusion"]
+    done = command("plan", "convergence", "--device", "cpu", "--data", "random", "--preset", preset, "--json")
+    known = json.loads(done.out)["conclusion"]
     assert (known is None) == (preset == "char")
     assert known is None or known["cautious"]["power"] >= 0.8
 
 
 def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
-    said = " ".join(command("plan", *CONVERGENCE, "--timings", pilot).out.split())
+    said = plainly(command("plan", *CONVERGENCE, "--timings", pilot).out)
     assert "--pilot tells nothing of the spread: its training is another: " in said
     assert "steps 40 there, 150 here" in said
 
@@ -405,7 +383,7 @@ POOL = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2
 
 def pool(*arguments: object, command: Command) -> tuple[int, str, str]:
     done = command("plan", *POOL, *arguments)
-    return done.code, " ".join(done.out.split()), " ".join(done.err.split())
+    return done.code, plainly(done.out), plainly(done.err)
 
 
 def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,17 +407,14 @@ def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch
     )
 
 
-def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(command, monkeypatch):
     gpus(monkeypatch, 0)
     code, said, why = pool("--budget", "7h", command=command)
     assert code == 2
     assert "The design: 12 rounds" in said  # the most that the budget holds
     assert "12 rounds would show a true gap of 0 to lie within 0.005 nat with a power of" in why
-    [needed] = re.findall(
-        r"It takes --seeds (\d+) \([0-9.]+ GPU hours\), or --margin 0\.0\d+, or runs that vary by", why
-    )
+    takes = r"It takes --seeds (\d+) \([0-9.]+ GPU hours\), or --margin 0\.0\d+, or runs that vary by"
+    [needed] = re.findall(takes, why)
     assert pool("--seeds", needed, command=command)[0] == 0
     assert pool("--budget", "20h", command=command)[0] == 0
     code, _, why = pool("--budget", "1h", command=command)
@@ -453,16 +428,11 @@ def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--as-pilot", "--seeds", 1],
-            "--seeds 1: so short a pilot leaves 1 of the 6 degrees of freedom that a spread takes",
-        ),
+        (["--as-pilot", "--seeds", 1], "--seeds 1: so short a pilot leaves 1 of the 6 degrees of freedom that a"),
         (["--alpha", "1e-9"], "a pool's test of 6 recipes knows no critical values below 0.0006; give that or more"),
     ],
 )
-def test_a_plan_that_can_tell_nothing_at_all_is_refused(
-    command: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[Any], message: str
-) -> None:
+def test_a_plan_that_can_tell_nothing_at_all_is_refused(command, monkeypatch, arguments, message):
     gpus(monkeypatch, 0)
     code, _, why = pool(*arguments, command=command)
     assert (code, message in why) == (2, True), why
@@ -473,9 +443,7 @@ def test_a_pilot_that_failed_says_so(command: Command, tmp_path: Path) -> None:
     records = [ended(trial, outcome="timeout", reason="stopped") for trial in trials(None, 40, **asked)]
     directory = write(tmp_path / "pilot", records, seeds=3, pool=2, pilot=True)
     said = command("plan", *CONVERGENCE, "--preset", "cpu-pool", "--steps", 40, "--pilot", directory).out
-    assert "too few runs of each of its configurations have ended, or their losses do not vary" in " ".join(
-        said.split()
-    )
+    assert "too few runs of each of its configurations have ended, or their losses do not vary" in plainly(said)
 
 
 def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path: Path) -> None:
@@ -484,28 +452,24 @@ def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path
     planned, told = trials(None, None, **asked), []
     noise = {trial.id: 0.01 * random.Random(trial.id).gauss(0, 1) for trial in planned}
     for number, gap in enumerate((0.0, 0.7, -3.0)):
-        records = [
-            ended(t, noise[t.id] + gap * (t.problem["arm"] == "recipe" and t.recipe == "float8_current_scaling"))
-            for t in planned
-        ]
+        moved = ("recipe", "float8_current_scaling")
+        records = [ended(t, noise[t.id] + gap * ((t.problem["arm"], t.recipe) == moved)) for t in planned]
         kept = {"seeds": 3, "pool": 2, "pilot": True, "steps": 150}
         directory = write(tmp_path / str(number), records, **kept)
         where = ("--preset", "cpu-pool", "--pilot", directory, "--seeds", 8)
         done = command("plan", *CONVERGENCE[:-2], "--recipes", "delayed_scaling,float8_current_scaling", *where)
         told.append(done.out)
-        assert "measured, 8 df; planned for" in " ".join(done.out.split())
+        assert "measured, 8 df; planned for" in plainly(done.out)
     assert told[0] == told[1] == told[2]
     squares = defaultdict(list)
     for trial in planned:
         if trial.problem["arm"] != "broken":
             squares[trial.cell].append(noise[trial.id])
     sd = math.sqrt(sum(statistics.variance(each) for each in squares.values()) / len(squares))
-    assert f"spread of single runs: sd {sd:.2g} nat" in " ".join(told[0].split())
+    assert f"spread of single runs: sd {sd:.2g} nat" in plainly(told[0])
 
 
-def test_runs_that_the_plan_s_margin_made_needless_are_not_missing_at_a_tighter_one(
-    command: Command, tmp_path: Path
-) -> None:
+def test_runs_that_the_plan_s_margin_made_needless_are_not_missing_at_a_tighter_one(command, tmp_path):
     """INCONCLUSIVE at 0.02, where the wider margin stopped the recipe after three of five rounds; and no run is lost."""
     draw, records = random.Random(5), []
     for trial in trials(5, None, preset="cpu-pool"):

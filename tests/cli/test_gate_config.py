@@ -82,9 +82,7 @@ def answer(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_passes(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_passes(gate, commit, tmp_path):
     base = commit({"job.sh": SCRIPT.format(seconds=0.05)})
     commit({"job.sh": SCRIPT.format(seconds=0.07)})
     text = '[bench.job]\ncommand = "sh job.sh"'
@@ -98,9 +96,7 @@ def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_pas
     assert (done.code, "PASS: 1 " in done.out, "Margin 30 %" in done.out) == (0, True, True), done
 
 
-def test_a_pytest_benchmark_suite_is_judged_by_benchmark(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_a_pytest_benchmark_suite_is_judged_by_benchmark(gate, commit, tmp_path):
     base = commit({"bench_it.py": SUITE.format(seconds=0.02)})
     commit({"bench_it.py": SUITE.format(seconds=0.028)})
     pytest_benchmark = "-m pytest -q -p pytest_benchmark.plugin bench_it.py --benchmark-json={json}"
@@ -122,9 +118,7 @@ def test_a_pytest_benchmark_suite_is_judged_by_benchmark(
     assert all(len(runs) == 1 for runs in runs_of.values())
 
 
-def test_a_package_is_set_up_in_each_revision_and_timed_by_its_own_figures(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_a_package_is_set_up_in_each_revision_and_timed_by_its_own_figures(gate, commit, tmp_path):
     def package(size: int, more: str = "") -> dict[str, str]:
         return {name: content.format(size=size, more=more) for name, content in PACKAGE.items()}
 
@@ -171,9 +165,7 @@ def test_a_command_that_breaks_is_one_sentence(gate: Callable[..., Any], commit:
         assert done.err.endswith(f"te-bench: te-bench.toml: bench.job: in both revisions the command {why}\n")
 
 
-def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(gate, commit, tmp_path):
     base = commit({})
     commit({"new.py": "import sys; open(sys.argv[1], 'w').write('0.01')"})
     done = gate(base, f'[bench.inside]\ncommand = "{PYTHON} new.py {{json}}"')
@@ -184,9 +176,7 @@ def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(
     assert said.endswith("Note: if the candidate adds inside, merge it first or let exit code 4 through.")
 
 
-def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(gate, commit, tmp_path):
     names = ["test_a[1000]", "test_a[1]", "test_a[x, y]"]
     written = json.dumps(dict.fromkeys(names, 1.0))
     commit({"figures.py": f"import sys\nopen(sys.argv[1], 'w').write({written!r})\n"})
@@ -209,14 +199,10 @@ def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(
         assert done.code == 3, done
         assert {one["name"] for one in answer(tmp_path)["trials"]} == {f"suite: {name}" for name in among}
     done = gate("HEAD", text, "--only", "suits")
-    assert done.err.endswith(
-        "'suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n"
-    )
+    assert done.err.endswith("suits' matches nothing that te-bench.toml measures; its benches: other, figures, suite\n")
 
 
-def test_a_gate_that_is_refused_leaves_the_finished_one_as_it_was(
-    gate: Callable[..., Any], commit: Files, tmp_path: Path
-) -> None:
+def test_a_gate_that_is_refused_leaves_the_finished_one_as_it_was(gate, commit, tmp_path):
     def kept() -> dict[str, bytes]:
         found = (path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".jsonl"))
         return {str(path): path.read_bytes() for path in found}
@@ -253,28 +239,20 @@ def test_a_gate_that_is_refused_leaves_the_finished_one_as_it_was(
             "--tb=short",
             "bench_it.py::test_b: assert [1, 2] == [1, 3]; 2 failed, 1 passed in ",
         ),
-        (
-            "@pytest.fixture\ndef f(): 1 / 0\ndef test_a(f): pass",
-            "",
-            "::test_a: ZeroDivisionError: division by zero; 1 ",
-        ),
+        ("@pytest.fixture\ndef f(): 1 / 0\ndef test_a(f): pass", "", "::test_a: ZeroDivisionError: division by zero;"),
         ("import nope", "", "bench_it.py: ModuleNotFoundError: No module named 'nope'; 1 error in "),
         ("def test_a(): assert 0", "--tb=no", "bench_it.py::test_a - assert 0; 1 failed in "),
     ],
     ids=["case", "second", "fixture", "collecting", "no traceback"],
 )
-def test_of_a_pytest_that_fails_a_test_and_its_error_are_told(
-    gate: Callable[..., Any], commit: Files, body: str, how: str, said: str
-) -> None:
+def test_of_a_pytest_that_fails_a_test_and_its_error_are_told(gate, commit, body, how, said):
     commit({"bench_it.py": f"import pytest\n{body}\n"})
     done = gate("HEAD", f'{ALONE}\n[bench.suite]\ncommand = "{sys.executable} -m pytest -q {how} bench_it.py"')
     assert (done.code, done.err.count("\n")) == (2, 2), done
     assert said in done.err
 
 
-def test_a_run_that_hangs_is_stopped_with_all_that_it_started(
-    gate: Callable[..., Any], commit: Files, repository: Repository
-) -> None:
+def test_a_run_that_hangs_is_stopped_with_all_that_it_started(gate, commit, repository):
     commit({"job.sh": "setsid sleep 1234.5 & wait"})
     done = gate("HEAD", 'timeout = 0.3\n[bench.job]\ncommand = "sh job.sh"')
     assert (done.code, "in both revisions the command stopped after 0.3 s (timeout)" in done.err) == (2, True), done
@@ -295,14 +273,8 @@ ONE = '[bench.a]\ncommand = "true"\n'
         ('[bench]\na = "true"\n', 'bench.a: give a table: [bench.a], command = "..."'),
         ("[bench.a]\n", "bench.a.command is missing: the command to time"),
         ("[bench.a]\ncommand = 3\n", "bench.a.command: 3; give a command as a string"),
-        (
-            '[bench.a]\ncommand = "echo \'"\n',
-            'bench.a.command: "echo \'"; give a command as a string (No closing quotation)',
-        ),
-        (
-            f"{ONE}statstic = 1\n",
-            "bench.a.statstic is no key. Did you mean statistic? Known: bench.a.command, bench.a.statistic.",
-        ),
+        ('[bench.a]\ncommand = "echo \'"\n', 'bench.a.command: "echo \'"; give a command as a string (No'),
+        (f"{ONE}statstic = 1\n", "bench.a.statstic is no key. Did you mean statistic? Known:"),
         (f'{ONE}statistic = "min"\n', "bench.a.statistic: only figures that a command writes to {json} have one"),
         ('[bench.a]\ncommand = "a {json}"\nstatistic = "mean"\n', "bench.a.statistic: 'mean'; give one of min, median"),
         (f'setup = "make"\n{ONE}', "setup: 'make'; give a list of commands"),
@@ -370,25 +342,18 @@ def test_what_quotes_hold_is_the_commands_own(tmp_path: Path) -> None:
     assert command.words == tuple(words)
 
 
-@pytest.mark.parametrize(
-    ("written", "statistic", "figures"),
-    [
+def test_figures_that_a_command_writes_are_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    for written, statistic, figures in (
         (0.5, "min", {"": 0.5}),
         ([3, 1, 2, 9], "min", {"": 1}),
         ([3, 1, 2, 9], "median", {"": 2.5}),
         ({"a": 1, "b": [2, 4]}, "median", {"a": 1, "b": 3}),
         ({"benchmarks": [{"fullname": "x::y", "stats": {"min": 1, "median": 2}}]}, "median", {"x::y": 2}),
-    ],
-)
-def test_figures_that_a_command_writes(tmp_path: Path, written: Any, statistic: str, figures: dict[str, float]) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(written))
-    assert commands.read_figures(tmp_path / "a.json", statistic) == figures
-
-
-@pytest.mark.parametrize(
-    "written", ["", "{}", "[]", "0", "-1", "true", '"1"', '{"a": [1, null]}', '{"benchmarks": 1}', "NaN"]
-)
-def test_figures_that_are_no_seconds_are_refused(tmp_path: Path, written: str) -> None:
-    (tmp_path / "a.json").write_text(written)
-    with pytest.raises(ValueError, match=r"JSON|json"):
-        commands.read_figures(tmp_path / "a.json", "min")
+    ):
+        file.write_text(json.dumps(written))
+        assert commands.read_figures(file, statistic) == figures
+    for wrong in ("", "{}", "[]", "0", "-1", "true", '"1"', '{"a": [1, null]}', '{"benchmarks": 1}', "NaN"):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match=r"JSON|json"):
+            commands.read_figures(file, "min")

@@ -1,6 +1,5 @@
 """te-bench gate: what its options become before anything is measured."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(
-    command: Command, asked: list[Any], tmp_path: Path
-) -> None:
+def test_paths_are_whole_for_revisions_work_in_folders_of_their_own(command, asked, tmp_path):
     data = ("--data", "text:a.txt", "--data", "gpt2=text:/b.txt", "--data", "tiny=stdlib")
     with pytest.raises(Asked):
         command("gate", "--base", "main", "--device", "cpu", "--cache", "tokens", *data)
@@ -47,17 +44,13 @@ def test_a_slow_down_is_planted_once(command: Command, slower: str) -> None:
     assert (done.code, f"--slower {slower}: give each slow-down once" in done.err) == (2, True)
 
 
-VERBS = (
-    ("gate", "--base", "main", "--device", "cpu"),
-    ("advise", "--model", "tiny", "--device", "cpu"),
-    ("plan", "curves", "--device", "cpu", "--data", "random"),
-)
+ON_CPU = ("--device", "cpu")
+VERBS = [("gate", "--base", "main", *ON_CPU), ("advise", "--model", "tiny", *ON_CPU)]
+VERBS += [("plan", "curves", *ON_CPU, "--data", "random")]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb[0])
-def test_a_budget_without_its_unit_is_refused_by_every_verb(
-    command: Command, asked: list[Any], verb: tuple[str, ...]
-) -> None:
+def test_a_budget_without_its_unit_is_refused_by_every_verb(command, asked, verb):
     done = command(*verb, "--budget", "10")
     assert (done.code, done.err) == (2, "te-bench: --budget 10: say the unit, 10min or 10s\n"), done
     for wrong in ("0s", "soon", "-1min", "nans", "10d"):

@@ -25,9 +25,8 @@ def test_untimed_trials_run_one_after_the_other_but_trainings_of_so_many_steps(
 ) -> None:
     base = repository.commit({"a": FAST, name: 0})
     sleeps = f"    if name == '{name}':\n        time.sleep(0.3)\n    timed ="
-    head = repository.commit(
-        {"a": FAST, name: 0}, experiments__trial=FILES["experiments/trial.py"].replace("    timed =", sleeps)
-    )
+    trial = FILES["experiments/trial.py"].replace("    timed =", sleeps)
+    head = repository.commit({"a": FAST, name: 0}, experiments__trial=trial)
     assert base != head
     assert gate(head, "--head", head).code == 0
     begun = [
@@ -40,9 +39,7 @@ def test_untimed_trials_run_one_after_the_other_but_trainings_of_so_many_steps(
     assert (abs(begun[1] - begun[0]).total_seconds() < 0.29) == together
 
 
-def test_a_training_beside_does_not_hold_up_a_gate_that_ends(
-    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_beside_does_not_hold_up_a_gate_that_ends(gate, repository, monkeypatch):
     def full(*arguments: Any) -> None:
         raise ValueError("the disk is full")
 
@@ -53,9 +50,7 @@ def test_a_training_beside_does_not_hold_up_a_gate_that_ends(
     assert (done.code, "the disk is full" in done.err, time.monotonic() - begin < 30) == (2, True, True)
 
 
-def test_a_process_that_was_killed_is_replaced_with_the_next_round(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
+def test_a_process_that_was_killed_is_replaced_with_the_next_round(gate, repository, tmp_path):
     """By a trial of the second round, whose parent is its supervisor, and that one's parent the process."""
     kills = (
         "    if trial.seed == 1 and '/head/' in __file__:\n"
@@ -64,18 +59,15 @@ def test_a_process_that_was_killed_is_replaced_with_the_next_round(
         "        time.sleep(60)\n    timed ="
     )
     base = repository.commit({"a": FAST, "b": FAST})
-    repository.commit(
-        {"a": FAST, "b": FAST}, experiments__trial=FILES["experiments/trial.py"].replace("    timed =", kills)
-    )
+    trial = FILES["experiments/trial.py"].replace("    timed =", kills)
+    repository.commit({"a": FAST, "b": FAST}, experiments__trial=trial)
     assert gate(base).code == 4
     found = outcomes(tmp_path / "out")
     assert {name for name, outcome in found if outcome == "crashed"} == {"a", "b"}
     assert [found[name, "ok"] for name in "ab"] == [4, 4]
 
 
-def test_the_two_take_turns_and_another_begins_each_round(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
+def test_the_two_take_turns_and_another_begins_each_round(gate, repository, tmp_path):
     notes = tmp_path / "notes"
     base = repository.commit({"a": FAST}, notes=notes)
     gate(base)
@@ -92,9 +84,7 @@ def test_the_two_take_turns_and_another_begins_each_round(
 
 
 @pytest.mark.parametrize("trials", ["ab", "abc"])
-def test_another_begins_each_round_of_each_trial(
-    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch, trials: str
-) -> None:
+def test_another_begins_each_round_of_each_trial(gate, repository, monkeypatch, trials):
     began: dict[str, list[str]] = {}
     run = paired_trial.run
 
@@ -110,12 +100,10 @@ def test_another_begins_each_round_of_each_trial(
 
 def test_looks_are_those_that_the_time_allows() -> None:
     looks = revisions.LOOKS
-    assert revisions.looks_within(looks[-1]) == looks
-    assert revisions.looks_within(1000) == looks
+    assert revisions.looks_within(looks[-1]) == revisions.looks_within(1000) == looks
     assert revisions.looks_within(11) == (6, 11)  # none just before the last, where alpha would be thrown away
-    assert revisions.looks_within(6) == (6,)
-    assert revisions.looks_within(2) == (5,)  # fewer pairs claim nothing: such a gate ends undecided
-    assert revisions.looks_within(7) == (7,)
+    # fewer pairs than 5 claim nothing: such a gate ends undecided
+    assert [revisions.looks_within(pairs) for pairs in (2, 6, 7)] == [(5,), (6,), (7,)]
 
 
 def test_every_pair_counts_when_time_ends_and_it_is_said_how_much_time_would_decide(
@@ -143,20 +131,14 @@ def test_every_pair_counts_when_time_ends_and_it_is_said_how_much_time_would_dec
     assert budget == pytest.approx(100 * (1 + trial["needed"] - 7), rel=0.1)  # by the slowest round
 
 
-def test_where_no_budget_decides_it_is_said(
-    gate: Callable[..., Any], repository: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_budget_decides_it_is_said(gate, repository, monkeypatch):
     judge_as(monkeypatch, {"a": 1.02}, noise=0.2)
     done = gate(repository.commit({"a": FAST}), margin="2%")
-    assert done.code == 3
-    assert "Note: no --budget decides train_step/a/flash/fp32/eager, for a gate makes at most 5 pairs" in " ".join(
-        done.out.split()
-    )
+    said = "Note: no --budget decides train_step/a/flash/fp32/eager, for a gate makes at most 5 pairs"
+    assert (done.code, said in " ".join(done.out.split())) == (3, True)
 
 
-def test_a_trial_that_may_be_slower_goes_before_the_others(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_that_may_be_slower_goes_before_the_others(gate, repository, tmp_path, monkeypatch):
     rounds = revisions.paired_sweep.run_round
     cells: list[list[str]] = []
 
@@ -180,18 +162,10 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(
 
 
 @pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [3, 5]), (("--exitfirst",), [3, 5])])
-def test_exitfirst_ends_with_the_first_regression(
-    gate: Callable[..., Any],
-    repository: Repository,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    pairs: list[int],
-) -> None:
+def test_exitfirst_ends_with_the_first_regression(gate, repository, tmp_path, monkeypatch, arguments, pairs):
     monkeypatch.setattr(revisions, "LOOKS", (5, 7))
     judge_as(monkeypatch, {"a": 1.02, "b": 1.5})
     assert gate(repository.commit({"a": FAST, "b": FAST}), *arguments, margin="2%").code == 1
     trials = json.loads((tmp_path / "out" / "gate.json").read_text())["trials"]
-    assert [(trial["verdict"], trial["pairs"]) for trial in trials] == list(
-        zip(["INCONCLUSIVE", "REGRESSION"], pairs, strict=True)
-    )
+    assert [trial["verdict"] for trial in trials] == ["INCONCLUSIVE", "REGRESSION"]
+    assert [trial["pairs"] for trial in trials] == pairs

@@ -19,9 +19,7 @@ def test_a_missing_package_is_named_without_a_traceback(no_package: Callable[[st
     assert (done.returncode, done.stderr) == (2, "te-bench: needs the package numpy: pip install numpy\n")
 
 
-def test_a_module_of_our_own_that_is_missing_is_our_fault(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_of_our_own_that_is_missing_is_our_fault(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "te_bench.models.configs", None)
     monkeypatch.setattr(sys, "argv", ["te-bench", "list", "models"])
     with pytest.raises(SystemExit) as ended:

@@ -43,9 +43,7 @@ def parts(tmp_path: Path) -> tuple[Path, Path]:
     return part(tmp_path / "a", [record(0), record(1)]), part(tmp_path / "b", [record(2)])
 
 
-def test_parts_of_a_sweep_become_a_run_that_is_reported_gone_on_with_and_gated(
-    command: Command, parts: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_parts_of_a_sweep_become_a_run_that_is_reported_gone_on_with_and_gated(command, parts, tmp_path):
     out = tmp_path / "out"
     done = command("merge", *parts, "--out", out)
     assert (done.code, done.out, done.err) == (0, f"3 of 4 planned trials have ended: {out}\n", "")
@@ -130,9 +128,7 @@ def test_plans_that_differ_are_told_of(command: Command, tmp_path: Path) -> None
         (("a", "empty"), "empty holds a journal without a plan"),
     ],
 )
-def test_what_cannot_be_merged_is_exit_2(
-    command: Command, parts: tuple[Path, Path], tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
+def test_what_cannot_be_merged_is_exit_2(command, parts, tmp_path, arguments, message):
     part(tmp_path / "other", [record(0)], suite="layer")
     Store(tmp_path / "empty").close()
     done = command("merge", "--out", "out", *arguments)

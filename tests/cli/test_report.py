@@ -35,9 +35,7 @@ def test_a_journal_cut_short_says_so(command: Command, run: Path) -> None:
 
 
 @pytest.mark.parametrize(("seeds", "said"), [(1, "1 seed a trial is"), (3, "3 seeds a trial are"), (5, None)])
-def test_a_run_says_where_its_seeds_are_too_few_for_a_gate(
-    command: Command, tmp_path: Path, seeds: int, said: str | None
-) -> None:
+def test_a_run_says_where_its_seeds_are_too_few_for_a_gate(command, tmp_path, seeds, said):
     """Those of what was timed and ended ok."""
     here = environment.capture("cpu")
     records = [

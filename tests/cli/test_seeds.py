@@ -8,9 +8,8 @@ import pytest
 from in_process import Command
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [
-    " ".join(one.split()) for one in re.findall(r"`((?:te-bench|python) [^`]+)`", (ROOT / "docs/seeds.md").read_text())
-]
+WRITTEN = re.findall(r"`((?:te-bench|python) [^`]+)`", (ROOT / "docs/seeds.md").read_text())
+COMMANDS = [" ".join(one.split()) for one in WRITTEN]
 RUNS = sorted({one for one in COMMANDS if one.startswith("te-bench run") and "mymod" not in one})
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import Command
 
 from te_bench.experiments.spec import Record, Trial, digest
-from te_bench.experiments.store import Plan, Store
+from te_bench.experiments.store import Plan, Store, load
 from te_bench.kernels import measured
 from te_bench.kernels.gemm.table import GemmShape
 from te_bench.kernels.linear_cross_entropy.table import HeadShape
@@ -26,16 +27,13 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def own_file(text: str, name: str = "measured.json") -> Path:
     """A file of the user's own that holds this."""
     path = measured.user_table()
-    assert path is not None
     path.parent.mkdir(parents=True)
     path.with_name(name).write_text(text)
     return path.with_name(name)
 
 
 def own_table() -> tuple[Timing, ...]:
-    path = measured.user_table()
-    assert path is not None
-    return measured.read(path)
+    return measured.read(measured.user_table())
 
 
 @pytest.mark.parametrize(
@@ -68,16 +66,20 @@ def own_table() -> tuple[Timing, ...]:
         (["head", "--shape", "64,64,50/40"], "40 rows are fewer than 50 classes"),
         (["head", "--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["head", "--from", SPEED], "holds no timings of head: measure some with te-bench tune head"),
+        (["attention", "--from", SPEED.parent / "memory"], "holds no timings of attention"),
         (["attention", "--from", SPEED, "--rivals", "flash"], "--rivals with --from, which measures nothing"),
+        *(
+            (["attention", "--from", SPEED, *option], f"{option[0]} with --from")
+            for option in (("--rounds", "2"), ("--fresh",), ("--timeout", "9"), ("--shape", "1,1,16,16,full"))
+        ),
     ],
 )
 def test_what_is_wrong_is_named(command: Command, arguments: list[object], reason: str) -> None:
-    done = command(
-        "tune", *arguments, *([] if "--device" in arguments or "--from" in arguments else ["--device", "cpu"])
-    )
-    assert done.code == 2
-    assert reason in done.err
+    device = [] if "--device" in arguments or "--from" in arguments else ["--device", "cpu"]
+    done = command("tune", *arguments, *device)
+    assert (done.code, reason in done.err) == (2, True), done.err
     assert not list(Path().glob("runs/*/journal.jsonl"))
+    assert not measured.user_table().exists()
 
 
 def test_a_table_of_what_was_recorded(command: Command) -> None:
@@ -100,20 +102,12 @@ def recorded(directory: Path, code: str, results: Results) -> None:
     machine = {"id": digest(identity), "identity": identity, "details": {}}
     with Store(directory) as store:
         store.add_environment(machine)
-        store.add_plan(
-            Plan(
-                suite="attention", title="", environment=machine["id"], baseline=None, judgement={},
-                trials=tuple(t.to_json() for t, _ in results), started_at=f"2026-11-2{code}T00:00:00+00:00",
-            )
-        )  # fmt: skip
+        at: dict[str, Any] = {"environment": machine["id"], "started_at": f"2026-11-2{code}T00:00:00+00:00"}
+        trials = tuple(t.to_json() for t, _ in results)
+        store.add_plan(Plan(suite="attention", title="", baseline=None, judgement={}, trials=trials, **at))
         for trial, found in results:
             outcome, samples = (found, {}) if isinstance(found, str) else ("ok", found)
-            store.add(
-                Record(
-                    trial=trial, environment=machine["id"], outcome=outcome, wall_s=1.0, samples=samples,
-                    started_at=f"2026-11-2{code}T00:00:01+00:00",
-                )
-            )  # fmt: skip
+            store.add(Record(trial=trial, outcome=outcome, wall_s=1.0, samples=samples, **at))
 
 
 def attention(times: dict[tuple[str, int], tuple[float, float]], **failed: str) -> Results:
@@ -160,13 +154,6 @@ def test_the_newest_environment_with_the_most_rivals_counts(command: Command, tm
     assert newer[0].seconds == {"flash": 0.01, "triton": 0.012}
 
 
-def test_nothing_of_attention_is_no_table(command: Command, tmp_path: Path) -> None:
-    done = command("tune", "attention", "--from", SPEED.parent / "memory")
-    assert done.code == 2
-    assert "holds no timings of attention" in done.err
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_path: Path) -> None:
     """The user's own is set aside, and made anew; another file was not meant."""
     path, notes = own_file("my notes"), tmp_path / "notes.txt"
@@ -183,10 +170,9 @@ def test_a_table_that_cannot_be_read_is_not_overwritten(command: Command, tmp_pa
 
 
 def test_a_bad_row_is_set_aside_and_the_good_ones_stay(command: Command) -> None:
-    gemm, attention = (
-        dataclasses.replace(measured.read(measured.SHIPPED, name)[0], machine="mine") for name in ("gemm", "attention")
-    )
-    table = measured.text([gemm, attention]).replace('"dtype": "e4m3"', '"dtype": "e9m9"', 1)
+    first = [measured.read(measured.SHIPPED, name)[0] for name in ("gemm", "attention")]
+    table = measured.text([dataclasses.replace(row, machine="mine") for row in first])
+    table = table.replace('"dtype": "e4m3"', '"dtype": "e9m9"', 1)
     path = own_file(table)
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0, done.err
@@ -203,20 +189,12 @@ def test_a_table_of_attention_alone_is_no_matter_of_gemms(command: Command) -> N
 
 
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
-    row = next(
-        row for row in measured.read(measured.SHIPPED, "attention") if row.problem.length == 1024 and row.problem.causal
-    )
+    shipped = measured.read(measured.SHIPPED, "attention")
+    row = next(row for row in shipped if row.problem.length == 1024 and row.problem.causal)
     own_file(measured.text([dataclasses.replace(row, seconds={**row.seconds, "flash": 1e-3, "math": 1.0})]))
     done = command("tune", "attention", "--from", SPEED)
     assert done.code == 0
     assert "no longer in the table: flash, math" in done.out
-
-
-@pytest.mark.parametrize("option", [("--rounds", "2"), ("--fresh",), ("--timeout", "9"), ("--shape", "1,1,16,16,full")])
-def test_an_option_of_a_measurement_is_refused_where_nothing_is_measured(command: Command, option: tuple[str]) -> None:
-    done = command("tune", "attention", "--from", SPEED, *option)
-    assert done.code == 2
-    assert f"{option[0]} with --from" in done.err
 
 
 @pytest.mark.slow
@@ -230,12 +208,12 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
     assert cell.machine == measured.machine_name("cpu")
     assert cell.problem.window == (9, 0)
     assert "window 9:0" in done.out
-    journal = tmp_path / "runs" / "tune-attention" / "journal.jsonl"
-    records = [line for line in journal.read_text().splitlines() if json.loads(line)["kind"] == "record"]
+    journal = tmp_path / "runs" / "tune-attention"
+    records = list(load(journal).records.values())
     assert len(records) == 6
     other = command("tune", "attention", *asked, "--shape", "1,1,16,8,causal", "--rivals", "manual", "--rounds", "1")
     assert other.code == 0, other.err
-    after = [line for line in journal.read_text().splitlines() if json.loads(line)["kind"] == "record"]
+    after = list(load(journal).records.values())
     assert after[:6] == records
     assert len(after) == 7
     assert len(own_table()) == 2
@@ -243,9 +221,7 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
 
 def test_a_table_of_attention_alone_is_kept_below_the_new_one(command: Command) -> None:
     shipped = json.loads(measured.text(measured.read(measured.SHIPPED)[:2]))["rows"]
-    cells = [
-        {name: value for name, value in {**row, "machine": "mine"}.items() if name != "operator"} for row in shipped
-    ]
+    cells = [{name: row[name] for name in row.keys() - {"operator"}} | {"machine": "mine"} for row in shipped]
     older = own_file(json.dumps({"schema": 1, "cells": cells}), "attention.json")
     assert command("tune", "attention", "--from", SPEED).code == 0
     assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine", "mine"]

@@ -33,9 +33,7 @@ def two(tmp_path: Path) -> Callable[[str], tuple[Path, Path]]:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_folder_a_side_ends_in_a_verdict(
-    kind: str, two: Callable[[str], tuple[Path, Path]], command: Command
-) -> None:
+def test_a_folder_a_side_ends_in_a_verdict(kind, two, command):
     bf16, fp8 = two(kind)
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
     assert done.code == 0, done.err
@@ -47,9 +45,7 @@ def test_a_folder_a_side_ends_in_a_verdict(
     assert "No more seeds are needed for the margin 0.003." in said
 
 
-def test_every_path_up_to_the_next_option_belongs_to_its_side(
-    two: Callable[[str], tuple[Path, Path]], command: Command
-) -> None:
+def test_every_path_up_to_the_next_option_belongs_to_its_side(two, command):
     bf16, fp8 = two("nanogpt")
     sides = [sorted(side.glob("seed*")) for side in (bf16, fp8)]
     done = command("verdict", "--baseline", *sides[0], f"--candidate={sides[1][0]}", *sides[1][1:], "--margin", "0.003")
@@ -60,9 +56,7 @@ def test_every_path_up_to_the_next_option_belongs_to_its_side(
     assert "seed 3 is only in" in done.err
 
 
-def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(
-    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
-) -> None:
+def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(two, command, tmp_path):
     bf16, fp8 = two("megatron")
     page = tmp_path / "for" / "you.html"
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.0011", "--html", page)
@@ -84,28 +78,22 @@ def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(
     html.parser.HTMLParser().feed(content)
 
 
-def test_a_candidate_that_diverged_has_a_page_without_a_gap(
-    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
-) -> None:
+def test_a_candidate_that_diverged_has_a_page_without_a_gap(two, command, tmp_path):
     bf16, fp8 = two("nanogpt")
     log = fp8 / "seed2" / "train.log"
     log.write_text(re.sub(r"(step 100: .*val loss ).*", r"\1nan", log.read_text()))
     logs.written(fp8 / "seed3" / "train.log", "iter 0: loss nan, time 10.00ms, mfu 30.00%\n")  # before any validation
     page = tmp_path / "x.html"
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003", "--html", page)
-    assert (done.code, done.out.partition("\n")[0]) == (
-        1,
-        "DIVERGED: 2 of 4 runs, seeds 3, 2: the loss is nan at step 0",
-    )
+    said = "DIVERGED: 2 of 4 runs, seeds 3, 2: the loss is nan at step 0"
+    assert (done.code, done.out.partition("\n")[0]) == (1, said)
     assert "The candidate diverged." in page.read_text()
     assert page.read_text().count("<figure") == 1
     assert "candidate, mean of 2" in page.read_text()
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_too_few_seeds_for_any_verdict_are_told_how_many_it_takes(
-    seeds: int, two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
-) -> None:
+def test_too_few_seeds_for_any_verdict_are_told_how_many_it_takes(seeds, two, command, tmp_path):
     bf16, fp8 = two("torchtitan")
     sides = [[side / f"seed{seed}" / "console.txt" for seed in range(seeds)] for side in (bf16, fp8)]
     page = tmp_path / "x.html"
@@ -129,9 +117,7 @@ def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: P
     assert "--metric, --html and --paired go with --baseline and --candidate" in done.err
 
 
-def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(
-    two: Callable[[str], tuple[Path, Path]], command: Command, tmp_path: Path
-) -> None:
+def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(two, command, tmp_path):
     bf16, fp8 = two("nanogpt")
     (bf16 / "seed0").rename(bf16 / "a\udcff\u202e")  # as Python has a byte 0xff
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "1", "--html", tmp_path / "a.html")

@@ -2,9 +2,7 @@
 
 import importlib.metadata
 import os
-from pathlib import Path
 
-import pytest
 from in_process import Command
 
 from te_bench.experiments import environment
@@ -19,9 +17,7 @@ def version(distribution: str) -> str:
     return "0.18.0"
 
 
-def test_it_says_what_is_here_and_what_to_type_next(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_what_is_here_and_what_to_type_next(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: [])
     monkeypatch.setattr(importlib.metadata, "version", version)

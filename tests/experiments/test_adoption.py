@@ -46,10 +46,7 @@ def steps(experiment: Experiment) -> list[Trial]:
     ("asked", "said"),
     [
         ({"weights": "bf16"}, "--weights: of te-bench's own models alone; make yours in the dtype that you want"),
-        (
-            {"states": "fp8"},
-            "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype of",
-        ),
+        ({"states": "fp8"}, "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype"),
     ],
 )
 def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], said: str, model: str) -> None:
@@ -87,10 +84,8 @@ def test_the_plan_says_what_is_left_out(model: str) -> None:
 def test_te_benchs_parts_stand_beside_the_model_as_it_is(suite: str, model: str) -> None:
     found = steps(planned(suite, model))
     plain = [t for t in found if t.attention == "own" and t.precision != "fp16" and "rival" not in t.problem]
-    ways = [
-        {(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in plain if ("parts" in t.problem) == parts}
-        for parts in (True, False)
-    ]
+    sides = ([t for t in plain if ("parts" in t.problem) == parts] for parts in (True, False))
+    ways = [{(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in side} for side in sides]
     assert ways[0] == ways[1]
     assert {t.attention for t in found if "parts" in t.problem} == {"own"}
     assert f"{model}-b12-t1024-V50257-parts-all/own/bf16" in " ".join(t.name for t in found)
@@ -120,14 +115,11 @@ def test_other_suites_have_neither(suite: str, model: str) -> None:
     assert not any({"parts", "rival"} & set(t.problem) for t in steps(planned(suite, model)))
 
 
-def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_the_model_s_own_where_nothing_can_choose_its_kernel(model, monkeypatch):
     found = planned("nanogpt", facts(monkeypatch, sdpa=0))
     assert {trial.attention for trial in steps(found)} == {"own"}
-    assert (
-        "attention cudnn, flash, math, mem_efficient: the model calls no scaled_dot_product_attention" in found.left_out
-    )
+    said = "attention cudnn, flash, math, mem_efficient: the model calls no scaled_dot_product_attention"
+    assert said in found.left_out
     assert "manual" in {trial.attention for trial in steps(planned("nanogpt", facts(monkeypatch, manual=True)))}
 
 
@@ -161,14 +153,7 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused_in_a_sentence(
-    suite: str,
-    more: dict[str, object],
-    about: dict[str, object],
-    sentence: str,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sentence, model, monkeypatch):
     with pytest.raises(ValueError, match=sentence):
         planned(suite, facts(monkeypatch, **about), **more)
 
@@ -184,15 +169,12 @@ def test_planning_imports_no_torch_and_none_of_the_user_s_code(model: str) -> No
 
 
 @pytest.mark.parametrize("suite", ["curves", "convergence", "stress"])
-def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(
-    suite: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str
-) -> None:
+def test_a_vocabulary_that_holds_no_byte_is_refused_by_what_trains_on_text(suite, monkeypatch, tmp_path, model):
     text = tmp_path / "book.txt"
     text.write_text("to be or not to be, that is the question\n" * 2000)
     own = {"data": {"": f"text:{text}"}, "cache": tmp_path / "cache", "tokens": 64 if suite == "curves" else None}
-    with pytest.raises(
-        ValueError, match=r"planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
-    ):
+    said = "planned:make: its vocabulary has 64 tokens, and the text in 'bytes' has 256"
+    with pytest.raises(ValueError, match=said):
         planned(suite, facts(monkeypatch, vocab=64), "cpu", **own)
     assert planned(suite, facts(monkeypatch, vocab=256), "cpu", **own).trials
     with pytest.raises(ValueError, match="this model takes none"):

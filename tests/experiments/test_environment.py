@@ -48,37 +48,24 @@ def test_another_gpu_of_the_same_make_is_the_same_environment() -> None:
     assert identity("cpu") == identity("cpu", name="NVIDIA H100")
 
 
-def test_the_environment_is_that_of_the_gpus_that_were_chosen() -> None:
-    found = environment.capture("cuda", [gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+def test_the_environment_is_that_of_the_gpus_that_were_chosen_which_are_of_one_model() -> None:
+    other = gpu(index=1, name="NVIDIA H100", uuid="GPU-2")
+    found = environment.capture("cuda", [other])
     assert found["identity"]["gpu"] == "NVIDIA H100"
     assert [each["uuid"] for each in found["details"]["gpus"]] == ["GPU-2"]
-
-
-def test_one_run_on_gpus_of_two_models_is_refused() -> None:
     with pytest.raises(ValueError, match="GPUs of one model, these are NVIDIA H100, NVIDIA H200"):
-        environment.capture("cuda", [gpu(), gpu(index=1, name="NVIDIA H100", uuid="GPU-2")])
+        environment.capture("cuda", [gpu(), other])
 
 
 @pytest.mark.parametrize(
     ("listed", "visible"),
     [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("2,0", [2, 0]),
-        (" 1 , 2 ", [1, 2]),
-        ("GPU-bb,0", [1, 0]),
-        ("GPU-c", [2]),
-        ("-1", []),
-        ("0,-1,1", [0]),
-        ("0,9,1", [0]),
-        ("1,1", [1]),
-        ("GPU-", []),
-        ("MIG-1", []),
+        *((None, [0, 1, 2]), ("2,0", [2, 0]), (" 1 , 2 ", [1, 2]), ("GPU-bb,0", [1, 0]), ("GPU-c", [2])),
+        *((nothing, []) for nothing in ("", "-1", "GPU-", "MIG-1")),
+        *(("0,-1,1", [0]), ("0,9,1", [0]), ("1,1", [1])),
     ],
 )
-def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(
-    monkeypatch: pytest.MonkeyPatch, listed: str | None, visible: list[int]
-) -> None:
+def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(monkeypatch, listed, visible):
     all_three = [gpu(index=i, uuid=uuid) for i, uuid in enumerate(("GPU-aa", "GPU-bb", "GPU-cc"))]
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: all_three)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -89,16 +76,9 @@ def test_an_inherited_choice_of_gpus_is_read_as_cuda_reads_it(
 
 @pytest.mark.parametrize(
     ("gpus", "version", "cuda", "device"),
-    [
-        (1, "2.13.0", "13.0", "cuda"),
-        (1, "2.13.0+cpu", None, "cpu"),
-        (1, None, None, "cpu"),
-        (0, "2.13.0", "13.0", "cpu"),
-    ],
+    [(1, "2.13.0", "13.0", "cuda"), (1, "2.13.0+cpu", None, "cpu"), (1, None, None, "cpu"), (0, "2.13", "13.0", "cpu")],
 )
-def test_the_default_is_the_gpu_where_torch_can_use_it(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, version: str | None, cuda: str | None, device: str
-) -> None:
+def test_the_default_is_the_gpu_where_torch_can_use_it(monkeypatch, gpus, version, cuda, device):
     monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu()] * gpus)
     monkeypatch.setattr(environment, "_torch_build", lambda: {"version": version, "cuda": cuda})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -117,9 +97,7 @@ def test_the_threads_of_a_cpu_are_part_of_its_environment(monkeypatch: pytest.Mo
     assert environment.capture("cuda", [gpu()])["identity"]["threads"] is None
 
 
-def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(monkeypatch):
     def fail(error: Exception, *names: str) -> None:
         def call(*arguments: object) -> None:
             raise error
@@ -146,25 +124,17 @@ def test_what_a_driver_does_not_say_is_none_and_a_mistake_of_ours_is_not_hidden(
             call()
 
 
-def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(tmp_path, monkeypatch):
     package = Path(environment.__file__).parents[1]
     copy = shutil.copytree(package, tmp_path / "te_bench", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(environment, "__file__", str(copy / "experiments" / "environment.py"))
     before = environment.code_hash()
     assert re.fullmatch("[0-9a-f]{16}", before)
-    (copy / "reports" / "page" / "text.py").write_text("# changed\n")
-    (copy / "cli" / "run.py").write_text("# changed\n")
-    (copy / "gate" / "paired_trial.py").write_text("# changed\n")
+    for other in ("reports/page/text.py", "cli/run.py", "gate/paired_trial.py"):
+        (copy / other).write_text("# changed\n")
     assert environment.code_hash() == before
-    for folder in (
-        "kernels/attention/backends/flash.py",
-        "models/zoo/gpt.py",
-        "training/step.py",
-        "experiments/timing.py",
-    ):
-        source = copy / folder
+    measuring = "kernels/attention/backends/flash.py", "models/zoo/gpt.py", "training/step.py", "experiments/timing.py"
+    for source in map(copy.joinpath, measuring):
         source.write_text(source.read_text() + "# changed\n")
         assert environment.code_hash() != before
         before = environment.code_hash()
@@ -172,14 +142,11 @@ def test_the_code_hash_sees_an_uncommitted_change_to_what_measures_only(
     assert environment.code_hash() != before
 
 
-def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_s_time_is_recorded_in_utc_and_is_no_part_of_the_id(tmp_path, monkeypatch):
     def git(*arguments: str, **when: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        subprocess.run(
-            ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, env=os.environ | when
-        )
+        command = ["git", "-C", tmp_path, *who, *arguments]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | when)
 
     source = tmp_path / "te_bench" / "experiments" / "environment.py"
     source.parent.mkdir(parents=True)
@@ -240,9 +207,8 @@ def test_of_the_users_rows_neither_order_nor_source_counts_and_all_else_does(tab
         table.write_text(measured.text(rows))
         return environment.capture("cuda", [gpu()])["id"]
 
-    one, other = (
-        dataclasses.replace(row, machine=gpu()["name"]) for row in measured.read(measured.SHIPPED, "gemm")[:2]
-    )
+    shipped = measured.read(measured.SHIPPED, "gemm")
+    one, other = (dataclasses.replace(row, machine=gpu()["name"]) for row in shipped[:2])
     first = known(one, other)
     assert known(dataclasses.replace(other, source="measured again, to the same digits"), one) == first
     faster = dataclasses.replace(one, seconds={name: value / 2 for name, value in one.seconds.items()})

@@ -37,6 +37,13 @@ def a_model(*, recipe: Any = None, vocab: int = 256) -> GPT:
     return model
 
 
+def broken() -> GPT:
+    model = a_model()
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(math.nan)
+    return model
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     (tmp_path / "text.txt").write_text(TEXT)
@@ -62,9 +69,7 @@ def checkpoint(tmp_path: Path, corpus: Corpus) -> Path:
     return tmp_path / "mine.pt"
 
 
-def test_both_checks_in_bf16_and_in_the_checkpoints_own_recipe(
-    checkpoint: Path, text: str, corpus: Corpus, passages: Path
-) -> None:
+def test_both_checks_in_bf16_and_in_the_checkpoints_own_recipe(checkpoint, text, corpus, passages):
     found = evaluate(checkpoint, text, passages=passages, attention="manual", batch=4)
     model = a_model(recipe=recipes.Float8CurrentScaling())
     bf16, fp8 = found.arms
@@ -89,25 +94,16 @@ def test_a_gpu_scores_as_a_cpu_does(checkpoint: Path, text: str, passages: Path,
     on_cpu = evaluate(checkpoint, text, attention="manual", device="cpu", **settings)
     for gpu, cpu in zip(on_gpu.arms, on_cpu.arms, strict=True):
         assert (gpu.precision, gpu.recipe) == (cpu.precision, cpu.recipe)
-        assert gpu.perplexity is not None
-        assert cpu.perplexity is not None
         assert gpu.perplexity.tokens == cpu.perplexity.tokens > 1000
         assert gpu.perplexity.nats_per_token == pytest.approx(cpu.perplexity.nats_per_token, rel=5e-3)
-        assert gpu.last_word is not None
-        assert cpu.last_word is not None
         assert gpu.last_word.passages == cpu.last_word.passages == len(PASSAGES)
 
 
 def test_the_parts_of_a_text_are_those_of_training(checkpoint: Path, text: str, corpus: Corpus) -> None:
-    settings: dict[str, Any] = {"recipe": "none", "attention": "manual", "stride": 16}
-    counts = {}
-    for split in ("train", "val", "all"):
-        found = evaluate(checkpoint, text, split=split, **settings)
-        assert len(found.arms) == 1
-        assert found.arms[0].perplexity is not None
-        counts[split] = found.arms[0].perplexity.tokens
+    for split, tokens in (("train", corpus.train_tokens), ("val", corpus.val_tokens), ("all", len(TEXT))):
+        found = evaluate(checkpoint, text, split=split, recipe="none", attention="manual", stride=16)
+        assert [arm.perplexity.tokens for arm in found.arms] == [tokens - 1]
         assert found.seen is (split != "val")
-    assert counts == {"train": corpus.train_tokens - 1, "val": corpus.val_tokens - 1, "all": len(TEXT) - 1}
 
 
 def test_another_text_was_not_seen_and_a_checkpoint_may_not_say(checkpoint: Path, tmp_path: Path, text: str) -> None:
@@ -121,14 +117,12 @@ def test_another_text_was_not_seen_and_a_checkpoint_may_not_say(checkpoint: Path
 def test_a_limit_of_tokens_knows_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("être ou ne pas être, " * 50)
     checkpoints.save(a_model(vocab=300), tmp_path / "mine.pt")
-    (tmp_path / "tokenizer.json").write_text(tokenizer.train_bpe(["être ou ne pas être, " * 50], 300))
+    (tmp_path / "tokenizer.json").write_text(made := tokenizer.train_bpe(["être ou ne pas être, " * 50], 300))
     spec, data = f"file:{tmp_path / 'tokenizer.json'}", f"text:{tmp_path / 'text.txt'}"
     found = evaluate(tmp_path / "mine.pt", data, tokenizer=spec, split="all", max_tokens=20, attention="manual")
-    scored = found.arms[0].perplexity
-    assert scored is not None
+    scored, words = found.arms[0].perplexity, tokenizer.Subwords(made)
     assert scored.tokens == 20
-    ids = next(tokenizer.Subwords((tmp_path / "tokenizer.json").read_text()).encode("être ou ne pas être, " * 50))[:21]
-    size = len(tokenizer.Subwords((tmp_path / "tokenizer.json").read_text()).decode(ids.tolist()).encode())
+    size = len(words.decode(next(words.encode("être ou ne pas être, " * 50))[:21].tolist()).encode())
     assert scored.bits_per_byte == pytest.approx(scored.nats_per_token / math.log(2) * 21 / size)
 
 
@@ -173,8 +167,7 @@ def test_scales_come_from_the_checkpoint_or_from_calibration(tmp_path: Path, tex
 
 def test_passages_alone_calibrate_too(tmp_path: Path, corpus: Corpus, passages: Path) -> None:
     checkpoints.save(a_model(), tmp_path / "mine.pt", corpus=corpus)
-    settings: dict[str, Any] = {"passages": passages, "attention": "manual", "recipe": "delayed_scaling"}
-    arm = evaluate(tmp_path / "mine.pt", **settings).arms[1]
+    arm = evaluate(tmp_path / "mine.pt", passages=passages, attention="manual", recipe="delayed_scaling").arms[1]
     assert arm.perplexity is None
     assert arm.last_word is not None
     assert arm.scales == f"scales calibrated on {len(chr(10).join(PASSAGES)) // 16 * 16} tokens"
@@ -189,8 +182,6 @@ def test_rows_are_a_table_with_the_gap(checkpoint: Path, text: str, passages: Pa
     assert heading == HEADINGS
     assert (bf16[0], fp8[0]) == ("bf16", "fp8 float8_current_scaling")
     first, second = (arm.perplexity for arm in found.arms)
-    assert first is not None
-    assert second is not None
     assert bf16[1:4] == (f"{first.nats_per_token:.4f}", "—", f"{first.perplexity:.2f}")
     assert float(fp8[2]) == pytest.approx(second.nats_per_token - first.nats_per_token, abs=6e-5)
     assert fp8[2][0] in "+-"
@@ -216,19 +207,13 @@ def test_json_has_everything_and_null_for_what_is_not_finite(checkpoint: Path, t
     arm = again["arms"][0]
     assert arm["perplexity"]["perplexity"] == pytest.approx(math.exp(arm["perplexity"]["nats_per_token"]))
     assert arm["last_word"]["accuracy"] == arm["last_word"]["correct"] / 3
-    model = a_model()
-    with torch.no_grad():
-        model.transformer.ln_f.weight.fill_(math.nan)
-    checkpoints.save(model, checkpoint)
-    broken = evaluate(checkpoint, text, attention="manual", tokenizer="bytes")
-    assert to_json(broken)["arms"][0]["perplexity"] == {
-        "nats_per_token": None,
-        "perplexity": None,
-        "bits_per_byte": None,
-        "tokens": len(TEXT) // 10 - 1,
-    }
-    assert to_json(broken)["arms"][0]["last_word"] is None
-    assert rows(broken)[1][1] == "nan"
+    checkpoints.save(broken(), checkpoint)
+    found = evaluate(checkpoint, text, attention="manual", tokenizer="bytes")
+    arm = to_json(found)["arms"][0]
+    nothing = dict.fromkeys(("nats_per_token", "perplexity", "bits_per_byte"))
+    assert arm["perplexity"] == {**nothing, "tokens": len(TEXT) // 10 - 1}
+    assert arm["last_word"] is None
+    assert rows(found)[1][1] == "nan"
 
 
 # Tokenisers.
@@ -283,26 +268,14 @@ def test_a_llama_in_a_folder_and_in_a_checkpoint_is_evaluated(tmp_path: Path, te
     assert by_file.arms[1].perplexity != by_file.arms[0].perplexity
 
 
-def test_the_command_takes_a_window_shorter_than_the_models(
-    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_shorter_window_and_ends_with_4_where_no_loss_is(checkpoint, text, monkeypatch, capsys):
     """A Llama's longest sequence may be 131,072 tokens."""
     command = importlib.import_module("te_bench.cli.evaluate")
     monkeypatch.setattr(evaluation, "evaluate", functools.partial(evaluate, attention="manual"))
     command.evaluate(checkpoint, text, recipe="none", device="cpu", block=4, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert (found["block"], found["stride"]) == (4, 2)
-
-
-def test_the_command_ends_with_4_where_the_loss_is_not_finite(
-    checkpoint: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = a_model()
-    with torch.no_grad():
-        model.transformer.ln_f.weight.fill_(math.nan)
-    checkpoints.save(model, checkpoint)
-    command = importlib.import_module("te_bench.cli.evaluate")
-    monkeypatch.setattr(evaluation, "evaluate", functools.partial(evaluate, attention="manual"))
+    checkpoints.save(broken(), checkpoint)
     with pytest.raises(typer.Exit) as ended:
         command.evaluate(checkpoint, text, recipe="none", device="cpu", tokenizer="bytes")
     assert ended.value.exit_code == 4
@@ -336,9 +309,7 @@ def test_the_command_ends_with_4_where_the_loss_is_not_finite(
         ({"passages": Path("/there/is/none")}, "cannot read /there/is/none"),
     ],
 )
-def test_bad_input_is_named(
-    checkpoint: Path, text: str, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_named(checkpoint, text, changes, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=said):
         evaluate(**{"checkpoint": checkpoint, "data": text, "attention": "manual", **changes})

@@ -104,9 +104,8 @@ def test_a_gpu_that_is_there_gets_the_same_table(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: l40s.machine)
     here, by_name = doctor.examine(), doctor.examine_gpu("L40S")
     assert by_name.keys() - here.keys() == {"GPU"}
-    assert {section: here[section] for section in by_name.keys() & here.keys()} == {
-        section: rows for section, rows in by_name.items() if section != "GPU"
-    }
+    shared = {section: rows for section, rows in by_name.items() if section != "GPU"}
+    assert {section: here[section] for section in by_name.keys() & here.keys()} == shared
 
 
 @pytest.mark.parametrize("said", ["RTX 4090", "4090", "rtx4090", "NVIDIA GeForce RTX 4090", "geforce-rtx-4090"])

@@ -69,19 +69,13 @@ def test_whose_the_cpu_time_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = load(tmp_path, own=3.0, others=15.0, idle=1.0, stolen=1.0)
     expected = {"load_average": 5.04, "host_cores": 2, "cpu_others": 1.5, "cpu_idle": 0.05, "cpu_stolen": 0.05}
     assert found == pytest.approx(expected)
-    assert host.disturbance(found) == (
-        "other programs took 1.5 of 2 cores (load 5.0) and its host took 5 % of the CPU time away"
-    )
+    said = "other programs took 1.5 of 2 cores (load 5.0) and its host took 5 % of the CPU time away"
+    assert host.disturbance(found) == said
 
 
 @pytest.mark.parametrize(
-    "seconds",
-    [
-        {"own": 20.0},  # all of it its own
-        {"own": 2.0, "others": 8.0, "idle": 10.0},  # beside it, on cores that it has no use for
-        {"own": 19.0, "others": 1.0},
-        {"own": 19.9, "stolen": 0.1},
-    ],
+    "seconds",  # all of it its own; beside it, on cores that it has no use for; hardly any
+    [{"own": 20}, {"own": 2, "others": 8, "idle": 10}, {"own": 19, "others": 1}, {"own": 19.9, "stolen": 0.1}],
 )
 def test_nobody_disturbed(seconds: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.os, "cpu_count", lambda: 2)
@@ -102,7 +96,5 @@ def test_this_session_s_time_is_its_own() -> None:
     while sum(os.times()[:2]) < 0.2:  # this process has taken that much already, or takes it here
         pass
     after = host.cpu_time()
-    assert before is not None
-    assert after is not None
     assert after.own >= 0.19
     assert before.total <= after.total

@@ -97,9 +97,7 @@ def test_a_gpu_that_ray_holds_is_named_by_its_uuid() -> None:
         (on_ray.Wanted(device="cpu", by_table=(), at_once=lambda cores: cores // 12), 8, {"num_cpus": 12}),
     ],
 )
-def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(
-    wanted: on_ray.Wanted, places: int, of_each: dict[str, float]
-) -> None:
+def test_a_host_takes_as_many_trials_as_it_has_gpus_or_cores_for(wanted, places, of_each):
     host = {"GPU": 8.0, "CPU": 96.0}
     assert (wanted.places(host), wanted.of_each(host)) == (places, of_each)
     assert wanted.places({"memory": 1.0}) == 0
@@ -134,10 +132,8 @@ def cluster() -> Iterator[Any]:
 def on_gpus(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[dict[str, Any]]]:
     """A sweep over GPUs, and its records, while the cluster has two more nodes, which differ."""
     out = tmp_path_factory.mktemp("visible") / "out"
-    others = [
-        cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"})
-        for name in ("PRETENDED_DRIVER", "PRETENDED_CODE")
-    ]
+    differ = ("PRETENDED_DRIVER", "PRETENDED_CODE")
+    others = [cluster.add_node(num_cpus=0, num_gpus=1, env_vars={name: "2"}) for name in differ]
     command = ("run", "visible", "--device", "cuda", "--on", "ray", "--ray-address", cluster.address, "--out", out)
     done = te_bench(*command, env=ON_RAY)
     for other in others:

@@ -55,11 +55,7 @@ def test_drift_that_is_linear_in_time_cancels_between_two_rivals() -> None:
         ("precision", "bf61", "unknown precision 'bf61'. Did you mean bf16"),
         ("mode", "compiled", "unknown mode 'compiled'. Did you mean compile"),
         ("protocol", "bench_pi", "unknown protocol 'bench_pi'. Did you mean bench_py"),
-        (
-            "recipe",
-            "float8_curent_scaling",
-            "unknown recipe 'float8_curent_scaling'. Did you mean float8_current_scaling",
-        ),
+        ("recipe", "float8_curent_scaling", "unknown recipe 'float8_curent_scaling'. Did you mean float8_current"),
     ],
 )
 def test_a_trial_with_an_unknown_name_is_refused_with_the_near_matches(field: str, value: str, message: str) -> None:
@@ -105,9 +101,7 @@ def test_a_rival_and_its_recipe_go_together(key: str) -> None:
     problem = {**STEP, key: "torchao_tensorwise"}
     peer = dataclasses.replace(TRIAL, precision="fp8", recipe="float8_current_scaling", problem=problem)
     plan.check(peer)
-    with pytest.raises(
-        ValueError, match="torchao_tensorwise is the recipe float8_current_scaling, not rowwise_scaling"
-    ):
+    with pytest.raises(ValueError, match="torchao_tensorwise is the recipe float8_current_scaling, not rowwise"):
         plan.check(dataclasses.replace(peer, recipe="rowwise_scaling"))
     with pytest.raises(ValueError, match="torchao_tensorwise has blocks or a head of its own; leave out te-bench's"):
         plan.check(dataclasses.replace(peer, problem={**problem, "blocks": "fused"}))
@@ -140,11 +134,11 @@ def test_fp8_and_a_recipe_go_together() -> None:
 def test_bad_options_are_refused(tmp_path: Path, suite: str, options: dict[str, object], message: str) -> None:
     said = {"device": "cpu", "cache": tmp_path, "data": {"": "random"}, **options}
     with pytest.raises(ValueError) as caught:
-        plan.resolve(suite, Options(**said))  # type: ignore[arg-type]
+        plan.resolve(suite, Options(**said))
     assert str(caught.value).startswith(message)
 
 
-def test_only_chooses_by_name_and_keeps_the_baseline() -> None:
+def test_only_chooses_by_one_pattern_or_several_and_keeps_the_baseline() -> None:
     options = Options(device="cpu")
     whole = plan.resolve("nanogpt", options)
     some = plan.resolve("nanogpt", options, only="*/flash/*/s0")
@@ -152,16 +146,10 @@ def test_only_chooses_by_name_and_keeps_the_baseline() -> None:
     assert {t.seed for t in some.trials} == {0}
     assert {t.id for t in some.trials} < {t.id for t in whole.trials}
     assert some.baseline == whole.baseline == next(t.cell for t in whole.trials if t.attention == "manual")
-
-
-def test_only_takes_several_patterns() -> None:
-    some = plan.resolve("nanogpt", Options(device="cpu"), only="*/flash/*/s0, */manual/bf16/*/s1")
+    some = plan.resolve("nanogpt", options, only="*/flash/*/s0, */manual/bf16/*/s1")
     assert {(t.attention, t.seed) for t in some.trials} == {("flash", 0), ("manual", 1)}
-
-
-def test_only_without_a_match_shows_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"--only 'flush' matches no trial of nanogpt") as caught:
-        plan.resolve("nanogpt", Options(device="cpu"), only="flush")
+        plan.resolve("nanogpt", options, only="flush")
     assert "train_step/gpt2-b12-t1024-V50257/manual/bf16/eager/s0" in str(caught.value)
 
 
@@ -172,10 +160,8 @@ def test_steps_are_divided_where_it_is_asked_for_and_only_there() -> None:
     steps = {trial.id for trial in usual.trials if trial.workload == "train_step"}
     assert steps
     assert all("world" not in trial.problem for trial in usual.trials)
-    undone = [
-        dataclasses.replace(t, problem={k: v for k, v in t.problem.items() if k not in ("parallel", "world")})
-        for t in divided.trials
-    ]
+    own = ({k: v for k, v in t.problem.items() if k not in ("parallel", "world")} for t in divided.trials)
+    undone = [dataclasses.replace(t, problem=p) for t, p in zip(divided.trials, own, strict=True)]
     assert [trial.id for trial in undone] == [trial.id for trial in usual.trials]
     assert all(t.problem["world"] == 2 and "ddp-x2" in t.name for t in divided.trials if t.workload == "train_step")
     assert [t.id for t in divided.trials if t.workload != "train_step"] == [
@@ -190,27 +176,20 @@ def test_a_gather_in_fp8_is_of_steps_in_fp8() -> None:
     assert {t.precision for t in trials} == {"bf16", "fp8"}
     assert all((t.problem.get("gather") == "fp8") is (t.precision == "fp8") for t in trials)
     assert all("fsdp2-x2-gather-fp8" in t.name for t in trials if t.precision == "fp8")
-    with pytest.raises(
-        ValueError, match="--gather: the suite convergence has no step in FP8 at a fixed batch; leave it out"
-    ):
+    with pytest.raises(ValueError, match="--gather: the suite convergence has no step in FP8 at a fixed batch"):
         plan.resolve("convergence", options)
 
 
 def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
     """In the suite that has such steps of its own accord, too: te-bench's, for other projects' always have it."""
     asked = Options(device="cpu", gpus_per_trial=2, parallel="tp", sequence_parallel=True)
-    assert all(
-        t.problem["sequence_parallel"] and "tp-x2-sp" in t.name
-        for t in plan.resolve("fp8", asked).trials
-        if t.workload == "train_step"
-    )
+    steps = [t for t in plan.resolve("fp8", asked).trials if t.workload == "train_step"]
+    assert all(t.problem["sequence_parallel"] and "tp-x2-sp" in t.name for t in steps)
     for trial in plan.resolve("scaling", Options(device="cpu", sequence_parallel=True)).trials:
         shares = trial.problem.get("parallel") == "tp" and "rival" not in trial.problem
         assert ("sequence_parallel" in trial.problem) is shares
     divided = Options(device="cpu", gpus_per_trial=2, parallel="ddp", sequence_parallel=True)
-    with pytest.raises(
-        ValueError, match="--sequence-parallel: no step of fp8 has ranks that share layers; give --gpus"
-    ):
+    with pytest.raises(ValueError, match="--sequence-parallel: no step of fp8 has ranks that share layers; give"):
         plan.resolve("fp8", divided)
 
 
@@ -221,10 +200,7 @@ def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
         ({"world": 2}, "a step over ranks has a mode"),
         ({"parallel": "ddp", "world": 1}, "a step over ranks has a mode"),
         ({"parallel": "dpd", "world": 2}, "unknown mode of parallelism 'dpd'. Did you mean ddp"),
-        (
-            {"parallel": "fsdp2", "world": 2, "gather": "fp8"},
-            "gather fp8 is of a train_step in FP8 over ranks by fsdp2 or hsdp",
-        ),
+        ({"parallel": "fsdp2", "world": 2, "gather": "fp8"}, "gather fp8 is of a train_step in FP8 over ranks by"),
         ({"parallel": "hsdp", "world": 4}, "shard is of fsdp2.tp and hsdp, which have it: the ranks of a group"),
         ({"parallel": "ddp", "world": 2, "shard": 2}, "shard is of fsdp2.tp and hsdp, which have it"),
         ({"parallel": "ddp", "world": 2, "sequence_parallel": True}, "sequence_parallel is of fsdp2.tp and tp"),
@@ -248,12 +224,9 @@ def test_a_training_over_ranks_has_steps_and_a_batch() -> None:
 
 @pytest.mark.parametrize("suite", ["fp8", "scaling", "memory", "curves"])
 def test_checkpointing_is_a_setting_of_every_suites_steps(suite: str) -> None:
-    plain, again = (
-        plan.resolve(suite, Options(device="cpu", model="tiny", checkpointing=asked)) for asked in (None, True)
-    )
-    assert [dict(t.problem) | {"checkpointing": "blocks"} for t in plain.trials] == [
-        dict(t.problem) for t in again.trials
-    ]
+    plain, again = (plan.resolve(suite, Options(device="cpu", model="tiny", checkpointing=on)) for on in (None, True))
+    checkpointed = [dict(t.problem) | {"checkpointing": "blocks"} for t in plain.trials]
+    assert checkpointed == [dict(t.problem) for t in again.trials]
     assert "checkpointing" not in plain.trials[0].problem
     assert again.baseline in {trial.cell for trial in again.trials}
 
@@ -269,9 +242,7 @@ def test_rivals_have_weights_and_states_in_the_dtypes_that_torchs_optimizer_has(
     assert kept == {(True, False): ("bf16", "fp8"), (False, True): ("bf16", "bf16"), (False, False): ("bf16", "bf16")}
     assert found.baseline in {t.cell for t in steps}
     names = plain_names({t.cell: t for t in steps})
-    said = {
-        tuple(word for word in name.split(", ") if "weights" in word or "states" in word) for name in names.values()
-    }
+    said = {tuple(w for w in name.split(", ") if "weights" in w or "states" in w) for name in names.values()}
     assert said == {("bf16 weights and states",), ("bf16 weights", "FP8 states")}
     states = plan.resolve("speed", Options(**asked, states="bf16"))
     assert {t.problem.get("states") for t in states.trials if "optimizer" in t.problem} == {"bf16"}

@@ -6,11 +6,8 @@ import pytest
 import torch
 from driving import rows, te_bench
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, TWO]
 COMMAND = ("run", "speed", "--device", "cuda", "--gpus", "0,1", "--gpus-per-trial", "2", "--seeds", "1", "--batch", "8")
 
 

@@ -44,11 +44,8 @@ def test_weights_and_states_may_be_said_to_be_the_default() -> None:
 
 
 def test_data_belongs_to_a_model_or_to_all() -> None:
-    assert run_options.data_sets(["char=text:a=b", "hf:x:y", "tiny=random"]) == {
-        "char": "text:a=b",
-        "": "hf:x:y",
-        "tiny": "random",
-    }
+    said = run_options.data_sets(["char=text:a=b", "hf:x:y", "tiny=random"])
+    assert said == {"char": "text:a=b", "": "hf:x:y", "tiny": "random"}
     assert run_options.data_sets(["text:a=b"]) == {"": "text:a=b"}
 
 

@@ -128,9 +128,8 @@ def test_hung_trials_end_in_time_with_all_that_they_started(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 def test_gpu_faults_are_rows_and_the_next_trial_has_a_sound_gpu(tmp_path: Path) -> None:
-    te_bench(
-        "run", "gpu_faults", "--out", tmp_path, "--device", "cuda", "--gpus", "0", "--cache", tmp_path, main=PLANTED
-    )
+    where = ("--device", "cuda", "--gpus", "0", "--cache", tmp_path)
+    te_bench("run", "gpu_faults", "--out", tmp_path, *where, main=PLANTED)
     said = {row["trial"]["problem"]["model"]: (row["outcome"], row["reason"]) for row in rows(tmp_path)}
     assert said["gpu-sound"] == said["gpu-sound-after"] == ("ok", None)
     assert said["gpu-memory"][0] == "oom"
@@ -315,9 +314,7 @@ def test_kill_9_of_the_watcher_and_then_of_the_parent_ends_the_trial(tmp_path: P
 
 
 @pytest.mark.parametrize("victim", ["fork server", "trial", "both"])
-def test_kill_9_of_the_fork_server_or_a_trial_interrupts_one_trial_which_a_rerun_repeats(
-    tmp_path: Path, temporary: Path, victim: str
-) -> None:
+def test_kill_9_of_the_fork_server_or_a_trial_interrupts_one_trial_which_a_rerun_repeats(tmp_path, temporary, victim):
     with asleep(tmp_path) as run:
         (trial,) = {process.ppid() for process in run.named("sleep")}
         server = fork_server(run)
@@ -419,9 +416,8 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
         before = (tmp_path / "journal.jsonl").read_bytes()
         second = te_bench("run", "sleeps", "--out", tmp_path, "--device", "cpu", main=PLANTED)
         assert second.returncode == 2
-        holder = (
-            rf"{tmp_path} is in use by process {run.process.pid} on {socket.gethostname()} since \S+ \(.* run sleeps "
-        )
+        by = f"process {run.process.pid} on {socket.gethostname()}"
+        holder = rf"{tmp_path} is in use by {by} since \S+ \(.* run sleeps "
         assert re.match(f"te-bench: {holder}", second.stderr)
         assert (tmp_path / "journal.jsonl").read_bytes() == before
         assert run.process.poll() is None
@@ -431,9 +427,7 @@ def test_a_second_run_on_the_directory_is_told_who_holds_it(tmp_path: Path) -> N
     ("threads", "cores", "expected"),
     [((1, 1), 2, 2), ((1, 1), 1, 1), ((1, 2), 4, 2), ((1, 1), 64, 8), ((8, 8), 4, 1), ((1, None), 4, 1), ((), 4, 1)],
 )
-def test_trials_that_say_their_threads_run_side_by_side_on_a_cpu(
-    threads: tuple[int | None, ...], cores: int, expected: int
-) -> None:
+def test_trials_that_say_their_threads_run_side_by_side_on_a_cpu(threads, cores, expected):
     problems: list[dict[str, Any]] = [{} if number is None else {"threads": number} for number in threads]
     trials = [Trial(workload="training", device="cpu", problem=problem, attention="flash") for problem in problems]
     assert runner.at_once(trials, cores) == expected

@@ -81,9 +81,7 @@ def test_one_gpu_computes_the_flop_of_a_step(name: str, precision: str) -> None:
 
 
 def test_a_measured_step_is_predicted_as_it_was_measured() -> None:
-    measured = one_gpu.Measured(
-        model="llama3-1b", batch=1, tokens=8192, precision="bf16", seconds=0.15, how="in a test"
-    )
+    measured = one_gpu.Measured(model="llama3-1b", batch=1, tokens=8192, precision="bf16", seconds=0.15, how="here")
     alone = predict(work("llama3-1b"), Layout(mode="ddp", world=1, link=LINK), measured.rate, 80e9)
     assert alone.seconds == pytest.approx(0.15, rel=1e-12)
     with pytest.raises(ValueError, match="shorter than its optimizer's update"):

@@ -55,9 +55,7 @@ def test_kernel_goes_on_while_the_median_is_not_known_up_to_the_cap(clock: Calla
     assert len(timing.kernel(watched.call, "cpu")) == timing.KERNEL_MAX
 
 
-def test_kernel_stops_after_three_seconds_but_not_before_thirty_samples(
-    clock: Callable[[Iterator[float]], Clock],
-) -> None:
+def test_kernel_stops_after_three_seconds_but_not_before_thirty_samples(clock):
     assert len(timing.kernel(clock(itertools.cycle([1.0, 2.0])).call, "cpu")) == timing.KERNEL_MIN
     samples = timing.kernel(clock(itertools.cycle([0.02, 0.04])).call, "cpu")  # 0.03 s each: 100 of them are 3 s
     assert 100 <= len(samples) <= 102
@@ -126,9 +124,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 @pytest.mark.parametrize(("protocol", "warm_up", "timed"), [(timing.bench_py, 10, 20), (timing.quickstart, 50, 50)])
-def test_steps_in_a_row_are_looked_at_before_the_first_and_after_the_last(
-    stream: Stream, protocol: Callable[..., list[float]], warm_up: int, timed: int
-) -> None:
+def test_steps_in_a_row_are_looked_at_before_the_first_and_after_the_last(stream, protocol, warm_up, timed):
     with timing.looking(stream.look):
         assert protocol(stream.call, "cuda") == [1e-3] * timed
     steps = ["call", "event"] * timed
@@ -142,9 +138,7 @@ def test_a_kernel_is_looked_at_around_every_ten_calls_and_never_between_their_ev
     assert stream.log == ["call"] * timing.KERNEL_WARMUP + ["look", *block * 4]  # the first ten do not count
 
 
-def test_the_gpu_waits_for_the_host_as_long_as_the_first_ten_took_and_more(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_waits_for_the_host_as_long_as_the_first_ten_took_and_more(stream, monkeypatch):
     for seconds, expected in ((2e-4, 1.5 * 10 * 2e-4), (1.0, timing.KERNEL_HELD)):
         stream.held.clear()
         now = itertools.count()

@@ -14,6 +14,7 @@ from te_bench.experiments import trial as child
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
 
+WRONG = "Could not import module 'X'"
 KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss": [1.0]}, kernels=["k"])
 
 
@@ -27,27 +28,11 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
         (RuntimeError("CUDA error: out of memory"), "oom", "GPU: CUDA error: out of memory"),
         (MemoryError(), "oom", "host: out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "oom", "host: DefaultCPUAllocator: can't"),
-        (
-            ModuleNotFoundError("No", name="flash_attn"),
-            "unsupported",
-            "needs the package flash_attn: pip install flash_a",
-        ),
-        (
-            ModuleNotFoundError("No", name="torch.new"),
-            "unsupported",
-            "needs torch.new, which the installed torch lacks",
-        ),
-        (
-            ModuleNotFoundError("Could not import module 'X'"),
-            "unsupported",
-            "a package that it needs is missing or of the wrong version: Could not import module 'X'",
-        ),
+        (ModuleNotFoundError("No", name="flash_attn"), "unsupported", "needs the package flash_attn: pip install"),
+        (ModuleNotFoundError("No", name="torch.new"), "unsupported", "needs torch.new, which the installed torch"),
+        (ModuleNotFoundError(WRONG), "unsupported", "a package that it needs is missing or of the wrong version: "),
         (ModuleNotFoundError("No", name="te_bench.x"), "crashed", "ModuleNotFoundError: No"),
-        (
-            RuntimeError("CUDA error: an illegal memory access"),
-            "crashed",
-            "RuntimeError: CUDA error: an illegal memory",
-        ),
+        (RuntimeError("CUDA error: an illegal access"), "crashed", "RuntimeError: CUDA error: an illegal access"),
         (ValueError("two\n lines"), "crashed", "ValueError: two lines"),
         (ValueError("x" * 9000), "crashed", "ValueError: xxx"),
     ],
@@ -86,12 +71,8 @@ def raising(error: Exception) -> Any:
 def test_what_was_measured_is_in_the_reply(workload: Any) -> None:
     reply = workload(lambda trial, context: KEPT)
     assert (reply["outcome"], reply["reason"]) == ("ok", None)
-    assert {name: reply[name] for name in ("check", "work", "samples", "kernels")} == {
-        "check": {"reference": "r"},
-        "work": {"tokens": 1},
-        "samples": {"loss": [1.0]},
-        "kernels": ["k"],
-    }
+    for name in ("check", "work", "samples", "kernels"):
+        assert reply[name] == getattr(KEPT, name)
     assert 0 <= reply["work_s"] < 1
 
 

@@ -7,25 +7,16 @@ import pytest
 from te_bench.experiments import tuning
 from te_bench.kernels import attention
 
+FULL = {"batch": 1, "heads": 2, "length": 64, "head_dim": 16, "causal": False}
+
 
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
         ("12,12,1024,64,causal", {"batch": 12, "heads": 12, "length": 1024, "head_dim": 64, "causal": True}),
-        (
-            "2,32/8,64,128,full",
-            {"batch": 2, "heads": 32, "kv_heads": 8, "length": 64, "head_dim": 128, "causal": False},
-        ),
-        (
-            "1,2,64,16,window=255:0",
-            {"batch": 1, "heads": 2, "length": 64, "head_dim": 16, "causal": False}
-            | {"window_left": 255, "window_right": 0},
-        ),
-        (
-            "1,2,64,16,window=:7",
-            {"batch": 1, "heads": 2, "length": 64, "head_dim": 16, "causal": False}
-            | {"window_left": -1, "window_right": 7},
-        ),
+        ("1,32/8,64,16,full", {**FULL, "heads": 32, "kv_heads": 8}),
+        ("1,2,64,16,window=255:0", {**FULL, "window_left": 255, "window_right": 0}),
+        ("1,2,64,16,window=:7", {**FULL, "window_left": -1, "window_right": 7}),
     ],
 )
 def test_a_shape_of_attention(text: str, settings: dict[str, Any]) -> None:

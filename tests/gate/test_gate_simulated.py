@@ -60,9 +60,7 @@ def most(gates: int, rate: float = 0.05) -> float:
 
 
 @pytest.mark.parametrize(("noise", "share", "slower"), SHARES)
-def test_what_slows_any_share_of_the_calls_by_5_percent_on_average_is_no_pass(
-    noise: str, share: float, slower: float
-) -> None:
+def test_what_slows_any_share_of_the_calls_by_5_percent_on_average_is_no_pass(noise, share, slower):
     gates = 300
     rates = shared(noise, share, slower, gates)
     if not slower:

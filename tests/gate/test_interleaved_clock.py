@@ -85,12 +85,8 @@ def test_no_call_takes_less_than_no_time() -> None:
 
 
 def test_a_turn_by_seconds_is_one_call_at_least() -> None:
-    assert (
-        len(
-            list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: time.sleep(0.02)), {"seconds": 0.001}))
-        )
-        == 1
-    )
+    block = interleaved_clock.cpu_block(lambda: time.sleep(0.02))
+    assert len(list(interleaved_clock.time_turn(block, {"seconds": 0.001}))) == 1
     assert len(list(interleaved_clock.time_turn(interleaved_clock.cpu_block(lambda: None), {"calls": 5}))) == 5
 
 
@@ -126,9 +122,7 @@ def test_turns_are_taken_on_the_core_that_the_gate_says(pinned: bool) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(
-    allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_are_taken_where_no_core_may_be_chosen_or_all_are_taken_away(allowed, monkeypatch):
     asked: list[set[int]] = []
 
     def choose(pid: int, cores: set[int]) -> None:

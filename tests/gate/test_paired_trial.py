@@ -32,19 +32,16 @@ def test_what_the_user_says_of_memory_and_threads_stands(tmp_path: Path, monkeyp
     monkeypatch.setattr(paired_trial, "SHARED", ())
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    for device, expected in (
-        ("cpu", paired_trial.ONE_THREAD | {"OMP_NUM_THREADS": "2"}),
-        ("cuda", {"OMP_NUM_THREADS": "2"}),
-    ):
+    two = {"OMP_NUM_THREADS": "2"}
+    for device, expected in (("cpu", paired_trial.ONE_THREAD | two), ("cuda", two)):
         server = paired_trial.ForkServer(tmp_path / "log", device=device)
         try:
             assert eventually(lambda pid=server.process.pid: environment_of(pid), 5.0)  # it has none until it has begun
             found = environment_of(server.process.pid)
         finally:
             server.close()
-        assert {name: found.get(name) for name in paired_trial.ONE_THREAD} == dict.fromkeys(
-            paired_trial.ONE_THREAD
-        ) | expected
+        ones = paired_trial.ONE_THREAD
+        assert {name: found.get(name) for name in ones} == dict.fromkeys(ones) | expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="a process has no cores of its own")
@@ -78,9 +75,8 @@ def test_both_revisions_of_a_round_have_one_core_and_the_next_round_another(monk
 )
 def test_memory_lies_in_huge_pages() -> None:
     run = [sys.executable, "-c", IN_HUGE_PAGES]
-    done = subprocess.run(
-        run, env={**os.environ, **paired_trial.ONE_THREAD}, capture_output=True, text=True, check=True
-    )
+    env = {**os.environ, **paired_trial.ONE_THREAD}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
     assert int(done.stdout) > 2**16  # half of it: a machine may be short of huge pages
 
 

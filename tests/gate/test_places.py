@@ -28,11 +28,9 @@ def test_places_share_no_core_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert places(2, device="cuda", gpus=["x", "y", "z"]) == [Place((3, 4), "x"), Place((5, 6), "y")]
     assert places(1, device="cuda", gpus=["x", "y"]) == [Place(gpu="x")]
     assert places(1, device="cpu") == [Place()]
-    for count, device, why in (
-        (0, "cpu", "give 1 or more"),
-        (6, "cpu", "a core of its own, and there are 5"),
-        (2, "cuda", "a GPU of its own, and there are 1"),
-    ):
+    own = "of its own, and there are"
+    wrong = ((0, "cpu", "give 1 or more"), (6, "cpu", f"a core {own} 5"), (2, "cuda", f"a GPU {own} 1"))
+    for count, device, why in wrong:
         with pytest.raises(ValueError, match=f"--at-once {count}: .*{why}"):
             places(count, device=device, gpus=["x"] if device == "cuda" else [])
 

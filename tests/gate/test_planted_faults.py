@@ -3,7 +3,6 @@
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from revisions import Repository
 from te_bench.gate import interleaved_clock, paired_trial, planted_faults
 
 
-def test_a_revision_has_the_fault_that_is_planted_in_it_and_the_other_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_revision_has_the_fault_that_is_planted_in_it_and_the_other_none(tmp_path, monkeypatch):
     monkeypatch.setattr(paired_trial, "SHARED", ("torch",))
     repository = Repository(tmp_path / "repository")
     repository.commit({"a": 0.002})
@@ -25,10 +22,8 @@ def test_a_revision_has_the_fault_that_is_planted_in_it_and_the_other_none(
             revision.wait_for_imports(repository.root)
             revision.ask("plan", suite="spinning", only=None, options={"device": "cpu"})
         trials = {revision.name: revision.answer()["trials"][0] for revision in revisions}
-        slower, crashed = (
-            paired_trial.run(revisions, trials, timeout_s=60.0, faults={"head": fault})
-            for fault in ({"slower": 1}, {"crash": True})
-        )
+        ways = ({"slower": 1}, {"crash": True})
+        slower, crashed = (paired_trial.run(revisions, trials, timeout_s=60.0, faults={"head": one}) for one in ways)
     finally:
         server.close()
     base, head = (statistics.median(record.samples["latency_s"]) for record in slower)

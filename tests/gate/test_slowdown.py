@@ -120,9 +120,8 @@ def test_the_widening_is_what_an_autoregression_does_to_the_t_statistic(alike):
     for k in range(1, n + 40):
         noise[:, k] += alike * noise[:, k - 1]
     logs = noise[:, 40:]
-    assert math.sqrt(logs.mean(1).var() / (logs.var(1, ddof=1).mean() / n)) == pytest.approx(
-        widening(n, alike), rel=0.03
-    )
+    wider = math.sqrt(logs.mean(1).var() / (logs.var(1, ddof=1).mean() / n))
+    assert wider == pytest.approx(widening(n, alike), rel=0.03)
     assert estimate(list(logs[0]), alike=alike).se == pytest.approx(widening(n, alike) * estimate(list(logs[0])).se)
     assert widening(n, 0.0) == 1
 

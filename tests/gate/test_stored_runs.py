@@ -10,7 +10,7 @@ import pytest
 from convergence_runs import TRUTH, study_records, write_study
 from journals import environment, max_batch_record, record, step_record, trial, write
 
-from te_bench.experiments.spec import Record, Trial
+from te_bench.experiments.spec import Record
 from te_bench.gate.decision import GateVerdict
 from te_bench.gate.memory_and_checks import MIB, FindingKind
 from te_bench.gate.stored_runs import Gate, compare
@@ -18,6 +18,7 @@ from te_bench.reports.exchange.compare_fail import parse
 from te_bench.reports.page.text import GIB
 
 SEEDS = range(8)
+SIDES = ("baseline", "candidate", "candidate")
 BEFORE, AFTER = "2026-11-20T12:00:00+00:00", "2026-11-20T15:00:00+00:00"
 
 
@@ -37,24 +38,14 @@ def changed(records: list[Record], seed: int, **changes: Any) -> list[Record]:
     return [dataclasses.replace(r, **changes) if r.trial.seed == seed else r for r in records]
 
 
-def gate(
-    tmp_path: Path,
-    baseline: list[Record],
-    candidate: list[Record],
-    *,
-    planned: tuple[Trial, ...] = (),
-    identity: dict[str, Any] | None = None,
-    **options: Any,
-) -> Gate:
+def gate(tmp_path: Path, baseline, candidate, *, planned=(), identity: Any = None, **options: Any) -> Gate:
     before = write(tmp_path / "a", baseline, body=environment("baseline"))
     after = environment("candidate", code="changed", **(identity or {}))
     return compare(before, write(tmp_path / "b", candidate, body=after, planned=planned), **options)
 
 
 def messages(found: Gate, kind: FindingKind) -> list[str]:
-    return [
-        f"{finding.name.rpartition('/V')[2]}: {finding.message}" for finding in found.findings if finding.kind is kind
-    ]
+    return [f"{one.name.rpartition('/V')[2]}: {one.message}" for one in found.findings if one.kind is kind]
 
 
 def test_an_unchanged_program_passes_though_its_code_s_hash_differs(tmp_path: Path) -> None:
@@ -155,23 +146,18 @@ def test_memory_may_not_grow_beyond_what_compilers_differ_by(tmp_path: Path, gro
     # of 10 GiB 0.1 % and 4 MiB are allowed: 14.2 MiB
     found = gate(tmp_path, steps("baseline"), steps("candidate", gib=10 + growth / GIB))
     assert (found.exit_code, len(messages(found, FindingKind.MEMORY))) == (code, code)
-
-
-def test_one_process_of_many_with_more_memory_is_no_growth(tmp_path: Path) -> None:
     odd = changed(steps("candidate"), 2, samples=steps("candidate", gib=20)[2].samples)
-    assert gate(tmp_path, steps("baseline"), odd).exit_code == 0
+    assert gate(tmp_path / "odd", steps("baseline"), odd).exit_code == 0  # one process of many
 
 
 @pytest.mark.parametrize("count", ["launches", "graph_breaks", "recompiles"])
 def test_counts_may_not_grow(tmp_path: Path, count: str) -> None:
-    def with_count(side: str, n: int) -> list[Record]:
-        return steps(side, **{count: n})
-
-    more = gate(tmp_path / "more", with_count("baseline", 100), with_count("candidate", 101))
-    assert (more.exit_code, [f.kind for f in more.findings]) == (1, [FindingKind.COUNT])
-    assert "+1: from 100 to 101" in more.findings[0].message
-    assert gate(tmp_path / "fewer", with_count("baseline", 100), with_count("candidate", 99)).exit_code == 0
-    assert gate(tmp_path / "unknown", steps("baseline"), with_count("candidate", 99)).exit_code == 0
+    before, fewer, more = (steps(side, **{count: n}) for side, n in zip(SIDES, (100, 99, 101), strict=True))
+    found = gate(tmp_path / "more", before, more)
+    assert (found.exit_code, [f.kind for f in found.findings]) == (1, [FindingKind.COUNT])
+    assert "+1: from 100 to 101" in found.findings[0].message
+    assert gate(tmp_path / "fewer", before, fewer).exit_code == 0
+    assert gate(tmp_path / "unknown", steps("baseline"), fewer).exit_code == 0
 
 
 def test_the_largest_batch_s_memory_is_compared_at_the_same_batch(tmp_path: Path) -> None:
@@ -205,9 +191,7 @@ def test_a_renamed_cell_is_missing_and_new_and_no_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "code"),
     [
-        ("ok", "oom", 4),
-        ("ok", "unsupported", 4),
-        ("ok", "interrupted", 4),
+        *(("ok", worse, 4) for worse in ("oom", "unsupported", "interrupted")),
         ("unsupported", "crashed", 4),
         ("crashed", "failed_check", 4),  # a wrong result is worse than none
         ("interrupted", "timeout", 4),
@@ -220,8 +204,7 @@ def test_a_renamed_cell_is_missing_and_new_and_no_pass(tmp_path: Path) -> None:
 )
 def test_outcomes_that_got_worse(tmp_path: Path, old: str, new: str, code: int) -> None:
     def side(name: str, outcome: str) -> list[Record]:
-        known = changed(steps(name, "math"), 7, outcome=outcome, reason="why")
-        return steps(name) + known
+        return steps(name) + changed(steps(name, "math"), 7, outcome=outcome, reason="why")
 
     found = gate(tmp_path, side("baseline", old), side("candidate", new))
     assert found.exit_code == code
@@ -286,12 +269,8 @@ def test_another_environment_is_not_judged_unless_allowed(tmp_path: Path) -> Non
     options: dict[str, Any] = {"identity": {"torch": "2.12.0"}, "allow_environment_change": True}
     assert gate(tmp_path / "1", steps("baseline"), slower, **options).exit_code == 1
     assert gate(tmp_path / "0", steps("baseline"), steps("candidate"), **options).exit_code == 0
-
-
-def test_an_environment_that_was_not_recorded_is_not_the_same(tmp_path: Path) -> None:
-    before = write(tmp_path / "a", steps("baseline"), body={"id": "baseline"})
-    after = write(tmp_path / "b", steps("candidate"), body={"id": "candidate"})
-    assert compare(before, after).exit_code == 5
+    sides = (write(tmp_path / side, steps(side), body={"id": side}) for side in ("baseline", "candidate"))
+    assert compare(*sides).exit_code == 5  # one that was not recorded is not the same
 
 
 def test_of_several_environments_the_newest_is_read(tmp_path: Path) -> None:
@@ -335,9 +314,8 @@ def test_runs_that_were_not_interleaved_are_called_so(tmp_path: Path) -> None:
 
 def test_cells_that_a_name_does_not_tell_apart_are_told_apart(tmp_path: Path) -> None:
     def two(side: str) -> list[Record]:
-        return steps(side) + [
-            dataclasses.replace(r, trial=trial(seed=r.trial.seed, learning_rate=1.0)) for r in steps(side)
-        ]
+        found = steps(side)
+        return found + [dataclasses.replace(r, trial=trial(seed=r.trial.seed, learning_rate=1.0)) for r in found]
 
     found = gate(tmp_path, two("baseline"), two("candidate"))
     assert len(found.decision.trials) == 2
@@ -366,13 +344,10 @@ def test_a_threshold_fails_what_the_test_leaves_undecided(tmp_path: Path, limit:
     assert {f.name for f in found.findings} <= {name}
 
 
-def test_a_threshold_is_of_the_median_over_processes(tmp_path: Path) -> None:
+def test_a_threshold_is_of_the_median_over_processes_that_did_not_throttle(tmp_path: Path) -> None:
     odd = changed(steps("candidate", seeds=range(5)), 2, samples={"latency_s": [1.0] * 20})
-    found = gate(tmp_path, steps("baseline", seeds=range(5)), odd, limits=[parse("max:30%")])
+    found = gate(tmp_path / "odd", steps("baseline", seeds=range(5)), odd, limits=[parse("max:30%")])
     assert thresholds(found) == []
-
-
-def test_throttled_pairs_are_held_to_no_threshold(tmp_path: Path) -> None:
     slow = [dataclasses.replace(r, device_state={"throttle_reasons": 0x40}) for r in steps("candidate", slower=2)]
     found = gate(tmp_path, steps("baseline"), slow, limits=[parse("median:5%")])
     assert (found.exit_code, thresholds(found)) == (3, [])  # all pairs set aside
@@ -386,10 +361,8 @@ def test_each_timed_quantity_and_each_limit_is_held_apart(tmp_path: Path) -> Non
     limits = [parse("median:5%"), parse("min:0.0001"), parse("max:1")]
     found = gate(tmp_path, calls("baseline", 1.0), calls("candidate", 1.1), limits=limits)
     over = [f for f in found.findings if f.kind is FindingKind.THRESHOLD]
-    assert [(f.name.rpartition("/")[2], f.message.partition(" ")[0]) for f in over] == [
-        ("backward", "median"),
-        ("backward", "min"),
-    ]
+    told = [(f.name.rpartition("/")[2], f.message.partition(" ")[0]) for f in over]
+    assert told == [("backward", "median"), ("backward", "min")]
     assert gate(tmp_path / "none", calls("baseline", 1.0), calls("candidate", 1.1)).findings == ()
 
 
@@ -417,14 +390,10 @@ def test_a_baseline_without_any_times_leaves_nothing_to_compare_with(tmp_path: P
 
 @pytest.mark.parametrize("times", [[], [0.0, 0.0], [-0.03, -0.03], [1e308, 1.7e308]])
 @pytest.mark.parametrize("seeds", [range(8), range(1)])
-def test_times_that_the_candidate_lacks_in_any_pair_are_missing(
-    tmp_path: Path, times: list[float], seeds: range
-) -> None:
+def test_times_that_the_candidate_lacks_in_any_pair_are_missing(tmp_path, times, seeds):
     candidate = steps("candidate")
     for seed in seeds:
         candidate = changed(candidate, seed, samples={**candidate[seed].samples, "latency_s": times})
     found = gate(tmp_path, steps("baseline"), candidate)
-    assert found.exit_code == 4
-    assert [f.message for f in found.findings if f.kind is FindingKind.MISSING] == [
-        "timed in the baseline, not in the candidate"
-    ]
+    missing = [f.message for f in found.findings if f.kind is FindingKind.MISSING]
+    assert (found.exit_code, missing) == (4, ["timed in the baseline, not in the candidate"])

@@ -124,9 +124,7 @@ def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
                 in_fp8(configuration.trial.attention),
             )
             together.setdefault(alike, []).append((total.value, configuration))
-    return [
-        [configuration for _, configuration in sorted(found, key=lambda item: item[0])] for found in together.values()
-    ]
+    return [[one for _, one in sorted(found, key=lambda item: item[0])] for found in together.values()]
 
 
 def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:
@@ -157,19 +155,10 @@ def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
 
 def _scaling_errors(configuration: Configuration) -> ScalingErrors:
     before, after, sdpa = (_draws(configuration, f"error_{name}") for name in ("scale_before", "scale_after", "sdpa"))
-    return ScalingErrors(
-        configuration=configuration,
-        before=before,
-        after=after,
-        sdpa=sdpa,
-        allclose=_all([record.check.get("allclose") for record in configuration.ok]),
-    )
+    told = [bool(one) for record in configuration.ok if (one := record.check.get("allclose")) is not None]
+    allclose = all(told) if told else None
+    return ScalingErrors(configuration=configuration, before=before, after=after, sdpa=sdpa, allclose=allclose)
 
 
 def _draws(configuration: Configuration, sample: str) -> tuple[float, ...]:
     return tuple(value for record in configuration.ok for value in numbers(record.samples.get(sample)))
-
-
-def _all(answers: Sequence[object]) -> bool | None:
-    known = [bool(answer) for answer in answers if answer is not None]
-    return all(known) if known else None

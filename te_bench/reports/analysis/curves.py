@@ -77,9 +77,7 @@ def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
 
 def _comparison(configurations: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
     trainings = tuple(_training(configuration) for configuration in configurations)
-    bf16 = [
-        training for training in trainings if training.configuration.trial.precision == "bf16" and training.validation
-    ]
+    bf16 = [one for one in trainings if one.configuration.trial.precision == "bf16" and one.validation]
     # the training that says most about seeds; the suite's baseline among equals, then the first planned
     reference = max(bf16, key=lambda training: (training.n, training.configuration.id == baseline), default=None)
     problem = configurations[0].trial.problem

@@ -73,16 +73,12 @@ def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
     """
     configurations = group.of("layer")
     candidates = [configuration for configuration in configurations if configuration.id == group.baseline]
-    candidates += [
-        configuration for configuration in configurations if configuration.trial.problem.get("layer") == "plain"
-    ]
+    candidates += [one for one in configurations if one.trial.problem.get("layer") == "plain"]
     chosen = _rival(candidates[0]) if candidates else None
     found = []
     for name in dict.fromkeys(configuration.shape for configuration in configurations):
         ours = [configuration for configuration in configurations if configuration.shape == name]
-        baseline = next(
-            (configuration for configuration in ours if chosen is not None and _is(configuration, chosen)), None
-        )
+        baseline = next((one for one in ours if chosen is not None and _is(one, chosen)), None)
         layers = tuple(_measured(step, baseline) for step in measured_steps(ours, baseline, group.gpu))
         ranking = rank_steps([layer.step for layer in layers if layer.comparable])
         found.append(LayerVariant(name=name, layers=layers, ranking=ranking))

@@ -108,9 +108,7 @@ class Results:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(
-            row for group in self.groups for configuration in group.configurations for row in configuration.rows
-        )
+        return tuple(row for group in self.groups for one in group.configurations for row in one.rows)
 
     @property
     def outcomes(self) -> dict[str, int]:

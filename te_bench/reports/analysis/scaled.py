@@ -6,7 +6,7 @@ from typing import Any
 
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Record
-from te_bench.reports.analysis.measures import Ratio, finite, median, of_processes, paired_ratio
+from te_bench.reports.analysis.measures import Ratio, finite, median, numbers, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import TE_BENCH, rival_of
 from te_bench.reports.analysis.rows import Configuration, Group
 
@@ -79,6 +79,7 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
         return ScaledStep(configuration=configuration, world=world)
     tokens = finite(records[0].work.get("tokens"))
     joules = of_processes(records, "energy_j")
+    links = [record.work.get("interconnect") for record in records]
     return ScaledStep(
         configuration=configuration,
         world=world,
@@ -89,7 +90,7 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
         collectives_s=_mean(records, "collectives_s"),
         exposed_s=_mean(records, "exposed_s"),
         energy_per_token=joules / tokens if joules and tokens else None,
-        busbw=median([value for record in records if (value := _busbw(record)) is not None]),
+        busbw=median(numbers([link.get("busbw") for link in links if isinstance(link, Mapping)])),
         memory=_memory(records),
     )
 
@@ -126,17 +127,10 @@ def _mean(records: Iterable[Record], name: str) -> float | None:
     return median(means)
 
 
-def _busbw(record: Record) -> float | None:
-    interconnect = record.work.get("interconnect")
-    return finite(interconnect.get("busbw")) if isinstance(interconnect, Mapping) else None
-
-
 def _memory(records: Iterable[Record]) -> dict[str, float]:
     ledgers = []
     for rank in (rank for record in records for rank in _ranks(record)):
         memory = rank.get("memory")
         if isinstance(memory, Mapping):
-            ledgers.append(
-                {kind: value for kind in (*KINDS, "peak") if (value := finite(memory.get(kind))) is not None}
-            )
+            ledgers.append({kind: held for kind in (*KINDS, "peak") if (held := finite(memory.get(kind))) is not None})
     return max(ledgers, key=lambda one: one.get("peak", sum(one.values())), default={})

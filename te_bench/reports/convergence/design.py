@@ -205,12 +205,7 @@ class Design:
     def to_json(self) -> dict[str, Any]:
         spread = None if self.spread is None else {**dataclasses.asdict(self.spread), "at_most": self.spread.at_most}
         rows = [{**dataclasses.asdict(o), "gpu_h": self._gpu_h(o)} for o in self.options]
-        seconds = self.seconds(self.rounds)
-        estimate = {
-            "device_s": None if seconds is None else seconds / self.machine.share,
-            "elapsed_s": None if seconds is None else seconds / self.machine.slots,
-            "at_once": self.machine.slots,
-        }
+        estimate = self.machine.estimate(self.seconds(self.rounds))
         conclusion = {
             "rounds": self.rounds,
             "bf16_runs": self.ratio * self.rounds,

@@ -29,6 +29,11 @@ class Machine:
             return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
         return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
 
+    def estimate(self, seconds: float | None) -> dict[str, float | None]:
+        """What so many seconds of one trial at a time take of the device, and of the wall."""
+        device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))
+        return {"device_s": device, "elapsed_s": elapsed, "at_once": self.slots}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRuns:
@@ -49,9 +54,7 @@ def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machin
     for directory in timings:
         if own is None or out is None or directory.resolve() != out.resolve():
             journals[str(directory)] = load(directory)
-    chips = {
-        key: chip_of(body.get("identity") or {}) for j in journals.values() for key, body in j.environments.items()
-    }
+    chips = {key: chip_of(one.get("identity") or {}) for j in journals.values() for key, one in j.environments.items()}
     records = [record for journal in journals.values() for record in journal.records.values()]
     records = [record for record in records if record.trial.device == machine.device]
     chip = machine.chip or _one_chip([chips.get(record.environment) for record in records])

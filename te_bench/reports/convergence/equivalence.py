@@ -60,6 +60,9 @@ class Claims:
         return Verdict.INFERIOR if self.inferior <= alpha else Verdict.INCONCLUSIVE
 
 
+UNCLAIMED = Claims(1.0, 1.0, 1.0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossComparison:
     """One candidate against its control. None is what gaps that do not vary, or too few, cannot tell."""
@@ -70,20 +73,20 @@ class LossComparison:
     margin: float
     alpha: float
     gap: float  # mean of candidate - control
-    sd: float  # of the gap of one pair
-    df: float  # that it is known with
-    interval: tuple[float, float] | None  # 1 - 2 alpha, of the tests that the verdict is made by
-    t_interval: tuple[float, float] | None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
-    claims: Claims
-    correlation: float | None  # of the pairs
-    power: float | None  # to show equivalence with these n and sd at a true gap of 0
-    detectable: float | None  # the smallest margin that has 80 % power with these n and sd
-    seeds_needed: int | None  # for 80 % power with this sd at a true gap of 0
-    seeds_needed_at_gap: int | None  # to show what the gap as measured is: within the margin, or beyond it
-    outliers: tuple[int, ...]  # places of the pairs whose gap lies far from the others'
+    sd: float = 0.0  # of the gap of one pair
+    df: float = 0.0  # that it is known with
+    interval: tuple[float, float] | None = None  # 1 - 2 alpha, of the tests that the verdict is made by
+    interval_95: tuple[float, float] | None = None  # by the tests of `compare`, two-sided, whatever alpha is
+    t_interval: tuple[float, float] | None = None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
+    claims: Claims = UNCLAIMED
+    correlation: float | None = None  # of the pairs
+    power: float | None = None  # to show equivalence with these n and sd at a true gap of 0
+    detectable: float | None = None  # the smallest margin that has 80 % power with these n and sd
+    seeds_needed: int | None = None  # for 80 % power with this sd at a true gap of 0
+    seeds_needed_at_gap: int | None = None  # to show what the gap as measured is: within the margin, or beyond it
+    outliers: tuple[int, ...] = ()  # places of the pairs whose gap lies far from the others'
     verdict: Verdict
     reason: str
-    interval_95: tuple[float, float] | None = None  # by the tests of `compare`, two-sided, whatever alpha is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +130,7 @@ def compare(
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
     untold, same = _why_untested(arms, gap, sd, paired)
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
-    claims = claims_of(mean, margin) if mean else _no_claims(same)
+    claims = claims_of(mean, margin) if mean else Claims(0.0, 0.0, 1.0) if same else UNCLAIMED
     interval = mean.interval(alpha) if mean else None
     at_gap = _seeds_to_show(gap, sd, margin, alpha, paired) if mean else None
     cautious = _seeds_to_show(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
@@ -183,17 +186,13 @@ def judge(
         raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
-    adjusted = [
-        holm([getattr(compared[name].claims, claim) if name in compared else 1.0 for name in names])
-        for claim in ("equivalent", "non_inferior", "inferior")
-    ]
-    judged = {}
-    for name, *p_values in zip(names, *adjusted, strict=True):
-        if name in broken:
-            judged[name] = CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
-        else:
-            judged[name] = _judged(compared[name], Claims(*p_values), len(names))
-    return judged
+    adjusted = after_holm({name: compared[name].claims if name in compared else UNCLAIMED for name in names})
+    return {
+        name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
+        if name in broken
+        else _judged(compared[name], claims, len(names))
+        for name, claims in adjusted.items()
+    }
 
 
 def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
@@ -227,11 +226,6 @@ def claims_of(mean: Mean, margin: float) -> Claims:
     """One-sided p-values of a mean gap against the margin, either way."""
     below, above = mean.p_below(margin), mean.p_above(-margin)
     return Claims(max(below, above), below, mean.p_above(margin))
-
-
-def _no_claims(same: bool) -> Claims:
-    p = 0.0 if same else 1.0
-    return Claims(p, p, 1.0)
 
 
 def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
@@ -305,6 +299,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty_like(p)
     adjusted[order] = np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)).clip(max=1.0)
     return [float(one) for one in adjusted]
+
+
+def after_holm(found: Mapping[str, Claims]) -> dict[str, Claims]:
+    """Adjusted over the candidates, a claim at a time."""
+    names = ("equivalent", "non_inferior", "inferior")
+    adjusted = (holm([getattr(claims, name) for claims in found.values()]) for name in names)
+    return {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
 
 
 def _welch(candidate: Array, control: Array) -> Mean:

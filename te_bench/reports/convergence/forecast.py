@@ -23,11 +23,8 @@ class Forecast:
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
 
     def to_json(self) -> dict[str, Any]:
-        elapsed = None if self.seconds is None else self.seconds / self.machine.slots
-        device = None if self.seconds is None else self.seconds / self.machine.share
-        estimate = {"device_s": device, "elapsed_s": elapsed, "at_once": self.machine.slots}
         conclusion = None if self.outlook is None else dataclasses.asdict(self.outlook)
-        return {"conclusion": conclusion, "estimate": estimate}
+        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds)}
 
     @property
     def refused(self) -> str | None:
@@ -39,11 +36,8 @@ class Forecast:
         ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
         ways += [] if cautious.detectable is None else [f"--margin {cautious.detectable:.2g}"]
         largest = planning.largest_sd(outlook.seeds, outlook.margin, cautious.alpha)
-        ways += (
-            []
-            if largest is None
-            else [f"gaps that vary by {largest:.2g} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}"]
-        )
+        if largest is not None:
+            ways.append(f"gaps that vary by {largest:.2g} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}")
         return (
             f"{outlook.seeds} seeds would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
             f"{cautious.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {cautious.alpha:.3g}). It takes "
@@ -91,13 +85,8 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook = None
     if spread is not None:
-        outlook = planning.outlook(
-            seeds=seeds,
-            margin=judgement["margin"],
-            alpha=judgement["alpha"],
-            recipes=arms.count("recipe"),
-            spread=spread,
-        )
+        by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
+        outlook = planning.outlook(seeds=seeds, **by, recipes=arms.count("recipe"), spread=spread)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records).values()
     total = None if None in taken else sum(time or 0.0 for time in taken)

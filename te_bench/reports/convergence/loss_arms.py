@@ -74,11 +74,8 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
                 f"{seeds} only in {one.source}: pairs need every seed in both; run what is missing, leave it out of "
                 "both, or compare unpaired"
             )
-    return Matched(
-        seeds=tuple(baseline.final),
-        baseline=tuple(baseline.final.values()),
-        candidate=tuple(candidate.final[seed] for seed in baseline.final),
-    )
+    seed_by_seed = tuple(candidate.final[seed] for seed in baseline.final)
+    return Matched(seeds=tuple(baseline.final), baseline=tuple(baseline.final.values()), candidate=seed_by_seed)
 
 
 def why_diverged(candidate: Losses) -> str | None:
@@ -156,13 +153,6 @@ def note_unpaired(baseline: Losses, candidate: Losses) -> str:
             what = "seed " if only[0].isdecimal() else ""
             return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
     return "the runs are not paired, for several have one name"
-
-
-def note_training(arm: Losses) -> str | None:
-    """What to note of an arm that is judged by its training loss."""
-    if not arm.training:
-        return None
-    return "training losses are judged, which do not show overfitting"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:

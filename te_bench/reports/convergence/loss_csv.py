@@ -191,11 +191,8 @@ def _wandb(source: str, table: Table) -> Losses:
     if len(metrics) != 1:
         raise ValueError(f"{table.path} holds {', '.join(sorted(metrics))}: export one metric, the validation loss")
     [metric] = metrics
-    return _wide(
-        source,
-        table,
-        {c: run for c, (run, _, what) in ((c, n.rpartition(WANDB)) for c, n in columns.items()) if what == metric},
-    )
+    runs = ((c, n.rpartition(WANDB)) for c, n in columns.items())
+    return _wide(source, table, {c: run for c, (run, _, what) in runs if what == metric})
 
 
 def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:

@@ -274,11 +274,13 @@ def _curve(place: Path, points: Sequence[tuple[float, float]]) -> tuple[Curve, i
 
 
 def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
-    curves, broke = {}, {}
-    for seed, run in sorted(zip(_seeds(arm.runs), arm.runs, strict=True), key=lambda one: _in_order(one[0])):
+    curves, broke = {}, dict[str, str]()
+    numbered = zip(_seeds(arm.runs), arm.runs, strict=True)
+    for seed, run in sorted(numbered, key=lambda one: (int(one[0]), "") if one[0].isdecimal() else (0, one[0])):
         curve = run.validation if validated else run.training
-        if run.training is not None and (why := _broke(seed, run.training)):
-            broke[seed] = why
+        if run.training is not None:
+            alone = Losses(source="", final={seed: run.training.loss[-1]}, curves={seed: run.training}, seeded=True)
+            broke |= broken(alone)
         if curve is None and seed not in broke:
             raise ValueError(f"{arm.source}: {run.name} has no {'validation' if validated else 'training'} loss")
         curves[seed] = curve or Curve(step=(0.0,), loss=(float("nan"),))
@@ -296,16 +298,6 @@ def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
         judged=judged,
         training=not validated,
     )
-
-
-def _in_order(seed: str) -> tuple[int, str]:
-    return (int(seed), "") if seed.isdecimal() else (0, seed)
-
-
-def _broke(seed: str, curve: Curve) -> str | None:
-    """Why the run's training loss says that it broke."""
-    alone = Losses(source="", final={seed: curve.loss[-1]}, curves={seed: curve}, seeded=True)
-    return broken(alone).get(seed)
 
 
 def _late(curve: Curve) -> float:

@@ -112,7 +112,7 @@ def judge_losses(
         notes += [ASSUMPTION] if comparison.interval else []
         notes += [far for arm in arms if (far := loss_arms.note_outlying(arm))]
         notes += [fall for arm in arms if (fall := loss_arms.note_falling(arm, margin))]
-        notes += [blind for arm in arms[:1] if (blind := loss_arms.note_training(arm))]
+        notes += ["training losses are judged, which do not show overfitting"] if baseline.training else []
     return LossVerdict(
         verdict=verdict,
         reason=reason,
@@ -207,9 +207,6 @@ def _shown(found: LossVerdict, c: LossComparison) -> str:
     runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
     smallest = f"{c.detectable:.2g} nat ({100 * found.relative(c.detectable):.2g} %)"
     said = f"{runs} of this spread can show a margin of {smallest} in 80 % of cases"
-    takes = (
-        ""
-        if c.seeds_needed is None
-        else f"; the margin {c.margin:g} takes {c.seeds_needed} {'pairs' if c.paired else 'a side'}"
-    )
+    each = "pairs" if c.paired else "a side"
+    takes = "" if c.seeds_needed is None else f"; the margin {c.margin:g} takes {c.seeds_needed} {each}"
     return f"{said}, where there is no gap{takes}."

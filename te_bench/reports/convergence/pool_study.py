@@ -14,30 +14,18 @@ from scipy.special import ndtr, stdtrit
 from te_bench.reports.convergence import pooled, power
 from te_bench.reports.convergence.equivalence import (
     CLAIMS,
+    UNCLAIMED,
     CandidateVerdict,
     Claims,
     LossComparison,
     Verdict,
+    after_holm,
     copies,
-    holm,
     outliers,
 )
 from te_bench.reports.convergence.study import Study, StudyArm
 
 HOPELESS = 0.05  # the chance of a verdict, by the gap so far, below which the rounds to come are not worth running
-
-
-def pool_of(study: Study) -> list[float]:
-    """The final losses of all bf16 runs, the control's and A/A's, by their seeds up to the first without one."""
-    finals = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
-    return _in_order(finals, range((study.pool or 1) * study.rounds))
-
-
-def _of_control(study: Study) -> list[float]:
-    """The control's alone, which A/A is held to."""
-    assert study.control is not None
-    ratio = study.pool or 1
-    return _in_order(study.control.finals, [s for s in range(ratio * study.rounds) if s % ratio != ratio - 1])
 
 
 def _of_rounds(study: Study, arm: StudyArm) -> list[float]:
@@ -62,30 +50,27 @@ def judge_recipes(
 ) -> dict[str, CandidateVerdict]:
     """A judgement of every recipe after Holm; those that are `unfit` for a test stay in the family with p = 1."""
     assert study.pool is not None
-    pool, names = pool_of(study), [arm.name for arm in study.recipes]
+    bf16 = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
+    pool, names = _in_order(bf16, range(study.pool * study.rounds)), [arm.name for arm in study.recipes]
     shown = {
         arm.name: _compared(study, _of_rounds(study, arm), pool, study.pool, margin, alpha, len(names))
         for arm in study.recipes
         if arm.name not in unfit
     }
-    adjusted = [
-        holm([1.0 if (c := shown.get(name)) is None else getattr(c.claims, claim) for name in names])
-        for claim in ("equivalent", "non_inferior", "inferior")
-    ]
-    found = dict(unfit)
-    for name, *p in zip(names, *adjusted, strict=True):
-        if name not in unfit:
-            found[name] = _judged(study, shown[name], Claims(*p), len(names))
-    return {name: found[name] for name in names}
+    adjusted = after_holm({name: c.claims if (c := shown.get(name)) else UNCLAIMED for name in names})
+    return {arm: unfit.get(arm) or _judged(study, shown[arm], claims, len(names)) for arm, claims in adjusted.items()}
 
 
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
     """A/A against the control's runs, on its own."""
     assert study.aa is not None
+    assert study.control is not None
     assert study.pool is not None
     ratio = study.pool - 1
-    c = _compared(study, _of_rounds(study, study.aa), _of_control(study), ratio, margin, alpha, 1)
-    return _judged(study, c, c.claims if c else Claims(1.0, 1.0, 1.0), 1)
+    control = [seed for seed in range(study.pool * study.rounds) if seed % study.pool != ratio]
+    pool = _in_order(study.control.finals, control)
+    c = _compared(study, _of_rounds(study, study.aa), pool, ratio, margin, alpha, 1)
+    return _judged(study, c, c.claims if c else UNCLAIMED, 1)
 
 
 def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int) -> CandidateVerdict:
@@ -128,17 +113,6 @@ def _compared(
         margin=margin,
         alpha=alpha,
         gap=gap,
-        sd=0.0,
-        df=0.0,
-        interval=None,
-        t_interval=None,
-        claims=Claims(1.0, 1.0, 1.0),
-        correlation=None,
-        power=None,
-        detectable=None,
-        seeds_needed=None,
-        seeds_needed_at_gap=None,
-        outliers=(),
         verdict=Verdict.INCONCLUSIVE,
         reason="two of its runs ended on the very same loss: they are one run",
     )

@@ -10,7 +10,7 @@ te_bench.reports.convergence.pooled` writes it.
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from te_bench.reports.convergence.equivalence import Claims
+from te_bench.reports.convergence.power import fewest
 from te_bench.reports.convergence.sequential import spent
-from te_bench.reports.convergence.skewed import FEWEST
+from te_bench.reports.convergence.skewed import FEWEST, Shape, exponential, normal, one_in_ten
 
 Array = NDArray[np.float64]
-Draws = Callable[[np.random.Generator, tuple[int, ...]], Array]  # runs that have the mean 0
 
 #: What is printed beside every claim of this design.
 ASSUMPTION = (
@@ -156,11 +156,7 @@ def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[L
     pool = _normal_sides(draw, [ratio * n for n in at], draws)
     arms = [_normal_sides(draw, at, draws) for _ in range(recipes)]
     return [
-        [
-            Look(gap=ours.mean - theirs.mean, se=standard_error(ours, theirs))
-            for ours, theirs in zip(arm, pool, strict=True)
-        ]
-        for arm in arms
+        [Look(gap=a.mean - b.mean, se=standard_error(a, b)) for a, b in zip(arm, pool, strict=True)] for arm in arms
     ]
 
 
@@ -184,9 +180,7 @@ def power(
     shown = []
     for looked in _simulated(rounds, ratio, recipes, draws):
         moved = [Look(gap=sd * look.gap + gap, se=sd * look.se) for look in looked]
-        shown.append(
-            np.maximum(p_below(moved, margin, rounds, ratio), p_below(_mirrored(moved), margin, rounds, ratio))
-        )
+        shown.append(np.maximum(*(p_below(one, margin, rounds, ratio) for one in (moved, _mirrored(moved)))))
     ordered = np.sort(np.array(shown), axis=0)
     steps = alpha / np.arange(recipes, 0, -1)
     return float(np.mean(np.cumprod(ordered <= steps[:, None] * (1 + 1e-12), axis=0)))
@@ -223,43 +217,15 @@ def rounds_needed(
         found = power(rounds, sd, margin, ratio=ratio, recipes=recipes, gap=gap, alpha=alpha, draws=DRAWS // 2)
         return found >= share
 
-    few, many = FEWEST - 1, FEWEST
-    while not enough(many):
-        few, many = many, 2 * many
-        if many > most:
-            return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if enough(middle) else (middle, many)
-    return many
+    return fewest(enough, FEWEST, most)
 
 
 # ---- the table, by simulation
 
 
-def _normal(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
-    return draw.standard_normal(size)
-
-
-def _twice(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
-    return 2 * draw.standard_normal(size)
-
-
-def _exponential(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
-    return draw.standard_exponential(size) - 1
-
-
-def _tail_below(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
-    return 1 - draw.standard_exponential(size)
-
-
-def _one_in_ten(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
-    return draw.standard_normal(size) + 4 * (draw.random(size) < 0.1) - 0.4
-
-
 #: Of a recipe's runs beside normal ones of bf16. Where bf16's have the same shape, or another, fewer claims are wrong, but
 #: for FEW rounds beside bf16 runs with a long tail below.
-SHAPES: tuple[Draws, ...] = (_normal, _twice, _exponential, _one_in_ten)
+SHAPES: tuple[Shape, ...] = (normal, lambda draw, size: 2 * normal(draw, size), exponential, one_in_ten)
 FEW = 12
 
 
@@ -278,7 +244,7 @@ def _normal_sides(draw: np.random.Generator, at: Sequence[int], draws: int) -> l
     return found
 
 
-def _sides(shape: Draws, draw: np.random.Generator, at: Sequence[int], draws: int) -> list[Side]:
+def _sides(shape: Shape, draw: np.random.Generator, at: Sequence[int], draws: int) -> list[Side]:
     parts = []
     for first in range(0, draws, _CHUNK):
         runs = shape(draw, (min(_CHUNK, draws - first), at[-1]))
@@ -295,10 +261,14 @@ def tabulate(rounds: int, ratio: int, draws: int = _TABLED) -> list[list[float |
     """Critical values at each look by level: the least over the SHAPES, so that none is claimed wrongly more often."""
     draw, at = np.random.default_rng([rounds, ratio]), looks(rounds)
     found = np.full((len(at), len(_LEVELS)), math.inf)
+
+    def tail_below(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
+        return -exponential(draw, size)
+
     of_pool = [ratio * n for n in at]
     cases = [(_sides(shape, draw, at, draws), _normal_sides(draw, of_pool, draws)) for shape in SHAPES]
     if rounds <= FEW:
-        cases.append((_normal_sides(draw, at, draws), _sides(_tail_below, draw, of_pool, draws)))
+        cases.append((_normal_sides(draw, at, draws), _sides(tail_below, draw, of_pool, draws)))
     for arm, pool in cases:
         statistics = [(a.mean - p.mean) / standard_error(a, p) for a, p in zip(arm, pool, strict=True)]
         for place, level in enumerate(_LEVELS):

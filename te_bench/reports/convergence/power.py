@@ -6,6 +6,7 @@ one that varies with the gaps' skewness, which is right at a power of 80 % and a
 margins and standard deviations share one unit, nat as a rule.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -108,7 +109,7 @@ def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0
             return 0.0
         return exact_power(margin / se, reach=skewed.typical_reach(df, alpha), df=df, gap=gap / se)
 
-    return _fewest(typical)
+    return fewest(lambda n: typical(n) >= POWER, 2, MOST_SEEDS)
 
 
 def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool = True) -> int | None:
@@ -122,23 +123,18 @@ def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool 
             return 0.0
         return 1 - float(nctdtr(df, excess * math.sqrt(n) / sd, skewed.typical_reach(df, alpha)))
 
-    return _fewest(seen)
+    return fewest(lambda n: seen(n) >= POWER, 2, MOST_SEEDS)
 
 
 def _freedom(n: int, paired: bool) -> int:
     return n - 1 if paired else 2 * n - 2
 
 
-def _fewest(power_of: Callable[[int], float]) -> int | None:
-    few, many = 1, 2
-    while power_of(many) < POWER:
-        few, many = many, 2 * many
-        if many > MOST_SEEDS:
+def fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
+    """The least number from `least` on that is enough, as every larger one is then; None where `most` is not."""
+    low = high = least
+    while not enough(high):
+        if high >= most:
             return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        if power_of(middle) < POWER:
-            few = middle
-        else:
-            many = middle
-    return many
+        low, high = high + 1, min(2 * high, most)
+    return low + bisect.bisect_left(range(low, high + 1), True, key=enough)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
-Shape = Callable[[np.random.Generator, tuple[int, int]], Array]  # gaps of mean 0, a row a case
+Shape = Callable[[np.random.Generator, tuple[int, ...]], Array]  # gaps of mean 0, a row a case
 
 #: What is printed beside every claim.
 ASSUMPTION = (
@@ -34,27 +34,24 @@ TABLE = Path(__file__).with_name("skewed.json")
 
 # Of the table: numbers of gaps, levels, and how many simulated cases it is made of. A level of 5 % is off by 0.04 points.
 _NUMBERS = (*range(3, 21), 24, 30, 40, 60, MOST)
-_LEVELS = (
-    *(10 ** (k / 5 - 5) for k in range(19)),
-    *(0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 0.99, 0.999),
-)
+_LEVELS = (*(10 ** (k / 5 - 5) for k in range(19)), 0.05, *(k / 10 for k in range(1, 10)), 0.97, 0.99, 0.999)
 _TABLED = 400_000
 _CHUNK = 20_000
 
 
-def _exponential(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def exponential(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_exponential(size) - 1
 
 
-def _one_in_ten(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def one_in_ten(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_normal(size) + 4 * (draw.random(size) < 0.1) - 0.4
 
 
-def _normal(draw: np.random.Generator, size: tuple[int, int]) -> Array:
+def normal(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_normal(size)
 
 
-SHAPES: tuple[Shape, ...] = (_exponential, _one_in_ten)  # what is far off is above, which hides how high the mean is
+SHAPES: tuple[Shape, ...] = (exponential, one_in_ten)  # what is far off is above, which hides how high the mean is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +179,7 @@ def shown(n: int, limit: float, draws: int) -> tuple[Array, Array]:
 
     In true standard errors of their mean.
     """
-    mean, se, skewness = (part[0] for part in _means(_normal, (n,), draws, seed=2))
+    mean, se, skewness = (part[0] for part in _means(normal, (n,), draws, seed=2))
     return math.sqrt(n) * (se * reach(skewness, limit) + mean), math.sqrt(n) * (se * reach(-skewness, limit) - mean)
 
 

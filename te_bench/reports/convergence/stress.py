@@ -69,12 +69,8 @@ def breaking_point(brackets: Sequence[Bracket]) -> Breaking:
         return float(2 * sum(math.comb(n, i) for i in range(k)) / 2**n)
 
     k = max((k for k in range(1, (n + 1) // 2 + 1) if 1 - missed(k) >= CONFIDENCE), default=1)
-    return Breaking(
-        seeds=n,
-        median=(lows[(n - 1) // 2], highs[n // 2]),
-        interval=(lows[k - 1], highs[n - k]),
-        confidence=max(0.0, 1 - missed(k)),
-    )
+    median, interval = (lows[(n - 1) // 2], highs[n // 2]), (lows[k - 1], highs[n - k])
+    return Breaking(seeds=n, median=median, interval=interval, confidence=max(0.0, 1 - missed(k)))
 
 
 def _ladder(configurations: list[Configuration]) -> StressLadder:
@@ -134,9 +130,5 @@ def _limit(runs: Mapping[float, Run]) -> float:
 def _result(configuration: Configuration) -> StressResult:
     runs = [Run(row) for row in configuration.rows]
     finals = [run.final for run in runs if run.final is not None]
-    return StressResult(
-        runs=len(runs),
-        diverged=sum(1 for run in runs if run.diverged),
-        final=sum(finals) / len(finals) if finals else None,
-        outcome=configuration.outcome,
-    )
+    final, diverged = sum(finals) / len(finals) if finals else None, sum(bool(run.diverged) for run in runs)
+    return StressResult(runs=len(runs), diverged=diverged, final=final, outcome=configuration.outcome)

@@ -231,9 +231,7 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         raise ValueError(
             f"{title}: {len(found['control'])} bf16 control configurations; judge runs of other settings apart"
         )
-    unable = [
-        arm for arm in found["recipe"] if arm.runs and {r.row.outcome for r in arm.runs.values()} == {"unsupported"}
-    ]
+    unable = [a for a in found["recipe"] if a.runs and {r.row.outcome for r in a.runs.values()} == {"unsupported"}]
     notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
     return Study(
         title=title,

@@ -74,12 +74,8 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
     ]
     notes += [said for run in others for said in _note_plan_differences(first, run)]
     planned = {(trial_of(value).id, plan.environment) for plan in merged.plans for value in plan.trials}
-    return Merged(
-        mismatch=mismatch,
-        notes=(*notes, *_note_repeats(runs)),
-        records=sum(map(merged.done, planned)),
-        planned=len(planned),
-    )
+    notes += _note_repeats(runs)
+    return Merged(mismatch=mismatch, notes=tuple(notes), records=sum(map(merged.done, planned)), planned=len(planned))
 
 
 def _suites(run: _Run) -> str:

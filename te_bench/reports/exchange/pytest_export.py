@@ -63,7 +63,7 @@ def export(journal: Journal, *, only: str | None = None, environment: str | None
             "schema": SCHEMA,
             "environment": body,
             "plans": [{name: getattr(plan, name) for name in Plan.__slots__} for plan in plans],
-            "records": [_without_timed(record).to_json() for record in records],
+            "records": [replace(one, samples=_beside(one)).to_json() for one in records],
             "timed": {record.trial.id: list(_timed(record)) for record in records},  # what the benchmarks hold of them
         },
     }
@@ -135,10 +135,10 @@ def _timed(record: Record) -> dict[str, list[float]]:
     return {name: values for name, values in samples.items() if values and len(measures.numbers(values)) == len(values)}
 
 
-def _without_timed(record: Record) -> Record:
-    """The record with the samples that are a benchmark's data taken out."""
+def _beside(record: Record) -> dict[str, Any]:
+    """The samples that are no benchmark's data."""
     timed = _timed(record)
-    return replace(record, samples={name: values for name, values in record.samples.items() if name not in timed})
+    return {name: values for name, values in record.samples.items() if name not in timed}
 
 
 def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -190,11 +190,8 @@ def _as_it_was(trial: Trial) -> dict[str, Any]:
 def _extra(record: Record, quantity: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """What pytest-benchmark has no field for: the GPU, memory, work, and the record that this is a part of."""
     known = identity(body)
-    peaks = {
-        name: measures.highest(measures.numbers(record.samples.get(name)))
-        for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-        if record.samples.get(name)
-    }
+    sampled = {name: record.samples.get(f"peak_{name}_bytes") for name in ("allocated", "reserved", "rss")}
+    peaks = {f"peak_{name}_bytes": measures.highest(measures.numbers(s)) for name, s in sampled.items() if s}
     return {
         **{name: known.get(name) for name in ("device", "gpu", "driver", "cuda", "cudnn", "torch", "triton")},
         **peaks,

@@ -180,11 +180,8 @@ def _memory(result: GroupResult) -> list[Chart | str]:
         if held:
             bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in held)
             charts.append(Chart(heading=what, bars=bars))
-    batches = tuple(
-        TextBar(name=one.configuration.label, value=one.max_batch, shown=text.count(one.max_batch))
-        for one in result.largest_batches
-        if one.max_batch
-    )
+    found = ((one.configuration.label, one.max_batch) for one in result.largest_batches if one.max_batch)
+    batches = tuple(TextBar(name=name, value=size, shown=text.count(size)) for name, size in found)
     charts += [Chart(heading="Sequences of the largest batch that fits", bars=batches)] if batches else []
     ranks = tuple(
         TextBar(name=step.configuration.label, value=step.memory["peak"], shown=text.gib(step.memory["peak"]))
@@ -205,11 +202,8 @@ def _errors(result: GroupResult) -> list[Chart | str]:
     worst = result.errors[0]
     how = f"{text.scientific(worst.error)}, its limit is {text.scientific(worst.limit)}"
     said: list[Chart | str] = [f"Nearest to its limit: {_named(worst.configuration)}, {worst.quantity}: {how}."]
-    bars = tuple(
-        TextBar(name=_named(error.configuration), value=min(error.ratio, 1.0), shown=text.plain(error.ratio))
-        for error in result.errors
-        if error.ratio is not None
-    )
+    found = ((_named(one.configuration), one.ratio) for one in result.errors if one.ratio is not None)
+    bars = tuple(TextBar(name=name, value=min(ratio, 1.0), shown=text.plain(ratio)) for name, ratio in found)
     return [*said, Chart(heading="Worst error / limit, above 1 a check fails", bars=bars)] if bars else said
 
 
@@ -237,9 +231,7 @@ def _energy(result: GroupResult) -> list[Chart | str]:
 
 def _joules(heading: str, counted: list[tuple[float, str]]) -> list[Chart]:
     """The least first; 0 is not counted."""
-    bars = tuple(
-        TextBar(name=name, value=joules, shown=text.plain(joules)) for joules, name in sorted(counted) if joules
-    )
+    bars = tuple(TextBar(name=name, value=j, shown=text.plain(j)) for j, name in sorted(counted) if j)
     return [Chart(heading=heading, bars=bars)] if bars else []
 
 

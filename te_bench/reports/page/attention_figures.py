@@ -1,12 +1,10 @@
 """The figures of attention alone: its rates by shape, and the errors by where q is scaled."""
 
-from collections.abc import Callable, Sequence
-
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from te_bench.reports.analysis.attention import AttentionTime, ScalingErrors
+from te_bench.reports.analysis.attention import AttentionTime
 from te_bench.reports.analysis.measures import median
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
@@ -14,7 +12,7 @@ from te_bench.reports.page.bars import Bar, bars
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below, without_y
 
 
-def times(result: GroupResult, way: str) -> Callable[[], Figure] | None:
+def times(result: GroupResult, way: str) -> Figure | None:
     """TFLOP/s of the forward or the backward pass, the kernels of a shape together, the fastest first."""
 
     def rate(time: AttentionTime) -> float | None:
@@ -29,29 +27,22 @@ def times(result: GroupResult, way: str) -> Callable[[], Figure] | None:
         heading = shape
         for time in sorted((r for r in measured if r.configuration.shape == shape), key=lambda r: -(rate(r) or 0.0)):
             value = None if (found := rate(time)) is None else found / text.TERA
-            outcome = (
-                time.configuration.outcome
-                if value is None and time.configuration.outcome != "ok"
-                else text.plain(value)
-            )
+            failed = value is None and time.configuration.outcome != "ok"
+            outcome = time.configuration.outcome if failed else text.plain(value)
             name = text.shortened(time.configuration.label, NAME - len(outcome) - 2)
             place = names.index(time.configuration.label)
             colour, hatch = COLOURS[place % len(COLOURS)], ("", "//", "xx", "..", "\\\\", "++")[place % 6]
             remark = f"{outcome}, {name}" if value is not None else f"{name}: {outcome}"
             drawn.append(Bar(name="", value=value, remark=remark, colour=colour, hatch=hatch, heading=heading))
             heading = ""
-    return lambda: bars(drawn, f"attention {way}, TFLOP/s")
+    return bars(drawn, f"attention {way}, TFLOP/s")
 
 
-def scaling_errors(result: GroupResult) -> Callable[[], Figure] | None:
+def scaling_errors(result: GroupResult) -> Figure | None:
     """Every draw's largest relative error: q scaled before QK^T, after it, and SDPA."""
     found = [n for n in result.scaling_errors if n.before or n.after or n.sdpa]
     if not found:
         return None
-    return lambda: _scaling_errors(found)
-
-
-def _scaling_errors(found: Sequence[ScalingErrors]) -> Figure:
     names = [text.folded(f"{n.configuration.shape}, {n.configuration.label}", NAME) for n in found]
     lines = max(map(len, names))
     figure = blank(0.9 + (0.62 + 0.15 * (lines - 1)) * len(found))

@@ -28,21 +28,13 @@ def ratios(result: GroupResult) -> Table | None:
     """How many times as fast as its peer each attention is."""
     found = [time for time in result.attention.times if time.speedups]
     shown = [
-        {
-            "Shape": word(time.configuration.shape),
-            "Kernel": label(time.configuration),
-            **{way.capitalize(): speedup(time.speedups.get(way)) for way in ("forward", "backward", "both")},
-        }
+        {"Shape": word(time.configuration.shape), "Kernel": label(time.configuration)}
+        | {way.capitalize(): speedup(time.speedups.get(way)) for way in ("forward", "backward", "both")}
         for time in found
     ]
     note = interval_note([ratio.n for time in found for ratio in time.speedups.values()]) if found else ""
-    return table_of(
-        "attention_ratios",
-        f"How many times as fast as {kernel_name(result.attention.peer or '')}",
-        shown,
-        note,
-        text_columns=2,
-    )
+    title = f"How many times as fast as {kernel_name(result.attention.peer or '')}"
+    return table_of("attention_ratios", title, shown, note, text_columns=2)
 
 
 def scaling_errors(result: GroupResult) -> Table | None:

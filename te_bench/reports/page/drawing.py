@@ -6,7 +6,7 @@ above their bars, not beside them. Hatches and markers say again what colours sa
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,14 @@ class Drawing:
     png: bytes
 
 
-def draw(name: str, kind: str, caption: str, where: str, build: Callable[[], Figure]) -> Drawing:
+styled = mpl.rc_context(STYLE)  # decorates what makes figures: an artist keeps the colours of its making
+
+
+@styled
+def draw(name: str, kind: str, caption: str, where: str, figure: Figure) -> Drawing:
     """Render a figure for the page (transparent, text in the page's colour) and as files (on white)."""
     alt = f"{caption}: {where}"
-    with mpl.rc_context(STYLE):
-        figure = build()
-        svg, png = (_saved(figure, kind_of_file) for kind_of_file in ("svg", "png"))
+    svg, png = (_saved(figure, kind_of_file) for kind_of_file in ("svg", "png"))
     inline = _inlined(svg.decode().replace(f'style="{WHITE}"', 'style="fill: none"', 1), name, alt)
     return Drawing(name=name, kind=kind, caption=caption, alt=alt, inline=inline, svg=svg, png=png)
 

@@ -1,6 +1,6 @@
 """Time to equal loss: what a faster step is worth once the steps that it costs are taken too, as a table and a figure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,15 +49,11 @@ def _timed(found: StudyVerdict) -> list[ArmVerdict]:
     return [finding for finding in found.recipes if finding.speedup is not None]
 
 
-def figure(found: StudyVerdict) -> Callable[[], Figure] | None:
+def figure(found: StudyVerdict) -> Figure | None:
     """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
-    drawn, control = _timed(found), found.study.control
+    drawn, control, whose = _timed(found), found.study.control, found.study.whose
     if control is None or not drawn or not _curve(control):
         return None
-    return lambda: _panels(found.study.whose, control, drawn)
-
-
-def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figure:
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     end = _curve(control)[-1]
@@ -73,12 +69,8 @@ def _panels(whose: str, control: StudyArm, drawn: Sequence[ArmVerdict]) -> Figur
     late = [p for curve in (reference, *ours) for p in curve]
     low, high = min(p.low for p in late), max(p.high for p in late)
     panels[0].set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-    reached = [
-        (1 - share) * end.time_s
-        for finding in drawn
-        if finding.speedup is not None
-        for share in finding.speedup.less_time_interval or ()
-    ]
+    speedups = (finding.speedup for finding in drawn if finding.speedup is not None)
+    reached = [(1 - share) * end.time_s for one in speedups for share in one.less_time_interval or ()]
     furthest = min(max(p.time_s for p in late) * 1.5, max([*reached, *(p.time_s for p in late)]))
     panels[0].set_xlim(begin, furthest + 0.05 * (furthest - begin))
     panels[-1].set_xlabel("training time, s")

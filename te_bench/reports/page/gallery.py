@@ -1,7 +1,5 @@
 """Every figure of a group, in the order of the report."""
 
-from collections.abc import Callable
-
 from matplotlib.figure import Figure
 
 from te_bench.reports.analysis.rows import printable
@@ -15,15 +13,16 @@ from te_bench.reports.page import (
     text,
     verdict_figures,
 )
-from te_bench.reports.page.drawing import Drawing, draw
+from te_bench.reports.page.drawing import Drawing, draw, styled
 
-Builder = tuple[str, str, Callable[[], Figure] | None]  # name, caption, and what draws it
+Named = tuple[str, str, Figure | None]  # name, caption
 
 
+@styled
 def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
     """Every figure of a group; names end in `suffix`, which sets groups apart."""
     where = f"{result.group.title} on {result.group.where}"
-    builders: list[Builder] = [
+    figures: list[Named] = [
         ("ladder", "Time per training step", step_figures.ladder(result)),
         ("memory", "Peak memory of a training step", step_figures.memory(result)),
         ("scaling", "Efficiency on more GPUs", scaled_figures.efficiency(result)),
@@ -37,14 +36,14 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         *_verdicts(result),
     ]
     return [
-        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), build)
-        for kind, caption, build in builders
-        if build
+        draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), figure)
+        for kind, caption, figure in figures
+        if figure
     ]
 
 
-def _losses(result: GroupResult) -> list[Builder]:
-    found: list[Builder] = []
+def _losses(result: GroupResult) -> list[Named]:
+    found: list[Named] = []
     for number, comparison in enumerate(result.trainings, start=1):
         place, title = _place(number), comparison.title
         found.append((f"loss_step{place}", f"Loss against step: {title}", loss_figures.losses(comparison, "step")))
@@ -54,17 +53,17 @@ def _losses(result: GroupResult) -> list[Builder]:
     return found
 
 
-def _layers(result: GroupResult) -> list[Builder]:
-    drawn = [(variant.name, build) for variant in result.layers if (build := step_figures.layer_times(variant.layers))]
+def _layers(result: GroupResult) -> list[Named]:
+    drawn = [(one.name, figure) for one in result.layers if (figure := step_figures.layer_times(one.layers))]
     return [
-        (f"layer_time{_place(number)}", f"Time of a transformer layer by kind of kernel, {name}", build)
-        for number, (name, build) in enumerate(drawn, start=1)
+        (f"layer_time{_place(number)}", f"Time of a transformer layer by kind of kernel, {name}", figure)
+        for number, (name, figure) in enumerate(drawn, start=1)
     ]
 
 
-def _verdicts(result: GroupResult) -> list[Builder]:
+def _verdicts(result: GroupResult) -> list[Named]:
     """The figures of each convergence study, and the numerics of each of its FP8 configurations."""
-    found: list[Builder] = []
+    found: list[Named] = []
     for number, verdict in enumerate(result.studies, start=1):
         place, title, like = _place(number), verdict.study.title, verdict.study.reference
         found.append((f"verdict_forest{place}", f"Final gaps against {like}: {title}", verdict_figures.forest(verdict)))

@@ -186,9 +186,7 @@ def _lowest_losses(result: GroupResult) -> list[str]:
     answers = []
     for comparison in result.trainings:
         best = comparison.lowest
-        shown = [
-            f"{training.configuration.label} ({text.loss(training.best, training.deviation)})" for training in best
-        ]
+        shown = [f"{one.configuration.label} ({text.loss(one.best, one.deviation)})" for one in best]
         if len(best) == 1 < sum(training.best is not None for training in comparison.trainings):
             answers.append(f"Lowest validation loss ({comparison.title}): {shown[0]}, on {result.group.where}.")
         elif best:

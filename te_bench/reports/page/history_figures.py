@@ -1,6 +1,6 @@
 """The figure of a family's history: a panel a series, over the same commits, its levels and where they changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -8,12 +8,13 @@ from matplotlib.lines import Line2D
 
 from te_bench.reports.history.series import History, HistoryPoint, TimeSeries
 from te_bench.reports.page import text
-from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, Drawing, blank, draw
+from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, Drawing, blank, draw, styled
 
 PANELS = 8  # of one figure; more go to a further one
 _LABELS = 12  # commits that fit below the axis
 
 
+@styled
 def of_history(history: History) -> list[Drawing]:
     """The figures of every family, eight series each; names are history-1, history-2 and so on."""
     drawings: list[Drawing] = []
@@ -26,12 +27,8 @@ def of_history(history: History) -> list[Drawing]:
     return drawings
 
 
-def figure(series: Sequence[TimeSeries]) -> Callable[[], Figure]:
+def figure(series: Sequence[TimeSeries]) -> Figure:
     """Milliseconds over commits, a panel a series; lines are levels, an arrow with its size marks each change."""
-    return lambda: _panels(series)
-
-
-def _panels(series: Sequence[TimeSeries]) -> Figure:
     order = _order(series)
     drawn = blank(0.9 + 1.15 * len(series))
     panels = drawn.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]

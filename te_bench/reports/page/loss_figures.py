@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from matplotlib.axes import Axes
@@ -19,14 +19,10 @@ DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 SMOOTH = 60  # points of a training loss that are drawn: means over as many steps as make so few
 
 
-def losses(comparison: TrainingComparison, axis: str) -> Callable[[], Figure] | None:
+def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
     """Loss against "step" or "time_s": validation, with the BF16 seeds' band beneath, and below it training."""
     if not any(training.validation or training.train for training in comparison.trainings):
         return None
-    return lambda: _losses(comparison, axis)
-
-
-def _losses(comparison: TrainingComparison, axis: str) -> Figure:
     series: dict[str, list[Sequence[LossPoint]]] = {
         "validation loss": [training.validation for training in comparison.trainings],
         "training loss": [_smoothed(training.train) for training in comparison.trainings],

@@ -1,7 +1,7 @@
 """The verdict on somebody's own losses: its table, and one page to send to a colleague (one file, nothing fetched)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from te_bench.reports.convergence.loss_csv import Curve, Losses
 from te_bench.reports.convergence.loss_verdict import LossVerdict, answers, prices
 from te_bench.reports.files import write_atomically
 from te_bench.reports.page import text
-from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, blank, draw, legend_below, without_y
+from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, blank, draw, legend_below, styled, without_y
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 from te_bench.reports.page.verdict_figures import VERDICT_COLOURS
@@ -113,6 +113,7 @@ def _loss(value: float) -> Value:
     )
 
 
+@styled
 def write_page(found: LossVerdict, path: Path) -> Path:
     """Write the page; its path. Raises ValueError when it cannot be written."""
     c = found.comparison
@@ -142,7 +143,7 @@ def _curves(found: LossVerdict) -> list[Drawing]:
         return []
     what = "training loss" if found.candidate.training else "loss"
     where = f"{what} against the step, each seed a thin line, their mean a thick one"
-    return [draw("losses", "losses", "Losses", where, lambda: _curve_figure(arms, what))]
+    return [draw("losses", "losses", "Losses", where, _curve_figure(arms, what))]
 
 
 def _curve_figure(arms: Sequence[Losses], what: str) -> Figure:
@@ -199,11 +200,7 @@ def _thinned(curve: Curve) -> Curve:
 
 def _gap(found: LossVerdict, c: LossComparison) -> Drawing:
     where = f"the mean gap over the margin {c.margin:g}; the verdict goes by its {level(c.alpha)} interval"
-    return draw("gap", "gap", "The gap against the margin", where, _gap_figure(found, c))
-
-
-def _gap_figure(found: LossVerdict, c: LossComparison) -> Callable[[], Figure]:
-    return lambda: _forest(found, c)
+    return draw("gap", "gap", "The gap against the margin", where, _forest(found, c))
 
 
 def _forest(found: LossVerdict, c: LossComparison) -> Figure:

@@ -81,11 +81,8 @@ def gallery(results: Path, base: str, made: Path | None = None) -> str:
     shown = {key: run.results for run in found for key in run.results.environments}
     environments = [shown_environment(shown[key], key) | {"name": names[key]} for key in sorted(names, key=names.get)]  # type: ignore[arg-type]
     rows = [row for entry in entries for row in entry["rows"]]
-    filters = {
-        "GPU": sorted({entry["gpu"] for entry in entries}),
-        "Model": sorted({row["model"] for row in rows}),
-        "Configuration": sorted({row["kind"] for row in rows}),
-    }
+    columns = {"GPU": (entries, "gpu"), "Model": (rows, "model"), "Configuration": (rows, "kind")}
+    filters = {title: sorted({one[key] for one in of}) for title, (of, key) in columns.items()}
     content = {"entries": entries, "environments": environments, "filters": filters, "n": len(rows), "base": base}
     return template.rendered("gallery.html.j2", content).decode()
 

@@ -5,7 +5,7 @@ from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.bars import Bar, bars
-from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, draw
+from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, draw, styled
 
 
 def sentence(result: GroupResult) -> str:
@@ -19,6 +19,7 @@ def sentence(result: GroupResult) -> str:
     return f"**{fastest.name}: {_time(fastest)}. {said[0]}** {' '.join(said[1:])}".rstrip()
 
 
+@styled
 def figure(result: GroupResult) -> Drawing:
     """A bar for each kind, ms a step. Raises ValueError where fewer than two kinds were timed."""
     found = _several(result)
@@ -33,7 +34,7 @@ def figure(result: GroupResult) -> Drawing:
         for one in found
     ]
     caption = f"{result.group.title}, {result.group.where}"
-    return draw("headline", "headline", caption, alt, lambda: bars(drawn, "ms a step"))
+    return draw("headline", "headline", caption, alt, bars(drawn, "ms a step"))
 
 
 def _time(one: FastestOfKind) -> str:

@@ -25,12 +25,7 @@ _MEDIANS = (
 
 def records_csv(results: Results) -> str:
     """One line for each planned trial: its settings, how it ended, medians in SI units; empty where not measured."""
-    rows = [
-        (group, configuration, row)
-        for group in results.groups
-        for configuration in group.configurations
-        for row in configuration.rows
-    ]
+    rows = [(group, one, row) for group in results.groups for one in group.configurations for row in one.rows]
     problem = sorted({key for _, _, row in rows for key in row.trial.problem})
     lines = [_line(group, configuration, row, problem) for group, configuration, row in rows]
     stream = io.StringIO()

@@ -1,6 +1,6 @@
 """The figure of steps over several GPUs: efficiency by their number."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ APART = 0.02  # of a number of GPUs, so that intervals stand beside each other
 Panels = Mapping[str, Mapping[str, Sequence[tuple[int, Ratio]]]]  # {way and mode: {configuration: its points}}
 
 
-def efficiency(result: GroupResult) -> Callable[[], Figure] | None:
+def efficiency(result: GroupResult) -> Figure | None:
     """Efficiency by number of GPUs, a panel for each way to divide a step and each mode."""
     panels: dict[str, dict[str, list[tuple[int, Ratio]]]] = {}
     for step in result.scaled:
@@ -29,8 +29,9 @@ def efficiency(result: GroupResult) -> Callable[[], Figure] | None:
         lines.setdefault(_name(step, result.scaled), [(1, Ratio(value=1.0, n=1))]).append((step.world, step.efficiency))
     if not panels:
         return None
-    what = "GPUs" if result.scaled[0].configuration.trial.device == "cuda" else "processes of a CPU"
-    return lambda: _efficiency(panels, what)
+    return _efficiency(
+        panels, "GPUs" if result.scaled[0].configuration.trial.device == "cuda" else "processes of a CPU"
+    )
 
 
 def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:

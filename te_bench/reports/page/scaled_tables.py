@@ -10,13 +10,8 @@ from te_bench.reports.page.table import Table, Value, label, number, repetitions
 
 NOT_RUN = "not run"
 MIB = 2**20
-TITLES = {
-    "weights": "Weights",
-    "gradients": "Gradients",
-    "states": "States",
-    "fp8_copies": "FP8 copies",
-    "fp8_operands": "FP8 operands",
-}
+TITLES = {"weights": "Weights", "gradients": "Gradients", "states": "States"}
+TITLES |= {"fp8_copies": "FP8 copies", "fp8_operands": "FP8 operands"}
 
 
 def times(result: GroupResult) -> Table | None:

@@ -15,7 +15,7 @@ def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) ->
             "GPUs": Value(text=f"{one.layout.world:,}", sort=one.layout.world),
             "ms/step": number(one.seconds * 1e3),
             "tok/s/GPU": number(one.tokens_per_second, text.count),
-            "Efficiency": number(one.tokens_per_second / alone.tokens_per_second, _percent),
+            "Efficiency": number(one.tokens_per_second / alone.tokens_per_second, text.percent),
             "Comm., ms": number(one.communication_s * 1e3),
             "Exposed, ms": number(one.exposed_s * 1e3),
             "Sent, GB": number(one.sent / 1e9),
@@ -60,10 +60,6 @@ def said(found: Sequence[Compared]) -> str:
             f"{size.number} predictions of {what}: median error {100 * size.median:.1f} %, worst {100 * size.worst:.0f} %."
         )
     return " ".join(lines)
-
-
-def _percent(share: float | None) -> str:
-    return text.MISSING if share is None else f"{100 * share:.1f} %"
 
 
 def _signed_percent(share: float | None) -> str:

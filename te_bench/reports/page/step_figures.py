@@ -1,6 +1,7 @@
 """The figures of training steps and layers: time, memory, the largest batch, and what a step's time is made of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -23,27 +24,10 @@ FLOOR_KINDS = (cost.GEMM, cost.ATTENTION, cost.ELEMENTWISE, cost.LOSS, cost.OPTI
 LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
 
 
-def _bar(
-    configuration: Configuration,
-    value: float | None,
-    remark: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    outline: float | None = None,
-) -> Bar:
-    """A configuration's bar, in the colour of its precision and with the hatch of its mode."""
+def _bar(configuration: Configuration, value: float | None, remark: str, **ends: Any) -> Bar:
+    """A configuration's bar, in the colour of its precision and with the hatch of its mode; ends: a Bar's other lengths."""
     colour, hatch = PRECISION.get(configuration.trial.precision, COLOURS[3]), HATCH.get(configuration.trial.mode, "++")
-    return Bar(
-        name=configuration.label,
-        value=value,
-        remark=remark,
-        low=low,
-        high=high,
-        outline=outline,
-        colour=colour,
-        hatch=hatch,
-    )
+    return Bar(name=configuration.label, value=value, remark=remark, colour=colour, hatch=hatch, **ends)
 
 
 def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
@@ -62,13 +46,12 @@ def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
     return patches
 
 
-def ladder(result: GroupResult) -> Callable[[], Figure] | None:
+def ladder(result: GroupResult) -> Figure | None:
     """ms per step with the 5th to 95th percentile of the timed steps, and the speed-up over the baseline."""
     steps = result.steps.steps
     if not any(step.latency_s for step in steps):
         return None
-    drawn = [_step_bar(step) for step in steps]
-    return lambda: bars(drawn, "ms per step", _legend([step.configuration for step in steps]))
+    return bars([_step_bar(step) for step in steps], "ms per step", _legend([step.configuration for step in steps]))
 
 
 def _step_bar(step: MeasuredStep) -> Bar:
@@ -80,7 +63,7 @@ def _step_bar(step: MeasuredStep) -> Bar:
     return _bar(step.configuration, value, remark, low=low, high=high)
 
 
-def memory(result: GroupResult) -> Callable[[], Figure] | None:
+def memory(result: GroupResult) -> Figure | None:
     """Peak memory of a step, allocated as the bar and reserved as its outline; resident memory on a CPU."""
     drawn, on_host = [], False
     for step in result.steps.steps:
@@ -93,10 +76,10 @@ def memory(result: GroupResult) -> Callable[[], Figure] | None:
     if not drawn:
         return None
     unit = "peak resident memory, GiB" if on_host else "peak memory, GiB (bar: allocated, outline: reserved)"
-    return lambda: bars(drawn, unit, _legend([step.configuration for step in result.steps.steps]))
+    return bars(drawn, unit, _legend([step.configuration for step in result.steps.steps]))
 
 
-def largest_batch(result: GroupResult) -> Callable[[], Figure] | None:
+def largest_batch(result: GroupResult) -> Figure | None:
     """The largest batch that fits."""
     found = result.largest_batches
     if not any(m.max_batch for m in found):
@@ -105,13 +88,13 @@ def largest_batch(result: GroupResult) -> Callable[[], Figure] | None:
         _bar(m.configuration, m.max_batch, m.configuration.outcome if m.max_batch is None else text.count(m.max_batch))
         for m in found
     ]
-    return lambda: bars(drawn, "largest batch that fits, sequences", _legend([m.configuration for m in found]))
+    return bars(drawn, "largest batch that fits, sequences", _legend([m.configuration for m in found]))
 
 
-def against_floor(result: GroupResult) -> Callable[[], Figure] | None:
+def against_floor(result: GroupResult) -> Figure | None:
     """Two bars, the floor and the step, for the baseline and the fastest step of each precision; None without ceilings."""
     shown = [stack for found in result.floor.compared for stack in _floor_and_step(found)]
-    return (lambda: stacked_bars(shown, FLOOR_KINDS, "ms a step")) if shown else None
+    return stacked_bars(shown, FLOOR_KINDS, "ms a step") if shown else None
 
 
 def _floor_and_step(found: Breakdown) -> tuple[Stack, Stack]:
@@ -130,10 +113,10 @@ def _measured(step: MeasuredStep, parts: dict[str, float]) -> Stack:
     return Stack(name=step.configuration.label, parts=parts, rest=rest, remark=remark)
 
 
-def layer_times(variant_layers: Sequence[MeasuredLayer]) -> Callable[[], Figure] | None:
+def layer_times(variant_layers: Sequence[MeasuredLayer]) -> Figure | None:
     """Milliseconds by kind of kernel; a layer without a profile is one plain bar."""
     shown = [_layer(measured) for measured in variant_layers if measured.step.latency_s]
-    return (lambda: stacked_bars(shown, LAYER_KINDS, "ms forward and backward")) if shown else None
+    return stacked_bars(shown, LAYER_KINDS, "ms forward and backward") if shown else None
 
 
 def _layer(measured: MeasuredLayer) -> Stack:

@@ -104,11 +104,8 @@ def summary(directories: Sequence[Path]) -> str:
     for result in report.groups:
         group = result.group
         for table in [table for name in ("ladder", "scaling", "layer") for table in tables_of(result, name)]:
-            shown = (
-                f"{group.title} ({group.where})"
-                if table.name in ("ladder", "scaling")
-                else f"{table.caption} ({group.where})"
-            )
+            what = group.title if table.name in ("ladder", "scaling") else table.caption
+            shown = f"{what} ({group.where})"
             title = text.shortened(printable(shown), TERMINAL_WIDTH)
             lines += ["", title, *terminal(table)]
     return "\n".join(lines) + "\n"

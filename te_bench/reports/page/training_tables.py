@@ -62,11 +62,8 @@ def stability(found: StudyVerdict) -> Table | None:
 def stress(ladder: StressLadder) -> Table | None:
     """The learning-rate ladder of a model and length: where each precision breaks."""
     shown = [
-        {
-            "Precision": word(name),
-            **_breaks(ladder, name),
-            **{f"{factor:g} x": _stressed(found.get(factor)) for factor in ladder.factors},
-        }
+        {"Precision": word(name), **_breaks(ladder, name)}
+        | {f"{factor:g} x": _stressed(found.get(factor)) for factor in ladder.factors}
         for name, found in ladder.results.items()
     ]
     note = (

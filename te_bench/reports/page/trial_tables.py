@@ -56,9 +56,7 @@ def kernels(result: GroupResult) -> Table | None:
     """The kernels that ran in each configuration, as the profiler named them."""
     shown = []
     for configuration in result.group.configurations:
-        names = dict.fromkeys(
-            text.shortened(printable(str(n)), 80) for record in configuration.ok for n in record.kernels
-        )
+        names = dict.fromkeys(text.shortened(printable(str(n)), 80) for one in configuration.ok for n in one.kernels)
         row = {
             "Workload": word(configuration.trial.workload),
             "Configuration": word(f"{configuration.shape} {configuration.label}".strip()),

@@ -1,7 +1,7 @@
 """The figures of a convergence verdict: final gaps against the margin, the gap by step, spikes, FP8 numerics over time."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -10,18 +10,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from te_bench.reports.convergence.equivalence import Verdict
-from te_bench.reports.convergence.study import Run, StudyArm
-from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
+from te_bench.reports.convergence.study import StudyArm
+from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below, without_y
 
-VERDICT_COLOURS = {
-    Verdict.EQUIVALENT: COLOURS[2],
-    Verdict.NON_INFERIOR: COLOURS[0],
-    Verdict.INFERIOR: COLOURS[1],
-    Verdict.DIVERGED: COLOURS[1],
-    Verdict.INCONCLUSIVE: COLOURS[6],
-}
+_COLOURED = {"EQUIVALENT": 2, "NON_INFERIOR": 0, "INFERIOR": 1, "DIVERGED": 1, "INCONCLUSIVE": 6}
+VERDICT_COLOURS = {Verdict[name]: COLOURS[place] for name, place in _COLOURED.items()}
 ROLES = ("input", "weight", "grad_output")
 FIGURES = ("amax", "saturated", "underflowed")
 _TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
@@ -30,12 +25,10 @@ FAR = 3.0  # times what a gap's later half and its band take of a frame: so much
 RAREST = 1e-7  # fractions below it are shown as none
 
 
-def forest(found: StudyVerdict) -> Callable[[], Figure] | None:
+def forest(found: StudyVerdict) -> Figure | None:
     """Each configuration's mean gap with its interval, over the margin's zone."""
-    return (lambda: _forest(found, found.findings)) if found.findings else None
-
-
-def _forest(found: StudyVerdict, findings: Sequence[ArmVerdict]) -> Figure:
+    if not (findings := found.findings):
+        return None
     figure, axes = _named_rows([f"{finding.arm.name}: {finding.verdict}" for finding in findings], 1.0, 0.5)
     inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
     widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
@@ -77,13 +70,11 @@ def _named_rows(names: Sequence[str], height: float, row_height: float) -> tuple
     return figure, axes
 
 
-def gap_curves(found: StudyVerdict) -> Callable[[], Figure] | None:
+def gap_curves(found: StudyVerdict) -> Figure | None:
     """Mean gap by step of A/A and every recipe, with a band over the last quarter that holds all of it at once."""
     drawn = [f for f in (found.aa, *found.recipes) if f is not None and f.band is not None]
-    return (lambda: _gap_curves(found, drawn)) if drawn else None
-
-
-def _gap_curves(found: StudyVerdict, drawn: Sequence[ArmVerdict]) -> Figure:
+    if not drawn:
+        return None
     figure = blank(0.7 + 0.95 * len(drawn))
     panels = figure.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
     reach, curves = [found.margin], []
@@ -128,13 +119,11 @@ def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reac
             axes.annotate(f"{mean:+.3f}", (step, math.copysign(0.85 * limit, mean)), **where)
 
 
-def spikes(found: StudyVerdict) -> Callable[[], Figure] | None:
+def spikes(found: StudyVerdict) -> Figure | None:
     """Where losses and gradient norms spiked, configuration by configuration, and where runs diverged."""
     arms = [arm for arm in found.study.arms if any(run.stability for run in arm.runs.values())]
-    return (lambda: _spikes(arms)) if arms else None
-
-
-def _spikes(arms: Sequence[StudyArm]) -> Figure:
+    if not arms:
+        return None
     figure, axes = _named_rows([arm.name for arm in arms], 1.1, 0.45)
     for row, arm in enumerate(arms):
         for run in arm.runs.values():
@@ -161,15 +150,12 @@ def _spikes(arms: Sequence[StudyArm]) -> Figure:
     return figure
 
 
-def numerics(arm: StudyArm) -> Callable[[], Figure] | None:
+def numerics(arm: StudyArm) -> Figure | None:
     """amax, saturation and underflow of every tensor of every layer over the training, of the first probed seed."""
-    run = next((r for r in arm.runs.values() if r.record and r.record.samples.get("probe_step")), None)
-    return (lambda: _numerics(run)) if run is not None else None
-
-
-def _numerics(run: Run) -> Figure:
-    assert run.record is not None
-    samples: Mapping[str, Sequence[float | None]] = run.record.samples
+    records = (run.record for run in arm.runs.values() if run.record and run.record.samples.get("probe_step"))
+    if (record := next(records, None)) is None:
+        return None
+    samples: Mapping[str, Sequence[float | None]] = record.samples
     steps = samples["probe_step"]
     found = [name.partition(":")[2] for name in samples if name.startswith("amax:")]
     tensors = [name for role in ROLES for name in found if name.rpartition(".")[2] == role]

@@ -62,12 +62,9 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
 def reasons(found: StudyVerdict) -> Table | None:
     """Why each verdict is what it is, in words."""
     shown = [
-        {
-            "Configuration": word(finding.arm.name),
-            "Verdict": word(finding.verdict),
-            "Reason": word(finding.missing or finding.judgement.reason),
-        }
-        for finding in found.findings
+        {"Configuration": word(one.arm.name), "Verdict": word(one.verdict)}
+        | {"Reason": word(one.missing or one.judgement.reason)}
+        for one in found.findings
     ]
     return table_of("verdict_reasons", "Why", shown, text_columns=3)
 

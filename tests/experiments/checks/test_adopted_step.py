@@ -85,7 +85,6 @@ def test_norms_in_half_precision_are_no_fault_of_a_deep_model(tmp_path: Path) ->
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)
     model = adoptee(Options(device="cpu", model=str(tmp_path)))
-    assert model is not None
     sizes = {"batch": 4, "block": 32, "vocab": 128, "padded_vocab": 128, "parts": "all"}
     trial = Trial(
         workload="train_step", device="cpu", problem={**sizes, **model.source.settings}, attention=OWN_ATTENTION

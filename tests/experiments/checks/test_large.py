@@ -38,9 +38,7 @@ def of_reference(asked: Trial, *more: Any) -> Gradients:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_a_reference_by_parts_is_the_reference(
-    model: str, precision: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reference_by_parts_is_the_reference(model, precision, fp8, monkeypatch):
     """In float64 but for its last digits; in bf16, whose yardstick is rounded as fused kernels round, nearly bit for bit."""
     as_fused = precision == "bf16"
     more = (recipes.load("float8_current_scaling") if fp8 else None, False, as_fused)
@@ -126,9 +124,7 @@ def test_no_gpt_of_earlier_records_goes_by_parts_and_llama_at_its_length_does() 
         *(("qwen3-0.6b", 79.2, None), ("gpt2-large", 79.2, None), ("llama3-1b", 79.2, 12), ("llama3-8b", 16.0, 1)),
     ],
 )
-def test_as_many_layers_are_checked_as_a_gpu_holds(
-    model: str, gib: float, layers: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_layers_are_checked_as_a_gpu_holds(model, gib, layers, monkeypatch):
     has = SimpleNamespace(total_memory=int(gib * 2**30))
     monkeypatch.setattr(training_step.torch.cuda, "get_device_properties", lambda: has)
     config = configs()[model]

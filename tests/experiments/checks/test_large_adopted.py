@@ -94,9 +94,7 @@ def test_nothing_but_the_blocks_inputs_is_kept(tmp_path: Path, monkeypatch: pyte
     assert kept() < whole / 2
 
 
-def test_what_does_not_fit_has_fewer_sequences_then_fewer_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_has_fewer_sequences_then_fewer_layers(tmp_path, monkeypatch):
     usual = Gradients.of_step
     tried: list[tuple[int, int]] = []
 

@@ -77,6 +77,10 @@ def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: No
     return ran
 
 
+def gemms(ran: dict[str, int]) -> tuple[int, ...]:
+    return ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]
+
+
 # A step
 
 
@@ -84,11 +88,7 @@ def observed(trial: Trial, change: Callable[[TrainStep], None] = lambda step: No
 def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> None:
     ran = observed(a_trial(recipe))
     emulated = 24 if recipes.load(recipe).by_half_gemms else 0
-    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (
-        24 - emulated,
-        3 + emulated,
-        0,
-    )  # 8 Linears, a head
+    assert gemms(ran) == (24 - emulated, 3 + emulated, 0)  # 8 Linears, a head
     assert ran["block_format_casts"] == emulated
     assert ran["optimizer_torch"] >= 1
     assert ran["fused_blocks"] == ran["compiled"] == ran["head_chunked"] == 0
@@ -130,16 +130,10 @@ def test_a_planted_fault_is_of_the_same_parts(fault: str) -> None:
         ("fp32", {"head": "chunked"}, {"gemm_float": 24, "head_chunked": 1}),
         ("bf16", {"accumulate": 2}, {"gemm_half": 54}),
         ("bf16", FAST, {"gemm_half": 27, "fused_blocks": 3, "optimizer_reference": 1}),
-        (
-            "fp8",
-            {**FAST, "head": "fp8", "batch": 4, "accumulate": 2},
-            {"gemm_fp8": 48, "fused_blocks": 6, "head_fp8": 2},
-        ),
+        ("fp8", FAST | {"head": "fp8", "batch": 4, "accumulate": 2}, dict(gemm_fp8=48, fused_blocks=6, head_fp8=2)),
     ],
 )
-def test_every_part_of_an_honest_step_is_counted(
-    precision: str, problem: dict[str, Any], expected: dict[str, int]
-) -> None:
+def test_every_part_of_an_honest_step_is_counted(precision, problem, expected):
     trial = a_trial("delayed_scaling" if precision == "fp8" else None, **problem)
     ran = observed(dataclasses.replace(trial, precision=precision))
     assert {part: ran[part] for part in expected} == expected
@@ -176,14 +170,10 @@ def test_another_head_fails(asked: str | None, ran: str | None, reason: str) -> 
 
 @pytest.mark.parametrize(("asked", "ran"), [("reference", None), (None, "reference")])
 def test_another_optimizer_fails(asked: str | None, ran: str | None) -> None:
-    trial = a_trial(**({} if asked is None else {"optimizer": asked}))
-    made = trial_model.step_of(dataclasses.replace(trial, problem=TINY | ({} if ran is None else {"optimizer": ran})))
-
-    def swap(step: TrainStep) -> None:
-        step.__dict__.update(made.__dict__)
-
+    trial, other = (a_trial(**({} if name is None else {"optimizer": name})) for name in (asked, ran))
+    made = trial_model.step_of(other)
     with pytest.raises(CheckFailed, match=f"optimizer {asked or 'torch'}: 1 or more expected, 0 ran"):
-        observed(trial, swap)
+        observed(trial, lambda step: step.__dict__.update(made.__dict__))
 
 
 @pytest.fixture
@@ -209,7 +199,7 @@ def test_a_compiled_step_passes_and_one_that_was_not_compiled_fails() -> None:
 @pytest.mark.usefixtures("dynamo")
 def test_a_compiled_fp8_step_shows_every_emulated_gemm() -> None:
     ran = observed(a_trial("float8_current_scaling", "compile"))
-    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == (24, 3, 0)
+    assert gemms(ran) == (24, 3, 0)
 
 
 def test_fused_blocks_that_are_compiled_for_a_cpu_are_unsupported() -> None:
@@ -226,16 +216,9 @@ def freeze(step: TrainStep) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, "float8_current_scaling"])
-@pytest.mark.parametrize(
-    ("change", "why"), [(listen, r"h\.1\.mlp has a hook"), (freeze, r"h\.1\.mlp\.c_fc\.weight is f")]
-)
-def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
-    recipe: str | None, change: Callable[[TrainStep], None], why: str
-) -> None:
-    with (
-        pytest.warns(NotFused, match=why),
-        pytest.raises(CheckFailed, match="fused blocks: 3 expected, 0 ran"),
-    ):
+@pytest.mark.parametrize(("change", "why"), [(listen, "h.1.mlp has a hook"), (freeze, "h.1.mlp.c_fc.weight is f")])
+def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(recipe, change, why):
+    with pytest.warns(NotFused, match=why), pytest.raises(CheckFailed, match="fused blocks: 3 expected, 0 ran"):
         observed(a_trial(recipe, blocks="fused"), change)
 
 
@@ -248,9 +231,7 @@ def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(
         (max_batch, {"memory_limit_gib": 64}),
     ],
 )
-def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(
-    workload: Any, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(workload, more, monkeypatch):
     """Of max_batch the first try alone."""
     monkeypatch.setattr(training_step, "check_step", lambda *_: {})  # it would see some of them by their numbers
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
@@ -351,8 +332,7 @@ def iterated(recipe: str | None, change: Callable[[nn.Module], None] = lambda la
 @pytest.mark.parametrize("name", ["te_basic", "te_fused", "te_layer"])
 @pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_block_scaling"])
 def test_a_layer_is_twelve_gemms(name: str, recipe: str | None) -> None:
-    ran = iterated(recipe, layer=name)
-    assert (ran["gemm_fp8"], ran["gemm_half"], ran["gemm_float"]) == ((0, 12, 0) if recipe is None else (12, 0, 0))
+    assert gemms(iterated(recipe, layer=name)) == ((0, 12, 0) if recipe is None else (12, 0, 0))
 
 
 def test_a_layer_with_a_linear_in_bf16_fails() -> None:
@@ -360,9 +340,8 @@ def test_a_layer_with_a_linear_in_bf16_fails() -> None:
         old = module.projection
         module.projection = nn.Linear(old.in_features, old.out_features, dtype=torch.bfloat16)
 
-    with pytest.raises(
-        CheckFailed, match="GEMMs in FP8: 12 expected, 9 ran; GEMMs in half precision: 0 expected, 3 ran"
-    ):
+    why = "GEMMs in FP8: 12 expected, 9 ran; GEMMs in half precision: 0 expected, 3 ran"
+    with pytest.raises(CheckFailed, match=why):
         iterated("float8_current_scaling", plain, layer="te_basic")
 
 
@@ -499,7 +478,7 @@ def test_a_gpu_s_casts_to_block_formats_are_told_by_their_kernels() -> None:
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
     untold = {"aten::mm": 27, "te_bench::reference_gemm": 3}
     ran = [what_ran.parts(untold, "cpu", half=half) for half in (True, False)]
-    assert [(parts["gemm_fp8"], parts["gemm_half"], parts["gemm_float"]) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
+    assert [gemms(parts) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
     told = what_ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
     assert (told["gemm_half"], told["gemm_float"]) == (2, 1)
 
@@ -546,9 +525,7 @@ def test_a_gpu_s_honest_step_passes_with_every_attention(attention: str, mode: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize(("problem", "mode"), [({}, "eager"), ({**FUSED, "head": "fp8"}, "cudagraph")])
-def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(
-    recipe: str | None, problem: dict[str, Any], mode: str
-) -> None:
+def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(recipe, problem, mode):
     """At these shapes GEMMs are the Gluon kernel's, too."""
     ran = observed(a_trial(recipe, mode, "cuda", **GPT2, **problem))
     of_head = fp8_head.gemms(12288, 768, 50304, 2)[0] if problem else 0
@@ -561,9 +538,7 @@ def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(
 @pytest.mark.parametrize("count", [1, 4, 8])
 def test_a_gpu_s_fp8_step_with_linears_in_bf16_fails_in_every_mode(count: int, mode: str) -> None:
     with pytest.raises(CheckFailed, match=f"GEMMs in FP8: 24 expected, {24 - 3 * count} ran"):
-        observed(
-            a_trial("float8_current_scaling", mode, "cuda", **STEP), lambda step: in_bf16(step.model, count)
-        )  # fmt: skip
+        observed(a_trial("float8_current_scaling", mode, "cuda", **STEP), lambda step: in_bf16(step.model, count))
 
 
 @pytest.mark.gpu

@@ -20,9 +20,7 @@ from te_bench.experiments.instruments.communication import COLLECTIVE, exposed
         ([], [(0, 1)], 0),
     ],
 )
-def test_a_collective_is_exposed_while_nothing_else_runs(
-    collectives: list[tuple[float, float]], others: list[tuple[float, float]], seconds: float
-) -> None:
+def test_a_collective_is_exposed_while_nothing_else_runs(collectives, others, seconds):
     assert exposed(collectives, others) == pytest.approx(seconds)
 
 

@@ -135,9 +135,7 @@ def test_the_other_workloads_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_training_is_compiled_once_and_profiled_at_the_shape_it_trained_at(
-    monkeypatch: pytest.MonkeyPatch, dropout: float
-) -> None:
+def test_a_training_is_compiled_once_and_profiled_at_the_shape_it_trained_at(monkeypatch, dropout):
     """Of eight rows an eager step's check and profile take four."""
     profiled: list[dict[str, int]] = []
     right = profiling.kernels_seen
@@ -165,19 +163,10 @@ def event(name: str, *, gpu: bool = True, annotation: bool = False, seconds: flo
 
 
 KERNELS = [event("gemm", seconds=3.0), event("flash_fwd"), event("gemm", seconds=2.0)]
-OTHERS = [
-    event("Memcpy DtoD (Device -> Device)"),
-    event("Memset (Device)"),
-    event("memset32"),
-    event("memcpy32_post"),
-    event("Optimizer.step#AdamW.step", annotation=True),
-    event("## Call CompiledFxGraph f ##"),
-    event("Torch-Compiled Region: 0/0"),
-    event("nccl:all_reduce"),
-    event("FSDP::all_gather (h.0)"),
-    event("cudaLaunchKernel", gpu=False),
-    event("aten::_scaled_dot_product_flash_attention", gpu=False),
-]
+COPIES = ("Memcpy DtoD (Device -> Device)", "Memset (Device)", "memset32", "memcpy32_post")
+REGIONS = ("## Call CompiledFxGraph f ##", "Torch-Compiled Region: 0/0", "nccl:all_reduce", "FSDP::all_gather (h.0)")
+OTHERS = [*map(event, COPIES + REGIONS), event("Optimizer.step#AdamW.step", annotation=True)]
+OTHERS += [event(name, gpu=False) for name in ("cudaLaunchKernel", "aten::_scaled_dot_product_flash_attention")]
 
 
 @pytest.fixture

@@ -95,9 +95,8 @@ def test_the_suite_of_a_layer_takes_a_models(device: str, options: dict[str, Any
 
 
 def test_a_gpts_layer_is_the_quickstarts_whose_sizes_are_fixed() -> None:
-    with pytest.raises(
-        ValueError, match=r"--model gpt2: leave it out, a GPT's layer is the quickstart's; or give llama3"
-    ):
+    said = "--model gpt2: leave it out, a GPT's layer is the quickstart's; or give llama3"
+    with pytest.raises(ValueError, match=said):
         resolve("layer", "cuda", model="gpt2")
     with pytest.raises(ValueError, match=r"--batch: the suite layer chooses its batches itself; leave it out"):
         resolve("layer", "cuda", batch=8)
@@ -117,11 +116,8 @@ def test_training_tokens_are_steps_of_the_batch_that_is_asked_for() -> None:
 def test_attention_that_keeps_scores_is_left_out_where_they_do_not_fit() -> None:
     """16 layers of 32 heads of 8192 x 8192 scores: 64 GiB in bf16."""
     for suite in ("nanogpt", "memory", "curves"):
-        long = {
-            t.attention
-            for t in resolve(suite, "cuda", model="llama3-1b", batch=None).trials
-            if t.problem["block"] == 8192
-        }
+        trials = resolve(suite, "cuda", model="llama3-1b").trials
+        long = {t.attention for t in trials if t.problem["block"] == 8192}
         assert "flash" in long
         assert not long & set(suite_trials.KEEPS_SCORES)
         assert "manual" in {t.attention for t in resolve(suite, "cuda", model="llama3-1b", tokens=512).trials}

@@ -76,9 +76,7 @@ def test_a_demo_on_a_cpu_has_short_trials_of_one_thread(tmp_path: Path) -> None:
     assert max(short) < min(long)
 
 
-def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(9, 0, 141)])
     here = resolve("quick", "cuda", tmp_path)
     assert len(here.trials) == 2 * 3
@@ -86,12 +84,8 @@ def test_quick_on_a_hopper_gpu_is_gpt2_as_the_suite_speed_has_it(
     assert {t.id for t in here.trials} <= set(speed)
     assert here.baseline == resolve("speed", "cuda", tmp_path).baseline
     begun, compiled, fused = here.trials[:3]
-    assert (begun.attention, begun.precision, begun.mode, begun.problem["padded_vocab"]) == (
-        "manual",
-        "bf16",
-        "eager",
-        50257,
-    )
+    first = (begun.attention, begun.precision, begun.mode, begun.problem["padded_vocab"])
+    assert first == ("manual", "bf16", "eager", 50257)
     assert (compiled.cell, compiled.mode) == (here.baseline, "compile-reduce-overhead")
     assert (fused.attention, fused.recipe, fused.mode) == ("gluon", "delayed_scaling", "cudagraph")
     assert [fused.problem[key] for key in ("head", "blocks", "optimizer")] == ["fp8", "fused", "triton"]
@@ -104,9 +98,7 @@ def gpu(major: int, minor: int, gib: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
-def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_quick_asks_a_gpu_for_what_it_can_and_for_fp8_where_there_is_any(tmp_path, monkeypatch, capability):
     monkeypatch.setattr(environment, "visible_gpus", lambda: [gpu(*capability, 80)])
     trials = resolve("quick", "cuda", tmp_path, seeds=1).trials
     monkeypatch.setattr(trial_model, "capability", lambda device: capability)
@@ -236,11 +228,8 @@ def test_memory_has_the_fastest_steps_of_speed_on_a_gpu(tmp_path: Path) -> None:
     def steps(suite: str, workload: str) -> set[tuple[Any, ...]]:
         trials = resolve(suite, "cuda", tmp_path, seeds=1).trials
         own = ("head", "optimizer", "blocks", "padded_vocab")
-        return {
-            (*(t.problem.get(name) for name in own), t.attention, t.precision, t.recipe, t.mode)
-            for t in trials
-            if t.workload == workload and t.mode != "eager"
-        }
+        found = (t for t in trials if t.workload == workload and t.mode != "eager")
+        return {(*map(t.problem.get, own), t.attention, t.precision, t.recipe, t.mode) for t in found}
 
     fast = steps("memory", "max_batch")
     assert len(fast) == 4

@@ -29,7 +29,6 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(timing, "bench_py", lambda step, device: [1.0] if step() is None else [])
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     source = identify(str(tmp_path))
-    assert source is not None
     settings: dict[str, Any] = {"batch": 2, "block": 32, "vocab": 128, "padded_vocab": 128, "data": "random"}
     return {**settings, **source.settings, "grad_clip": 0.0}
 

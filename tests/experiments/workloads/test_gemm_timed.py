@@ -87,15 +87,8 @@ def test_what_cannot_run_here_says_why() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
-    [
-        {**FP8, "backend": "scaled_mm"},
-        {**FP8, "backend": "triton"},
-        {**FP8, "backend": "gluon"},
-        HALF,
-        ACTIVATED,
-        GRADIENT,
-    ]
-    + [{**p, "backend": "gluon"} for p in (HALF, ACTIVATED, GRADIENT)],
+    [{**FP8, "backend": name} for name in ("scaled_mm", "triton", "gluon")]
+    + [{**p, **by} for p in (HALF, ACTIVATED, GRADIENT) for by in ({}, {"backend": "gluon"})],
     ids=str,
 )
 def test_on_a_gpu(problem: dict[str, object]) -> None:

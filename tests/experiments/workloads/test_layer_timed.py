@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import te_bench.models as te
 from te_bench.experiments import suite_trials, timing
 from te_bench.experiments.instruments import energy, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
@@ -17,20 +18,11 @@ from te_bench.experiments.suites.layer import GPU
 from te_bench.experiments.workloads import layer as workload
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
-from te_bench.models.quickstart import Layer, LayerConfig
+from te_bench.models.quickstart import Layer
 from te_bench.models.recipe import Format
 
-PROBLEM = {
-    "layer": "te_layer",
-    "variant": "fair",
-    "hidden": 64,
-    "ffn": 128,
-    "heads": 4,
-    "sequence": 32,
-    "batch": 2,
-    "dropout": 0.0,
-    "mask": "causal",
-}
+PROBLEM = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 32, "batch": 2}
+PROBLEM |= {"dropout": 0.0, "mask": "causal"}
 TRIAL = Trial(
     workload="layer", device="cpu", problem=PROBLEM, attention="flash", precision="fp32", protocol="quickstart"
 )
@@ -106,13 +98,8 @@ def test_flop_of_a_models_layer_by_hand() -> None:
 def test_a_models_layer_passes_its_check(recipe: str | None, brief: None) -> None:
     found = workload.run(changed(precision="fp8" if recipe else "bf16", recipe=recipe, **LLAMA), Context())
     names = {q["name"] for q in found.check["quantities"]}
-    assert {
-        "output - x",
-        "dx - dy",
-        "grad ln1.weight",
-        "grad qkv_projection.weight k",
-        "grad mlp.linear2.weight",
-    } <= names
+    gradients = {f"grad {name}" for name in ("ln1.weight", "qkv_projection.weight k", "mlp.linear2.weight")}
+    assert {"output - x", "dx - dy"} | gradients <= names
     assert not any("bias" in name for name in names)
     assert found.work["ran"]["gemm_fp8" if recipe else "gemm_half"] == 12
 
@@ -136,16 +123,18 @@ def test_a_reference_by_parts_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) 
         assert one["error"] == pytest.approx(other["error"], rel=0.05, abs=1e-8)
 
 
-@pytest.mark.parametrize("fault", [{"model": None}, {"by_head": True}, {"activation": "geglu"}, {"eps": 0.5}])
+OTHER = [({"mask": "full"}, {})]
+OTHER += [(fault, LLAMA) for fault in ({"model": None}, {"by_head": True}, {"activation": "geglu"}, {"eps": 0.5})]
+
+
+@pytest.mark.parametrize(("fault", "asked"), OTHER)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_another_layer_than_the_models_is_caught(
-    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], precision: str
-) -> None:
-    """Heads that do not turn, rows of another order, another gate, another epsilon."""
+def test_another_layer_is_caught(monkeypatch, fault, asked, precision):
+    """The other mask, heads that do not turn, rows of another order, another gate, another epsilon."""
     build = layers.load("te_layer").build
     planted(monkeypatch, build=lambda p: build(dataclasses.replace(p, **fault)))
     with pytest.raises(CheckFailed, match=r"error .* > "):
-        check(changed(precision=precision, **LLAMA))
+        check(changed(precision=precision, **asked))
 
 
 def test_x_needs_no_gradient_and_gradients_accumulate() -> None:
@@ -153,7 +142,6 @@ def test_x_needs_no_gradient_and_gradients_accumulate() -> None:
     iteration = workload.Iteration(rival, p, 0)
     iteration()
     weight = iteration.module.get_parameter("self_attention.proj.weight")
-    assert weight.grad is not None
     once = weight.grad.clone()
     with iteration.context():
         y = iteration.module(iteration.x)
@@ -170,9 +158,8 @@ def test_rivals_share_weights_and_data_and_the_seed_decides_them() -> None:
     plain = workload.Iteration(layers.load("plain"), workload.config_of(changed(attention="manual")), 3)
     fused = workload.Iteration(layers.load("te_fused"), workload.config_of(TRIAL), 3)
     other = workload.Iteration(layers.load("te_fused"), workload.config_of(TRIAL), 4)
-    assert torch.equal(
-        plain.module.get_parameter("mlp.linear1.weight"), fused.module.get_parameter("ln_mlp.fc1_weight")
-    )
+    one, other_s = plain.module.get_parameter("mlp.linear1.weight"), fused.module.get_parameter("ln_mlp.fc1_weight")
+    assert torch.equal(one, other_s)
     assert torch.equal(plain.x, fused.x)
     assert torch.equal(plain.dy, fused.dy)
     assert not torch.equal(fused.x, other.x)
@@ -192,17 +179,9 @@ def test_the_mlp_alone_passes_its_check(recipe: str | None, brief: None) -> None
 
 @pytest.mark.parametrize("fault", ["a scaled output", "no gradient", "the other sign", "twice"])
 def test_a_fault_of_the_mlp_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    output, gradient = FAULTS[fault]
     rival = layers.load("te_layer")
     names = {name: f"layer.{own}" for name, own in rival.names.items()}
-
-    def build(p: LayerConfig) -> nn.Module:
-        faulty = Faulty(rival.build(p), output, None)
-        if gradient is not None:
-            faulty.layer.get_parameter("layernorm_mlp.fc1_weight").register_hook(gradient)
-        return faulty
-
-    planted(monkeypatch, build=build, names=names)
+    planted(monkeypatch, build=lambda p: Faulty(rival.build(p), fault, "layernorm_mlp.fc1_weight"), names=names)
     with pytest.raises(CheckFailed, match=r"error .* > "):
         check(changed(variant="mlp", attention="none"))
 
@@ -228,34 +207,16 @@ def test_with_dropout_the_check_is_made_without(brief: None) -> None:
 
 
 class Faulty(nn.Module):
-    """A layer whose output, or the gradient of one of whose parameters, a fault goes through."""
+    """A layer whose input or output, or the gradient of one of whose parameters, a fault goes through."""
 
-    def __init__(self, layer: nn.Module, output: Callable[[Tensor], Tensor] | None, gradient: Any):
+    def __init__(self, layer: nn.Module, fault: str, weight: str = "projection.weight"):
         super().__init__()
-        self.layer, self.output = layer, output
-        if gradient is not None:
-            self.layer.get_parameter("projection.weight").register_hook(gradient)
+        self.layer = layer
+        self.before, self.after, gradient = FAULTS[fault]
+        self.layer.get_parameter(weight).register_hook(gradient)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return y if self.output is None else self.output(y)
-
-
-def test_a_wrong_gradient_of_x_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Doubled(nn.Module):
-        def __init__(self, layer: nn.Module):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x + (x - x.detach()))  # x, with twice its gradient
-            return y
-
-    build = layers.load("plain_sdpa").build
-    names = {name: f"layer.{name}" for name, _ in build(workload.config_of(TRIAL)).named_parameters()}
-    planted(monkeypatch, build=lambda p: Doubled(build(p)), names=names)
-    with pytest.raises(CheckFailed, match=r"dx - dy.*: error .* > .*\(3 of 48"):
-        check(changed(layer="plain_sdpa"))
+        return self.after(self.layer(self.before(x)))
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -269,37 +230,34 @@ def planted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setattr(layers, "load", load)
 
 
-FAULTS: dict[str, tuple[Any, Any]] = {
-    "one sequence too few": (lambda y: torch.cat([y[:, :1], y[:, :1]], dim=1), None),
-    "a scaled output": (lambda y: 1.05 * y, None),
-    "no gradient": (None, lambda gradient: 0 * gradient),
-    "the other sign": (None, lambda gradient: -gradient),
-    "twice": (None, lambda gradient: 2 * gradient),
-    "transposed": (None, lambda gradient: gradient.t()),
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+#: What becomes of the input, of the output and of a parameter's gradient.
+FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+    "one sequence too few": (same, lambda y: torch.cat([y[:, :1], y[:, :1]], dim=1), same),
+    "a scaled output": (same, lambda y: 1.05 * y, same),
+    "no gradient": (same, same, lambda gradient: 0 * gradient),
+    "the other sign": (same, same, lambda gradient: -gradient),
+    "twice": (same, same, lambda gradient: 2 * gradient),
+    "transposed": (same, same, lambda gradient: gradient.t()),
+    "twice the gradient of x": (lambda x: x + (x - x.detach()), same, same),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_fault_is_caught(monkeypatch: pytest.MonkeyPatch, fault: str, precision: str) -> None:
-    output, gradient = FAULTS[fault]
     build = layers.load("plain_sdpa").build
     names = {name: f"layer.{name}" for name, _ in build(workload.config_of(TRIAL)).named_parameters()}
-    planted(monkeypatch, build=lambda p: Faulty(build(p), output, gradient), names=names)
-    with pytest.raises(CheckFailed, match=r"error .* > "):
+    planted(monkeypatch, build=lambda p: Faulty(build(p), fault), names=names)
+    of_x = fault == "twice the gradient of x"
+    with pytest.raises(CheckFailed, match=r"dx - dy.*: error .* > .*\(3 of 48" if of_x else r"error .* > "):
         check(changed(layer="plain_sdpa", precision=precision))
 
 
-def test_the_other_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = layers.load("te_layer").build
-    planted(monkeypatch, build=lambda p: build(dataclasses.replace(p, mask="full")))
-    with pytest.raises(CheckFailed, match=r"error .* > "):
-        check(changed(precision="bf16"))
-
-
 def other_recipe(recipe: recipes.Recipe) -> Callable[[Any], Any]:
-    import te_bench.models as te
-
     return lambda p: lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
@@ -390,9 +348,7 @@ def test_on_a_gpu_the_layer_passes_and_its_kernels_are_timed(brief: None, mode: 
         *(("te_layer", "cudagraph", recipe) for recipe in RECIPES),
     ],
 )
-def test_on_a_gpu_llama_3_8b_s_layer_passes(
-    brief: None, layer: str, mode: str, recipe: str | None, batch: int, tokens: int
-) -> None:
+def test_on_a_gpu_llama_3_8b_s_layer_passes(brief, layer, mode, recipe, batch, tokens):
     sizes = {"model": "llama3-8b", "hidden": 4096, "ffn": 14336, "heads": 32, "sequence": tokens, "batch": batch}
     trial = changed(layer=layer, attention="cudnn", precision="fp8" if recipe else "bf16", recipe=recipe, **sizes)
     found = workload.run(dataclasses.replace(trial, device="cuda", mode=mode), Context())

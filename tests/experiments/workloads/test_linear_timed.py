@@ -22,16 +22,8 @@ def _once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(recipe: str | None, device: str = "cpu", **sizes: int) -> Measurement:
-    precision = "fp8" if recipe else "bf16"
-    trial = Trial(
-        workload="linear",
-        device=device,
-        problem=sizes or SIZES,
-        attention="none",
-        precision=precision,
-        recipe=recipe,
-        protocol="kernel",
-    )
+    of = {"precision": "fp8" if recipe else "bf16", "recipe": recipe, "protocol": "kernel"}
+    trial = Trial(workload="linear", device=device, problem=sizes or SIZES, attention="none", **of)
     return workload.run(trial, Context())
 
 

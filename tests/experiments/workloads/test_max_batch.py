@@ -41,9 +41,7 @@ def memory(largest: int, base: int, each: int, *, reports: bool) -> Any:
 
 @settings(max_examples=200)
 @given(st.integers(1, 5000), st.integers(0, 10**6), st.integers(2, 10**5), st.booleans())
-def test_it_finds_the_largest_and_shows_that_one_more_does_not_fit(
-    largest: int, base: int, each: int, reports: bool
-) -> None:
+def test_it_finds_the_largest_and_shows_that_one_more_does_not_fit(largest, base, each, reports):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(max_batch, "attempt", memory(largest, base, each, reports=reports))
         found, tries = max_batch.largest(trial())
@@ -62,20 +60,14 @@ def test_knowing_the_peaks_saves_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[1] < counts[0]
 
 
-def test_it_gives_up_at_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up_at_a_limit_which_a_cpu_needs_and_nothing_fits_is_out_of_memory(monkeypatch) -> None:
     monkeypatch.setattr(max_batch, "attempt", memory(10**9, 0, 1, reports=False))
     assert max_batch.largest(trial())[0] == max_batch.LIMIT
-
-
-def test_nothing_fits_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="memory_limit_gib"):
+        max_batch.run(trial(memory_limit_gib=None), Context())
     monkeypatch.setattr(max_batch, "attempt", memory(0, 10, 10, reports=False))
     with pytest.raises(MemoryError, match="not even a batch of 1 fits"):
         max_batch.run(trial(), Context())
-
-
-def test_a_cpu_needs_a_limit() -> None:
-    with pytest.raises(Unsupported, match="memory_limit_gib"):
-        max_batch.run(trial(memory_limit_gib=None), Context())
 
 
 def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> None:
@@ -87,13 +79,10 @@ def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> No
         assert not too_large.result()["fits"]
 
 
-def test_a_try_that_cannot_run_says_why() -> None:
-    cudnn = Trial(workload="max_batch", device="cpu", problem=TINY, attention="cudnn", precision="fp32")
+def test_a_try_that_cannot_run_or_fails_says_why_and_is_not_taken_for_a_full_memory(monkeypatch) -> None:
     with pytest.raises(Unsupported, match="cudnn: needs an NVIDIA GPU"):
-        max_batch.attempt(cudnn, 1)
+        max_batch.attempt(dataclasses.replace(trial(), attention="cudnn"), 1)
 
-
-def test_a_try_that_fails_otherwise_is_not_taken_for_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object, **named: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -102,23 +91,12 @@ def test_a_try_that_fails_otherwise_is_not_taken_for_a_full_memory(monkeypatch: 
         max_batch.attempt(trial(), 1)
 
 
-def test_a_try_killed_from_outside_is_no_full_memory_but_an_interrupted_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*arguments: object, **named: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(max_batch.trial_model, "build", killed)
-    monkeypatch.setattr(max_batch, "oom_kills", lambda: 3)
+def test_a_try_that_is_killed_does_not_fit_where_that_was_for_memory_and_is_else_interrupted(monkeypatch) -> None:
+    monkeypatch.setattr(max_batch.trial_model, "build", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    kills = iter([3, 3, 3, 4])
+    monkeypatch.setattr(max_batch, "oom_kills", lambda: next(kills))
     with pytest.raises(Interrupted, match="rerun"):
         max_batch.attempt(trial(), 1)
-
-
-def test_a_try_that_the_kernel_killed_for_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(*arguments: object, **named: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(max_batch.trial_model, "build", killed)
-    kills = iter([3, 4])
-    monkeypatch.setattr(max_batch, "oom_kills", lambda: next(kills))
     assert not max_batch.attempt(trial(), 1)["fits"]
 
 

@@ -34,9 +34,7 @@ def test_every_step_is_kept_and_the_check_comes_with_them() -> None:
 
 
 def test_micro_batches_are_of_one_step() -> None:
-    whole, cut = (
-        train_step.run(changed(**sizes), Context()) for sizes in ({"batch": 4}, {"batch": 2, "accumulate": 2})
-    )
+    whole, cut = (train_step.run(changed(**sizes), Context()) for sizes in ({"batch": 4}, {"accumulate": 2}))
     assert cut.work["tokens"] == whole.work["tokens"]
     assert cut.work["flop"] == whole.work["flop"]
     assert cut.check["quantities"]
@@ -87,9 +85,7 @@ def test_a_configuration_that_ran_another_kernel_fails_its_check(monkeypatch: py
         ({"problem": {**TINY, "optimizer": "triton"}}, "optimizer triton: needs an NVIDIA GPU"),
     ],
 )
-def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(
-    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(changes, reason, monkeypatch):
     adamw.load("triton")  # first, or its kernels would not be the interpreter's in the tests that come after this one
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(Unsupported, match=reason):

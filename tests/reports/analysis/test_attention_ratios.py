@@ -1,14 +1,7 @@
 import math
 
 import pytest
-from journals import attention_records, record, trial, write
-
-from te_bench.reports.group_result import load_report
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
+from journals import attention_records, record, result_of, trial
 
 
 def test_attention_rates_by_shape(tmp_path):
@@ -28,10 +21,8 @@ def test_attention_is_compared_with_a_peer_seed_by_seed(tmp_path):
         "flash": ((4.0, 8.0), (4.4, 8.0)), "cudnn": ((2.0, 4.0), (2.2, 4.0)), "gluon": ((1.0, 4.0), (1.0, 4.0)),
     }.items() for seed, figures in enumerate(times)]  # fmt: skip
     records += [measured("gluon", 0, 1.0, 1.0, length=4096), record(trial("attention", "manual"), outcome="oom")]
-    found = {
-        (r.configuration.trial.attention, r.configuration.trial.problem["length"]): r
-        for r in result_of(tmp_path, records).attention.times
-    }
+    times = result_of(tmp_path, records).attention.times
+    found = {(t.attention, t.problem["length"]): one for one in times if (t := one.configuration.trial)}
     ours = found["gluon", 1024].speedups
     assert ours["forward"].value == pytest.approx(math.sqrt(2.0 * 2.2))
     assert ours["backward"].value == 1.0

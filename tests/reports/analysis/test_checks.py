@@ -1,12 +1,5 @@
 import pytest
-from journals import checked, record, trial, write
-
-from te_bench.reports.group_result import load_report
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
+from journals import checked, record, result_of, trial
 
 
 def test_worst_quantity_is_nearest_its_limit(tmp_path):

@@ -28,11 +28,8 @@ def test_points_have_the_spread_over_seeds():
 
 def test_seeds_that_log_at_other_steps_are_interpolated():
     records = [curve(0, [0.0, 10.0, 20.0], [4.0, 2.0, 1.0]), curve(1, [0.0, 20.0], [4.0, 2.0], [0.0, 4.0])]
-    assert [(p.step, p.mean) for p in points(records, "val_step", "val_time_s", "val_loss")] == [
-        (0.0, 4.0),
-        (10.0, 2.5),
-        (20.0, 1.5),
-    ]
+    found = points(records, "val_step", "val_time_s", "val_loss")
+    assert [(p.step, p.mean) for p in found] == [(0.0, 4.0), (10.0, 2.5), (20.0, 1.5)]
 
 
 def test_curves_end_where_the_shortest_ends_and_skip_what_is_not_a_number():
@@ -64,17 +61,11 @@ def test_reference_is_the_bf16_arm_with_most_seeds(tmp_path):
 def test_other_data_or_budget_is_another_comparison(tmp_path):
     settings = ({}, {"data": "stdlib"}, {"steps": None, "budget_s": 60.0}, {"batch": "max"})
     found = compared(tmp_path, [curve(0, [0.0], [4.0], **changes) for changes in settings])
-    assert [comparison.title for comparison in found] == [
-        "char, text:play.txt, 500 steps",
-        "char, stdlib, 500 steps",
-        "char, text:play.txt, 60.0 s",
-    ]
+    play = "char, text:play.txt, 500 steps"
+    assert [one.title for one in found] == [play, "char, stdlib, 500 steps", "char, text:play.txt, 60.0 s"]
     assert [len(comparison.trainings) for comparison in found] == [2, 1, 1]
-
-
-def test_title_does_not_tell_where_a_file_lay(tmp_path):
-    [comparison] = compared(tmp_path, [curve(0, [0.0], [4.0], data="text:/home/someone/play.txt")])
-    assert comparison.title == "char, text:play.txt, 500 steps"
+    [elsewhere] = compared(tmp_path / "2", [curve(0, [0.0], [4.0], data="text:/home/someone/play.txt")])
+    assert elsewhere.title == play
 
 
 def test_divergence_gives_a_curve_but_no_best(tmp_path):
@@ -83,11 +74,9 @@ def test_divergence_gives_a_curve_but_no_best(tmp_path):
     assert diverged.diverged
     assert (diverged.best, diverged.steps_done) == (None, 201)
     assert diverged.validation
-
-
-def test_one_diverged_seed_does_not_cut_the_others_short(tmp_path):
+    # one diverged seed does not cut the others short
     bad = curve_record(trial("training", seed=1), outcome="diverged", stop=100)
-    [comparison] = compared(tmp_path, [curve_record(trial("training")), bad])
+    [comparison] = compared(tmp_path / "2", [curve_record(trial("training")), bad])
     [training] = comparison.trainings
     assert (training.validation[-1].step, training.n, training.diverged) == (500, 1, True)
 

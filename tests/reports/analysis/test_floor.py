@@ -3,12 +3,12 @@
 import dataclasses
 from pathlib import Path
 
+import journals
 import pytest
-from journals import STEP_KERNELS, ceilings_record, step_record, trial, write
+from journals import STEP_KERNELS, ceilings_record, step_record, trial
 
 from te_bench.models import cost
 from te_bench.reports.analysis import floor
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page import step_figures
 from te_bench.reports.page.tables import tables_of
 
@@ -25,26 +25,19 @@ def steps():
 
 
 def result_of(tmp_path, records):
-    [result] = load_report([write(tmp_path / "run", records, suite="speed", baseline=BF16.cell)]).groups
-    return result
+    return journals.result_of(tmp_path, records, suite="speed", baseline=BF16.cell)
 
 
 def test_a_kernels_name_tells_its_kind():
-    expected = [
-        *[cost.GEMM] * 2,
-        *[cost.ATTENTION] * 2,
-        *[cost.LOSS] * 2,
-        *[cost.OPTIMIZER] * 2,
-        *[cost.ELEMENTWISE] * 3,
-    ]
-    assert [floor.kind_of(name) for name in STEP_KERNELS] == expected
+    kinds = (cost.GEMM, cost.ATTENTION, cost.LOSS, cost.OPTIMIZER)
+    twice = [kind for kind in kinds for _ in range(2)]
+    assert [floor.kind_of(name) for name in STEP_KERNELS] == [*twice, *[cost.ELEMENTWISE] * 3]
 
 
 def test_the_floor_is_what_the_ceilings_give(tmp_path):
     result = result_of(tmp_path, [*steps(), ceilings_record()])
-    assert result.floor.ceilings == floor.Ceilings(
-        bytes_per_s=4e12, bf16_flop_per_s=2 * 8192**3 / 2e-3, fp8_flop_per_s=2 * 8192**3 / 1e-3
-    )
+    flop = {"bf16_flop_per_s": 2 * 8192**3 / 2e-3, "fp8_flop_per_s": 2 * 8192**3 / 1e-3}
+    assert result.floor.ceilings == floor.Ceilings(bytes_per_s=4e12, **flop)
     fp8, bf16 = result.floor.breakdowns
     assert (fp8.step.configuration.trial.precision, bf16.step.configuration.trial.precision) == ("fp8", "bf16")
     for found in (fp8, bf16):
@@ -71,9 +64,9 @@ def test_the_tables_show_it(tmp_path):
 
 
 def test_the_figure_s_bars_are_floor_and_step(tmp_path):
-    build = step_figures.against_floor(result_of(tmp_path, [*steps(), ceilings_record()]))
+    figure = step_figures.against_floor(result_of(tmp_path, [*steps(), ceilings_record()]))
     rows = {}
-    for patch in build().axes[0].patches:
+    for patch in figure.axes[0].patches:
         rows.setdefault(round(patch.get_y() + patch.get_height() / 2 - 0.45), []).append(patch.get_width())
     fp8, bf16 = result_of(tmp_path / "2", [*steps(), ceilings_record()]).floor.breakdowns
     widths = [sum(row) / 1e3 for row in rows.values()]
@@ -81,7 +74,7 @@ def test_the_figure_s_bars_are_floor_and_step(tmp_path):
 
 
 def test_nothing_published_is_faster_than_its_floor():
-    [result] = load_report([PUBLISHED]).groups
+    result = journals.only_group(PUBLISHED)
     found = result.floor.breakdowns
     assert len(found) == len(result.group.of("train_step")) > 10
     for breakdown in found:

@@ -1,11 +1,4 @@
-from journals import max_batch_record, write
-
-from te_bench.reports.group_result import load_report
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
+from journals import max_batch_record, result_of
 
 
 def test_max_batch_reports_what_fits_and_what_failed(tmp_path):

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from journals import LAYERS, layer_records, layer_trial, record, write
+from journals import LAYERS, layer_records, layer_trial, only_group, record, write
 
 from te_bench.reports.analysis import layers
 from te_bench.reports.group_result import load_report
@@ -31,8 +31,7 @@ def both(seeds=1):
 
 
 def result_of(tmp_path, records):
-    [result] = load_report([run(tmp_path, records)]).groups
-    return result
+    return only_group(run(tmp_path, records))
 
 
 def baseline(variant):
@@ -48,17 +47,14 @@ def test_each_variant_has_its_own_baseline_and_names(tmp_path):
     assert (faithful.name, fair.name) == ("faithful", "fair")
     assert baseline(faithful).id == BASELINE.cell != baseline(fair).id
     assert {layer.step.configuration.shape for layer in fair.layers} == {"fair"}
-    assert [layer.step.configuration.label for layer in fair.layers][:2] == [
-        "Transformer Engine FP8",
-        "te-bench FP8",
-    ]
+    labels = [layer.step.configuration.label for layer in fair.layers]
+    assert labels[:2] == ["Transformer Engine FP8", "te-bench FP8"]
     assert "te-bench bf16, causal mask" in {layer.step.configuration.label for layer in faithful.layers}
 
 
 def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
-    alone = []
-    for one in layer_records(variant="mlp"):
-        alone.append(dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")))
+    mlps = layer_records(variant="mlp")
+    alone = [dataclasses.replace(one, trial=dataclasses.replace(one.trial, attention="none")) for one in mlps]
     faithful, fair, mlp = result_of(tmp_path, [*both(), *alone]).layers
     assert mlp.name == "mlp"
     assert baseline(mlp).label == "PyTorch eager bf16"
@@ -67,10 +63,8 @@ def test_the_mlp_alone_is_held_against_the_plain_one(tmp_path):
 
 
 def test_a_models_layer_is_compared_at_its_own_sizes_alone(tmp_path):
-    small, large = (
-        layer_records(model="llama3-8b", ffn=14336, batch=batch, sequence=tokens)
-        for batch, tokens in ((4, 2048), (1, 8192))
-    )
+    small = layer_records(model="llama3-8b", ffn=14336, batch=4, sequence=2048)
+    large = layer_records(model="llama3-8b", ffn=14336, batch=1, sequence=8192)
     quickstart, *found = result_of(tmp_path, [*layer_records(), *small, *large]).layers
     assert quickstart.name == "fair"
     assert [variant.name for variant in found] == ["llama3-8b 4 x 2048, fair", "llama3-8b 1 x 8192, fair"]

@@ -84,11 +84,8 @@ EIGHT = {"precision": "fp8", "recipe": "delayed_scaling"}
 def test_a_name_says_what_a_user_chooses_and_no_more_than_tells_it_apart() -> None:
     fastest, compiled = trial(**FAST, **EIGHT), trial(attention="cudnn", mode="compile-reduce-overhead")
     begun = trial(attention="manual", padded_vocab=50257)
-    assert named(fastest, compiled, begun) == [
-        "te-bench FP8",
-        "torch.compile bf16",
-        "PyTorch eager bf16, written-out attention",
-    ]
+    plain = ["te-bench FP8", "torch.compile bf16", "PyTorch eager bf16, written-out attention"]
+    assert named(fastest, compiled, begun) == plain
     without = trial(**{**FAST, "head": "chunked"}, **EIGHT)
     assert named(fastest, without) == ["te-bench FP8, FP8 head", "te-bench FP8, chunked head"]
     other = trial(**FAST, precision="fp8", recipe="float8_current_scaling")
@@ -101,10 +98,8 @@ def test_a_name_says_what_a_user_chooses_and_no_more_than_tells_it_apart() -> No
 
 
 def test_what_makes_the_work_another_is_said_of_all() -> None:
-    assert named(trial(), trial(batch=64, mode="compile")) == [
-        "PyTorch eager bf16, batch 12",
-        "torch.compile bf16, batch 64",
-    ]
+    said = ["PyTorch eager bf16, batch 12", "torch.compile bf16, batch 64"]
+    assert named(trial(), trial(batch=64, mode="compile")) == said
 
 
 def test_the_specification_has_every_setting_but_the_seed() -> None:

@@ -2,10 +2,10 @@
 
 import dataclasses
 
+import journals
 import pytest
-from journals import record, step_record, trial, write
+from journals import record, step_record, trial
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page import gallery, tables
 
 MIB = 2**20
@@ -27,18 +27,15 @@ def step(ms, world=1, *, seed=0, precision="bf16", batch=12, rank=None, outcome=
 
 
 def result_of(tmp_path, *records):
-    [result] = load_report([write(tmp_path / "run", list(records), suite="scaling", title="Scaling")]).groups
-    return result
+    return journals.result_of(tmp_path, records, suite="scaling", title="Scaling")
 
 
 def test_a_step_stands_beside_the_same_step_on_one_gpu(tmp_path):
     records = [step(ms, seed=seed) for seed, ms in enumerate((20, 22))]
     records += [step(ms, 2, seed=seed) for seed, ms in enumerate((25, 27.5))]  # each 0.8 of the same seed
     records += [step(16, precision="fp8"), step(20, 4, precision="fp8"), step(5, batch=3), step(9, 2, batch=6)]
-    found = {
-        (one.world, one.configuration.trial.precision, one.sequences): one
-        for one in result_of(tmp_path, *records).scaled
-    }
+    scaled = result_of(tmp_path, *records).scaled
+    found = {(one.world, one.configuration.trial.precision, one.sequences): one for one in scaled}
     two = found[2, "bf16", 12]
     assert two.efficiency.value == pytest.approx(0.8)
     assert two.efficiency.n == 2
@@ -60,10 +57,8 @@ def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):
     theirs = [step(20, rival="torchtitan"), step(25, 2, rival="torchtitan")]
     result = result_of(tmp_path, step(10), step(20, 2), *theirs)
     efficiencies = {(one.world, one.project): one.efficiency.value for one in result.scaled}
-    assert efficiencies == {
-        **{(1, "te-bench"): 1, (2, "te-bench"): pytest.approx(0.5)},
-        **{(1, "torchtitan"): 1, (2, "torchtitan"): pytest.approx(0.8)},
-    }
+    on_two = {"te-bench": pytest.approx(0.5), "torchtitan": pytest.approx(0.8)}
+    assert efficiencies == {(n, who): 1 if n == 1 else on_two[who] for n in (1, 2) for who in on_two}
     [times] = tables.tables_of(result, "scaling")
     assert [row[0].text.startswith("torchtitan") for row in times.rows] == [False, True, False, True]
     [drawing] = gallery.figures_of(result, "")

@@ -148,7 +148,11 @@ def test_copied_runs_under_different_seeds_carry_no_verdict(paired):
     assert compare(*rounded, margin=MARGIN, paired=paired).interval is not None
 
 
-def test_two_pairs_are_too_few_for_any_claim():
+def test_judge_names_the_candidate_and_needs_one_and_two_pairs_are_too_few_for_any_claim():
+    with pytest.raises(ValueError, match="block: candidate, run 1 of 2: the loss is nan"):
+        judge({"block": ([math.nan, 1], [1, 2])}, margin=1)
+    with pytest.raises(ValueError, match="no candidate"):
+        judge({}, margin=1)
     for gap in (0.0, 0.1):
         found = compare([3.281 + gap, 3.279 + gap], [3.2811, 3.2789], margin=MARGIN)
         assert (found.verdict, found.interval) == (Verdict.INCONCLUSIVE, None)
@@ -213,18 +217,10 @@ def test_what_cannot_be_judged_is_told(candidate, control, settings, message):
         compare(candidate, control, **settings)
 
 
-def test_judge_names_the_candidate_and_needs_one():
-    with pytest.raises(ValueError, match="block: candidate, run 1 of 2: the loss is nan"):
-        judge({"block": ([math.nan, 1], [1, 2])}, margin=1)
-    with pytest.raises(ValueError, match="no candidate"):
-        judge({}, margin=1)
-
-
 def test_over_the_candidates_p_values_are_those_of_holm_by_statsmodels():
     gaps = {"a": 0, "b": 0.001, "c": 0.0015, "d": 0.0015, "e": 0.006}
-    family = {name: arms(gap, seed=seed) for seed, (name, gap) in enumerate(gaps.items())} | {
-        "as b": arms(0.001, seed=1)
-    }
+    family = {name: arms(gap, seed=seed) for seed, (name, gap) in enumerate(gaps.items())}
+    family["as b"] = arms(0.001, seed=1)
     found = judge(family, margin=MARGIN)
     for claim in ("equivalent", "non_inferior", "inferior"):
         alone = [getattr(compare(*pair, margin=MARGIN).claims, claim) for pair in family.values()]
@@ -255,10 +251,7 @@ def test_diverged_wins_over_any_losses_and_stays_in_the_family():
     assert found["a"].comparison is None
     assert found["b"].verdict is Verdict.EQUIVALENT
     assert found["b"].claims.equivalent == pytest.approx(3 * compare(*same, margin=MARGIN).claims.equivalent)
-
-
-def test_diverged_losses_need_not_be_numbers():
-    found = judge({"a": ([math.nan, math.nan], [1, 2])}, margin=1, diverged={"a": "nan"})
+    found = judge({"a": ([math.nan, math.nan], [1, 2])}, margin=1, diverged={"a": "nan"})  # nor need they be numbers
     assert found["a"].verdict is Verdict.DIVERGED
 
 
@@ -269,9 +262,8 @@ def test_diverged_losses_need_not_be_numbers():
 def test_false_equivalence_at_the_margin_is_at_most_alpha(n, paired):
     # with a spread so small that the power elsewhere is 1, where the rate comes nearest to alpha
     wrong = {Verdict.EQUIVALENT, Verdict.NON_INFERIOR}
-    runs = [
-        compare(*arms(MARGIN, n=n, seed=seed, sd=SD / 4), margin=MARGIN, paired=paired) for seed in range(SIMULATIONS)
-    ]
+    drawn = (arms(MARGIN, n=n, seed=seed, sd=SD / 4) for seed in range(SIMULATIONS))
+    runs = [compare(*pair, margin=MARGIN, paired=paired) for pair in drawn]
     hits = sum(run.verdict in wrong for run in runs)
     assert hits <= at_most(0.05)
     assert hits >= stats.binom.ppf(0.001, SIMULATIONS, 0.005)  # and not for never claiming
@@ -293,10 +285,8 @@ def test_false_equivalence_with_the_field_s_spread(sign):
 def test_power_is_as_planned_within_three_points(paired, correlation):
     sd = power.gap_sd(SD, correlation)
     n = power.seeds_needed(sd, MARGIN, paired=paired)
-    runs = [
-        compare(*arms(n=n, seed=seed, correlation=correlation), margin=MARGIN, paired=paired)
-        for seed in range(SIMULATIONS)
-    ]
+    drawn = (arms(n=n, seed=seed, correlation=correlation) for seed in range(SIMULATIONS))
+    runs = [compare(*pair, margin=MARGIN, paired=paired) for pair in drawn]
     reached = sum(run.verdict is Verdict.EQUIVALENT for run in runs) / SIMULATIONS
     assert reached == pytest.approx(power.power(n, sd, MARGIN, paired=paired), abs=0.03)
     assert reached > 0.77
@@ -314,9 +304,8 @@ def test_the_family_s_error_over_four_recipes_is_at_most_alpha(gaps):
         # close pairs, so that the test has power and every recipe at the margin its alpha
         family = {str(i): (control + gap + SD / 4 * draw.normal(size=9), control) for i, gap in enumerate(gaps)}
         found = judge(family, margin=MARGIN)
-        wrong += any(
-            found[str(i)].verdict in (Verdict.EQUIVALENT, Verdict.NON_INFERIOR) for i, gap in enumerate(gaps) if gap
-        )
+        good = (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
+        wrong += any(found[str(i)].verdict in good for i, gap in enumerate(gaps) if gap)
         if seed % 10 == 0:
             broken += judge(family, margin=MARGIN, diverged={"3": "nan"})["3"].verdict is Verdict.DIVERGED
     assert wrong <= at_most(0.05)

@@ -61,27 +61,23 @@ def test_of_several_loss_columns_the_validation_loss_is_taken_and_said(tmp_path)
     assert "column val_loss" in found.notes[0]
 
 
-def test_a_csv_s_validation_loss_has_the_names_that_logs_give_it(tmp_path):
-    rows = [f"{step},{4 - step - seed / 10},{3 - step - seed / 10},{seed}" for seed in (0, 1) for step in (0, 1)]
-    found = read(written(tmp_path, "\n".join(["step,loss,valid/loss,seed", *rows]) + "\n"))
-    assert found.final == {"0": 2.0, "1": 1.9}
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("step,loss,valid/loss,seed\n0,4,3,0\n1,3,2,0\n0,4,3,1\n1,3,1.9,1\n", {"0": 2.0, "1": 1.9}),  # logs' name
+        ("step,0,1\n0,4.1,4.1\n9,3.2,3.2\n", {"0": 3.2, "1": 3.2}),  # seeds may share two rounded losses
+    ],
+)
+def test_final_losses(tmp_path, text, final):
+    assert read(written(tmp_path, text)).final == final
 
 
 def test_weights_and_biases(tmp_path):
     heads = [f'"{run} - val/loss{span}"' for run in ("fp8-seed3", "fp8-seed12") for span in ("", "__MIN", "__MAX")]
     rows = ["0,4.0,3.9,4.1,4.2,4.2,4.2", "5,,,,3.9,3.9,3.9", "10,3.0,2.9,3.1,3.2,3.2,3.2"]
     found = read(written(tmp_path, "\n".join([",".join(['"Step"', *heads]), *rows])))
-    assert found.curves == {
-        "3": Curve(step=(0, 10), loss=(4.0, 3.0)),
-        "12": Curve(step=(0, 5, 10), loss=(4.2, 3.9, 3.2)),
-    }
+    assert found.curves == {"3": Curve(step=(0, 10), loss=(4, 3)), "12": Curve(step=(0, 5, 10), loss=(4.2, 3.9, 3.2))}
     assert found.final == {"3": 3.0, "12": 3.2}
-
-
-def test_weights_and_biases_of_two_metrics_is_ambiguous(tmp_path):
-    text = "Step,a - train/loss,b - val/loss\n0,1,2\n"
-    with pytest.raises(ValueError, match="holds train/loss, val/loss: export one metric"):
-        read(written(tmp_path, text))
 
 
 def test_tensorboard_directory_or_files(tmp_path):
@@ -110,10 +106,9 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("a;3,21\nb;3,22\n", "line 1: '3,21' is not a number: write decimals with a point"),
         ("val_loss\n3,21\n", "line 2: 2 cells where the first line has 1. A comma separates cells"),
         ("3,21\n3,22\n", "were the commas decimal ones, write points"),
-        (
-            "Relative Time (Process),a - loss,b - loss\n1,4,4\n",
-            "x-axis is Relative Time .Process.: export with Step as",
-        ),
+        ("Step,a - train/loss,b - val/loss\n0,1,2\n", "holds train/loss, val/loss: export one metric"),
+        ("loss\n3.1\n3_28\n3.2\n", "'3_28' is not a number"),
+        ("Relative Time (Process),a - loss,b - loss\n1,4,4\n", "x-axis is Relative Time .Process.: export with Step"),
         ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
         ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
         ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
@@ -125,10 +120,7 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("step,x,y,seed\n0,1,2,3\n", "call the one with the losses loss"),
         ("seed,loss\n1,3\n1,4\n", "line 3: seed 1 a second time"),
         ("seed,loss\n1,3\n2,\n", "line 3: no loss; write nan for a run that diverged, or leave the line out"),
-        (
-            "step,0,1,2\n0,4,4.1,4\n5,3,3.2,3\n9,2,2.1,2\n",
-            "seeds 0 and 2 are one run, loss for loss: a run counts once",
-        ),
+        ("step,0,1,2\n0,4,4.1,4\n5,3,3.2,3\n9,2,2.1,2\n", "seeds 0 and 2 are one run, loss for loss: a run counts"),
         ("step,loss,seed\n0,4,1\n0,3,1\n", "line 3: step 0 of 1 a second time"),
         ("step,loss,seed\n0,4,1\n5,3,1\n0,3,2\n", "seed 2 ends at step 0, others at 5"),
         ("Step,a - loss,b - loss\n0,,1\n", "a has no losses"),
@@ -145,10 +137,7 @@ def test_bad_files_are_told_with_their_line(tmp_path, text, message):
 @pytest.mark.parametrize("head", ["step,0,1", "step,seed0,seed1", "step,s_0,s_1"])
 def test_a_column_a_seed_as_pandas_writes(tmp_path, head):
     found = read(written(tmp_path, f"{head}\n0,4.0,4.1\n5,,3.5\n10,3.0,3.2\n"))
-    assert found.curves == {
-        "0": Curve(step=(0, 10), loss=(4.0, 3.0)),
-        "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2)),
-    }
+    assert found.curves == {"0": Curve(step=(0, 10), loss=(4, 3)), "1": Curve(step=(0, 5, 10), loss=(4.1, 3.5, 3.2))}
 
 
 def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
@@ -160,12 +149,6 @@ def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
     assert match_runs(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
     with pytest.raises(ValueError, match="several runs are called fp8, so pairs cannot be told"):
         match_runs(found, other, paired=True)
-
-
-def test_a_tensorboard_run_counts_once(tmp_path):
-    board = written(tmp_path, "Wall time,Step,Value\n1,0,4\n")
-    with pytest.raises(ValueError, match=r"a\.csv is given 2 times"):
-        read(board, tmp_path / "." / "a.csv")
 
 
 def test_one_file_is_not_both_arms(tmp_path):
@@ -204,11 +187,6 @@ def test_what_windows_writes(tmp_path, encoding):
     assert read(path).final == {"1": 3.1, "2": 3.2}
 
 
-def test_seeds_may_share_two_rounded_losses(tmp_path):
-    found = read(written(tmp_path, "step,0,1\n0,4.1,4.1\n9,3.2,3.2\n"))
-    assert found.final == {"0": 3.2, "1": 3.2}
-
-
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.csv").write_bytes("d\xe9lai,loss\n0,3.1\n1,3.2\n".encode("latin-1"))
     with pytest.raises(ValueError, match="it is not UTF-8 text; export or save it as CSV in UTF-8"):
@@ -219,7 +197,9 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="holds no log"):
         read(tmp_path / "empty")
     with pytest.raises(ValueError, match="such a file is a whole arm, give it alone"):
-        read(written(tmp_path, LONG), written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv"))
+        read(written(tmp_path, LONG), board := written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv"))
+    with pytest.raises(ValueError, match=r"b\.csv is given 2 times"):
+        read(board, tmp_path / "." / "b.csv")
 
 
 def arm(name, final, *, seeded=True, end=None):
@@ -306,8 +286,3 @@ def test_a_row_left_out_is_refused_where_rows_are_pairs(tmp_path, between):
         read(written(tmp_path, f"3.1\n{between}\n3.2\n3.3\n"))
     assert len(read(written(tmp_path, f"seed,loss\n1,3.1\n{between}\n2,3.2\n")).final) == 2
     assert len(read(written(tmp_path, "\n3.1\n# a second batch\n3.2\n\n")).final) == 2
-
-
-def test_an_underscore_is_no_digit(tmp_path):
-    with pytest.raises(ValueError, match="'3_28' is not a number"):
-        read(written(tmp_path, "loss\n3.1\n3_28\n3.2\n"))

@@ -126,36 +126,28 @@ def test_a_resumed_log_counts_its_later_losses_and_says_so(two):
     assert b.notes == (f"{path}: 30 losses were logged again, as by a resumed run: the later ones count",)
 
 
-def test_a_run_whose_training_broke_is_diverged_whatever_its_validation(two):
+def test_a_run_whose_training_broke_is_diverged_whatever_its_validation_and_its_seed_is_kept(two):
     nanogpt(two[1] / "seed2.log", val=lambda step: 3.0, train=lambda step: math.nan if step > 500 else 3.0)
     found = judge_losses(*read_arms([two[0]], [two[1]]), margin=0.003)
     assert found.verdict is Verdict.DIVERGED
     assert "1 of 4 runs, seed 2: the loss is nan at step 510" in found.reason
     [said] = answers(found)
     assert said.startswith("1 of 4 runs")
-
-
-def test_the_seed_of_a_run_that_broke_before_its_first_validation_is_kept(two):
-    nanogpt(two[1] / "seed2.log", train=lambda step: math.nan, steps=(0, 10))
+    nanogpt(two[1] / "seed2.log", train=lambda step: math.nan, steps=(0, 10))  # before its first validation
     found = judge_losses(*read_arms([two[0]], [two[1]]), margin=0.003)
-    assert found.verdict is Verdict.DIVERGED
-    assert len(found.candidate.final) == 4
+    assert (found.verdict, len(found.candidate.final)) == (Verdict.DIVERGED, 4)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda b: nanogpt(b / "seed1.log", val=lambda s: 3.0, steps=STEPS[:50]), "seed 1 ends at step 490, others at 1000"),
-        (lambda b: (b / "seed1.log").write_text(""), "the arm has 3 runs"),
         (lambda b: (b / "d").mkdir() or (b / "d" / "trainer_state.json").write_text("{}"), "mixes logs of several kinds"),
         (lambda b: shutil.copy(b / "seed1.log", b / "seed9.log"), "seeds 1 and 9 are one run, loss for loss"),
     ],
 )  # fmt: skip
 def test_arms_that_are_none_are_told(two, build, message):
     build(two[1])
-    if message == "the arm has 3 runs":  # an empty file in a folder is no log
-        assert len(read_arms([two[0]], [two[1]])[1].final) == 3
-        return
     with pytest.raises(ValueError, match=message):
         read_arms([two[0]], [two[1]])
 
@@ -169,7 +161,11 @@ def test_arms_that_are_none_are_told(two, build, message):
         ("seed*.txt", None, r"seed\*.txt matches no file"),
         ("prose.txt", b"We trained it.\nIt was good.\n", "has no column of numbers"),
         ("finals.csv", b"3.1\n3.2\n", "such a file is a whole arm, give it alone"),
-        ("seed0.log", b"iter 0: loss 3.0, time 1.00ms, mfu 1%\n", None),
+        (
+            "seed0.log",
+            b"iter 0: loss 3.0, time 1.00ms, mfu 1%\n",
+            "seed0.log has no validation loss",
+        ),  # others have one
     ],
 )
 def test_files_that_are_no_log_are_told(two, tmp_path, name, content, message):
@@ -177,16 +173,18 @@ def test_files_that_are_no_log_are_told(two, tmp_path, name, content, message):
     if content is not None:
         path.write_bytes(content)
     given = [path, *sorted(two[1].iterdir())[1:]] if name in ("finals.csv", "seed0.log") else [path]
-    if message is None:  # one run without validation among others that have one
-        message = r"seed0.log has no validation loss"
     with pytest.raises(ValueError, match=message):
         read_arms([two[0]], given)
 
 
-def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(two, tmp_path):
+def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(two):
     before = read_arms([two[0]], [two[1]])[0].final
     (two[0] / "latest").symlink_to(two[0] / "seed1.log")
     (two[0] / "round").symlink_to(two[0])
+    (two[0] / "loop").symlink_to(two[0] / "pool")
+    (two[0] / "pool").symlink_to(two[0] / "loop")
+    log = two[0] / "seed1.log"
+    log.write_bytes(log.read_text().encode("utf-16"))  # as PowerShell writes
     (two[0] / "ckpt.pt").write_bytes(b"PK\3\4\0\0step 5: train loss 1.0, val loss 1.0\n")
     (two[0] / "notes.md").write_text("step by step, with a loss of 3.2\n")
     assert read_arms([two[0]], [two[1]])[0].final == before
@@ -201,13 +199,8 @@ def test_a_run_that_died_before_its_first_loss_is_named(two):
     (two[0] / "notes.md").write_text("step by step\n")
     (two[0] / "cache.log").write_bytes(b"\0\1\2")
     arms = read_arms([two[0]], [two[1]])
-    assert [arm.notes for arm in arms] == [
-        (
-            f"{silent[0]}, {silent[1]}: no loss in them. A training that died before its first loss is missing here, and "
-            "would count as diverged",
-        ),
-        (),
-    ]
+    missing = "A training that died before its first loss is missing here, and would count as diverged"
+    assert [arm.notes for arm in arms] == [(f"{silent[0]}, {silent[1]}: no loss in them. {missing}",), ()]
     assert list(arms[0].final) == ["0", "1", "2", "3"]
     assert arms[0].notes[0] in judge_losses(*arms, margin=0.003).notes
 
@@ -215,9 +208,8 @@ def test_a_run_that_died_before_its_first_loss_is_named(two):
 def test_wandb_s_files_in_one_folder_are_a_run_each(tmp_path):
     (tmp_path / "flat").mkdir()
     for seed in range(3):
-        run_logs.wandb_binary(tmp_path / str(seed), 3 + seed * 1e-3, seed).rename(
-            tmp_path / "flat" / f"run-{seed}.wandb"
-        )
+        file = run_logs.wandb_binary(tmp_path / str(seed), 3 + seed * 1e-3, seed)
+        file.rename(tmp_path / "flat" / f"run-{seed}.wandb")
     assert list(read_arms([tmp_path / "flat"], [tmp_path / "flat"])[0].final) == ["0", "1", "2"]
 
 
@@ -231,7 +223,7 @@ def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said
         read_arms([path], [two[1]], metric="x")
 
 
-def test_folders_that_hold_no_run_or_two_logs_of_one_are_told(two, tmp_path):
+def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_told(two, tmp_path, monkeypatch):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="none holds no log: Hugging Face"):
         read_arms([two[0]], [tmp_path / "none"])
@@ -242,6 +234,9 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_are_told(two, tmp_path):
         read_arms([two[0]], [tmp_path / "both"])
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
         read_arms([two[0], two[0] / "seed1.log"], [two[1]])
+    monkeypatch.setattr(loss_logs, "LARGEST", 1000)
+    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text: no log"):
+        read_arms([two[0] / "seed0.log"], [two[1]])
 
 
 def test_the_answer_prices_certainty_by_the_spread(two):
@@ -258,15 +253,6 @@ def test_the_answer_prices_certainty_by_the_spread(two):
     assert list(margins.values()) == sorted(margins.values(), reverse=True)
     low, high = found.comparison.interval_95
     assert low < found.comparison.interval[0] < found.comparison.interval[1] < high
-
-
-def test_a_folder_may_hold_links_that_lead_nowhere_and_a_log_that_powershell_wrote(two):
-    before = read_arms([two[0]], [two[1]])[0].final
-    (two[0] / "loop").symlink_to(two[0] / "pool")
-    (two[0] / "pool").symlink_to(two[0] / "loop")
-    log = two[0] / "seed1.log"
-    log.write_bytes(log.read_text().encode("utf-16"))
-    assert read_arms([two[0]], [two[1]])[0].final == before
 
 
 def test_empty_event_files_on_both_sides_are_not_the_same_run(tmp_path):
@@ -294,9 +280,3 @@ def test_runs_that_were_as_many_as_it_takes_and_did_not_decide_are_not_told_to_b
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.comparison.seeds_needed_at_gap == len(gaps)
     assert "these did not. Run some more." in answers(found)[1]
-
-
-def test_a_text_of_gigabytes_is_no_log(two, monkeypatch):
-    monkeypatch.setattr(loss_logs, "LARGEST", 1000)
-    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text: no log"):
-        read_arms([two[0] / "seed0.log"], [two[1]])

@@ -63,10 +63,8 @@ def test_the_same_of_more_designs(pair, ratio):
 def test_the_table_is_what_simulations_of_other_draws_give():
     """No stricter than the worst of its shapes needs."""
     for rounds, ratio in ((6, 3), (20, 2)):
-        worst = max(
-            called_good(shape, "normal", rounds, ratio, 0.05)
-            for shape in ("normal", "twice", "exponential", "one in ten 4 sd high")
-        )
+        shapes = ("normal", "twice", "exponential", "one in ten 4 sd high")
+        worst = max(called_good(shape, "normal", rounds, ratio, 0.05) for shape in shapes)
         assert worst == pytest.approx(0.05, rel=0.1)
 
 
@@ -108,20 +106,15 @@ def test_least_margin_and_rounds_needed_are_where_the_power_is_80_percent():
 
 
 def test_looks():
-    assert pooled.looks(12) == (5, 8, 12)
-    assert pooled.looks(20) == (8, 14, 20)
-    assert pooled.looks(4) == (3, 4)
-    assert pooled.looks(3) == (3,)
+    assert [*map(pooled.looks, (12, 20, 4, 3))] == [(5, 8, 12), (8, 14, 20), (3, 4), (3,)]
 
 
 def test_early_looks_claim_only_what_is_overwhelming_and_the_last_has_almost_all_of_alpha():
     for rounds in (12, 20, 40):
         first, second, last = pooled.critical(rounds, 3, 0.05)
         assert first < second < last < -1.9
-        fixed = min(  # a test without looks, of the worst shape
-            np.quantile(_statistics(shape, rounds, 3), 0.05)
-            for shape in ("twice", "exponential", "one in ten 4 sd high")
-        )
+        shapes = ("twice", "exponential", "one in ten 4 sd high")
+        fixed = min(np.quantile(_statistics(shape, rounds, 3), 0.05) for shape in shapes)  # without looks, the worst
         assert last == pytest.approx(fixed, rel=0.08)
 
 
@@ -171,10 +164,8 @@ def study(draw, gaps, rounds=12, ratio=3, sd=0.3, shape="normal"):
     pool = sd * draw.standard_normal(len(seeds))
     aa = [seed for seed in seeds if seed % ratio == ratio - 1]
     control = [seed for seed in seeds if seed % ratio != ratio - 1]
-    recipes = tuple(
-        arm("recipe", f"r{i}", gap + sd * SHAPES[shape](draw, rounds), range(0, ratio * rounds, ratio))
-        for i, gap in enumerate(gaps)
-    )
+    each = [(f"r{i}", gap + sd * SHAPES[shape](draw, rounds)) for i, gap in enumerate(gaps)]
+    recipes = tuple(arm("recipe", name, losses, range(0, ratio * rounds, ratio)) for name, losses in each)
     bf16, ulp = arm("control", "bf16", pool[control], control), arm("aa", "A/A", pool[aa], aa)
     return SimpleNamespace(pool=ratio, rounds=rounds, control=bf16, aa=ulp, recipes=recipes)
 
@@ -236,9 +227,7 @@ def test_rounds_that_a_pilot_s_spread_chose_cost_no_error(sd):
     for _ in range(simulations):
         ours, pool = sd * draw.standard_normal(60) + MARGIN, sd * draw.standard_normal(180)
         others = sd * draw.standard_normal((4, pilot))
-        squares = (
-            ours[:pilot].var() * pilot + pool[: ratio * pilot].var() * ratio * pilot + others.var(axis=1).sum() * pilot
-        )
+        squares = pilot * (ours[:pilot].var() + ratio * pool[: ratio * pilot].var() + others.var(axis=1).sum())
         spread = math.sqrt(squares / (5 * (pilot - 1) + ratio * pilot - 1))
         key = round(spread, 2)
         if key not in chosen:

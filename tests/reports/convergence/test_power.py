@@ -26,13 +26,11 @@ def test_power_agrees_with_adaptive_quadrature(df, margin, gap):
 
     def integrand(x):
         reach = margin - quantile * x
-        return (
-            2 * df * x * stats.chi2.pdf(df * x * x, df) * (stats.norm.cdf(reach - gap) - stats.norm.cdf(-reach - gap))
-        )
+        within = stats.norm.cdf(reach - gap) - stats.norm.cdf(-reach - gap)
+        return 2 * df * x * stats.chi2.pdf(df * x * x, df) * within
 
-    slow, _ = integrate.quad(
-        integrand, 0, margin / quantile, limit=500, epsabs=1e-13, points=[min(1, margin / quantile / 2)]
-    )
+    end = margin / quantile
+    slow, _ = integrate.quad(integrand, 0, end, limit=500, epsabs=1e-13, points=[min(1, end / 2)])
     assert power.exact_power(margin, reach=quantile, df=df, gap=gap) == pytest.approx(slow, abs=1e-9)
 
 
@@ -70,10 +68,8 @@ def test_seeds_beyond_a_bound_see_it_in_four_cases_of_five(paired):
     gaps = draw.normal(excess, sd, size=(2000, n))
     if not paired:
         arms = draw.normal(0, sd / math.sqrt(2), size=(2, 2000, n))
-        seen = [
-            compare(a + excess, b, margin=1e-12, paired=False).claims.inferior <= 0.05
-            for a, b in arms.swapaxes(0, 1)[:500]
-        ]
+        found = (compare(a + excess, b, margin=1e-12, paired=False) for a, b in arms.swapaxes(0, 1)[:500])
+        seen = [one.claims.inferior <= 0.05 for one in found]
     else:
         seen = [mean_of(row).p_above(0.0) <= 0.05 for row in gaps]
     assert np.mean(seen) == pytest.approx(0.81, abs=0.06)

@@ -78,10 +78,8 @@ def test_a_gap_that_the_slope_does_not_reach_costs_no_number_of_steps(sign):
     near, far = (matched(control(), [sign * share * reach] * 5) for share in (0.99, 1.5))
     assert near.more_steps == pytest.approx(sign * 247.5)
     assert (far.less_time, far.more_steps) == (None, None)
-    assert (
-        far.reason
-        == "the gap is 1.5 times what the control gained in the last quarter: its slope does not reach that far"
-    )
+    said = "the gap is 1.5 times what the control gained in the last quarter: its slope does not reach that far"
+    assert far.reason == said
 
 
 def test_what_is_missing_is_said():
@@ -89,10 +87,8 @@ def test_what_is_missing_is_said():
     assert (one.less_time_interval, one.reason) == (None, "no interval: one seed")
     assert one.less_time is not None
     noisy = matched(control(noise=0.3, seed=3, slope=-1e-3), [0.002] * 5)
-    assert (noisy.more_steps_interval, noisy.reason) == (
-        None,
-        "no interval: the slope is not told from 0 by these seeds",
-    )
+    said = "no interval: the slope is not told from 0 by these seeds"
+    assert (noisy.more_steps_interval, noisy.reason) == (None, said)
     untimed = matched(control(), [0.002] * 5, ours=(), theirs=())
     assert (untimed.less_time, untimed.reason) == (None, "no step times were measured")
     assert untimed.more_steps == pytest.approx(20)

@@ -1,11 +1,12 @@
 """Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_of, study_records, write_study
+from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_at, study_of, study_records, write_study
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import curves
@@ -30,20 +31,28 @@ def judged(
     return judge_study(study_of(directory / "run", study_records(**options), judgement), margin=margin)
 
 
+def altered(directory: Path, which: Callable[[Record], bool], samples: Callable[[Any], Any], **judgement: Any) -> Any:
+    """The verdict of a study of which those records that are `which` have other samples, made of their own."""
+    records = study_records(seeds=range(judgement.get("seeds", 5)), sd=0.0002)
+    for place, one in enumerate(records):
+        if which(one):
+            records[place] = dataclasses.replace(one, samples={**one.samples, **samples(one.samples)})
+    return judge_study(study_of(directory / "run", records, {**JUDGEMENT, **judgement}))
+
+
+def of_rowwise(seed: int) -> Callable[[Record], bool]:
+    return lambda one: (one.trial.recipe, one.trial.seed) == ("rowwise_scaling", seed)
+
+
 def by_name(found: StudyVerdict) -> dict[str, Verdict]:
     return {finding.arm.name: finding.verdict for finding in found.recipes}
 
 
 def test_truth_is_told(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS)
-    assert by_name(found) == {
-        "delayed scaling": Verdict.EQUIVALENT,
-        "rowwise scaling": Verdict.EQUIVALENT,
-        "block scaling": Verdict.INFERIOR,
-    }
-    assert found.aa is not None
+    good = dict.fromkeys(("delayed scaling", "rowwise scaling"), Verdict.EQUIVALENT)
+    assert by_name(found) == good | {"block scaling": Verdict.INFERIOR}
     assert found.aa.verdict is Verdict.EQUIVALENT
-    assert found.broken is not None
     assert found.broken.verdict is Verdict.INFERIOR
     assert found.void is None
     assert found.exit_code == 1
@@ -68,8 +77,6 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
     found = judge_study(study_of(tmp_path / "run", records))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     comparison = found.recipes[0].judgement.comparison
-    assert comparison is not None
-    assert comparison.correlation is not None
     assert comparison.correlation > 0.99
 
 
@@ -89,81 +96,51 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
 
 def test_an_aa_arm_that_does_not_tell_voids_the_verdict(tmp_path: Path) -> None:
     """INCONCLUSIVE is not EQUIVALENT: bf16 differs from itself by too much to tell."""
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.problem["arm"] == "aa":
-            records[place] = run_record("aa", one.trial.seed, 0.0, 0.004 * (one.trial.seed % 3 - 1))
-    found = judge_study(study_of(tmp_path / "run", records))
-    assert found.aa is not None
+    noisy = iter([run_record("aa", seed, 0.0, 0.004 * (seed % 3 - 1)).samples for seed in range(5)])
+    found = altered(tmp_path, lambda one: one.trial.problem["arm"] == "aa", lambda _: next(noisy))
     assert found.aa.verdict is Verdict.INCONCLUSIVE
     assert "A/A configuration, bf16 against itself, is not EQUIVALENT" in str(found.void)
     assert found.exit_code == 4
 
 
-def risen(records: list[Record], rise: float) -> list[Record]:
-    """The runs' validation losses, least in the middle and `rise` higher at the end; the gaps as they were."""
-    found = []
-    for one in records:
-        end = one.samples["val_step"][-1]
-        lift = [rise * max(0.0, 2 * step / end - 1) for step in one.samples["val_step"]]
-        flat = [
-            3.28 + (loss - 3.28) * step / end
-            for loss, step in zip(one.samples["val_loss"], one.samples["val_step"], strict=True)
-        ]
-        curve = [loss + up for loss, up in zip(flat, lift, strict=True)]
-        found.append(dataclasses.replace(one, samples={**one.samples, "val_loss": curve}))
-    return found
+def risen(samples: Any) -> Any:
+    """Validation losses that are least in the middle and 0.2 higher at the end; the gaps as they were."""
+    end = samples["val_step"][-1]
+    points = zip(samples["val_loss"], samples["val_step"], strict=True)
+    return {"val_loss": [3.28 + (x - 3.28) * step / end + 0.2 * max(0.0, 2 * step / end - 1) for x, step in points]}
 
 
 def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    assert judge_study(study_of(tmp_path / "fits", records)).void is None
-    found = judge_study(study_of(tmp_path / "overfits", risen(records, 0.2)))
+    assert judged(tmp_path / "fits").void is None
+    found = altered(tmp_path / "overfits", lambda one: True, risen)
     assert "bf16 overfits: its validation loss ends" in str(found.void)
     assert found.exit_code == 4
 
 
-def test_the_gap_in_training_stands_beside_and_decides_nothing(tmp_path: Path) -> None:
-    records = [
-        dataclasses.replace(r, samples={**r.samples, "loss": [x + 0.2 for x in r.samples["loss"]]})
-        if r.trial.recipe
-        else r
-        for r in study_records(sd=0.0002)
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+@pytest.mark.parametrize(("name", "more", "what"), [("loss", 0.2, "trained"), ("val_loss_native", 1.0, "native")])
+def test_the_gap_in_training_or_natively_stands_beside_and_decides_nothing(tmp_path, name, more, what):
+    found = altered(tmp_path, lambda one: one.trial.recipe, lambda own: {name: [x + more for x in own[name]]})
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].trained is not None
-    assert found.recipes[0].trained.gap == pytest.approx(0.2, abs=0.03)
+    assert getattr(found.recipes[0], what).gap == pytest.approx(more, abs=0.03)
 
 
 def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    first = next(r for r in records if r.trial.recipe == "rowwise_scaling" and r.trial.seed == 0)
-    records = [
-        dataclasses.replace(r, samples=first.samples) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+    first = next(filter(of_rowwise(0), study_records(sd=0.0002)))
+    found = altered(tmp_path, of_rowwise(3), lambda _: first.samples)
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.INCONCLUSIVE}
     assert "seeds 0, 3 ended on the very same loss" in found.recipes[1].judgement.reason
 
 
 def test_a_gap_far_from_the_others_is_noted(tmp_path: Path) -> None:
-    records = study_records(seeds=range(8), sd=0.0002)
-    far = [
-        run_record("rowwise_scaling", 3, 0.0, 0.05) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3) else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", far, {**JUDGEMENT, "seeds": 8}))
-    assert any(
-        note.startswith("rowwise scaling, seed 3: its gap +0.0") and "lies far from the others" in note
-        for note in found.notes
-    )
+    far = run_record("rowwise_scaling", 3, 0.0, 0.05).samples
+    found = altered(tmp_path, of_rowwise(3), lambda _: far, seeds=8)
+    [far] = [note for note in found.notes if note.startswith("rowwise scaling, seed 3: its gap +0.0")]
+    assert "lies far from the others" in far
 
 
 def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_path: Path) -> None:
     broke = study_records(sd=0.0002, outcomes={("rowwise_scaling", 3): "diverged"})
-    ended = [r for r in study_records(sd=0.0002) if (r.trial.recipe, r.trial.seed) == ("rowwise_scaling", 3)]
+    ended = [*filter(of_rowwise(3), study_records(sd=0.0002))]
     for records in ([*broke, *ended], [*ended, *broke]):
         found = judge_study(study_of(tmp_path / str(len(list(tmp_path.iterdir()))), records))
         assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
@@ -171,7 +148,6 @@ def test_a_divergence_that_another_record_of_its_trial_follows_still_counts(tmp_
 
 def test_a_broken_arm_that_diverges_is_caught(tmp_path: Path) -> None:
     found = judged(tmp_path, outcomes={("broken", 1): "diverged"})
-    assert found.broken is not None
     assert found.broken.verdict is Verdict.DIVERGED
     assert found.void is None
 
@@ -188,13 +164,8 @@ def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path)
 
 
 def test_a_loss_that_rose_and_stayed_is_diverged_though_the_run_ended(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.recipe == "rowwise_scaling" and one.trial.seed == 2:
-            half = len(one.samples["loss"]) // 2
-            risen = [x + (2.0 if i > half else 0.0) for i, x in enumerate(one.samples["loss"])]
-            records[place] = dataclasses.replace(one, samples={**one.samples, "loss": risen})
-    found = judge_study(study_of(tmp_path / "run", records))
+    steps = lambda loss: [x + 2.0 * (i > len(loss) // 2) for i, x in enumerate(loss)]  # noqa: E731
+    found = altered(tmp_path, of_rowwise(2), lambda own: {"loss": steps(own["loss"])})
     assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
     assert "did not come back" in found.recipes[1].judgement.reason
 
@@ -216,9 +187,7 @@ def test_a_divergence_counts_whichever_other_run_of_the_seed_ended(tmp_path: Pat
     later = [dataclasses.replace(r, started_at="2026-11-20T13:00:00+00:00") for r in study_records(sd=0.0002)]
     again = write_study(tmp_path / "again", later)
     for directories in ([ended, broke], [broke, ended], [broke, again], [again, broke]):
-        [group] = load_results(directories).groups
-        [study] = studies(group)
-        found = judge_study(study)
+        found = judge_study(study_at(*directories))
         if again in directories:
             assert by_name(found)["rowwise scaling"] is Verdict.DIVERGED
             assert any("rowwise scaling, seed 3 was run twice" in note for note in found.notes)
@@ -244,12 +213,9 @@ def test_seeds_that_were_planned_and_left_out_are_missing(tmp_path: Path) -> Non
 
 def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None:
     directory = write_study(tmp_path / "run", study_records(sd=0.0002))
-    write_study(
-        directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8)), {**JUDGEMENT, "seeds": 8}
-    )
-    [group] = load_results([directory]).groups
-    [study] = studies(group)
-    found = judge_study(study)
+    later = study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(5, 8))
+    write_study(directory, later, {**JUDGEMENT, "seeds": 8})
+    found = judge_study(study_at(directory))
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert found.recipes[0].seeds == (0, 1, 2, 3, 4)
     assert any("seeds from 5 on were added after the first plan" in note for note in found.notes)
@@ -263,9 +229,7 @@ def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> 
     def notes(first: dict[str, float]) -> list[str]:
         directory = write_study(tmp_path / str(len(first)), study_records(first, sd=0.0002))
         write_study(directory, study_records(GAPS, sd=0.0002))
-        [group] = load_results([directory]).groups
-        [study] = studies(group)
-        return [note for note in judge_study(study).notes if "added after the first plan" in note]
+        return [note for note in judge_study(study_at(directory)).notes if "added after the first plan" in note]
 
     [said] = notes(TRUTH)
     assert said.startswith("block scaling was added after the first plan")
@@ -275,13 +239,10 @@ def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> 
 def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> None:
     truth = {**TRUTH, "float8_block_scaling": 0.0, "float8_current_scaling": 0.0}
     lost = {(name, 1): "crashed" for name in ("rowwise_scaling", "float8_block_scaling", "float8_current_scaling")}
-    whole, damaged = (
-        judged(tmp_path / name, truth=truth, outcomes=outcomes, sd=0.002)
-        for name, outcomes in (("whole", {}), ("damaged", lost))
-    )
+    whole = judged(tmp_path / "whole", truth=truth, sd=0.002)
+    damaged = judged(tmp_path / "damaged", truth=truth, outcomes=lost, sd=0.002)
     adjusted = damaged.recipes[0].judgement.claims.equivalent
     alone = damaged.recipes[0].judgement.comparison
-    assert alone is not None
     assert adjusted == pytest.approx(4 * alone.claims.equivalent)
     assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
 
@@ -295,12 +256,8 @@ def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> N
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    control = {r.trial.seed: r.samples for r in records if r.trial.problem["arm"] == "control"}
-    records = [
-        dataclasses.replace(r, samples=control[r.trial.seed]) if r.trial.problem["arm"] == "aa" else r for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", records))
+    control = iter([r.samples for r in study_records(sd=0.0002) if r.trial.problem["arm"] == "control"])
+    found = altered(tmp_path, lambda one: one.trial.problem["arm"] == "aa", lambda _: next(control))
     assert "its perturbation was lost" in str(found.void)
 
 
@@ -314,9 +271,7 @@ def test_a_seed_without_a_result_leaves_no_verdict(tmp_path: Path, outcome: str)
 
 
 def test_arms_of_unlike_seeds_are_not_paired(tmp_path: Path) -> None:
-    records = [
-        r for r in study_records(seeds=range(8), sd=0.0002) if (r.trial.recipe, r.trial.seed) != ("rowwise_scaling", 6)
-    ]
+    records = [r for r in study_records(seeds=range(8), sd=0.0002) if not of_rowwise(6)(r)]
     found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "seeds": 8}))
     assert by_name(found)["rowwise scaling"] is Verdict.INCONCLUSIVE
     assert found.recipes[1].judgement.reason == "rowwise scaling has 7 of the 8 seeds of the plan"
@@ -338,17 +293,8 @@ def test_a_learning_rate_that_has_not_decayed_carries_nothing(tmp_path: Path) ->
 
 
 def test_a_run_cut_short_is_no_result(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    for place, one in enumerate(records):
-        if one.trial.recipe == "delayed_scaling" and one.trial.problem["arm"] == "recipe" and one.trial.seed == 1:
-            samples = {
-                **one.samples,
-                "val_step": one.samples["val_step"][:-1],
-                "val_loss": one.samples["val_loss"][:-1],
-            }
-            records[place] = dataclasses.replace(one, samples=samples)
-    found = judge_study(study_of(tmp_path / "run", records))
-    assert "no result for seed 1" in found.recipes[0].judgement.reason
+    found = altered(tmp_path, of_rowwise(1), lambda own: {name: own[name][:-1] for name in ("val_step", "val_loss")})
+    assert "no result for seed 1" in found.recipes[1].judgement.reason
 
 
 def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
@@ -364,28 +310,11 @@ def test_the_plan_s_margin_counts_and_another_is_said(tmp_path: Path) -> None:
             judged(tmp_path / str(impossible), margin=impossible)
 
 
-def test_native_losses_stand_beside_and_decide_nothing(tmp_path: Path) -> None:
-    records = study_records(sd=0.0002)
-    shifted = [
-        dataclasses.replace(r, samples={**r.samples, "val_loss_native": [x + 1 for x in r.samples["val_loss_native"]]})
-        if r.trial.recipe
-        else r
-        for r in records
-    ]
-    found = judge_study(study_of(tmp_path / "run", shifted))
-    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert found.recipes[0].native is not None
-    assert found.recipes[0].native.gap == pytest.approx(1.0, abs=0.01)
-
-
 def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
     """Steps take 0.9 of the time, and a gap of 0.02 costs steps: by the curve's own slope at the end."""
     found = judged(tmp_path, truth=GAPS, sd=0.0001)
     even, behind = found.recipes[0].speedup, found.recipes[2].speedup
-    assert even is not None
     assert even.less_time == pytest.approx(0.1, abs=0.01)
-    assert behind is not None
-    assert behind.more_steps is not None
     quarter = [3.28 + 2 / (1 + step / 20) for step in (0.75 * STEPS, STEPS)]
     slope = (quarter[0] - quarter[1]) / (0.25 * STEPS)
     assert behind.more_steps == pytest.approx(0.02 / slope, rel=0.15)

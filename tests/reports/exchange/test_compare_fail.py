@@ -62,9 +62,7 @@ def test_anything_else_is_refused_and_told_what_is_legal(bad: str) -> None:
     st.floats(1e-6, 1.0),
     st.floats(0.5, 2.0),
 )
-def test_what_pytest_benchmark_can_say_it_says_too(
-    stat: str, limit: int, unit: str, before: float, factor: float
-) -> None:
+def test_what_pytest_benchmark_can_say_it_says_too(stat, limit, unit, before, factor):
     """Its own checks are the reference, wherever its grammar, whole percentages, reaches."""
     rounds = [before, 1.1 * before, 1.3 * before]
     slower = [factor * value for value in rounds]

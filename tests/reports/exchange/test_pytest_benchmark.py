@@ -102,27 +102,22 @@ def test_samples_are_said_once(exported: Path) -> None:
     assert any("peak_allocated_bytes" in record["samples"] for record in records)
 
 
-def test_github_action_benchmark_finds_what_it_reads(exported: Path) -> None:
-    """Its extractPytestResult: fullname, stats.ops, .stddev, .mean, .rounds. Of two of one name one would be lost."""
-    benchmarks = value_of(exported)["benchmarks"]
-    for benchmark in benchmarks:
-        stats = benchmark["stats"]
-        assert isinstance(benchmark["fullname"], str)
-        assert all(math.isfinite(stats[field]) for field in ("ops", "stddev", "mean", "rounds"))
-        assert stats["ops"] == pytest.approx(1 / stats["mean"])
-    assert len({benchmark["fullname"] for benchmark in benchmarks}) == len(benchmarks)
+def test_github_action_benchmark_and_bencher_find_what_they_read(exported: Path) -> None:
+    """The first in extractPytestResult: fullname, stats.ops, .stddev, .mean, .rounds; of two of one name one is lost.
 
-
-def test_bencher_finds_what_it_reads(exported: Path) -> None:
-    """Its python_pytest adapter: objects machine_info and commit_info, a name of 1 to 1024 characters, decimals."""
+    The other in its python_pytest adapter: machine_info, commit_info, a name of 1 to 1024 characters, decimals.
+    """
     value = value_of(exported)
     assert isinstance(value["machine_info"], dict)
     assert isinstance(value["commit_info"], dict)
     for benchmark in value["benchmarks"]:
+        stats = benchmark["stats"]
         assert 0 < len(benchmark["fullname"]) <= 1024
-        for field in ("median", "iqr", "mean", "stddev"):
-            assert math.isfinite(benchmark["stats"][field])
-            assert 0 <= benchmark["stats"][field] < 1e19  # nanoseconds in a rust_decimal
+        for field in ("ops", "rounds", "median", "iqr", "mean", "stddev"):
+            assert math.isfinite(stats[field])
+            assert 0 <= stats[field] < 1e19  # nanoseconds in a rust_decimal
+        assert stats["ops"] == pytest.approx(1 / stats["mean"])
+    assert len({benchmark["fullname"] for benchmark in value["benchmarks"]}) == len(value["benchmarks"])
 
 
 def test_a_name_that_two_trials_share_is_told_apart_by_their_ids(tmp_path: Path) -> None:
@@ -135,9 +130,10 @@ def test_a_name_that_two_trials_share_is_told_apart_by_their_ids(tmp_path: Path)
 # Its own commands.
 
 
-def compare(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest_benchmark", "compare", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+def run_here(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *map(str, arguments)]
+    alone = {key: os.environ[key] for key in os.environ if key != "PYTEST_XDIST_WORKER"}  # which disables benchmarks
+    return subprocess.run(command, cwd=cwd, env=alone, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("by", ["group", "param:attention"])
@@ -145,7 +141,8 @@ def test_pytest_benchmark_compares_two_of_our_files(exported: Path, tmp_path: Pa
     slower = journals.write(tmp_path / "slow", journals.ladder_records(slower=1.25), baseline=journals.baseline_cell())
     pytest_export.write(slower, tmp_path / "slow.json")
     arguments = [exported, tmp_path / "slow.json", "--group-by", by, "--columns", "median,iqr,rounds"]
-    done = compare(*arguments, "--csv", tmp_path / "table", "-k", "cudagraph", cwd=tmp_path)
+    arguments += ["--csv", tmp_path / "table", "-k", "cudagraph"]
+    done = run_here("pytest_benchmark", "compare", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "cudnn/bf16/cudagraph" in done.stdout
     assert "26.1" in done.stdout  # milliseconds
@@ -163,21 +160,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "    benchmark.pedantic(sum, args=(range(n),), rounds=7)\n\n\n"
         "def test_len(benchmark):\n    benchmark.pedantic(len, args=('abc',), rounds=3)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--benchmark-json",
-        "out.json",
-        "test_it.py",
-    ]
-    alone = {
-        key: value for key, value in os.environ.items() if key != "PYTEST_XDIST_WORKER"
-    }  # which disables benchmarks
-    done = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, timeout=120)
+    done = run_here("pytest", "-q", "-p", "no:cacheprovider", "--benchmark-json", "out.json", "test_it.py", cwd=root)
     assert done.returncode == 0, done.stdout + done.stderr
     return root / "out.json"
 
@@ -274,36 +257,27 @@ def test_a_file_without_rounds_says_how_to_write_one_with_them(theirs: Path, tmp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (None, "cannot read"),
         ("", "is not JSON"),
         ("[1]", "holds no benchmarks"),
         ('{"benchmarks": [{"name": "x"}]}', "holds no benchmarks"),
         ('{"benchmarks": []}', "nothing to import"),
-        (
-            '{"benchmarks": [{"fullname": "x", "stats": {}}, {"fullname": "x", "stats": {}}]}',
-            "x is there more than once",
-        ),
+        ('{"benchmarks": [{"fullname": "x", "stats": {}}, {"fullname": "x", "stats": {}}]}', "x is there more than"),
         ('{"benchmarks": [{"fullname": "x", "stats": {"data": [1.0]}}]}', "datetime None"),
         ('{"benchmarks": [], "te_bench": {"schema": 99}}', "schema 99"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "x.json").write_text(content)
+def test_other_files_are_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "x.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         pytest_import.write(tmp_path / "x.json", tmp_path / "run")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read"):
-        pytest_import.read(tmp_path / "none.json")
-
-
 def two_environments(directory: Path) -> Path:
     first, second = (journals.environment(name, code=name) for name in ("env-old", "env-new"))
-    old, new = (
-        journals.step_record(journals.trial(), ms, where=where) for ms, where in ((10.0, "env-old"), (11.0, "env-new"))
-    )
-    journals.write(directory, [old], body=first)
-    return journals.write(directory, [new], body=second)
+    journals.write(directory, [journals.step_record(journals.trial(), 10.0, where="env-old")], body=first)
+    return journals.write(directory, [journals.step_record(journals.trial(), 11.0, where="env-new")], body=second)
 
 
 def test_the_newest_environment_is_exported_and_others_by_id(tmp_path: Path) -> None:

@@ -103,18 +103,15 @@ def cheapest(values: np.ndarray, price: float) -> float:
     n = len(values)
     costs = [-price] + [math.inf] * n
     for end in range(2, n + 1):
-        costs[end] = min(
-            costs[start] + ((values[start:end] - values[start:end].mean()) ** 2).sum() + price
-            for start in range(end - 1)
-        )
+        parts = (values[start:end] for start in range(end - 1))
+        costs[end] = min(before + ((p - p.mean()) ** 2).sum() + price for before, p in zip(costs, parts, strict=False))
     return costs[n]
 
 
-@given(
-    st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=SHORTEST, max_size=24),
-    st.integers(1, 6),
-    st.floats(0.1, 8),
-)
+LEVELS = st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=SHORTEST, max_size=24)
+
+
+@given(LEVELS, st.integers(1, 6), st.floats(0.1, 8))
 def test_no_segmentation_is_cheaper(levels: list[float], each: int, price: float) -> None:
     random = np.random.default_rng(len(levels) + each)
     values = np.repeat(levels, each)[: len(levels)] + 0.5 * random.standard_normal(len(levels))

@@ -14,7 +14,6 @@ from te_bench.experiments.store import Journal, load
 from te_bench.reports.exchange import pytest_export, pytest_import
 from te_bench.reports.history.series import History, from_journals, load_history
 from te_bench.reports.page import history_page
-from te_bench.reports.page.drawing import Drawing
 from te_bench.reports.page.history_figures import PANELS, of_history, percent_change
 
 
@@ -27,9 +26,12 @@ def at(record: Record, day: int) -> Record:
     return dataclasses.replace(record, started_at=f"2026-10-{day:02}T12:00:00+00:00")
 
 
-def commits(
-    root: Path, slower: Mapping[str, Mapping[int, float]], *, number: int = 24, noise: float = 0.004, seeds: int = 2
-) -> list[Path]:
+def run(path: Path, body: dict[str, Any], day: int, *trials: Any) -> Path:
+    steps = [journals.step_record(trial, 10.0, where=body["id"]) for trial in trials or (journals.trial(),)]
+    return journals.write(path, [at(step, day) for step in steps], body=body)
+
+
+def commits(root, slower: Mapping[str, Mapping[int, float]], *, number=24, noise=0.004, seeds=2) -> list[Path]:
     """A run a commit; slower: {attention: {commit: factor from there on}}."""
     draw = random.Random(1)
     runs = []
@@ -40,9 +42,8 @@ def commits(
             for since, by in slower.get(attention, {}).items():
                 factor *= by if commit >= since else 1.0
             for seed in range(seeds):
-                step = journals.step_record(
-                    journals.trial(attention=attention, seed=seed), ms * factor * draw.gauss(1, noise), where=body["id"]
-                )
+                took, of = ms * factor * draw.gauss(1, noise), journals.trial(attention=attention, seed=seed)
+                step = journals.step_record(of, took, where=body["id"])
                 records.append(at(step, commit))
         runs.append(journals.write(root / f"run{commit:02}", records, body=body))
     return runs
@@ -55,9 +56,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 
 def test_each_cell_is_a_series_of_a_point_a_commit(found: History) -> None:
-    assert [one.name for one in found.series] == [
-        f"train_step/gpt2-b12-t1024-V50304/{attention}/bf16/eager" for attention in ("manual", "flash", "cudnn")
-    ]
+    cell = "train_step/gpt2-b12-t1024-V50304/{}/bf16/eager"
+    assert [one.name for one in found.series] == [*map(cell.format, ("manual", "flash", "cudnn"))]
     for one in found.series:
         assert [point.commit for point in one.points] == [f"{n:02}abababab" for n in range(1, 25)]
         assert {point.processes for point in one.points} == {2}
@@ -87,24 +87,19 @@ def test_the_order_of_the_directories_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_commits_measured_out_of_order_are_put_in_the_order_of_their_times(tmp_path: Path) -> None:
-    journals_of: dict[str, Journal] = {}
-    for day, commit in enumerate((5, 1, 3), start=1):  # measured on three days, the oldest commit second
-        body = environment(commit, git_commit_time=f"2026-0{commit}-01T00:00:00+02:00")
-        step = at(journals.step_record(journals.trial(), 10.0, where=body["id"]), day)
-        journals_of[f"run{day}"] = load(journals.write(tmp_path / f"run{day}", [step], body=body))
-    (one,) = from_journals(journals_of).series
+    runs = [
+        run(tmp_path / str(day), environment(commit, git_commit_time=f"2026-0{commit}-01T00:00:00+02:00"), day)
+        for day, commit in enumerate((5, 1, 3), start=1)  # measured on three days, the oldest commit second
+    ]
+    (one,) = load_history(runs).series
     assert [point.commit[:2] for point in one.points] == ["01", "03", "05"]
     assert one.points[0].at == "2025-12-31T22:00:00+00:00"
     assert one.points[0].measured_at == "2026-10-02T12:00:00+00:00"
 
 
 def test_one_commit_without_a_time_puts_all_in_the_order_of_measurement(tmp_path: Path) -> None:
-    runs = []
-    for day, (commit, details) in enumerate(((5, {"git_commit_time": "2026-05-01T00:00:00Z"}), (1, {})), start=1):
-        body = environment(commit, **details)
-        step = at(journals.step_record(journals.trial(), 10.0, where=body["id"]), day)
-        runs.append(journals.write(tmp_path / f"run{day}", [step], body=body))
-    (one,) = load_history(runs).series
+    bodies = environment(5, git_commit_time="2026-05-01T00:00:00Z"), environment(1)
+    (one,) = load_history([run(tmp_path / str(day), body, day) for day, body in enumerate(bodies, start=1)]).series
     assert [point.commit[:2] for point in one.points] == ["05", "01"]
 
 
@@ -125,23 +120,14 @@ def test_machines_quantities_and_settings_are_series_of_their_own(tmp_path: Path
 def test_a_copied_run_counts_once_and_a_driver_is_a_point(tmp_path: Path) -> None:
     first = journals.environment("env-a")
     second = journals.environment("env-b", driver="590.1")
-    runs = [
-        journals.write(
-            tmp_path / name, [at(journals.step_record(journals.trial(), 10.0, where=body["id"]), day)], body=body
-        )
-        for name, body, day in (("a", first, 1), ("copy", first, 1), ("b", second, 2))
-    ]
-    (one,) = load_history(runs).series
+    runs = (("a", first, 1), ("copy", first, 1), ("b", second, 2))
+    (one,) = load_history([run(tmp_path / name, body, day) for name, body, day in runs]).series
     assert [point.run for point in one.points] == ["a", "b"]
 
 
 def test_dirty_and_unknown_commits_are_marked(tmp_path: Path) -> None:
-    runs = []
-    for day, details in enumerate(({"git_dirty": True}, {"git_commit": None}), start=1):
-        body = environment(day, **details)
-        step = at(journals.step_record(journals.trial(), 10.0, where=body["id"]), day)
-        runs.append(journals.write(tmp_path / str(day), [step], body=body))
-    (one,) = load_history(runs).series
+    bodies = environment(1, git_dirty=True), environment(2, git_commit=None)
+    (one,) = load_history([run(tmp_path / str(day), body, day) for day, body in enumerate(bodies, start=1)]).series
     assert [point.commit for point in one.points] == ["01abababab+", "~code02"]
 
 
@@ -164,9 +150,8 @@ def test_only_chooses_by_name(tmp_path: Path) -> None:
 
 
 def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
-    run = journals.write(tmp_path, [journals.record(journals.trial(), outcome="oom")])
     with pytest.raises(ValueError, match="no history to show"):
-        load_history([run])
+        load_history([journals.write(tmp_path, [journals.record(journals.trial(), outcome="oom")])])
     with pytest.raises(ValueError, match="no run directory"):
         load_history([])
 
@@ -214,7 +199,7 @@ def test_a_change_that_may_lie_at_several_commits_says_which(tmp_path: Path) -> 
     assert told == f"{names[change.index]} ({names[change.first]}..{names[change.last]})"
 
 
-def test_the_headline_names_the_greatest_slow_down(found: History, tmp_path: Path) -> None:
+def test_headline_and_terminal_name_the_greatest_slow_down(found: History, tmp_path: Path) -> None:
     said = history_page.headline(found)
     assert said.startswith("2 changes of level in 3 series; the greatest slow-down: +")
     assert "flash/bf16/eager at 15abababab" in said
@@ -223,16 +208,10 @@ def test_the_headline_names_the_greatest_slow_down(found: History, tmp_path: Pat
     faster = load_history(commits(tmp_path / "faster", {"cudnn": {8: 0.8}}, number=16), only="*/cudnn/*")
     assert history_page.headline(faster) == "One change of level in one series, none of them slower."
 
-
-def test_the_terminal_fits_a_hundred_columns(found: History) -> None:
+    assert {row[4].text for row in history_page.series(quiet).rows} == {"—"}  # short series are marked
     lines = history_page.terminal(found).splitlines()
     assert max(map(len, lines[1:])) <= 100
     assert any("/flash/" in line and "15abababab" in line and " +" in line for line in lines[1:])
-
-
-def test_short_series_are_listed_and_marked(tmp_path: Path) -> None:
-    rows = history_page.series(load_history(commits(tmp_path, {}, number=3))).rows
-    assert {row[4].text for row in rows} == {"—"}
 
 
 @pytest.fixture(scope="module")
@@ -247,9 +226,6 @@ def test_the_page_holds_its_figures_and_fetches_nothing(page: Path) -> None:
     assert "http" not in html.replace("http://www.w3.org/", "").replace("http-equiv", "")
     assert {path.name for path in (page.parent / "figures").iterdir()} == {"history-1.svg", "history-1.png"}
     assert (page.parent / "figures" / "history-1.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_markdown_holds_both_tables_and_the_figure(page: Path) -> None:
     text = (page.parent / "history.md").read_text()
     assert "](figures/history-1.svg)" in text
     assert "## Changes of level\n\n| Configuration | Machine |" in text
@@ -270,16 +246,12 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         assert "<script>alert" not in file.read_text()
 
 
-def drawings(root: Path, configurations: int) -> list[Drawing]:
-    records = [journals.step_record(journals.trial(note=number), 10.0) for number in range(configurations)]
-    return of_history(load_history([journals.write(root, records)]))
-
-
 def test_a_large_family_is_drawn_in_parts(tmp_path: Path) -> None:
-    assert len(drawings(tmp_path / "one", PANELS)) == 1
-    two = drawings(tmp_path / "two", PANELS + 1)
-    assert [drawing.name for drawing in two] == ["history-1", "history-2"]
-    assert two[1].caption.endswith("part 2 of 2")
+    for configurations, parts in ((PANELS, ["history-1"]), (PANELS + 1, ["history-1", "history-2"])):
+        trials = [journals.trial(note=number) for number in range(configurations)]
+        drawn = of_history(load_history([run(tmp_path / str(configurations), journals.environment(), 1, *trials)]))
+        assert [drawing.name for drawing in drawn] == parts
+    assert drawn[1].caption.endswith("part 2 of 2")
 
 
 def test_the_figure_shows_levels_and_changes(found: History) -> None:

@@ -1,26 +1,38 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
-import journals
-import matplotlib as mpl
 import pytest
-from journals import HOSTILE, STEP_KERNELS, ceilings_record, curve_record, record, step_record, trial, write
+from journals import (
+    HOSTILE,
+    STEP_KERNELS,
+    ceilings_record,
+    curve_record,
+    everything,
+    only_group,
+    record,
+    result_of,
+    step_record,
+    trial,
+    write,
+)
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page import attention_figures, gallery, loss_figures, step_figures
-from te_bench.reports.page.drawing import INK, STYLE
+from te_bench.reports.page.drawing import INK, styled
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    [result] = load_report([journals.everything(tmp_path_factory.mktemp("full") / "run")]).groups
-    return result
+    return only_group(everything(tmp_path_factory.mktemp("full") / "run"))
+
+
+def drawn(result):
+    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
 
 
 @pytest.fixture(scope="module")
 def drawings(result):
-    return {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
+    return drawn(result)
 
 
 KINDS = ("ladder", "memory", "floor_kinds", "layer_time", "loss_step", "loss_time", "max_batch")
@@ -45,11 +57,8 @@ def test_inline_svg_follows_the_page_s_colour(drawings, kind):
     inline = drawings[kind].inline
     assert "currentColor" in inline
     assert INK not in inline
-    grounds = [
-        re.search(r'id="[^"]*\bpatch_1">.*?style="([^"]*)"', svg, re.DOTALL)[1]
-        for svg in (inline, drawings[kind].svg.decode())
-    ]
-    assert grounds == ["fill: none", "fill: #ffffff"]
+    for svg, ground in ((inline, "none"), (drawings[kind].svg.decode(), "#ffffff")):
+        assert re.search(r'id="[^"]*\bpatch_1">.*?style="([^"]*)"', svg, re.DOTALL)[1] == f"fill: {ground}"
     assert "<style" not in inline
     assert "http://" not in re.sub(r'xmlns(:\w+)?="[^"]+"', "", inline)
 
@@ -63,8 +72,7 @@ def test_ids_are_unique_over_all_figures_and_every_reference_has_its_target(draw
 
 
 def test_same_records_give_the_same_bytes(result, drawings):
-    again = {drawing.name: drawing for drawing in gallery.figures_of(result, "")}
-    assert again == drawings
+    assert drawn(result) == drawings
 
 
 def test_ladder_says_time_speedup_and_what_failed(drawings):
@@ -84,19 +92,18 @@ def texts_of(figure):
     return [text for text in texts if text.get_text()]
 
 
+@styled
 def test_texts_do_not_overlap_and_stay_inside(result):
     """On the canvas's own measure, every pair of texts of every figure."""
-    builders = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
-    builders.append(attention_figures.scaling_errors(result))
-    builders += [attention_figures.times(result, way) for way in ("forward", "backward")]
-    builders += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
-    for build in builders:
-        with mpl.rc_context(STYLE):
-            figure = build()
-            canvas = FigureCanvasAgg(figure)
-            canvas.draw()
-            renderer = canvas.get_renderer()
-            boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts_of(figure)]
+    figures = [getattr(step_figures, name)(result) for name in ("ladder", "memory", "largest_batch")]
+    figures.append(attention_figures.scaling_errors(result))
+    figures += [attention_figures.times(result, way) for way in ("forward", "backward")]
+    figures += [loss_figures.losses(comparison, "step") for comparison in result.trainings]
+    for figure in figures:
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts_of(figure)]
         for text, box in boxes:
             assert box.x0 >= -1, text
             assert box.x1 <= figure.bbox.width + 1, text
@@ -106,40 +113,33 @@ def test_texts_do_not_overlap_and_stay_inside(result):
                 assert apart, (first, second)
 
 
-def drawn(build):
-    with mpl.rc_context(STYLE):
-        return build()
-
-
+@styled
 def test_names_that_differ_at_their_end_are_drawn_to_their_end(tmp_path):
     long = {"recipe": "float8_current_scaling", "precision": "fp8", "mode": "cudagraph", "head": "fp8"}
     ends = ("torchao_tensorwise", "torchao_rowwise")
     records = [step_record(trial(**long, linears=end), 10) for end in ends]
     for one in records:
         one.work["kernel_s"] = STEP_KERNELS
-    [result] = load_report([write(tmp_path / "run", [*records, ceilings_record()])]).groups
-    curved = [curve_record(trial("training", **long, linears=end)) for end in ends]
-    [other] = load_report([write(tmp_path / "curves", curved)]).groups
-    [comparison] = other.trainings
-    builders = [(step_figures.ladder(result), ends), (step_figures.memory(result), ends)]
-    builders += [(loss_figures.losses(comparison, "step"), ends), (step_figures.against_floor(result), ends[:1])]
-    for build, shown in builders:
-        said = " ".join(" ".join(text.get_text().split()) for text in texts_of(drawn(build)))
+    result = result_of(tmp_path, [*records, ceilings_record()])
+    losses = loss_panels(tmp_path / "curves", *(curve_record(trial("training", **long, linears=end)) for end in ends))
+    figures = [(step_figures.ladder(result), ends), (step_figures.memory(result), ends)]
+    figures += [(losses, ends), (step_figures.against_floor(result), ends[:1])]
+    for figure, shown in figures:
+        said = " ".join(" ".join(text.get_text().split()) for text in texts_of(figure))
         assert "…" not in said
         assert all(f"linears {end}" in said for end in shown)
 
 
 def test_attention_is_sorted_and_named_shape_by_shape(result):
-    [axes] = drawn(attention_figures.times(result, "forward")).axes
+    [axes] = attention_figures.times(result, "forward").axes
     said = [text.get_text() for text in axes.texts]
     expected = ["410.0, cuDNN", "240.0, flash", "120.0, memory-efficient", "written-out: oom"]
     assert [each for each in said if not each.startswith("B")] == expected * 3
 
 
 def loss_panels(tmp_path, *records):
-    [result] = load_report([write(tmp_path / "run", records)]).groups
-    [comparison] = result.trainings
-    return drawn(loss_figures.losses(comparison, "step"))
+    [comparison] = result_of(tmp_path, records).trainings
+    return loss_figures.losses(comparison, "step")
 
 
 def test_a_training_loss_of_many_steps_is_a_curve_and_no_fence(tmp_path):
@@ -168,30 +168,23 @@ def test_a_loss_that_rises_again_stays_in_the_frame(tmp_path):
 
 def test_band_is_drawn_for_several_seeds_only(tmp_path):
     for seeds, shown in ((1, False), (3, True)):
-        write(tmp_path / str(seeds), [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)])
-        [result] = load_report([tmp_path / str(seeds)]).groups
-        drawing = {d.name: d for d in gallery.figures_of(result, "")}["loss_step"]
+        records = [curve_record(trial("training", seed=s), 0.1 * s) for s in range(seeds)]
+        drawing = drawn(only_group(write(tmp_path / str(seeds), records)))["loss_step"]
         assert ("smallest to largest" in drawing.inline) is shown
 
 
 def test_names_are_text_whatever_they_hold(tmp_path):
     name = HOSTILE + r' $\frac{1}{0}$ "quoted" id="x" ' + "\x00" + "n" * 200
-    write(tmp_path / "run", [step_record(trial(attention=kernel), 10) for kernel in (name, "flash")], title=name)
-    [result] = load_report([tmp_path / "run"]).groups
-    for drawing in gallery.figures_of(result, ""):
+    records = [step_record(trial(attention=kernel), 10) for kernel in (name, "flash")]
+    for drawing in drawn(result_of(tmp_path, records, title=name)).values():
         assert "<script" not in drawing.inline
         root = ElementTree.fromstring(drawing.inline)
         assert any("$\\frac{1}{0}$" in (element.text or "") for element in root.iter())
 
 
-def test_nothing_measured_draws_nothing(tmp_path):
-    write(tmp_path / "run", [record(trial(), outcome="oom"), record(trial("attention"), outcome="oom")])
-    [result] = load_report([tmp_path / "run"]).groups
-    assert gallery.figures_of(result, "") == []
-
-
-def test_single_step_and_single_point_can_be_drawn(tmp_path):
+def test_nothing_measured_draws_nothing_and_a_single_step_and_point_can_be_drawn(tmp_path):
+    nothing = record(trial(), outcome="oom"), record(trial("attention"), outcome="oom")
+    assert drawn(only_group(write(tmp_path / "nothing", nothing))) == {}
     one = record(trial("training"), samples={"val_step": [5.0], "val_loss": [2.0], "val_time_s": [0.1]})
-    write(tmp_path / "run", [record(trial(), samples={"latency_s": [0.1]}), one])
-    [result] = load_report([tmp_path / "run"]).groups
-    assert {d.name for d in gallery.figures_of(result, "")} == {"ladder", "loss_step", "loss_time"}
+    result = result_of(tmp_path, [record(trial(), samples={"latency_s": [0.1]}), one])
+    assert set(drawn(result)) == {"ladder", "loss_step", "loss_time"}

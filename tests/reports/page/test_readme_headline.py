@@ -22,11 +22,8 @@ LADDER = [
 
 
 def run(folder, ladder, seeds=1):
-    steps = [
-        step_record(dataclasses.replace(of, seed=seed), ms * (1 + 0.01 * seed))
-        for of, ms in ladder
-        for seed in range(seeds)
-    ]
+    runs = [(of, ms, seed) for of, ms in ladder for seed in range(seeds)]
+    steps = [step_record(dataclasses.replace(of, seed=s), ms * (1 + 0.01 * s)) for of, ms, s in runs]
     write(folder, steps, baseline=BASELINE.cell)
     [result] = load_report([folder]).groups
     return result

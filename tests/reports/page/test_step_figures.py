@@ -3,9 +3,8 @@
 import dataclasses
 
 import pytest
-from journals import layer_records, write
+from journals import layer_records, result_of
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page import gallery, step_figures
 
 
@@ -19,10 +18,13 @@ def bars(figure):
     return found
 
 
+LAYER = {"suite": "layer", "title": "The layer"}
+
+
 def figure_of(tmp_path, records):
-    [result] = load_report([write(tmp_path / "run", records, suite="layer", title="The layer")]).groups
+    result = result_of(tmp_path, records, **LAYER)
     [variant] = result.layers
-    return result, step_figures.layer_times(variant.layers)()
+    return result, step_figures.layer_times(variant.layers)
 
 
 def test_parts_and_rest_add_up_to_the_time_measured(tmp_path):
@@ -49,12 +51,12 @@ def test_a_layer_that_was_not_measured_has_no_bar_and_a_page_without_layers_no_f
     failed = dataclasses.replace(records[0], outcome="oom", samples={})
     _, figure = figure_of(tmp_path, [failed, *records[1:]])
     assert len(bars(figure)) == len(records) - 1
-    [result] = load_report([write(tmp_path / "none", [failed], suite="layer", title="The layer")]).groups
+    result = result_of(tmp_path / "none", [failed], **LAYER)
     assert gallery.figures_of(result, "") == []
 
 
 def test_it_is_in_the_gallery_under_its_section(tmp_path):
-    [result] = load_report([write(tmp_path / "run", layer_records(), suite="layer", title="The layer")]).groups
+    result = result_of(tmp_path, layer_records(), **LAYER)
     [drawing] = [d for d in gallery.figures_of(result, "") if d.kind == "layer_time"]
     assert drawing.png.startswith(b"\x89PNG")
     assert "GEMM" in drawing.inline

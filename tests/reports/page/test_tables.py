@@ -1,24 +1,19 @@
-import pytest
 from journals import (
     HOSTILE,
     attention_records,
     baseline_cell,
     everything,
     ladder_records,
+    only_group,
     record,
+    result_of,
     step_record,
     trial,
     write,
 )
 
-from te_bench.reports.group_result import load_report
 from te_bench.reports.page.table import word
 from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of
-
-
-def result_of(tmp_path, records, **settings):
-    [result] = load_report([write(tmp_path / "run", records, **settings)]).groups
-    return result
 
 
 def table_of(tmp_path, name, records, **settings):
@@ -91,30 +86,22 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
     assert [row[2] for row in texts(table)] == ["signal 11", "not run; rerun the same command to go on"]
 
 
-VERDICT = {
-    "verdict",
-    "verdict_reasons",
-    "equal_loss",
-    "stability",
-    "stress",
-}  # of convergence runs: test_verdict_tables.py
+#: Of convergence runs: test_verdict_tables.py.
+VERDICT = {"verdict", "verdict_reasons", "equal_loss", "stability", "stress"}
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
 
 
-@pytest.mark.parametrize("name", sorted(set(TABLES) - VERDICT - SCALING))
-def test_every_table_of_a_full_run(tmp_path, name):
-    [result] = load_report([everything(tmp_path / "run")]).groups
-    [table] = tables_of(result, name)
-    assert table.name == name
-    assert table.rows
-    assert all(len(row) == len(table.columns) for row in table.rows)
-    assert not any(value.text in ("0", "0.00", "nan", "None", "") for row in table.rows for value in row[:-1])
-    assert markdown(table).count("\n") == len(table.rows) + 2
-
-
-@pytest.mark.parametrize("name", sorted(TABLES))
-def test_no_table_of_an_empty_plan(tmp_path, name):
-    assert tables_of(result_of(tmp_path, []), name) == []
+def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):
+    result = only_group(everything(tmp_path / "full"))
+    for name in set(TABLES) - VERDICT - SCALING:
+        [table] = tables_of(result, name)
+        assert table.name == name
+        assert table.rows
+        assert all(len(row) == len(table.columns) for row in table.rows)
+        assert not any(value.text in ("0", "0.00", "nan", "None", "") for row in table.rows for value in row[:-1])
+        assert markdown(table).count("\n") == len(table.rows) + 2
+    empty = result_of(tmp_path, [])
+    assert [table for name in TABLES for table in tables_of(empty, name)] == []
 
 
 def test_markdown_keeps_hostile_text_as_text(tmp_path):

@@ -16,9 +16,7 @@ STATE = "trainer_state.json"
 
 def _run_files(folder: Path) -> list[Path]:
     """The folder's own state and its last checkpoint's: whichever has come further counts."""
-    checkpoints = [
-        path for path in folder.glob(f"checkpoint-*/{STATE}") if re.fullmatch(r"checkpoint-\d+", path.parent.name)
-    ]
+    checkpoints = [p for p in folder.glob(f"checkpoint-*/{STATE}") if re.fullmatch(r"checkpoint-\d+", p.parent.name)]
     last = sorted(checkpoints, key=lambda path: int(path.parent.name.rpartition("-")[2]))[-1:]
     return [path for path in (*last, folder / STATE) if path.is_file()]
 

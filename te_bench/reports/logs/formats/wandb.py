@@ -128,10 +128,5 @@ def _is_history(file: LogFile) -> bool:
     return False
 
 
-FORMAT = LogFormat(
-    title="Weights & Biases' run folder or JSON lines",
-    recognises=_recognises,
-    read=_read,
-    binary=True,
-    run_files=_run_files,
-)
+TITLE = "Weights & Biases' run folder or JSON lines"
+FORMAT = LogFormat(title=TITLE, recognises=_recognises, read=_read, binary=True, run_files=_run_files)

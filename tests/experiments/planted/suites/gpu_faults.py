@@ -6,8 +6,6 @@ FAULTS = ("gpu-memory", "gpu-sound", "gpu-assert", "gpu-sound-after")
 
 
 def experiment(options: Options) -> Experiment:
-    trials = tuple(
-        Trial(workload="fault", device="cuda", problem={"model": fault}, attention="manual", protocol="once")
-        for fault in FAULTS
-    )
+    of = {"workload": "fault", "device": "cuda", "attention": "manual", "protocol": "once"}
+    trials = tuple(Trial(problem={"model": fault}, **of) for fault in FAULTS)
     return Experiment(suite="gpu_faults", title="GPU faults", trials=trials)

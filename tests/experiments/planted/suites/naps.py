@@ -7,10 +7,8 @@ SECONDS = {"naps": 0.15, "nothing": 0.0, "sleeps": 600.0}
 
 def trials(kind: str, number: int) -> tuple[Trial, ...]:
     problem = {"model": kind, "seconds": SECONDS[kind]}
-    return tuple(
-        Trial(workload="nap", device="cpu", problem={**problem, "number": i}, attention="manual", protocol="once")
-        for i in range(number)
-    )
+    of = {"workload": "nap", "device": "cpu", "attention": "manual", "protocol": "once"}
+    return tuple(Trial(problem={**problem, "number": i}, **of) for i in range(number))
 
 
 def experiment(options: Options) -> Experiment:

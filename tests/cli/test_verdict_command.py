@@ -1,0 +1,183 @@
+"""te-bench verdict of a convergence run and of a user's own losses."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from convergence_runs import JUDGEMENT, TRUTH, arm_trial, study_records, write_study
+from in_process import Command, Done
+from journals import record, write
+
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.headlines import headlines
+
+BF16 = [3.280, 3.281, 3.279, 3.282, 3.278, 3.2805]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    truth = {**TRUTH, "float8_block_scaling": 0.02, "float8_current_scaling": 0.0028}
+    records = study_records(truth, sd=0.0002, outcomes={("rowwise_scaling", 2): "diverged"})
+    return write_study(tmp_path / "run", records, JUDGEMENT)
+
+
+@pytest.fixture
+def judged(command: Command, tmp_path: Path) -> Callable[..., Done]:
+    """judged("3.1\n3.2", "3.2\n3.1", "--paired"): the verdict on the second file against the first, by their text."""
+
+    def of(baseline: str, candidate: str, *more: object, margin: object = 0.003) -> Done:
+        for name, losses in (("a.csv", baseline), ("b.csv", candidate)):
+            (tmp_path / name).write_text(losses)
+        return command("verdict", "--baseline", "a.csv", "--candidate", "b.csv", "--margin", margin, *more)
+
+    return of
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_exit_code_and_sentences_of_a_run_and_another_margin_is_exploration(command: Command, run: Path) -> None:
+    done = command("verdict", run)
+    assert done.code == 1, done.err
+    assert done.out.startswith("EQUIVALENT: delayed scaling trains like bf16")
+    assert "rowwise scaling: 1 of 5 runs, seed 2" in done.out
+    assert "The error rate holds for gaps that are normal" in flat(done.out)
+    assert max(map(len, done.out.splitlines())) <= 100
+    other = command("verdict", run, "--margin", "0.03")
+    assert "margin 0.03 was chosen after the plan, which says 0.003" in flat(other.out)
+
+
+def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(command: Command, tmp_path: Path) -> None:
+    pilot = write_study(tmp_path / "run", study_records({"control": 0.0, "aa": 0.0}, sd=0.0003))
+    done = command("verdict", pilot)
+    assert done.code == 4, done.err
+    assert flat(done.out).startswith("No verdict: char, ")
+    said = "has no recipe yet. bf16 against itself: EQUIVALENT, ends within 0.003 of the control: gap"
+    assert said in flat(done.out)
+    said = "bf16 against itself: INCONCLUSIVE, too few seeds to tell 0.0001 from nothing"
+    assert said in flat(command("verdict", pilot, "--margin", "0.0001").out)
+    assert command("verdict", write_study(tmp_path / "one", study_records({"control": 0.0}))).code == 2
+
+
+def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(command: Command, tmp_path: Path) -> None:
+    lost = {("aa", 4): "interrupted", ("broken", 4): "interrupted"}
+    begun = [r for r in study_records(sd=0.0002, outcomes=lost) if r.trial.seed != 3]
+    planned = [r.trial for r in study_records(sd=0.0002)]
+    directory = write(tmp_path / "my run", begun, planned=planned, suite="convergence", judgement=JUDGEMENT)
+    done = command("verdict", directory)
+    assert done.code == 4
+    first = done.out.splitlines()[0]
+    assert first.startswith("Unfinished: 7 of 25 trials to go. Go on: te-bench run convergence --device cuda --seeds 5")
+    assert Path(re.findall(r"--out '(.*)'$", first)[0]).resolve() == directory
+    assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
+    write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
+    done = command("verdict", "run")
+    assert (done.code, "no bf16 control and recipe to compare" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "more", "code", "word"),
+    [
+        ([3.281, 3.280, 3.279, 3.282, 3.278, 3.2805], [], 0, "EQUIVALENT"),
+        ([3.330, 3.331, 3.329, 3.332, 3.328, 3.3305], [], 1, "INFERIOR"),
+        ([3.290, 3.270, 3.285, 3.262, 3.301, 3.2805], [], 3, "INCONCLUSIVE"),
+        ([3.2801, 3.2809, 3.2792, 3.2821, 3.2779, 3.2806], ["--paired"], 0, "EQUIVALENT"),
+    ],
+)
+def test_a_user_s_own_losses(judged, losses, more, code, word):
+    done = judged(*("val_loss\n" + "\n".join(map(str, arm)) for arm in (BF16, losses)), *more)
+    assert done.code == code, done.err
+    assert done.out.startswith(f"{word}: ")
+
+
+def curves(loss: Callable[[int, int], float]) -> str:
+    rows = [f"{step},{loss(step, seed)},{seed}" for seed in range(4) for step in range(0, 1001, 200)]
+    return "step,loss,seed\n" + "\n".join(rows)
+
+
+def test_curves_whose_gap_still_opens_and_a_baseline_that_overfits_carry_no_verdict(judged) -> None:
+    def falling(step: int, seed: int, opening: float = 0.0) -> float:
+        return 4 - step / 1000 + seed / 10 + opening * (step - 1000) / 1000
+
+    a = curves(falling)
+    done = judged(a, curves(lambda step, seed: falling(step, seed) + seed * 1e-4), "--paired")
+    assert done.code == 0, done.err
+    assert done.out.startswith("EQUIVALENT: ")
+    assert "Note: " in done.out
+    assert "the loss still falls, by 0.2 over the last 200 steps" in flat(done.out)
+    done = judged(a, curves(lambda step, seed: falling(step, seed, 0.02) + seed * 1e-4), "--paired")
+    assert done.code == 3
+    assert done.out.startswith("INCONCLUSIVE: the gap still moves: by +0.004 over the last 200 steps")
+    assert "More seeds alone do not help: the gap still moves" in done.out
+    turned = [curves(lambda step, seed, by=by: 3 + abs(step - 500) / 1000 + seed * (0.1 + by)) for by in (0, 1e-4)]
+    done = judged(*turned, "--paired")
+    assert (done.code, "the baseline overfits: its loss ends" in done.out) == (3, True), done.err
+
+
+def test_a_candidate_that_broke_is_diverged_with_its_seeds(judged) -> None:
+    a, b = (f"seed,loss\n1,3.1\n2,3.2\n7,{last}\n" for last in (3.3, "nan"))
+    for more in ([], ["--paired"]):
+        done = judged(a, b, *more)
+        assert done.code == 1, done.err
+        assert done.out.startswith("DIVERGED: 1 of 3 runs, seed 7: the final loss is nan")
+    done = judged(b, a)
+    assert (done.code, "the baseline itself broke" in done.err) == (2, True)
+
+
+def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(judged) -> None:
+    done = judged("3.280\n3.281\n3.279\n3.282\n", "3.280\n3.281\n1e30\n3.282\n", "--paired")
+    assert (done.code, done.err) == (3, "")
+    assert "row 3 ends 1e+30 above the median of its runs; write nan if it diverged" in flat(done.out)
+    assert "+2.5e+29" in done.out
+    assert max(map(len, done.out.splitlines()[2:16])) < 100
+
+
+def test_final_losses_alone_say_what_they_cannot_tell(judged) -> None:
+    one_sided = curves(lambda step, seed: 3.28 + seed / 1e4)  # one arm's curves are none of the gap
+    done = judged("3.280\n3.281\n3.279\n", one_sided, margin=0.05)
+    assert done.code == 0, done.err
+    assert "Note: no curves of both configurations" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give the --out directory"),
+        ("--baseline a.csv", "give the --out directory"),
+        ("--baseline a.csv --candidate b.csv", "--margin: state the largest gap"),
+        ("--baseline a.csv --candidate b.csv --margin 0", "margin 0.0"),
+        ("--baseline a.csv --candidate b.csv --margin 0.003 --alpha 0.7", "alpha 0.7"),
+        ("--baseline one.csv --candidate b.csv --margin 0.003", "one.csv"),
+        ("--baseline nan.csv --candidate b.csv --margin 0.003", "nan.csv: the baseline itself broke, row 2"),
+        ("--baseline a.csv --candidate ./a.csv --margin 0.003", "hold the same file"),
+        ("--baseline a.csv --candidate long.csv --margin 0.003 --paired", "cannot be paired"),
+        ("--baseline none.csv --candidate b.csv --margin 0.003", "none.csv"),
+        ("run --baseline a.csv --candidate b.csv", "not both"),
+        ("empty", "journal.jsonl"),
+    ],
+)
+def test_bad_input_is_told(command: Command, tmp_path: Path, arguments: str, message: str) -> None:
+    for name, losses in {"a": "1 2 3", "b": "1 2 4", "one": "1", "nan": "1 nan 2", "long": "1 2 3 4"}.items():
+        (tmp_path / f"{name}.csv").write_text(losses.replace(" ", "\n") + "\n")
+    (tmp_path / "empty").mkdir()
+    done = command("verdict", *arguments.split())
+    assert (done.code, message in done.err, "Traceback" in done.err) == (2, True, False), done
+
+
+@pytest.mark.parametrize(("size", "code"), [("1e99", 2), ("1e-90", 3), ("1e-300", 3)])
+def test_sizes_that_no_loss_has_give_no_verdict_and_no_traceback(judged, size: str, code: int) -> None:
+    a, b = ("".join(f"{n}{size[1:]}\n" for n in order) for order in ((1, 2, 3, 5), (2, 1, 5, 3)))
+    done = judged(a, b, margin=size if code == 3 else 0.003)
+    assert (done.code, "Traceback" in done.err) == (code, False), done.err
+
+
+def test_what_files_hold_moves_no_cursor(judged, command: Command) -> None:
+    hostile = "name,loss\n" + "".join(f"\x1b[31m\x1b]0;x\x07{n % 2},{8 + n / 7}\n" for n in range(4))
+    for more in ((), ("--paired",)):
+        done = judged(f"{hostile}x,3.8\n", f"{hostile}x,3.9\n", *more)
+        assert "mixes 3 labels" in done.out
+        assert not re.search("[\x1b\x07]", done.out + done.err)
+    wrong = command("verdict", "--baseline", "\x1b[31mno.csv", "--candidate", "b.csv", "--margin", "1")
+    assert (wrong.code, "\x1b" in wrong.err) == (2, False)
