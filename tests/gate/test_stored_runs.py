@@ -247,7 +247,7 @@ def test_a_verdict_that_got_worse(tmp_path: Path) -> None:
         return found.exit_code, messages(found, FindingKind.VERDICT)
 
     code, [told] = judged({}, {"rowwise_scaling": 0.05})
-    assert (code, "rowwise_scaling: INFERIOR, EQUIVALENT in the baseline" in told) == (1, True)
+    assert (code, "rowwise scaling: INFERIOR, EQUIVALENT in the baseline" in told) == (1, True)
     assert judged({}, {}) == (0, [])
     assert judged({"rowwise_scaling": 0.05}, {"rowwise_scaling": 0.05}) == (0, [])
     code, [told] = judged({}, {"rowwise_scaling": 0.003})
