@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
-# Of two workers each waits a quarter of the time, for a child or another rank: a third has that.
-WORKERS ?= 3
 SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md results.md performance.md attention.md gate.md convergence.md gpus.md leaderboard.md plan-scaling.md)
@@ -18,7 +16,7 @@ demo: .venv/demo.done
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.done
 	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables compile-tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu and not alone"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
 
 # Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test`.
 compile-other-gpus: .venv/test.done
