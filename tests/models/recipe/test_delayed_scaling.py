@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fp8_emulation import FORMATS, Fp8, compute, linear
 from torch import Tensor
 
 import te_bench.models as te
-from te_bench.models import recipe
+from te_bench.models import fp8, recipe
 
 ROLES = ("input", "weight", "grad_output")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -271,7 +272,9 @@ def test_a_step_of_another_module_moves_nothing() -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many states each region stepped."""
+    """How many states each region stepped, but for those of other tests' compiled code, which every region steps."""
+    monkeypatch.setattr(fp8, "_silent", weakref.WeakValueDictionary())
+    monkeypatch.setattr(fp8, "_held", {})
     found: list[int] = []
     update = recipe.DelayedScaling.update
 
