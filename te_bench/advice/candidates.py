@@ -87,9 +87,8 @@ class Choice:
     def _details(self) -> dict[str, str]:
         """By setting what `begins` does not tell of it; "" for what needs no word."""
         mode = _MODES[self.mode]
-        told = naming.COMPILED if self.begins.startswith(naming.COMPILED) else "eager"
-        if told == naming.COMPILED or self.begins.startswith(naming.EAGER):
-            mode = mode.removeprefix(told).strip()
+        if not (self.rival or self._ours):  # `begins` names the mode
+            mode = mode.removeprefix(naming.COMPILED if self.mode in COMPILED else "eager").strip()
         converted = self.recipe and not (self.rival or self.parts)  # its Linears alone, beside te-bench's attention
         silent = self.attention == OWN_ATTENTION and not converted
         return {

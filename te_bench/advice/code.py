@@ -110,9 +110,14 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
 
 def _targets(question: Question) -> str:
     """What adopt's language models learn, by the class that a config names."""
-    named = json.loads(str(question.problem.get("config", "{}"))).get("architectures") or [""]
     words = {"ForMaskedLM": "hidden tokens, -100 elsewhere", "ForConditionalGeneration": "labels"}
-    return next((said for ending, said in words.items() if named[0].endswith(ending)), "the next tokens")
+    return next((said for ending, said in words.items() if _class(question).endswith(ending)), "the next tokens")
+
+
+def _class(question: Question) -> str:
+    """The class that a config names, "" for none."""
+    named = json.loads(str(question.problem.get("config", "{}"))).get("architectures")
+    return str(named[0]) if named else ""
 
 
 def _model(question: Question) -> tuple[list[str], str, str]:
@@ -128,8 +133,7 @@ def _model(question: Question) -> tuple[list[str], str, str]:
         imports = [FUNCTIONAL]
         call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
-        named = json.loads(str(problem["config"])).get("architectures")
-        cls = named[0] if named else "AutoModelForCausalLM.from_config"
+        cls = _class(question) or "AutoModelForCausalLM.from_config"
         imports = [f"from transformers import AutoConfig, {cls.partition('.')[0]}", *imports]
         config = f'AutoConfig.from_pretrained("{question.given.removeprefix(HUB)}")'
         return imports, f"model = {cls}({config}){move}", call if judge[0] else "loss = model(**batch).loss"

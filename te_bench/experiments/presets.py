@@ -102,7 +102,7 @@ FEWEST_STEPS = 20  # of --tokens: who asks for fewer means a sequence's length, 
 def preset_of(options: Options) -> str:
     """The preset that was asked for, else that of the model, else that of the device.
 
-    Raises ValueError when unknown, and for --tokens with a user's model, of whose sequences they are the length elsewhere.
+    Raises ValueError when unknown, and for --tokens with a user's model: in other suites that is a sequence's length.
     """
     if options.tokens is not None and adoptee(options) is not None:
         raise ValueError(

@@ -91,9 +91,8 @@ def _seen_on_cpu(profiler: profile) -> Seen:
     found = [event for event in profiler.profiler.kineto_results.events() if OF_A_CPU.search(event.name())]  # type: ignore[union-attr]
     names: dict[str, None] = {}
     counts: Counter[str] = Counter()
-    ends: dict[
-        tuple[int, str], int
-    ] = {}  # of what counts as one, and of each name: the autograd engine says some twice
+    # When what counts as one ends, and each name: the autograd engine says some twice.
+    ends: dict[tuple[int, str], int] = {}
     for event in sorted(found, key=lambda event: (event.start_ns(), -event.end_ns())):
         name, thread = event.name(), event.start_thread_id()
         if "attention" in name or "scaled_mm" in name:
