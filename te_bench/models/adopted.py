@@ -358,23 +358,34 @@ class Adopted(nn.Module):
     def counted(self) -> Iterator[None]:
         """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one.
 
-        An MLP that is a part has two products, gate and up together; a head without logits counts for nothing here.
+        An MLP that is a part has two products, gate and up together, a fused layer four; a head without logits counts for
+        nothing here.
         """
         self.gemms, self.rows = 0, set()
         done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
-        mlps = [f"module.{part.name}" for part in done if part.part == "mlp"]
-        heads = [f"module.{part.name}" for part in done if part.part == "head"]
-        inside = tuple(f"{name}." for name in mlps)
+        mlps, heads, chains = (
+            [f"module.{part.name}".rstrip(".") for part in done if part.part == kind] for kind in ("mlp", "head", "blocks")
+        )
+        mlps = [name for name in mlps if not name.startswith(tuple(f"{chain}." for chain in chains))]
+        inside = tuple(f"{name}." for name in (*mlps, *chains))
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
 
         def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
             self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
 
+        def count_chain(module: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
+            tokens, x = given.get("input_ids"), given.get("inputs_embeds")
+            self.rows |= {tokens.numel()} if x is None else {x.numel() // x.shape[-1]}
+            self.gemms += 3 * 4 * len(module.layers)  # qkv, proj, up, down
+
         handles = [
             self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))
             for products, names in ((1, linears), (2, mlps))
             for name in names
+        ]
+        handles += [
+            self.get_submodule(name).register_forward_pre_hook(count_chain, with_kwargs=True) for name in chains
         ]
         try:
             yield

@@ -37,7 +37,7 @@ class Fp8Module(Parallelised, nn.Module):
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * self._n_gemms
-        self._reuse = False  # what is kept, where a call does not speak of micro-batches
+        self._reuse = 0  # of how many weights what is kept is, where a call does not speak of micro-batches; 0: none
         self._caches = False  # whether what such calls cast is kept until `forget_weights`
         self._versions: list[Any] = [None] * self._n_gemms  # of the parameters, when that was cast
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
@@ -196,10 +196,11 @@ class Fp8Module(Parallelised, nn.Module):
     ) -> Quantized:
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
-        made_of: the parameters that the weight was put together from, where it is none of this module's. One that was
-        gathered in FP8 is what its ranks made of it.
+        made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
+        made of it.
         """
-        if isinstance(weight, Gathered):
+        alone = made_of is None or len(made_of) == 1
+        if alone and isinstance(weight, Gathered):
             return weight.quantized(columnwise)
         is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch, made_of)
         if is_first_microbatch is False:
@@ -212,7 +213,9 @@ class Fp8Module(Parallelised, nn.Module):
             return kept
         # Detached: the amax is written to outside of an autograd.Function, and the state must not hold on to a graph.
         both = columnwise or is_first_microbatch is True
-        made = gemms.quantize(weight.detach(), "weight", rowwise=True, columnwise=both)
+        with torch.no_grad():
+            whole = weight.detach() if alone else torch.cat(list(made_of or ()))
+        made = gemms.quantize(whole, "weight", rowwise=True, columnwise=both)
         if is_first_microbatch:
             self._cached[gemm] = gemms.recipe, made
         return made
@@ -224,7 +227,7 @@ class Fp8Module(Parallelised, nn.Module):
         if asked is not None or not (self._reuse or self._caches):
             return asked
         if self._reuse:
-            return False
+            return False if self._reuse == len(made_of or (None,)) else None
         # A graph would compute with what is kept now, forever; an evaluation's cast leaves no amax, so it is not kept.
         if is_recorded() or not torch.is_grad_enabled():
             return None
@@ -252,9 +255,12 @@ class Fp8Module(Parallelised, nn.Module):
         cast = region.recipe.epilogue("weight", self._state.slot("weight", 0))
         return None if cast is None else (region.recipe, cast)
 
-    def reuse(self, recipe: Recipe | None, weight: Quantized | None) -> None:
-        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that."""
-        self._cached[0], self._reuse = (recipe, weight), weight is not None
+    def reuse(self, recipe: Recipe | None, weight: Quantized | None, weights: int = 1) -> None:
+        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that.
+
+        weights: of how many it is put together; calls for other numbers of them cast as ever.
+        """
+        self._cached[0], self._reuse = (recipe, weight), 0 if weight is None else weights
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
         """Let the recipe see what it would cast, while the module computes in high precision."""

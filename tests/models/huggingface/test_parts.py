@@ -18,14 +18,16 @@ from te_bench.models.conversion_parts import PARTS
 pytest.importorskip("transformers")
 
 NO_ROTARY, NO_HEAD = "calls apply_rotary_pos_emb", "no model of transformers with an lm_head"
+OTHERWISE, NO_BLOCKS = {"blocks": "computes otherwise than Llama's"}, {"blocks": "no model of transformers in it has"}
 #: What stays, and words of the reason.
-STAYS = {
-    "gemma2": {"attention": "caps the scores", "head": "not Llama's"},
-    "gpt2": {"rotary": NO_ROTARY},
-    "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD},
-    "t5": {"attention": "bias of positions", "rotary": NO_ROTARY, "head": "not Llama's"},
-    "vit": {"rotary": NO_ROTARY, "head": NO_HEAD},
-    "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD},
+STAYS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "phi3", "gemma"), OTHERWISE),
+    "gemma2": {"attention": "caps the scores", "head": "not Llama's", **OTHERWISE},
+    "gpt2": {"rotary": NO_ROTARY, **NO_BLOCKS},
+    "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
+    "t5": {"attention": "bias of positions", "rotary": NO_ROTARY, "head": "not Llama's", **NO_BLOCKS},
+    "vit": {"rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
+    "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
 }
 
 
@@ -47,7 +49,7 @@ def test_a_family_computes_the_same_and_the_report_says_what_stays(family: str) 
         assert word in (stays[part] or "")
         assert f"{part}: kept: {stays[part]}" in str(report)
     if not stays:
-        assert str(report).endswith("by te-bench's kernels: 2 mlp, 2 rotary, 1 attention, 1 head")
+        assert str(report).endswith("by te-bench's kernels: 2 mlp, 2 rotary, 1 attention, 1 blocks, 1 head")
     if "mlp" not in stays:
         assert sum(entry.part == "mlp" for entry in report.parts) == (4 if family == "t5" else 2)
 
