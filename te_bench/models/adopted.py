@@ -290,6 +290,7 @@ class Adopted(nn.Module):
         self.weights = sum(p.numel() for p in self.parameters())  # before ranks share them
         self.gemms = 0  # of the last pass under `counted`
         self.rows: set[int] = set()  # that layers in FP8 were given in it
+        self.fused = False  # whether it went by the fused chain
 
     @property
     def in_fp8(self) -> bool:
@@ -361,10 +362,11 @@ class Adopted(nn.Module):
         An MLP that is a part has two products, gate and up together, a fused layer four; a head without logits counts for
         nothing here.
         """
-        self.gemms, self.rows = 0, set()
+        self.gemms, self.rows, self.fused = 0, set(), False
         done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
         mlps, heads, chains = (
-            [f"module.{part.name}".rstrip(".") for part in done if part.part == kind] for kind in ("mlp", "head", "blocks")
+            [f"module.{part.name}".rstrip(".") for part in done if part.part == kind]
+            for kind in ("mlp", "head", "blocks")
         )
         mlps = [name for name in mlps if not name.startswith(tuple(f"{chain}." for chain in chains))]
         inside = tuple(f"{name}." for name in (*mlps, *chains))
@@ -374,10 +376,12 @@ class Adopted(nn.Module):
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
             self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
 
-        def count_chain(module: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
+        def count_chain(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = module.te_given(arguments, named)
             tokens, x = given.get("input_ids"), given.get("inputs_embeds")
             self.rows |= {tokens.numel()} if x is None else {x.numel() // x.shape[-1]}
-            self.gemms += 3 * 4 * len(module.layers)  # qkv, proj, up, down
+            self.gemms += 3 * 4 * len(module.layers)  # qkv, proj, up, down; layer by layer they are more
+            self.fused |= module.te_fuses(given)
 
         handles = [
             self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))

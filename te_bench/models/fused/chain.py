@@ -34,12 +34,12 @@ Rotate = Callable[[AttentionPart], Rotation | None]
 
 
 def run(
-    parts: Sequence[Part], last: NormPart, x: Tensor, angles: Tensor | None = None, tables: bool = False
+    parts: Sequence[Part], last: NormPart | None, x: Tensor, angles: Tensor | None = None, tables: bool = False
 ) -> Tensor:
-    """The norm `last` of what a decoder's blocks make of x (B, T, C); angles (T, d2): by which queries and keys turn.
+    """The norm `last`, if there is one, of what a decoder's blocks make of x (B, T, C), of x's dtype.
 
-    tables: angles are tables of kernels.rotary. The result is of x's dtype. Raises ValueError for an x of float64, for the kernels compute in float32, and for an
-    nn.Linear under te.autocast.
+    angles (T, d2): by which queries and keys turn; tables: they are tables of kernels.rotary. Raises ValueError for an x
+    of float64, for the kernels compute in float32, and for an nn.Linear under te.autocast.
     """
     B, T, C = x.shape
     if x.dtype not in FLOATS:

@@ -61,11 +61,9 @@ class Projection(NamedTuple):
         """
         gemms = module.gemms(gemm)
         for other in beside:
-            other.gemms()  # so that it has its state, as alone
+            other.join(module)
         made_of = [weight, *(other.weight for other in beside)] if beside else None
-        w = module.quantized_weight(
-            gemms, weight, gemm, is_first_microbatch, columnwise=training, made_of=made_of
-        )
+        w = module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training, made_of=made_of)
         return cls(gemms, w)
 
     def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:

@@ -130,7 +130,7 @@ def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     fc1 = first[0].gemms()
     gemms = fc1._replace(divided=fc1.divided and fc1.divided.alone()), last.gemms()
     for other in first[1:]:
-        other.gemms()  # so that it has its state, as alone
+        other.join(first[0])
     training = torch.is_grad_enabled()
     made_of = [layer.weight for layer in first]
     q1 = first[0].quantized_weight(gemms[0], made_of[0], 0, None, columnwise=training, made_of=made_of)

@@ -100,6 +100,11 @@ class Fp8Module(Parallelised, nn.Module):
         x, weight, grad_output = (self._slot(role, gemm) for role in ROLES)
         return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
 
+    def join(self, first: Self) -> None:
+        """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too."""
+        self.gemms()  # every rank has made a state of its own before, or none has
+        self._state = first._state
+
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
         if torch.compiler.is_compiling() or not self._usual:

@@ -237,9 +237,7 @@ class Rotation(NamedTuple):
             sources, targets = ([t.transpose(0, 1) for t in tensors] for tensors in (sources, targets))
         angles = (self.q, self.k, None)[: len(sources)]
         parts = [Part(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
-        backend(sources[0]).rotate(
-            parts, interleaved=self.interleaved, transposed=transposed, tables=self.tables
-        )
+        backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed, tables=self.tables)
 
     def split(self, mixed: Tensor, own: bool) -> list[Tensor]:
         """q, k and v of mixed as it is dealt, q and k turned: in its memory where that is their own.
