@@ -12,6 +12,7 @@ from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import Gemms
+from te_bench.models.modules.parameters import stack
 
 Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them
 
@@ -25,6 +26,8 @@ class Stacked(torch.autograd.Function):
         shape = sum(ctx.sizes), weights[0].shape[1]
         if dtype is None:
             return weights[0].new_full((), math.nan).expand(shape)
+        if all(w.dtype is dtype for w in weights):
+            return stack(weights)
         made = weights[0].new_empty(shape, dtype=dtype)
         for part, w in zip(made.split(ctx.sizes), weights, strict=True):
             part.copy_(w)

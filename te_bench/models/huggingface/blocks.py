@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from te_bench.models import fp8
 from te_bench.models.fused import chain
@@ -59,6 +59,10 @@ class Blocks(Mixed):
     def te_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a pass by their names."""
         return dict(zip(self._te_names, args, strict=False)) | kwargs
+
+    def te_stacks(self) -> list[list[Any]]:
+        """Linears whose weights multiply as one matrix, but for an MLP's."""
+        return [[getattr(layer.self_attn, name) for name in QKV] for layer in _layers(self)]
 
     def te_fuses(self, given: dict[str, Any]) -> bool:
         """Whether such a pass goes by the chain: that computes what the layers would, and nobody looks between them."""
@@ -154,7 +158,7 @@ def _fuses(model: Any, given: dict[str, Any]) -> bool:
         return False
     if config.output_hidden_states or config.output_attentions or config._attn_implementation != attention.NAME:
         return False
-    tokens: Tensor = ids if x is None else x
+    tokens: Any = ids if x is None else x
     if tokens.numel() == 0 or tokens.dim() != (2 if x is None else 3) or not _are_plain(model):
         return False
     mask = given.get("attention_mask")

@@ -66,6 +66,10 @@ class MLP(Mixed):
 
     _te_mlp: Form
 
+    def te_stacks(self) -> list[list[Any]]:
+        """Linears whose weights multiply as one matrix."""
+        return [[getattr(self, name) for name in self._te_mlp.first]]
+
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form = self._te_mlp
         first, last = [getattr(self, name) for name in form.first], getattr(self, form.last)

@@ -15,7 +15,7 @@ from te_bench.models import fp8
 from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.gemms import Gemms
-from te_bench.models.modules.parameters import materialise
+from te_bench.models.modules.parameters import materialise, stack
 from te_bench.models.modules.tensor_parallel import Division, Parallelised, Ranks
 from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, saved_names
 
@@ -37,7 +37,7 @@ class Fp8Module(Parallelised, nn.Module):
         self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * self._n_gemms
-        self._reuse = 0  # of how many weights what is kept is, where a call does not speak of micro-batches; 0: none
+        self._reuse = False  # what is kept, where a call does not speak of micro-batches
         self._caches = False  # whether what such calls cast is kept until `forget_weights`
         self._versions: list[Any] = [None] * self._n_gemms  # of the parameters, when that was cast
         #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
@@ -218,8 +218,7 @@ class Fp8Module(Parallelised, nn.Module):
             return kept
         # Detached: the amax is written to outside of an autograd.Function, and the state must not hold on to a graph.
         both = columnwise or is_first_microbatch is True
-        with torch.no_grad():
-            whole = weight.detach() if alone else torch.cat(list(made_of or ()))
+        whole = weight.detach() if alone else stack(made_of or ())
         made = gemms.quantize(whole, "weight", rowwise=True, columnwise=both)
         if is_first_microbatch:
             self._cached[gemm] = gemms.recipe, made
@@ -232,7 +231,7 @@ class Fp8Module(Parallelised, nn.Module):
         if asked is not None or not (self._reuse or self._caches):
             return asked
         if self._reuse:
-            return False if self._reuse == len(made_of or (None,)) else None
+            return False
         # A graph would compute with what is kept now, forever; an evaluation's cast leaves no amax, so it is not kept.
         if is_recorded() or not torch.is_grad_enabled():
             return None
@@ -260,12 +259,9 @@ class Fp8Module(Parallelised, nn.Module):
         cast = region.recipe.epilogue("weight", self._state.slot("weight", 0))
         return None if cast is None else (region.recipe, cast)
 
-    def reuse(self, recipe: Recipe | None, weight: Quantized | None, weights: int = 1) -> None:
-        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that.
-
-        weights: of how many it is put together; calls for other numbers of them cast as ever.
-        """
-        self._cached[0], self._reuse = (recipe, weight), 0 if weight is None else weights
+    def reuse(self, recipe: Recipe | None, weight: Quantized | None) -> None:
+        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that."""
+        self._cached[0], self._reuse = (recipe, weight), weight is not None
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
         """Let the recipe see what it would cast, while the module computes in high precision."""
