@@ -78,9 +78,9 @@ def make_copies(
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
             if linear:
-                alone = len(modules) == 1
-                castable = alone and isinstance(linear[0], Linear) and master not in stacked
-                fp8 = _make_fp8_copy(linear[0], master) if castable else None
+                alone, first = len(modules) == 1, linear[0]
+                castable = alone and master not in stacked
+                fp8 = _make_fp8_copy(first, master) if castable and isinstance(first, Linear) else None
                 if master.dtype is torch.bfloat16:
                     found |= {} if fp8 is None else {master: Copy(master, tuple(linear), True, False, fp8)}
                     continue
@@ -89,7 +89,7 @@ def make_copies(
                 leaf.copy_of = master
                 found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
         for stack in stacks:
-            leaves = [found[weight].leaf for weight in stack if weight in found]
+            leaves: list[Any] = [found[weight].leaf for weight in stack if weight in found]
             if len(leaves) == len(stack):  # side by side in memory: nobody has to put them there
                 for leaf, part in zip(leaves, torch.cat(leaves).split([len(w) for w in stack]), strict=True):
                     leaf.data = part

@@ -9,9 +9,14 @@ from families import assert_same, inputs, make, run, tokens
 from torch import Tensor, nn
 
 import te_bench.models as te
+from te_bench.kernels.activation.backends import triton as activation_triton
+from te_bench.kernels.norm.backends import triton as norm_triton
+from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models import recipe
 from te_bench.models.adopt import adopt
 from te_bench.models.conversion_parts import PARTS
+from te_bench.models.fused import segment
+from te_bench.models.modules import layernorm_mlp, rotary
 from te_bench.training.step import Optim, TrainStep
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -53,6 +58,22 @@ def test_it_is_as_near_to_float32_as_layer_by_layer(family: str, choice: recipe.
         if not name.endswith("k_proj.bias"):  # 0 but for rounding
             assert error < 2 * errors[0][name] + 0.01, name
             assert error < (0.1 if choice is None else 0.5), name
+
+
+def test_the_kernels_of_a_gpu_interpreted_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for interpreted in (False, True):
+        if interpreted:
+            monkeypatch.setattr(segment, "backend", lambda x: norm_triton.BACKEND)
+            for module in (segment, layernorm_mlp):
+                monkeypatch.setattr(module, "activation_backend", lambda x: activation_triton.BACKEND)
+            monkeypatch.setattr(rotary, "backend", lambda x: rotary_triton.BACKEND)
+        model = make("qwen2", num_hidden_layers=1)
+        te.convert(model, DELAYED, parts="all")
+        assert goes_by_chain(model)
+        found.append(passes(model, DELAYED))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    assert_same(found[1][1], found[0][1], 1e-2)  # a number here and there may come to the other side of a midpoint
 
 
 @pytest.mark.parametrize(
@@ -147,5 +168,7 @@ def test_by_the_optimizers_copies_it_trains_the_same(choice: recipe.Recipe | Non
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         found = gradients[1][name]
-        assert nn.functional.cosine_similarity(gradient.flatten(), found.flatten(), dim=0) > (0.98 if choice is None else 0.9), name
+        assert nn.functional.cosine_similarity(gradient.flatten(), found.flatten(), dim=0) > (
+            0.98 if choice is None else 0.9
+        ), name
         assert 0.7 < found.norm() / gradient.norm() < 1.4, name
