@@ -103,7 +103,8 @@ class Fp8Module(Parallelised, nn.Module):
     def join(self, first: Self) -> None:
         """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too."""
         self.gemms()  # every rank has made a state of its own before, or none has
-        self._state = first._state
+        if not isinstance(getattr(self, "weight", None), Gathered):  # which its ranks cast, each by its own scale
+            self._state = first._state
 
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
