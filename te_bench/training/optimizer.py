@@ -337,7 +337,7 @@ class TableAdamW:
     def _parameters(self) -> list[Parameter]:
         made = []
         for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
-            if master in self._others:
+            if master in self._others or holder.grad is None:  # as torch's AdamW, which passes by what no pass reaches
                 continue
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
@@ -396,7 +396,8 @@ class TableAdamW:
         for parameter in self._table.parameters:  # a captured graph's are its own
             arrived[parameter.weight] = parameter.grad
         for master, whole in arrived.items():
-            assert whole is not None
+            if whole is None:
+                continue
             gradient = whole.float()
             found[master] = gradient.clone() if self._multiplier is None else gradient * self._multiplier
         return found
