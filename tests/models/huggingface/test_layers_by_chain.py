@@ -1,12 +1,14 @@
 """te.convert(parts="all"): layers of transformers' Llama family as one fused chain compute what the parts compute."""
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from families import assert_same, inputs, make, run, tokens
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_bench.models as te
 from te_bench.kernels.activation.backends import triton as activation_triton
@@ -149,20 +151,66 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
 
 
+class Counted(TorchDispatchMode):
+    """How often operators run while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": torch.ones(3, 16)}, {"output_hidden_states": True}])
+def test_embedding_and_tied_head_have_one_gradient_made_for_both(given: dict[str, Any]) -> None:
+    model = make("llama", tie_word_embeddings=True)
+    loss, gradients = run(model, inputs("llama"))
+    te.convert(model, parts="all")
+    found = []
+    for hooked in (False, True):  # whoever listens to the embedding hears it, and autograd sums
+        handle = model.model.embed_tokens.register_forward_hook(lambda *_: None) if hooked else None
+        with Counted() as counted:
+            found.append(run(model, {**inputs("llama"), **given}))
+        assert counted.calls["aten::embedding_dense_backward"] == hooked
+        if handle is not None:
+            handle.remove()
+    for again, each in found:
+        torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+        assert_same(each, gradients, 1e-4)
+
+
 @pytest.mark.parametrize(
-    ("choice", "accumulate"),
-    [(None, 1), (DELAYED, 1), (DELAYED, 2), (CURRENT, 1)],
+    "options", [{"pad_token_id": 3}, {"tie_word_embeddings": False}], ids=lambda options: next(iter(options))
+)
+def test_a_table_that_is_not_shared_whole_keeps_autograds_gradients(options: dict[str, Any]) -> None:
+    model = make("llama", **{"tie_word_embeddings": True, **options})
+    loss, gradients = run(model, inputs("llama"))
+    te.convert(model, parts="all")
+    with Counted() as counted:
+        again, found = run(model, inputs("llama"))
+    assert counted.calls["aten::embedding_dense_backward"] == 1
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("choice", "accumulate", "tie"),
+    [(None, 1, True), (DELAYED, 1, False), (DELAYED, 2, True), (CURRENT, 1, True)],
     ids=["bf16", "delayed", "in two", "current"],
 )
-def test_by_the_optimizers_copies_it_trains_the_same(choice: recipe.Recipe | None, accumulate: int) -> None:
+def test_by_the_optimizers_copies_it_trains_the_same(choice: recipe.Recipe | None, accumulate: int, tie: bool) -> None:
     losses, gradients = [], []
     for optimizer in (None, "reference"):
-        model = adopt(make("llama"), recipe=choice, parts="all")
+        model = adopt(make("llama", tie_word_embeddings=tie), recipe=choice, parts="all")
         optim = Optim(learning_rate=1e-3, accumulate=accumulate)
         step = TrainStep(model, optim, precision="bf16" if choice is None else "fp8", mode="eager", optimizer=optimizer)
         losses.append(torch.stack([step(tokens(4), tokens(4).flip(1)) for _ in range(3)]))
         assert goes_by_chain(model.module)
-        gradients.append(step.gradients(tokens(4), tokens(4).flip(1))[1])
+        with Counted() as counted:
+            gradients.append(step.gradients(tokens(4), tokens(4).flip(1))[1])
+        assert counted.calls["aten::embedding_dense_backward"] == (0 if tie else accumulate)
     torch.testing.assert_close(*losses, rtol=0, atol=0.01 if choice is None else 0.05)
     assert losses[0][-1] < losses[0][0] - 0.01
     assert gradients[0].keys() == gradients[1].keys()
