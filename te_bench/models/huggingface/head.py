@@ -78,7 +78,8 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
     weight, copy = model.lm_head.weight, None
     if (table := _shared_table(model, given)) is not None:
         copy = None if weight is table else weight
-        given["inputs_embeds"], weight = tied(table, None, given.pop("input_ids"))
+        padding = model.base_model.embed_tokens.padding_idx
+        given["inputs_embeds"], weight = tied(table, None, given.pop("input_ids"), padding)
     outputs = model.base_model(**given, return_dict=True)
     options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
     loss = causal_loss(
@@ -109,8 +110,6 @@ def _shared_table(model: Any, given: dict[str, Any]) -> Tensor | None:
         return None
     plain = type(embedding) is nn.Embedding and are_plain([embedding])
     if not plain or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-        return None
-    if embedding.padding_idx is not None:  # whose row has no gradient of the embedding's
         return None
     return table if weight is table or getattr(weight, "copy_of", None) is table else None
 
