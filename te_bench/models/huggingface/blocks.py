@@ -21,7 +21,7 @@ from te_bench.models import fp8
 from te_bench.models.fused import chain
 from te_bench.models.huggingface import attention
 from te_bench.models.huggingface.mlp import MLP, can_fuse, division
-from te_bench.models.modules.fp8_module import FLOATS, compute_dtype, is_recorded
+from te_bench.models.modules.activations import FLOATS, compute_dtype, is_recorded
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.layernorm import RMSNorm
 from te_bench.models.modules.linear import Linear
