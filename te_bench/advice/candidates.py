@@ -15,6 +15,7 @@ from te_bench.models.configs import configs
 from te_bench.reports.analysis import naming
 
 CHUNKED, FP8_HEAD = "chunked", "fp8"
+OPTIMIZER = "triton"  # of te-bench's own steps
 COMPILED = ("compile", "compile-reduce-overhead")
 LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
 #: Recipes in the order in which they are measured where the budget has no room for all.
@@ -109,7 +110,8 @@ class Question:
 
     problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
     said: what the command line says of the model; given: its --model. preset: it is te-bench's own. left_out: choices that
-    do not apply, each with the reason.
+    do not apply, each with the reason. optimizer: of captured steps with te.convert's parts, of kernels.adamw; None: torch's
+    fused AdamW, which all other steps of a user's model have.
     """
 
     model: str
@@ -126,6 +128,7 @@ class Question:
     text: bool = True  # it learns from text
     logits: bool = False  # a user's takes tokens alone and returns logits
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optimizer: str | None = OPTIMIZER
 
     @property
     def tokens(self) -> int:
@@ -179,6 +182,12 @@ class Question:
             return None
         return dataclasses.replace(choice, checkpointing=True)
 
+    def optimizer_of(self, choice: Choice) -> str | None:
+        """Of kernels.adamw, where te-bench makes the whole step; None: torch's fused AdamW."""
+        if choice.fused:
+            return OPTIMIZER
+        return self.optimizer if choice.parts and choice.mode == "cudagraph" else None
+
     def trial(self, choice: Choice, seed: int = 0) -> Trial:
         """A training step by that choice."""
         settings: Settings = {**self.problem}
@@ -189,7 +198,8 @@ class Question:
             settings |= {"batch": settings["batch"] // choice.accumulate, "accumulate": choice.accumulate}
         settings |= {"parts": choice.parts} if choice.parts else {}
         settings |= {"rival": choice.rival} if choice.rival else {}
-        settings |= {"blocks": "fused", "optimizer": "triton"} if choice.fused else {}
+        settings |= {"blocks": "fused"} if choice.fused else {}
+        settings |= {"optimizer": name} if (name := self.optimizer_of(choice)) else {}
         settings |= {"checkpointing": "blocks"} if choice.checkpointing else {}
         return Trial(
             workload="train_step",
@@ -272,6 +282,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         text=own.facts.text,
         logits=own.facts.logits,
         left_out=left_out,
+        optimizer=OPTIMIZER if own.facts.float32 else None,
     )
 
 

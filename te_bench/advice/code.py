@@ -41,11 +41,17 @@ def code(question: Question, choice: Choice) -> list[str]:
         made[-1] += f"){move}"
     lines += made
     lines += [CHECKPOINTED] if choice.checkpointing else []
-    how = f'precision="{choice.precision}", mode="{choice.mode}"'
-    how += ', optimizer="triton"' if choice.fused else ""
-    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
-    lines.append(f"step = TrainStep(model, {optim}, {how})  # loss = step(tokens, targets)")
+    lines.append(f"{_step(question, choice)}  # loss = step(tokens, targets)")
     return lines
+
+
+def _step(question: Question, choice: Choice) -> str:
+    """The line that makes the step."""
+    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
+    how = f'precision="{choice.precision}", mode="{choice.mode}"'
+    optimizer = question.optimizer_of(choice)
+    how += f', optimizer="{optimizer}"' if optimizer else ""
+    return f"step = TrainStep(model, {optim}, {how})"
 
 
 def _of_users(question: Question, choice: Choice) -> list[str]:
@@ -92,7 +98,6 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
     judge = str(question.problem.get("loss") or "").rpartition(":")[2]
     given = [f"recipe={options[0]}", *options[1:]] if choice.recipe else options
     given += [f"loss={judge}"] if judge else []
-    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
     return [
         *(line for line in imports if line != FUNCTIONAL),
         "from te_bench.models.adopt import adopt",
@@ -102,7 +107,7 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         made,
         f"model = adopt(model, {', '.join(given)})  # model.module holds your weights",
         *([CHECKPOINTED] if choice.checkpointing else []),
-        f'step = TrainStep(model, {optim}, precision="{choice.precision}", mode="cudagraph")',
+        _step(question, choice),
         "loss = step(inputs, targets)  # two tensors; AdamW by Optim, in place of your loop"
         + (f"; targets: {_targets(question)}" if question.text else ""),
     ]

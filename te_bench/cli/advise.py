@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from te_bench.advice.advise import Evidence
     from te_bench.advice.candidates import Question
     from te_bench.experiments.spec import Options, Record, Trial
+    from te_bench.experiments.store import Journal, Plan
 
 NOTHING = 4
 BUDGET = "10min"
@@ -68,7 +69,8 @@ def advise(
     from te_bench.experiments.store import own
     from te_bench.reports.exchange import submission
 
-    machine, packages = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else (None, {})
+    journal = _recorded(out, [device, gpus, memory, fresh or None]) if recorded else None
+    machine = None if journal is None else dict(journal.environments[_asked(journal)[-1].environment])
     where = device or (machine["identity"]["device"] if machine else environment.default_device())
     asked = Options(
         device=where,
@@ -89,7 +91,8 @@ def advise(
     chosen = found[:1]
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
-    question = replace(question, problem={**question.problem, **packages})
+    if journal is not None:
+        question = _as_recorded(question, _asked(journal))
     directory = out or folder(asked)
     if not fresh:
         _same_question(directory, question, recorded)
@@ -121,25 +124,36 @@ def advise(
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit, published=published, rewrite=rewrite))
 
 
-def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The machine of the last answer in the folder, and which packages its trials name.
-
-    Raises ValueError where there is none, or more is asked for.
-    """
+def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> "Journal":
+    """The journal of the folder. Raises ValueError where it holds no answer, or more is asked for."""
     from te_bench.experiments import store
-    from te_bench.experiments.spec import ADVICE
 
     if any(other is not None for other in others):
         raise ValueError("--recorded measures nothing: leave --device, --gpus, --memory and --fresh out")
     if out is None:
         raise ValueError("--recorded answers from a folder: name it with --out")
     journal = store.load(out) if store.written(out) else store.Journal()
-    plans = [plan for plan in journal.plans if plan.suite == ADVICE]
-    if not plans:
+    if not _asked(journal):
         raise ValueError(f"{out} holds no records of te-bench advise")
-    problems = (trial["problem"] for plan in reversed(plans) for trial in plan.trials)
-    packages = next((problem["packages"] for problem in problems if "packages" in problem), None)
-    return dict(journal.environments[plans[-1].environment]), {} if packages is None else {"packages": packages}
+    return journal
+
+
+def _asked(journal: "Journal") -> "list[Plan]":
+    """The plans of advice, the last one's last."""
+    from te_bench.experiments.spec import ADVICE
+
+    return [plan for plan in journal.plans if plan.suite == ADVICE]
+
+
+def _as_recorded(question: "Question", plans: "Sequence[Plan]") -> "Question":
+    """The question that the last of these plans asked: its trials name packages, and the optimizer of captured parts."""
+    trials = [trial for plan in reversed(plans) for trial in plan.trials]
+    packages = next((t["problem"]["packages"] for t in trials if "packages" in t["problem"]), None)
+    if packages is not None:
+        question = replace(question, problem={**question.problem, "packages": packages})
+    captured = (t["problem"] for t in trials if t["problem"].get("parts") and t["mode"] == "cudagraph")
+    optimizer = next((problem.get("optimizer") for problem in captured), question.optimizer)
+    return replace(question, optimizer=optimizer)
 
 
 def folder(asked: "Options") -> Path:

@@ -1,7 +1,7 @@
 """A module that one has, as training.step.TrainStep takes a model: with its loss, and te-bench's precision and kernels.
 
 model = adopt(LlamaForCausalLM(config).to("cuda"), recipe=recipe.DelayedScaling(), parts="all")
-step = TrainStep(model, Optim(), precision="fp8", mode="cudagraph")
+step = TrainStep(model, Optim(), precision="fp8", mode="cudagraph", optimizer="triton")
 loss = step(tokens, targets)
 """
 

@@ -290,6 +290,7 @@ class Adopted(nn.Module):
         self.weights = sum(p.numel() for p in self.parameters())  # before ranks share them
         self.gemms = 0  # of the last pass under `counted`
         self.rows: set[int] = set()  # that layers in FP8 were given in it
+        self.fused = False  # whether it went by the fused chain
 
     @property
     def in_fp8(self) -> bool:
@@ -358,23 +359,37 @@ class Adopted(nn.Module):
     def counted(self) -> Iterator[None]:
         """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one.
 
-        An MLP that is a part has two products, gate and up together; a head without logits counts for nothing here.
+        An MLP that is a part has two products, gate and up together, a fused layer four; a head without logits counts for
+        nothing here.
         """
-        self.gemms, self.rows = 0, set()
+        self.gemms, self.rows, self.fused = 0, set(), False
         done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
-        mlps = [f"module.{part.name}" for part in done if part.part == "mlp"]
-        heads = [f"module.{part.name}" for part in done if part.part == "head"]
-        inside = tuple(f"{name}." for name in mlps)
+        mlps, heads, chains = (
+            [f"module.{part.name}".rstrip(".") for part in done if part.part == kind]
+            for kind in ("mlp", "head", "blocks")
+        )
+        mlps = [name for name in mlps if not name.startswith(tuple(f"{chain}." for chain in chains))]
+        inside = tuple(f"{name}." for name in (*mlps, *chains))
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
 
         def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
             self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
 
+        def count_chain(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given = module.te_given(arguments, named)
+            tokens, x = given.get("input_ids"), given.get("inputs_embeds")
+            self.rows |= {tokens.numel()} if x is None else {x.numel() // x.shape[-1]}
+            self.gemms += 3 * 4 * len(module.layers)  # qkv, proj, up, down; layer by layer they are more
+            self.fused |= module.te_fuses(given)
+
         handles = [
             self.get_submodule(name).register_forward_pre_hook(functools.partial(count, products))
             for products, names in ((1, linears), (2, mlps))
             for name in names
+        ]
+        handles += [
+            self.get_submodule(name).register_forward_pre_hook(count_chain, with_kwargs=True) for name in chains
         ]
         try:
             yield

@@ -22,7 +22,7 @@ Filter = Callable[[str, nn.Module], bool]
 Convertor = Callable[[Any, contextlib.ExitStack], str]
 
 LAYERS = ("linear", "norm")
-PARTS = (*LAYERS, "mlp", "rotary", "attention", "head")
+PARTS = (*LAYERS, "mlp", "rotary", "attention", "blocks", "head")
 ALL = "all"
 
 
@@ -52,7 +52,7 @@ def convert(
     """
     heads = functools.partial(_heads, left=left)
     convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
-    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "head": heads}
+    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "blocks": _blocks, "head": heads}
     for part, convertor in convertors.items():
         if part not in parts:
             continue
@@ -67,6 +67,7 @@ ABSENT = {
     "mlp": "no module has the Linears of an MLP by names that convert knows (gate_proj, up_proj, down_proj; fc1, fc2; ...)",
     "rotary": "no attention of transformers in it calls apply_rotary_pos_emb",
     "attention": "it holds no model of transformers",
+    "blocks": "no model of transformers in it has embed_tokens, layers and rotary_emb",
     "head": "it holds no model of transformers with an lm_head",
 }
 
@@ -92,6 +93,15 @@ def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack)
 def _attention(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
     for name, inner in _models_of_transformers(model):
         yield _attempt("attention", name, inner, None, _set_attention, undo)
+
+
+def _blocks(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    from te_bench.models.huggingface import blocks
+
+    for name, inner in model.named_modules():
+        has_all = all(hasattr(inner, child) for child in ("embed_tokens", "layers", "rotary_emb", "norm"))
+        if type(inner).__module__.startswith("transformers.") and has_all:
+            yield _attempt("blocks", name, inner, None, blocks.convert, undo)
 
 
 def _heads(

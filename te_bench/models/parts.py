@@ -32,17 +32,21 @@ class NormPart(NamedTuple):
 
 
 class LinearPart(NamedTuple):
-    """x W^T + b, and the module whose FP8 state the product has: its weight number `gemm`."""
+    """x W^T + b, and the module whose FP8 state the product has: its weight number `gemm`.
+
+    beside: Linears whose outputs follow the module's own; they multiply together, by its scales.
+    """
 
     module: nn.Module
     weight: Tensor
     bias: Tensor | None
     gemm: int = 0
+    beside: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, module: Any) -> Self:
-        """Of an nn.Linear or a te.Linear."""
-        return cls(module, module.weight, module.bias)
+    def of(cls, module: Any, *beside: Any) -> Self:
+        """Of nn.Linears or te.Linears."""
+        return cls(module, module.weight, module.bias, 0, beside)
 
 
 class AttentionPart(NamedTuple):

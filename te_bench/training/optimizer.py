@@ -5,7 +5,7 @@ pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that t
 to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
 backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
 what is kept and quantizes no weight. A Decoder reads such a weight nowhere else: of its leaf only the gradient is
-real, its numbers are one NaN.
+real, its numbers are one NaN. Copies of weights that multiply as one matrix lie side by side, and are cast in the pass.
 
 A weight that is bf16 itself has no master: it is its own leaf, and the update leaves its FP8 alone.
 """
@@ -68,6 +68,8 @@ def make_copies(
     """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     found: dict[nn.Parameter, Copy] = {}
+    stacks = _stacks_of(model)
+    stacked = {weight for stack in stacks for weight in stack}  # cast together, in the pass
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
@@ -76,8 +78,9 @@ def make_copies(
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
             if linear:
-                alone = len(modules) == 1
-                fp8 = _make_fp8_copy(linear[0], master) if alone and isinstance(linear[0], Linear) else None
+                alone, first = len(modules) == 1, linear[0]
+                castable = alone and master not in stacked
+                fp8 = _make_fp8_copy(first, master) if castable and isinstance(first, Linear) else None
                 if master.dtype is torch.bfloat16:
                     found |= {} if fp8 is None else {master: Copy(master, tuple(linear), True, False, fp8)}
                     continue
@@ -85,7 +88,19 @@ def make_copies(
                 leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
                 leaf.copy_of = master
                 found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
+        for stack in stacks:
+            leaves: list[Any] = [found[weight].leaf for weight in stack if weight in found]
+            if len(leaves) == len(stack):  # side by side in memory: nobody has to put them there
+                for leaf, part in zip(leaves, torch.cat(leaves).split([len(w) for w in stack]), strict=True):
+                    leaf.data = part
     return found
+
+
+def _stacks_of(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Weights of Linears that multiply as one matrix, as modules say that have some (te_stacks)."""
+    stacks = [stack for module in model.modules() for stack in getattr(module, "te_stacks", list)() if len(stack) > 1]
+    linears = [stack for stack in stacks if all(isinstance(layer, nn.Linear | Linear) for layer in stack)]
+    return [[layer.weight for layer in stack] for stack in linears]
 
 
 def _make_placeholder(like: Tensor) -> Tensor:
@@ -322,7 +337,7 @@ class TableAdamW:
     def _parameters(self) -> list[Parameter]:
         made = []
         for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
-            if master in self._others:
+            if master in self._others or holder.grad is None:  # as torch's AdamW, which passes by what no pass reaches
                 continue
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
@@ -381,7 +396,8 @@ class TableAdamW:
         for parameter in self._table.parameters:  # a captured graph's are its own
             arrived[parameter.weight] = parameter.grad
         for master, whole in arrived.items():
-            assert whole is not None
+            if whole is None:
+                continue
             gradient = whole.float()
             found[master] = gradient.clone() if self._multiplier is None else gradient * self._multiplier
         return found

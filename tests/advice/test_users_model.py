@@ -17,14 +17,16 @@ from te_bench.experiments import plan
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 
 FACTORY = """
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width, **how):
         super().__init__()
-        self.embedding, self.qkv, self.head = nn.Embedding(96, width), nn.Linear(width, 3 * width), nn.Linear(width, 96)
+        self.embedding = nn.Embedding(96, width, **how)
+        self.qkv, self.head = nn.Linear(width, 3 * width, **how), nn.Linear(width, 96, **how)
 
     def forward(self, tokens, targets):
         q, k, v = self.qkv(self.embedding(tokens)).unsqueeze(1).chunk(3, -1)
@@ -34,6 +36,10 @@ class Model(nn.Module):
 
 def make(width=64):
     return Model(width)
+
+
+def make_half():
+    return Model(64, dtype=torch.bfloat16)
 """
 
 ALL = {"parts": "all"}
@@ -124,7 +130,7 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
             [
                 'model = make(width=128).to("cuda")',
                 'adopt(model, recipe=recipe.DelayedScaling(), parts="all")',
-                'TrainStep(model, Optim(), precision="fp8", mode="cudagraph")',
+                'TrainStep(model, Optim(), precision="fp8", mode="cudagraph", optimizer="triton")',
                 "loss = step(inputs, targets)",
             ],
         ),
@@ -156,6 +162,19 @@ def test_the_code_of_a_graph_says_what_targets_are(asked: Question, cls: str, ta
     named = dataclasses.replace(asked, problem=problem, given="here", text=True)
     lines = code.code(named, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
     assert lines[-1].endswith(f"; targets: {targets}")
+
+
+def test_what_te_bench_captures_trains_by_its_own_adamw_and_all_others_by_torchs(asked: Question) -> None:
+    optimizers = {
+        (choice.parts, choice.mode == "cudagraph"): asked.trial(choice).problem.get("optimizer")
+        for choice in asked.choices
+    }
+    assert optimizers == {(None, False): None, ("all", False): None, ("all", True): "triton"}
+    half = candidates.of_model(Options(device="cuda", model="mine:make_half", tokens=256, batch=4), (9, 0))
+    captured = Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph")
+    assert captured in half.choices
+    assert "optimizer" not in half.trial(captured).problem  # it has no float32 weights
+    assert "optimizer" not in "".join(code.code(half, captured))
 
 
 def test_the_code_of_a_graph_has_the_users_own_functional_loss(asked: Question) -> None:

@@ -132,8 +132,11 @@ def embed_by_kernel(table: Tensor, positions: Tensor | None, tokens: Tensor) -> 
 
 class _Tied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, table: Tensor, positions: Tensor | None, tokens: Tensor, padding: int | None
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens)
+        ctx.padding = padding
         ctx.set_materialize_grads(False)
         ctx.table = table.shape, table.dtype
         ctx.positions = None if positions is None else (len(positions), positions.dtype)
@@ -141,9 +144,9 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, drows: Tensor | None, dtable: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, drows: Tensor | None, dtable: Tensor | None) -> tuple[Tensor | None, ...]:
         if drows is None:
-            return dtable, None, None
+            return dtable, None, None, None
         (tokens,) = ctx.saved_tensors
         dpositions = None
         if ctx.needs_input_grad[1]:
@@ -154,15 +157,17 @@ class _Tied(torch.autograd.Function):
         if dtable is None:
             dtable = drows.new_zeros(ctx.table[0], dtype=ctx.table[1])
         dtable = dtable.contiguous()  # one that was expanded has no room of its own
+        if ctx.padding is not None:
+            drows = drows.masked_fill((tokens == ctx.padding)[..., None], 0)
         add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
-        return dtable, dpositions, None
+        return dtable, dpositions, None, None
 
 
-def tied(table: Tensor, positions: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def tied(table: Tensor, positions: Tensor | None, tokens: Tensor, padding: int | None = None) -> tuple[Tensor, Tensor]:
     """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
 
     table (Vp, D), positions (at least T, D) or None; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
-    the second one's gradient.
+    the second one's gradient. padding: a token whose row is looked up and gets no gradient of that.
     """
-    embedded, again = _Tied.apply(table, positions, tokens)
+    embedded, again = _Tied.apply(table, positions, tokens, padding)
     return embedded, again

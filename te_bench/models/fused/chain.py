@@ -22,7 +22,7 @@ from te_bench.kernels.activation import KINDS
 from te_bench.kernels.attention.gradients import read_at_once
 from te_bench.models import fp8
 from te_bench.models.fused import segment
-from te_bench.models.fused.projection import Projection
+from te_bench.models.fused.projection import Projection, Stacked
 from te_bench.models.fused.segment import Entry, HeadColumns, Plan, Segment
 from te_bench.models.modules.activations import FLOATS, compute_dtype
 from te_bench.models.modules.fp8_module import Fp8Module
@@ -33,11 +33,13 @@ Attend = Callable[[AttentionPart, Tensor, Tensor, Tensor], Tensor]
 Rotate = Callable[[AttentionPart], Rotation | None]
 
 
-def run(parts: Sequence[Part], last: NormPart, x: Tensor, angles: Tensor | None = None) -> Tensor:
-    """The norm `last` of what a decoder's blocks make of x (B, T, C); angles (T, d2): by which queries and keys turn.
+def run(
+    parts: Sequence[Part], last: NormPart | None, x: Tensor, angles: Tensor | None = None, tables: bool = False
+) -> Tensor:
+    """The norm `last`, if there is one, of what a decoder's blocks make of x (B, T, C), of x's dtype.
 
-    The result is of x's dtype. Raises ValueError for an x of float64, for the kernels compute in float32, and for an
-    nn.Linear under te.autocast.
+    angles (T, d2): by which queries and keys turn; tables: they are tables of kernels.rotary. Raises ValueError for an x
+    of float64, for the kernels compute in float32, and for an nn.Linear under te.autocast.
     """
     B, T, C = x.shape
     if x.dtype not in FLOATS:
@@ -53,7 +55,7 @@ def run(parts: Sequence[Part], last: NormPart, x: Tensor, angles: Tensor | None 
     def rotate(part: AttentionPart) -> Rotation | None:
         if angles is None:
             return None
-        return Rotation(angles, angles, part.turns, _columns(part), part.head_dim, (B, T), True, False)
+        return Rotation(angles, angles, part.turns, _columns(part), part.head_dim, (B, T), True, False, tables)
 
     return compute(parts, last, x.reshape(B * T, C), compute_dtype(x), attend, rotate).view(B, T, C)
 
@@ -114,17 +116,22 @@ def _product(
     part: LinearPart, dtype: torch.dtype, training: bool, is_first_microbatch: bool | None
 ) -> tuple[Projection, Tensor, Tensor | None]:
     """The GEMMs of a part, its weight and its bias."""
-    module, weight, bias = part.module, part.weight, part.bias
+    module, weight, bias, beside = part.module, part.weight, part.bias, part.beside
+    if beside and bias is not None:
+        bias = torch.cat([bias, *(other.bias for other in beside)])
+    weights = weight, *(other.weight for other in beside)
     recipe = fp8.current.recipe
     kept = recipe is not None and recipe.bf16_last > 0 and type(module) is nn.Linear
     if kept or not fp8.current.enabled:
-        return Projection(None, None), weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight = Stacked.apply(dtype, *weights) if beside else weight.to(dtype)
+        return Projection(None, None), weight, None if bias is None else bias.to(dtype)
     if not isinstance(module, Fp8Module):
         raise ValueError(
             f"blocks fused under te.autocast need te.Linear, and this model has {type(module).__name__}: "
             "build it with a recipe"
         )
-    return Projection.of(module, weight, part.gemm, is_first_microbatch, training), weight, bias
+    projection = Projection.of(module, weight, part.gemm, is_first_microbatch, training, beside)
+    return projection, Stacked.apply(None, *weights) if beside else weight, bias
 
 
 def _scales(parts: Sequence[Part], training: bool) -> Iterator[Tensor | None]:

@@ -1,16 +1,42 @@
 """A Linear's GEMMs between fused kernels, in FP8 or in the activations' precision."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import Gemms
+from te_bench.models.modules.parameters import stack
 
 Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them
+
+
+class Stacked(torch.autograd.Function):
+    """Weights (n, K) one under the other, (sum of n, K) of `dtype`; None: without numbers, where their FP8 is read."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype | None, *weights: Tensor) -> Tensor:
+        ctx.sizes, ctx.dtypes = [len(w) for w in weights], [w.dtype for w in weights]
+        shape = sum(ctx.sizes), weights[0].shape[1]
+        if dtype is None:
+            return weights[0].new_full((), math.nan).expand(shape)
+        if all(w.dtype is dtype for w in weights):
+            return stack(weights)
+        made = weights[0].new_empty(shape, dtype=dtype)
+        for part, w in zip(made.split(ctx.sizes), weights, strict=True):
+            part.copy_(w)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(part.to(dtype) for part, dtype in zip(dw.split(ctx.sizes), ctx.dtypes, strict=True))
 
 
 class Projection(NamedTuple):
@@ -23,10 +49,25 @@ class Projection(NamedTuple):
     w: Quantized | None
 
     @classmethod
-    def of(cls, module: Fp8Module, weight: Tensor, gemm: int, is_first_microbatch: bool | None, training: bool) -> Self:
-        """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear."""
+    def of(
+        cls,
+        module: Fp8Module,
+        weight: Tensor,
+        gemm: int,
+        is_first_microbatch: bool | None,
+        training: bool,
+        beside: Sequence[Any] = (),
+    ) -> Self:
+        """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear.
+
+        beside: te.Linears whose weights stand under it.
+        """
         gemms = module.gemms(gemm)
-        return cls(gemms, module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training))
+        for other in beside:
+            other.join(module)
+        made_of = [weight, *(other.weight for other in beside)] if beside else None
+        w = module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training, made_of=made_of)
+        return cls(gemms, w)
 
     def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:
         """y (M, K) for the GEMMs; the sum over its rows is added to column_sum, (K,) float32."""

@@ -76,7 +76,7 @@ def mask(
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-    padding = _padding(attention_mask, kv_length + kv_offset)
+    padding = padding_of(attention_mask, kv_length + kv_offset)
     hidden = None if padding is None else ~padding[:, None, None, :]
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     if mask_function is bidirectional_mask_function and local_size is None and kv_offset == 0:
@@ -100,7 +100,7 @@ def mask(
     return None if q_length == 1 and bool(shown.all()) else shown
 
 
-def _padding(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+def padding_of(attention_mask: Tensor | None, keys: int) -> Tensor | None:
     """attention_mask, widened to so many keys, or None where nothing is padding."""
     if attention_mask is None:
         return None

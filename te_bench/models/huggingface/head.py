@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from te_bench.kernels import architecture
 from te_bench.kernels.linear_cross_entropy import IGNORED, load
+from te_bench.kernels.linear_cross_entropy.tied import tied
 from te_bench.models import fp8
-from te_bench.models.modules.activations import FLOATS
+from te_bench.models.huggingface.blocks import Blocks
+from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.linear import Linear
-from te_bench.models.modules.plain import are_plain
+from te_bench.models.modules.plain import are_plain, has_hooks
 from te_bench.models.subclassing import Mixed, mix
 
 #: A class of transformers (5.17, 5.23) whose forward is that of `Head` below, in other words than Llama's.
@@ -73,10 +75,15 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
 
     return_dict = given.pop("return_dict", None)
     labels, _ = given.pop("labels"), given.pop("logits_to_keep", 0)
+    weight, copy = model.lm_head.weight, None
+    if (table := _shared_table(model, given)) is not None:
+        copy = None if weight is table else weight
+        padding = model.base_model.embed_tokens.padding_idx
+        given["inputs_embeds"], weight = tied(table, None, given.pop("input_ids"), padding)
     outputs = model.base_model(**given, return_dict=True)
     options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
     loss = causal_loss(
-        outputs.last_hidden_state, model.lm_head.weight, labels, in_fp8=model._te_head_in_fp8 and fp8.current.enabled,
+        outputs.last_hidden_state, weight, labels, in_fp8=model._te_head_in_fp8 and fp8.current.enabled, copy=copy,
         **options,
     )  # fmt: skip
     made = CausalLMOutputWithPast(
@@ -86,19 +93,42 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
     return made if (model.config.return_dict if return_dict is None else return_dict) else made.to_tuple()
 
 
+def _shared_table(model: Any, given: dict[str, Any]) -> Tensor | None:
+    """The embedding's weight where the head has it, too, and one gradient can be made for both; else None.
+
+    The head's may be the copy that an optimizer left of it.
+    """
+    base: Any = model.base_model
+    ids, weight = given.get("input_ids"), model.lm_head.weight
+    if not issubclass(type(base), Blocks) or has_hooks(base) or is_recorded() or not torch.is_grad_enabled():
+        return None
+    if given.get("inputs_embeds") is not None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return None
+    embedding = base.embed_tokens
+    table = embedding.weight
+    if type(table) is not nn.Parameter or table.dtype not in FLOATS or table.device != ids.device:
+        return None
+    plain = type(embedding) is nn.Embedding and are_plain([embedding])
+    if not plain or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        return None
+    return table if weight is table or getattr(weight, "copy_of", None) is table else None
+
+
 def causal_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     *,
     in_fp8: bool = False,
+    copy: Tensor | None = None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
     """mean CE(hidden_i W^T, the label after i) in nats; hidden (B, T, C), weight (V, C), labels (B, T) int64 -> () float32.
 
-    Labels of ignore_index count for nothing. num_items_in_batch: the sum is divided by it, and not by their number.
+    Labels of ignore_index count for nothing. num_items_in_batch: the sum is divided by it, and not by their number. copy:
+    weight as an optimizer has rounded it already, of which the products are; the gradient is weight's all the same.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -107,7 +137,8 @@ def causal_loss(
     targets = targets.masked_fill(targets == IGNORED, ILLEGAL).masked_fill(ignored, IGNORED)
     x = hidden.flatten(0, -2)
     name = "reference" if x.dtype not in FLOATS else "fp8" if in_fp8 else "chunked"
-    mean: Tensor = _heads[name].forward(x, weight, targets, vocab=len(weight))
+    copied = {"copy": copy} if _heads[name].copied else {}
+    mean: Tensor = _heads[name].forward(x, weight, targets, vocab=len(weight), **copied)
     if num_items_in_batch is None:
         return mean
     counted = (~ignored).sum()

@@ -66,24 +66,28 @@ class MLP(Mixed):
 
     _te_mlp: Form
 
+    def te_stacks(self) -> list[list[Any]]:
+        """Linears whose weights multiply as one matrix."""
+        return [[getattr(self, name) for name in self._te_mlp.first]]
+
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         form = self._te_mlp
         first, last = [getattr(self, name) for name in form.first], getattr(self, form.last)
-        if args or kwargs or is_recorded() or not _can_fuse(self, x, first, last):
+        if args or kwargs or is_recorded() or not can_fuse(self, x, first, last):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         in_fp8 = fp8.current.enabled and isinstance(last, Linear)
         y = (_in_fp8 if in_fp8 else _in_half)(x, form.kind, first, last)
         return y if form.dropout is None else getattr(self, form.dropout)(y)
 
 
-def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
+def can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
     layers = [*first, last]
     if fp8.current.calibrating or x.numel() == 0 or not are_plain(layers, frozen=True):
         return False
     ours = [layer for layer in layers if isinstance(layer, Linear)]
-    if fp8.current.enabled and (len(ours) not in (0, len(layers)) or any(layer._reuse for layer in ours)):
+    if fp8.current.enabled and len(ours) not in (0, len(layers)):
         return False
-    modes = [divided and divided.mode for divided in map(_division, layers)]
+    modes = [divided and divided.mode for divided in map(division, layers)]
     if any(modes) and modes != [*("column" for _ in first), "row"]:
         return False
     form = module._te_mlp
@@ -97,7 +101,7 @@ def _can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
     return compute_dtype(x) in FLOATS and all(layer.weight.device == x.device for layer in layers)
 
 
-def _division(layer: Any) -> Division | None:
+def division(layer: Any) -> Division | None:
     """How a Linear's weight is divided among ranks, if it is."""
     divided: Division | None = getattr(layer, "divisions", (None,))[0]
     return divided
@@ -114,10 +118,10 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     for layer in (*first, last):
         if isinstance(layer, Linear):
             layer.without_fp8()
-    dtype, divided = compute_dtype(x), _division(last)
+    dtype, divided = compute_dtype(x), division(last)
     w2, b2, *others = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
     cast = [None if t is None else t.to(dtype) for t in (w2, b2 if divided is None else None, *others)]
-    if (entry := _division(first[0])) is not None:
+    if (entry := division(first[0])) is not None:
         x = entry.alone().enter(x.to(dtype))
     y: Tensor = _Half.apply(flatten(x, dtype), kind, *cast).view(*x.shape[:-1], -1)
     if divided is None:
@@ -130,14 +134,10 @@ def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     fc1 = first[0].gemms()
     gemms = fc1._replace(divided=fc1.divided and fc1.divided.alone()), last.gemms()
     for other in first[1:]:
-        other.gemms()  # so that it has its state, as alone
+        other.join(first[0])
     training = torch.is_grad_enabled()
-    with torch.no_grad():
-        joined = first[0].weight if len(first) == 1 else torch.cat([layer.weight for layer in first])
-    q1 = first[0].quantized_weight(
-        gemms[0], joined, 0, None, columnwise=training, made_of=[layer.weight for layer in first]
-    )
-    del joined
+    made_of = [layer.weight for layer in first]
+    q1 = first[0].quantized_weight(gemms[0], made_of[0], 0, None, columnwise=training, made_of=made_of)
     weights = [q1, last.quantized_weight(gemms[1], last.weight, 0, None, columnwise=training)]
     tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
     y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, weights, training, *tensors)

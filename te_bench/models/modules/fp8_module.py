@@ -15,7 +15,7 @@ from te_bench.models import fp8
 from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.gemms import Gemms
-from te_bench.models.modules.parameters import materialise
+from te_bench.models.modules.parameters import materialise, stack
 from te_bench.models.modules.tensor_parallel import Division, Parallelised, Ranks
 from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, saved_names
 
@@ -99,6 +99,12 @@ class Fp8Module(Parallelised, nn.Module):
             fp8.use(self._number, self._state)
         x, weight, grad_output = (self._slot(role, gemm) for role in ROLES)
         return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
+
+    def join(self, first: Self) -> None:
+        """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too."""
+        self.gemms()  # every rank has made a state of its own before, or none has
+        if not isinstance(getattr(self, "weight", None), Gathered):  # which its ranks cast, each by its own scale
+            self._state = first._state
 
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
@@ -196,10 +202,11 @@ class Fp8Module(Parallelised, nn.Module):
     ) -> Quantized:
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
-        made_of: the parameters that the weight was put together from, where it is none of this module's. One that was
-        gathered in FP8 is what its ranks made of it.
+        made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
+        made of it.
         """
-        if isinstance(weight, Gathered):
+        alone = made_of is None or len(made_of) == 1
+        if alone and isinstance(weight, Gathered):
             return weight.quantized(columnwise)
         is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch, made_of)
         if is_first_microbatch is False:
@@ -212,7 +219,8 @@ class Fp8Module(Parallelised, nn.Module):
             return kept
         # Detached: the amax is written to outside of an autograd.Function, and the state must not hold on to a graph.
         both = columnwise or is_first_microbatch is True
-        made = gemms.quantize(weight.detach(), "weight", rowwise=True, columnwise=both)
+        whole = weight.detach() if alone else stack(made_of or ())
+        made = gemms.quantize(whole, "weight", rowwise=True, columnwise=both)
         if is_first_microbatch:
             self._cached[gemm] = gemms.recipe, made
         return made

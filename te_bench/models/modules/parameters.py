@@ -1,7 +1,7 @@
 """How modules make their parameters: where, in which dtype, with which values."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,3 +40,15 @@ def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractCo
 def default_init(weight: Tensor) -> Tensor:
     """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def stack(weights: Sequence[Tensor]) -> Tensor:
+    """Matrices (n, K) of one dtype, one under the other, without a graph; no copy of those that lie so in memory."""
+    first, rows = weights[0].detach(), sum(len(w) for w in weights)
+    end = first.storage_offset()
+    for w in weights:
+        there = w.is_contiguous() and w.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not there or w.dtype is not first.dtype or w.storage_offset() != end:
+            return torch.cat([w.detach() for w in weights])
+        end += w.numel()
+    return first.as_strided((rows, first.shape[1]), first.stride())

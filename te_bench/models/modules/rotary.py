@@ -212,7 +212,8 @@ def _rotate(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, tra
 class Rotation(NamedTuple):
     """What turns the queries and keys that a projection of `outer` positions left, (s, b, F) or (b, s, F).
 
-    q and k: their angles, (s, d2). columns: how many of F go to q, k and v at a turn; d: features of a head.
+    q and k: their angles, (s, d2), or tables of kernels.rotary. columns: how many of F go to q, k and v at a turn; d:
+    features of a head.
     """
 
     q: Tensor
@@ -223,6 +224,7 @@ class Rotation(NamedTuple):
     outer: tuple[int, int]
     batch_first: bool
     interleaved: bool
+    tables: bool = False
 
     def by_head(self, mixed: Tensor) -> list[Tensor]:
         """q, k and v of mixed, views (*outer, turns, heads a turn, d)."""
@@ -235,7 +237,7 @@ class Rotation(NamedTuple):
             sources, targets = ([t.transpose(0, 1) for t in tensors] for tensors in (sources, targets))
         angles = (self.q, self.k, None)[: len(sources)]
         parts = [Part(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
-        backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed)
+        backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed, tables=self.tables)
 
     def split(self, mixed: Tensor, own: bool) -> list[Tensor]:
         """q, k and v of mixed as it is dealt, q and k turned: in its memory where that is their own.

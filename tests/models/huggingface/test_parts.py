@@ -18,14 +18,16 @@ from te_bench.models.conversion_parts import PARTS
 pytest.importorskip("transformers")
 
 NO_ROTARY, NO_HEAD = "calls apply_rotary_pos_emb", "no model of transformers with an lm_head"
+OTHERWISE, NO_BLOCKS = {"blocks": "compute otherwise than Llama"}, {"blocks": "no model of transformers in it has"}
 #: What stays, and words of the reason.
-STAYS = {
-    "gemma2": {"attention": "caps the scores", "head": "not Llama's"},
-    "gpt2": {"rotary": NO_ROTARY},
-    "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD},
-    "t5": {"attention": "bias of positions", "rotary": NO_ROTARY, "head": "not Llama's"},
-    "vit": {"rotary": NO_ROTARY, "head": NO_HEAD},
-    "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD},
+STAYS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("phi3", "gemma"), OTHERWISE),
+    "gemma2": {"attention": "caps the scores", "head": "not Llama's", **OTHERWISE},
+    "gpt2": {"rotary": NO_ROTARY, **NO_BLOCKS},
+    "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
+    "t5": {"attention": "bias of positions", "rotary": NO_ROTARY, "head": "not Llama's", **NO_BLOCKS},
+    "vit": {"rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
+    "whisper": {"mlp": "another function", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
 }
 
 
@@ -47,7 +49,7 @@ def test_a_family_computes_the_same_and_the_report_says_what_stays(family: str) 
         assert word in (stays[part] or "")
         assert f"{part}: kept: {stays[part]}" in str(report)
     if not stays:
-        assert str(report).endswith("by te-bench's kernels: 2 mlp, 2 rotary, 1 attention, 1 head")
+        assert str(report).endswith("by te-bench's kernels: 2 mlp, 2 rotary, 1 attention, 1 blocks, 1 head")
     if "mlp" not in stays:
         assert sum(entry.part == "mlp" for entry in report.parts) == (4 if family == "t5" else 2)
 
@@ -116,7 +118,7 @@ def test_without_parts_it_is_layers_as_before() -> None:
 @pytest.mark.parametrize("parts", ["mpl", ("linear", "mpl"), ()])
 def test_an_unknown_part_is_named(parts: Any) -> None:
     model = make("llama")
-    with pytest.raises(ValueError, match="of linear, norm, mlp, rotary, attention, head; 'all' is all"):
+    with pytest.raises(ValueError, match="of linear, norm, mlp, rotary, attention, blocks, head; 'all' is all"):
         te.convert(model, parts=parts)
     assert not any(isinstance(module, te.Linear) for module in model.modules())
 
@@ -175,7 +177,7 @@ def test_a_pickle_tells_transformers_of_the_attention() -> None:
 def test_a_model_of_torch_alone_has_none_of_the_parts_and_works() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     report = te.convert(model, parts="all")
-    assert {entry.part for entry in report.parts if entry.after is None} == {"mlp", "rotary", "attention", "head"}
+    assert {entry.part for entry in report.parts if entry.after is None} == {*PARTS} - {"linear", "norm"}
     assert "it holds no model of transformers" in str(report)
     assert model(torch.ones(2, 32)).shape == (2, 32)
 

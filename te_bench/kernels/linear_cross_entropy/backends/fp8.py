@@ -40,7 +40,9 @@ GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 # (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
 # Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up. It may take as many as W in both
-# layouts, in whose place a bf16 dW is made then: 8192 rows of Llama-3-8B's 128256 x 4096.
+# layouts, and one chunk alone as many as dW, which is made in their place: 8192 rows of 128256 x 4096 (Llama-3-8B) in bf16,
+# of 128256 x 2048 in float32. Two chunks of the latter would read and write dW again, and take 2.38 GiB where one takes 1.96
+# by the accounting.
 CHUNK_BYTES = 600 * 2**20
 # Bytes of float32 that a further chunk adds to dW at a time; most of them are still in the L2.
 SHARE_BYTES = 64 * 2**20
@@ -64,15 +66,19 @@ def forward(
 
     q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
     float32, then rounded as `chunked`'s are, to the dtypes of x and weight. targets, errors and copy are those of `chunked`.
-    rows: those whose g^T is in memory at once (default: about 600 MiB of it, or as much as q(W) takes in both layouts);
+    rows: those whose g^T is in memory at once (default: about 600 MiB of it, or as much as q(W) takes in both layouts; all
+    where that is as much as dW takes);
     strip: those whose g is (default: about 150 MiB), and at most whose logits are (about 150 MiB).
     """
     return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
 
-def _cut(n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None) -> tuple[int, int, int]:
-    """The rows of a chunk, of a strip, and those whose logits are made at once."""
-    rows = min(rows or chunk_rows(n, padded, 1, max(CHUNK_BYTES, 2 * d * padded)), max(n, 1))
+def _cut(
+    n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None, itemsize: int = 4
+) -> tuple[int, int, int]:
+    """The rows of a chunk, of a strip, and those whose logits are made at once; itemsize: of dW."""
+    columns = d * (itemsize if n <= itemsize * d else 2)
+    rows = min(rows or chunk_rows(n, padded, 1, max(CHUNK_BYTES, columns * padded)), max(n, 1))
     strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
     return rows, strip, chunk_rows(strip, padded, 2, LOGITS_BYTES)
 
@@ -107,7 +113,7 @@ def _operator(
     """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
-        rows, strip, most = _cut(n, d, padded, rows, strip)
+        rows, strip, most = _cut(n, d, padded, rows, strip, gradient_dtype(leaf, dtype).itemsize)
         qx, *qw = _quantized(x, weight, need_dx, need_dw)
         x_rows = qx.by_rows()
         numbers = count(targets)

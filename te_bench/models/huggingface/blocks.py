@@ -1,0 +1,237 @@
+"""The layers of transformers' Llama family by the fused chain (models.fused.chain), from one attention to the next.
+
+    y = norm(layers(embed(tokens)))     additions, norms, casts and activations beside the GEMMs, q, k and v by one GEMM
+
+A pass goes layer by layer, by the other parts of te.convert, where somebody looks between them (hooks, LoRA, hidden
+states), with a cache, positions or a mask of its own, and where torch.compile records it. In training a pass that does not
+ask for a cache makes none. Checkpointed layers are a chain each. Source: transformers 5.17 and 5.23, models/llama,
+mistral, qwen2 and qwen3.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.models import fp8
+from te_bench.models.fused import chain
+from te_bench.models.huggingface import attention
+from te_bench.models.huggingface.mlp import MLP, can_fuse, division
+from te_bench.models.modules.activations import FLOATS, compute_dtype, is_recorded
+from te_bench.models.modules.gathered import Gathered
+from te_bench.models.modules.layernorm import RMSNorm
+from te_bench.models.modules.linear import Linear
+from te_bench.models.modules.plain import are_plain, has_hooks
+from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part
+from te_bench.models.subclassing import Mixed, mix
+
+#: Whose layers the chain computes: whatever runs the same code as one of these does.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+#: Arguments of a pass that the chain takes, and of a loss, which layers pass by.
+TAKEN = frozenset(("input_ids", "inputs_embeds", "attention_mask", "use_cache", "return_dict"))
+OF_THE_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
+QKV = ("q_proj", "k_proj", "v_proj")
+LAYER_NORMS, HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")
+
+
+class Blocks(Mixed):
+    """Put before the class of a decoder without its head."""
+
+    _te_names: list[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        own: Any = cls._te_origin.forward
+        names = [name for name in inspect.signature(own).parameters if name != "self"]
+
+        @functools.wraps(own)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = self.te_given(args, kwargs)
+            return _run(self, given) if self.te_fuses(given) else own(self, *args, **kwargs)
+
+        cls.forward = forward  # type: ignore[attr-defined]
+        cls._te_names = names
+
+    def te_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass by their names."""
+        return dict(zip(self._te_names, args, strict=False)) | kwargs
+
+    def te_stacks(self) -> list[list[Any]]:
+        """Linears whose weights multiply as one matrix, but for an MLP's."""
+        return [[getattr(layer.self_attn, name) for name in QKV] for layer in _layers(self)]
+
+    def te_fuses(self, given: dict[str, Any]) -> bool:
+        """Whether such a pass goes by the chain: that computes what the layers would, and nobody looks between them."""
+        return _fuses(self, given)
+
+
+class _Attention:
+    """An attention's kernel, as a part's module has it."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
+        """(B, H, T, D) -> (B, H, T, D), by the module's own scale, window and dropout."""
+        own = self.module
+        # Qwen's layers have a window each, Mistral's the model's.
+        width = own.sliding_window if hasattr(own, "sliding_window") else getattr(own.config, "sliding_window", None)
+        window = None if width is None or width >= q.shape[2] else (width - 1, 0)
+        drops = own.attention_dropout if own.training else dropout
+        seen = attention.Seen(causal, window)
+        made, _ = attention.attention(own, q, k, v, seen, dropout=drops, scaling=own.scaling)
+        return made.transpose(1, 2)
+
+
+def _run(model: Any, given: dict[str, Any]) -> Any:
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    x = given.get("inputs_embeds")
+    x = model.embed_tokens(given["input_ids"]) if x is None else x
+    positions = torch.arange(x.shape[1], device=x.device)[None]
+    tables = torch.cat(model.rotary_emb(x, position_ids=positions), -1)[0].float()
+    layers = _layers(model)
+    if not fp8.current.enabled:
+        for linear in (linear for layer in layers for linear in _linears(layer)):
+            linear.without_fp8()
+    run = functools.partial(chain.run, angles=tables, tables=True)
+    parts, last, y = [_parts(layer) for layer in layers], NormPart.of(model.norm), x
+    if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        for layer, own in zip(layers, parts, strict=True):
+            one = functools.partial(run, own, None)
+            y = layer._gradient_checkpointing_func(one, y) if layer.gradient_checkpointing else one(y)
+        parts = []
+    y = run([part for own in parts for part in own], last, y)
+    return BaseModelOutputWithPast(last_hidden_state=y.to(compute_dtype(x)))
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(model.layers[: model.config.num_hidden_layers])
+
+
+def _mlp_linears(mlp: Any) -> tuple[list[Any], Any]:
+    """The first and the last of an MLP that is te's."""
+    form = mlp._te_mlp
+    return [getattr(mlp, name) for name in form.first], getattr(mlp, form.last)
+
+
+def _linears(layer: Any) -> list[Any]:
+    first, last = _mlp_linears(layer.mlp)
+    return [*(getattr(layer.self_attn, name, None) for name in (*QKV, "o_proj")), *first, last]
+
+
+def _norms(layer: Any) -> list[Any]:
+    heads = [getattr(layer.self_attn, name) for name in HEAD_NORMS if hasattr(layer.self_attn, name)]
+    return [*(getattr(layer, name, None) for name in LAYER_NORMS), *heads]
+
+
+def _parts(layer: Any) -> list[Part]:
+    own, (first, last) = layer.self_attn, _mlp_linears(layer.mlp)
+    q, k, v, o = _linears(layer)[:4]
+    before, after, *of_heads = map(NormPart.of, _norms(layer))
+    q_norm, k_norm = of_heads or (None, None)
+    heads, groups = q.out_features // own.head_dim, k.out_features // own.head_dim
+    sizes = {"heads": heads, "groups": groups, "head_dim": own.head_dim}
+    return [
+        AttentionPart(
+            _Attention(own), before, LinearPart.of(q, k, v), LinearPart.of(o), **sizes, q_norm=q_norm, k_norm=k_norm
+        ),
+        MLPPart(after, LinearPart.of(*first), LinearPart.of(last), layer.mlp._te_mlp.kind),
+    ]
+
+
+def _fuses(model: Any, given: dict[str, Any]) -> bool:
+    ids, x, config = given.get("input_ids"), given.get("inputs_embeds"), model.config
+    if (ids is None) == (x is None) or is_recorded() or fp8.current.calibrating:
+        return False
+    others = given.keys() - TAKEN - OF_THE_LOSS
+    if any(given[name] is not None and given[name] is not False for name in others):
+        return False
+    cached, wrapped = given.get("use_cache"), given.get("return_dict")
+    if (config.use_cache and not model.training) if cached is None else cached:
+        return False
+    if not (config.return_dict if wrapped is None else wrapped):
+        return False
+    if config.output_hidden_states or config.output_attentions or config._attn_implementation != attention.NAME:
+        return False
+    tokens: Any = ids if x is None else x
+    if tokens.numel() == 0 or tokens.dim() != (2 if x is None else 3) or not _are_plain(model):
+        return False
+    mask = given.get("attention_mask")
+    if mask is None:
+        return True
+    return isinstance(mask, Tensor) and mask.dim() == 2 and attention.padding_of(mask, tokens.shape[1]) is None
+
+
+def _are_plain(model: Any) -> bool:
+    """Whether every module of the layers is as `convert` found it, and their weights are whole."""
+    layers, like = _layers(model), model.embed_tokens.weight
+    if not layers or like.dtype not in FLOATS or any(why_not(layer) is not None for layer in layers):
+        return False
+    linears = [linear for layer in layers for linear in _linears(layer)]
+    if not are_plain([*linears, model.norm, *(norm for layer in layers for norm in _norms(layer))]):
+        return False
+    if any(division(linear) is not None or isinstance(linear.weight, Gathered) for linear in linears):
+        return False
+    if any(linear.weight.device != like.device for linear in linears):
+        return False
+    inner = [module for layer in layers for module in (layer, layer.self_attn, layer.mlp)]
+    if any(has_hooks(module) or "forward" in vars(module) for module in inner):
+        return False
+    return all(can_fuse(layer.mlp, like, *_mlp_linears(layer.mlp)) for layer in layers)
+
+
+def why_not(layer: Any) -> str | None:
+    """Why a decoder layer is none of the chain's, or None."""
+    if not isinstance(layer.mlp, MLP) or layer.mlp._te_mlp.dropout is not None:
+        return "its MLPs stay as they are"
+    if not all(isinstance(norm, RMSNorm) for norm in _norms(layer)):
+        return "its norms stay as they are"
+    linears = _linears(layer)
+    if not all(isinstance(linear, Linear) for linear in linears):
+        return "some of its Linears stay as they are"
+    biases = [[linear.bias is not None for linear in group] for group in (linears[:3], linears[4:-1])]
+    if any(any(group) != all(group) for group in biases):
+        return "of the Linears that multiply together some have a bias and some have none"
+    return None
+
+
+def _origin(module: Any) -> Any:
+    return module._te_origin if isinstance(module, Mixed) else type(module)
+
+
+def _codes(*classes: Any) -> list[tuple[Any, ...]]:
+    """What the forwards of these classes run."""
+    codes = (getattr(inspect.unwrap(cls.forward), "__code__", None) for cls in classes)
+    return [(getattr(code, "co_code", None), getattr(code, "co_names", None)) for code in codes]
+
+
+def _is_known(model: Any, layer: Any) -> bool:
+    own = _codes(*map(_origin, (model, layer, getattr(layer, "self_attn", None))))
+    for name, title in FAMILIES.items():
+        file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        if own == _codes(*(getattr(file, f"{title}{part}") for part in ("Model", "DecoderLayer", "Attention"))):
+            return True
+    return False
+
+
+def convert(model: Any, undo: contextlib.ExitStack) -> str:
+    """Let a decoder's layers compute as one chain; returns what that is. Raises ValueError, which says why they stay."""
+    layers = list(model.layers)
+    if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") and _is_known(model, layer) for layer in layers):
+        raise ValueError(f"its layers compute otherwise than {', '.join(FAMILIES.values())}'s")
+    if model.config._attn_implementation != attention.NAME or any(
+        not isinstance(layer.self_attn, Mixed) for layer in layers
+    ):
+        raise ValueError("its attentions or rotary embeddings stay as they are")
+    reason = next(filter(None, map(why_not, layers)), None)
+    if reason is None and not isinstance(model.norm, RMSNorm):
+        reason = "its last norm stays as it is"
+    if reason is not None:
+        raise ValueError(reason)
+    mix(model, Blocks, undo)
+    return "all layers as one fused chain"
