@@ -33,9 +33,9 @@ def whole(p: Problem) -> Problem:
 
 
 def distance(a: Problem, b: Problem) -> float:
-    """How many doublings apart two `whole` problems are: of queries, keys, heads in all, and the windows' widths.
+    """How many doublings apart two `whole` problems are: of queries, keys, heads in all, query heads a key head, windows.
 
-    Infinite unless dtype, widths of the heads, query heads a key head, and kinds of mask and dropout are the same.
+    Infinite unless dtype, widths of the heads, and kinds of mask and dropout are the same.
     """
     if _kind(a) != _kind(b) or not all(_sizes(a) + _sizes(b)):
         return math.inf
@@ -43,18 +43,17 @@ def distance(a: Problem, b: Problem) -> float:
 
 
 def _kind(p: Problem) -> tuple[Any, ...]:
-    group = p.heads / max(p.kv_heads or 1, 1)
     windowed = None if p.window is None else tuple(side >= 0 for side in p.window)
-    return p.device, p.dtype, p.causal, p.mask, p.packed, windowed, p.dropout > 0, p.head_dim, p.v_head_dim, group
+    return p.device, p.dtype, p.causal, p.mask, p.packed, windowed, p.dropout > 0, p.head_dim, p.v_head_dim
 
 
-def _sizes(p: Problem) -> tuple[int, ...]:
+def _sizes(p: Problem) -> tuple[float, ...]:
     keys = p.kv_length or 0
     width = keys
     if p.window is not None:
         left, right = (keys if side < 0 else side for side in p.window)
         width = min(left + right + 1, keys)
-    return p.length, keys, p.batch * p.heads, width
+    return p.length, keys, p.batch * p.heads, width, p.heads / max(p.kv_heads or 1, 1)
 
 
 def nearest(machine: str, problem: Problem) -> tuple[Timing, float] | None:

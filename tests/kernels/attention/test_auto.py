@@ -68,7 +68,7 @@ def test_the_same_problem_is_no_doubling_away() -> None:
         ({"window": (256, 0)}, None),
         ({"head_dim": 128}, None),
         ({"v_head_dim": 32}, None),
-        ({"kv_heads": 4}, None),
+        ({"kv_heads": 6}, 1.0),
         ({"length": 0}, None),
         ({"device": "cpu"}, None),
     ],
