@@ -109,9 +109,9 @@ class Question:
     """A model on a device, and what may be chosen for it.
 
     problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
-    said: what the command line says of the model; given: its --model. preset: it is te-bench's own. left_out: choices that
-    do not apply, each with the reason. optimizer: of captured steps with te.convert's parts, of kernels.adamw; None: torch's
-    fused AdamW, which all other steps of a user's model have.
+    said: what the command line says of the model; given: its --model; cls: its class, of a user's. preset: it is
+    te-bench's own. left_out: choices that do not apply, each with the reason. optimizer: of captured steps with
+    te.convert's parts, of kernels.adamw; None: torch's fused AdamW, which all other steps of a user's model have.
     """
 
     model: str
@@ -124,6 +124,7 @@ class Question:
     have: Choice
     choices: tuple[Choice, ...]
     given: str = ""
+    cls: str = ""
     preset: bool = True
     text: bool = True  # it learns from text
     logits: bool = False  # a user's takes tokens alone and returns logits
@@ -271,6 +272,7 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
         given=options.model or "",
+        cls=own.facts.cls,
         title=f"{own.source.model}, {problem['batch']} x {problem['block']} tokens",
         device=options.device,
         problem=problem,

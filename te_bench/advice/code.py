@@ -114,15 +114,9 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
 
 
 def _targets(question: Question) -> str:
-    """What adopt's language models learn, by the class that a config names."""
+    """What adopt's language models learn, by its class."""
     words = {"ForMaskedLM": "hidden tokens, -100 elsewhere", "ForConditionalGeneration": "labels"}
-    return next((said for ending, said in words.items() if _class(question).endswith(ending)), "the next tokens")
-
-
-def _class(question: Question) -> str:
-    """The class that a config names, "" for none."""
-    named = json.loads(str(question.problem.get("config", "{}"))).get("architectures")
-    return str(named[0]) if named else ""
+    return next((said for ending, said in words.items() if question.cls.endswith(ending)), "the next tokens")
 
 
 def _model(question: Question) -> tuple[list[str], str, str]:
@@ -138,10 +132,9 @@ def _model(question: Question) -> tuple[list[str], str, str]:
         imports = [FUNCTIONAL]
         call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
-        cls = _class(question) or "AutoModelForCausalLM.from_config"
-        imports = [f"from transformers import AutoConfig, {cls.partition('.')[0]}", *imports]
+        imports = [f"from transformers import AutoConfig, {question.cls}", *imports]
         config = f'AutoConfig.from_pretrained("{question.given.removeprefix(HUB)}")'
-        return imports, f"model = {cls}({config}){move}", call if judge[0] else "loss = model(**batch).loss"
+        return imports, f"model = {question.cls}({config}){move}", call if judge[0] else "loss = model(**batch).loss"
     module, _, factory = question.model.partition(":")
     arguments = json.loads(str(problem.get("arguments", "{}")))
     said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())

@@ -59,6 +59,7 @@ def _facts(source: Source, tokens: int) -> Facts:
         manual=made.has_manual,
         logits=made.drawn is None and source.loss is None and calling.gives_logits(made.module, inputs, targets),
         float32=all(p.dtype is torch.float32 for p in made.module.parameters()),
+        cls=type(made.module).__name__,
     )
 
 

@@ -73,7 +73,7 @@ class Facts:
     sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
     scores: elements of their softmax for one sequence, of `tried` tokens. text: it learns
     from text. manual: it has an attention of ordinary operators to ask for. logits: it takes tokens alone and gives logits.
-    float32: all that it trains is float32.
+    float32: all that it trains is float32. cls: the name of its class.
     """
 
     vocab: int
@@ -87,6 +87,7 @@ class Facts:
     manual: bool
     logits: bool = False
     float32: bool = True
+    cls: str = ""
 
 
 def identify(

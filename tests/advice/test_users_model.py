@@ -158,8 +158,7 @@ def test_the_code(asked: Question, choice: dict[str, Any], wanted: list[str]) ->
     ],
 )
 def test_the_code_of_a_graph_says_what_targets_are(asked: Question, cls: str, targets: str) -> None:
-    problem = {"config": json.dumps({"architectures": [cls]})}
-    named = dataclasses.replace(asked, problem=problem, given="here", text=True)
+    named = dataclasses.replace(asked, problem={"config": "{}"}, given="here", cls=cls, text=True)
     lines = code.code(named, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
     assert lines[-1].endswith(f"; targets: {targets}")
 
@@ -281,6 +280,16 @@ def test_the_code_of_a_config_runs_as_it_is(architectures: list[str] | None, tmp
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | ({"architectures": architectures} if architectures else {})))
     ran(candidates.of_model(Options(device="cpu", model=str(path)), None), Choice(attention="flash"))
+
+
+def test_the_code_of_a_config_without_a_class_names_the_one_that_was_measured(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config.save_pretrained(tmp_path)
+    question = candidates.of_model(Options(device="cuda", model=str(tmp_path)), (9, 0))
+    lines = code.code(question, Choice(attention=OWN_ATTENTION, parts="all", mode="cudagraph"))
+    assert lines[0] == "from transformers import AutoConfig, BertForMaskedLM"
+    assert lines[-1].endswith("; targets: hidden tokens, -100 elsewhere")
 
 
 def test_the_command_that_proves_it_names_the_model_and_its_arguments_if_it_learns_text(asked: Question) -> None:
