@@ -23,7 +23,9 @@ TORCH_FREE = {
     "te_bench.models.configs",
 }
 TORCH_FREE |= {f"te_bench.training.{name}" for name in ("corpus", "fewer_bits", "tokenizer")}
-IN_EXPERIMENTS = "doctor environment fork_server_preload measurement on_ray plan presets problems processes progress "
+IN_EXPERIMENTS = (
+    "doctor environment fork_server_preload measurement on_ray peaks plan presets problems processes progress "
+)
 IN_EXPERIMENTS += "ray_host run_options runner spec store suite_trials"
 TORCH_FREE |= {f"te_bench.experiments.{name}" for name in IN_EXPERIMENTS.split()}
 PACKAGES = "cli advice gate reports experiments.scaling experiments.suites models.rivals training.layouts"

@@ -214,10 +214,10 @@ def _one_gpu(
     if only is not None and measured is None:
         raise ValueError(f"--only {only} chooses among the trials of --from DIR: give that, too")
     if tflops is not None:
-        peak = getattr(layout.GPUS[gpu], precision) / one_gpu.TERA
+        peak = layout.GPUS[gpu].peak(precision) / one_gpu.TERA
         if not 0 < tflops <= peak:
             raise ValueError(
-                f"--tflops {tflops:g}: give more than 0 and at most the {peak:.0f} of an {gpu} in {precision}"
+                f"--tflops {tflops:g}: give more than 0 and at most the {peak:.4g} of an {gpu} in {precision}"
             )
         return one_gpu.stated(tflops), f"{tflops:g} TFLOP/s over a whole step but its update, as stated"
     steps = [one_gpu.KNOWN[gpu, precision]] if measured is None else _recorded(measured, only)

@@ -108,7 +108,7 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
         ("--parallel fsdp2+tp --tp 16", "--tp 16 is more than --gpus-per-node 8: a layer's collectives over nodes"),
         ("--parallel tp --world 16", "--parallel tp --world 16 is more than --gpus-per-node 8"),
         ("--parallel tp --world 8 --tp 4", "--tp 4: under --parallel tp all of --world 8 share a layer"),
-        ("--tflops 4000", "--tflops 4000: give more than 0 and at most the 989 of an h200 in bf16"),
+        ("--tflops 4000", "--tflops 4000: give more than 0 and at most the 989.5 of an h200 in bf16"),
         ("--tflops nan", "--tflops nan: give more than 0"),
         ("--tflops 4 --from x", "--from and --tflops both say what one GPU computes: give one of them"),
         ("--world 8 --only x", "--only x chooses among the trials of --from DIR: give that, too"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from te_bench.experiments import peaks
 from te_bench.experiments.scaling.collectives import Group
 from te_bench.models.configs import DecoderConfig
 
@@ -13,18 +14,22 @@ TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Published numbers of a GPU: dense FLOP a second and bytes of memory."""
+    """A GPU that layouts are predicted for. machine: its name as NVML gives it; memory: bytes, by NVIDIA's data sheet."""
 
     name: str
-    bf16: float
-    fp8: float
+    machine: str
     memory: float
 
+    def peak(self, precision: str) -> float:
+        """Dense FLOP a second."""
+        found = peaks.peak(self.machine, precision)
+        assert found is not None
+        return found
 
-#: NVIDIA's data sheets, without sparsity.
+
 GPUS = {
-    "h100": Gpu(name="H100 SXM", bf16=989 * TERA, fp8=1979 * TERA, memory=80e9),
-    "h200": Gpu(name="H200 SXM", bf16=989 * TERA, fp8=1979 * TERA, memory=141e9),
+    "h100": Gpu(name="H100 SXM", machine="NVIDIA H100 80GB HBM3", memory=80e9),
+    "h200": Gpu(name="H200 SXM", machine="NVIDIA H200", memory=141e9),
 }
 #: Bytes a second of torch's fused AdamW on an H100, by the records of results/h100/speed-llama3-1b; 2.7 TB/s on an H200.
 UPDATES = 2.6e12

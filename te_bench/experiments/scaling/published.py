@@ -187,7 +187,7 @@ def fit(figure: Figure, gpu: str) -> float:
 
 def _speed(figure: Figure, gpu: str, efficiency: float) -> float:
     of = GPUS[gpu]
-    rate = Rate(bf16=efficiency * of.bf16, fp8=efficiency * of.fp8)
+    rate = Rate(bf16=efficiency * of.peak("bf16"), fp8=efficiency * of.peak("fp8"))
     return predict(figure.work, figure.layout, rate, of.memory).tokens_per_second
 
 

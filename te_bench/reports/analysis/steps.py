@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from te_bench.reports.analysis import hardware
+from te_bench.experiments import peaks
 from te_bench.reports.analysis.measures import (
     Ratio,
     finite,
@@ -61,7 +61,7 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
     tokens, flop = (finite(configuration.ok[0].work.get(key)) for key in ("tokens", "flop"))
     reached, joules = flop / latency if flop else None, of_processes(configuration.ok, "energy_j")
     of_peak = peak_precision(configuration)
-    peak = hardware.peak(gpu, of_peak)
+    peak = peaks.peak(gpu, of_peak)
     if peak is not None:
         peak *= int(configuration.trial.problem.get("world") or 1)  # of all its GPUs
     return MeasuredStep(

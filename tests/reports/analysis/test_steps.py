@@ -6,7 +6,7 @@ import pytest
 import scipy.stats
 from journals import record, result_of, step_record, trial
 
-from te_bench.reports.analysis import hardware
+from te_bench.experiments import peaks
 from te_bench.reports.analysis.measures import Ratio, geometric_mean
 from te_bench.reports.analysis.steps import peak_precision
 
@@ -125,4 +125,4 @@ def test_missing_samples_are_none(tmp_path):
 
 
 def test_peaks_are_those_of_the_records_gpu(tmp_path):
-    assert hardware.peak(result_of(tmp_path, [record(trial())]).group.gpu, "bf16") == 989.5e12
+    assert peaks.peak(result_of(tmp_path, [record(trial())]).group.gpu, "bf16") == 989.5e12

@@ -1,6 +1,6 @@
 import pytest
 
-from te_bench.reports.analysis.hardware import GPUS, peak
+from te_bench.experiments.peaks import GPUS, peak
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
