@@ -42,7 +42,8 @@ _END = "<!-- /te-bench:table -->"
 def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool:
     """Bring every generated table of a Markdown file up to date; True when it is, False when `check` finds it is not.
 
-    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; those of a list have captions and notes.
+    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; those of a list have
+    captions and notes.
 
     Raises ValueError for an unknown table, a marker without its end, a journal that
     cannot be read, and a file without any marker.
