@@ -114,12 +114,14 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     said = screen(done)
     [advised] = re.findall(r"^\*\*Advised for all \d+ models: (.*)\*\*$", ANSWERS, re.MULTILINE)
-    [row] = [line for line in ANSWERS.splitlines() if line.startswith("| llama-3.2-1b | 1 ")]
-    _, tokens, now, rivals, step, speedup, over, memory_now, memory = (
+    [row] = [line for line in ANSWERS.splitlines() if re.match(r"\| llama-3.2-1b \| \d\.\d\d×", line)]
+    _, speedup, times, rival, over, memories, tokens = (
         cell.strip().replace("\\", "") for cell in row.strip("|").split("|")
     )
+    (now, step), (memory_now, memory), (rival, rivals) = (
+        cell.split(between) for cell, between in ((times, " → "), (memories, " → "), (rival, ", "))
+    )
     assert said.startswith(f"Use {advised}. {speedup} as fast as what you have (")
-    over, rival = over.rstrip(")").split(" (", 1)
     assert f"{over} as fast as the best that was measured without te-bench ({rival}, eager)" in said
     assert f"all by {advised}.**" in README  # the first screen: a sentence, and the picture by its words
     assert f"; llama-3.2-1b {now} and {step}, {speedup.split(' [')[0]} ({rival} {rivals}); " in README

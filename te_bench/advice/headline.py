@@ -17,8 +17,8 @@ from te_bench.reports.page.embed import Headline
 
 PALE = "#d5d9de"  # of what a reader has, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
-TIMES, FASTER = 14.5, 8.5  # characters of the columns after the bars
-ROW, LEGEND = 0.19, 0.75  # inches
+FASTER = 9  # characters of the last column
+ROW, LEGEND = 0.2, 0.75  # inches
 GAP, BAR = 0.3, 0.72  # rows between models; of a row, a bar's height
 
 
@@ -79,22 +79,25 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
     """Bars as long as a step's share of the time of the user's step; the greatest speed-up first."""
     shown = sorted((_bars(one) for one in ours), key=lambda bars: -bars[0].faster)
     rows = sum(len(bars) + GAP for bars in shown)
-    names = 1 + max(len(bar.name) for bars in shown for bar in bars)
+    left = 1 + max(len(bar.name) for bars in shown for bar in bars)
+    right = LINE - FASTER - 2.5 - max(len(bar.times) for bars in shown for bar in bars)
     figure = blank(ROW * (rows + 1) + LEGEND)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.set_xlim(0, LINE)
     axes.set_ylim(rows, -1)
     for x, heading in ((LINE - FASTER, "ms a step"), (LINE, "speed-up")):
-        axes.text(x, -0.5, heading, ha="right", va="center", fontsize=8.8)
+        axes.text(x, -0.5, heading, ha="right", va="center")
     place = 0.5
     for bars in shown:
         for bar in bars:
-            _draw(axes, bar, names, place)
+            _draw(axes, bar, left, right, place)
             place += 1
         place += GAP
     use, have = _use(ours) or "the advised step", f"what you have, {_have(ours)}"
-    legend = {COLOURS[0]: use, PALE: have, FAINT: "the fastest rival that was measured, where it beats that"}
+    legend = {COLOURS[0]: use, PALE: have}
+    if any(len(bars) > 1 for bars in shown):
+        legend[FAINT] = "the fastest rival that was measured, where it beats that"
     if any(bars[0].name.endswith(ALONE) for bars in shown):
         legend["none"] = f"{ALONE} no rival was timed"
     legend_below(figure, [Patch(facecolor=colour, label=label) for colour, label in legend.items()], 1, left=True)
@@ -131,12 +134,13 @@ def _bars(one: Answer) -> list[_Bar]:
     return bars
 
 
-def _draw(axes: Axes, bar: _Bar, left: float, y: float) -> None:
-    width = LINE - left - TIMES - FASTER
+def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
+    """left, right: where the bar of what the user has begins and ends."""
     weight = "bold" if bar.best else "normal"
-    axes.text(0, y, bar.name, va="center", fontsize=8.8, weight=weight)
+    axes.text(0, y, bar.name, va="center", weight=weight)
     if bar.best:
-        axes.barh(y, width, left=left, height=BAR, color=PALE)
-    axes.barh(y, bar.share * width, left=left, height=BAR, color=COLOURS[0] if bar.best else FAINT)
-    axes.text(LINE - FASTER, y, bar.times, ha="right", va="center", fontsize=8.8)
-    axes.text(LINE, y, text.times(bar.faster), ha="right", va="center", fontsize=8.8, weight=weight)
+        axes.barh(y, right - left, left=left, height=BAR, color=PALE)
+    colour = COLOURS[0] if bar.best else FAINT
+    axes.barh(y, bar.share * (right - left), left=left, height=BAR, color=colour)
+    axes.text(LINE - FASTER, y, bar.times, ha="right", va="center")
+    axes.text(LINE, y, text.times(bar.faster), ha="right", va="center", weight=weight)

@@ -4,7 +4,7 @@ Both read a folder whose subfolders are advise's: DIR/MODEL/advice.json.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from te_bench.advice.published import Answer, choice, stored_answers
@@ -26,23 +26,24 @@ def answers(directory: Path) -> Table:
         rows.append(
             {
                 "Model": word(one.model),
-                "Tokens": word(f"{problem['batch']} × {problem['block']}"),
                 **({} if same else {"Advised": word(step)}),
-                "Now, ms": number(said["have_seconds"], text.milliseconds),
-                "Best rival, ms": number(one.seconds[one.best] if one.best else None, text.milliseconds),
-                "Advised, ms": number(said["seconds"], text.milliseconds),
                 "Speed-up": speedup(one.speedup),
-                "Over the best rival": _over_rivals(one),
-                "Now, GiB": number(said["have_memory_bytes"], text.gib),
-                "Advised, GiB": number(said["memory_bytes"], text.gib),
+                "ms a step": _change(said["have_seconds"], said["seconds"], text.milliseconds),
+                "Best rival, ms": _best(one),
+                "Over it": word(None) if one.over is None else Value(text=text.times(one.over), sort=one.over),
+                "GiB": _change(said["have_memory_bytes"], said["memory_bytes"], text.gib),
+                "Tokens": Value(
+                    text=f"{problem['batch']} × {problem['block']}", sort=problem["batch"] * problem["block"]
+                ),
             }
         )
     caption = f"Advised for all {len(found)} models: {advised[0]}" if same else "What te-bench advises"
     note = (
-        "Now: the model in eager mode, bf16 autocast, torch's fused AdamW. Best rival: the fastest of that, torch.compile, "
-        "torchao and Liger, as many as were measured; most ran once, so a ratio to them has no interval."
+        "ms a step and GiB: of the model in eager mode, bf16 autocast, torch's fused AdamW, then as advised. "
+        "Best rival: the fastest of that, torch.compile, torchao and Liger, as many as were measured. "
+        "Over it: how many times as fast the advised step is, without an interval because most rivals ran once."
     )
-    return _table("advice", caption, rows, " ".join([note, *_untimed(found)]), text_columns=2 if same else 3)
+    return _table("advice", caption, rows, " ".join([note, *_untimed(found)]), text_columns=1 if same else 2)
 
 
 def errors(directory: Path) -> Table:
@@ -78,11 +79,16 @@ def _table(name: str, caption: str, rows: Sequence[dict[str, Value]], note: str,
     return table
 
 
-def _over_rivals(one: Answer) -> Value:
-    """Over the fastest measured step that needs nothing of te-bench's."""
-    if one.best is None or one.over is None:
+def _change(now: float | None, advised: float | None, show: Callable[[float | None], str]) -> Value:
+    return Value(text=f"{show(now)} → {show(advised)}", sort=advised)
+
+
+def _best(one: Answer) -> Value:
+    """The fastest measured step that needs nothing of te-bench's."""
+    if one.best is None:
         return word(None)
-    return Value(text=f"{text.times(one.over)} ({one.best.begins})", sort=one.over)
+    seconds = one.seconds[one.best]
+    return Value(text=f"{one.best.begins}, {text.milliseconds(seconds)}", sort=seconds)
 
 
 def _untimed(found: Sequence[Answer]) -> list[str]:
