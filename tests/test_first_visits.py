@@ -122,9 +122,9 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
         cell.split(between) for cell, between in ((times, " → "), (memories, " → "), (rival, ", "))
     )
     assert said.startswith(f"Use {advised}. {speedup} as fast as what you have (")
-    assert f"{over} as fast as the best that was measured without te-bench ({rival}, eager)" in said
+    assert f"{over} as fast as the best that was measured without te-bench ({rival} bf16, eager)" in said
     assert f"all by {advised}.**" in README  # the first screen: a sentence, and the picture by its words
-    assert f"; llama-3.2-1b {now} and {step}, {speedup.split(' [')[0]} ({rival} {rivals}); " in README
+    assert f"; llama-3.2-1b {now} and {step}, {speedup.split(' [')[0]} ({rival} bf16 {rivals}); " in README
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
     assert (
