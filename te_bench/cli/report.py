@@ -28,6 +28,7 @@ def embed(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
 ) -> None:
     """Bring the tables in Markdown files up to date with the records that they name."""
+    from te_bench.advice import headline
     from te_bench.advice import tables as advice
     from te_bench.experiments.scaling import published
     from te_bench.gate import self_test
@@ -37,8 +38,9 @@ def embed(
 
     more: tables.More = {
         "self_test": lambda directory: self_test.table(self_test.stored(directory)),
-        "advice": advice.answers,
-        "advice_errors": advice.errors,
+        "advice": lambda directory: [advice.answers(directory)],
+        "advice_errors": lambda directory: [advice.errors(directory)],
+        "advice_headline": headline.headline,
         "leaderboard": records.leaderboard,
         "plan_scaling": lambda _: scaling_tables.published(published.validate()),
     }

@@ -1,12 +1,17 @@
-"""Tables of published advice, from advice.json of a simulated machine."""
+"""Tables and the headline of published advice, from advice.json of a simulated machine."""
 
 import json
+import shutil
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 from advice_machine import Machine, decided, gathered, question
+from typer.testing import CliRunner
 
-from te_bench.advice import answer, tables, traps
+from te_bench.advice import answer, headline, tables, traps
+from te_bench.cli import app
 from te_bench.reports.page.table import Table
 
 
@@ -29,17 +34,87 @@ def column(table: Table, title: str) -> list[float | str | None]:
     return [row[place].sort for row in table.rows]
 
 
+def changed(published: Path, folder: Path, **answers: dict[str, Any]) -> Path:
+    """A copy in which parts of the answers of models are others."""
+    shutil.copytree(published, folder)
+    for model, parts in answers.items():
+        path = folder / model / "advice.json"
+        advice = json.loads(path.read_text())
+        advice["answer"] |= parts
+        path.write_text(json.dumps(advice))
+    return folder
+
+
+def steps_of_others(advice: dict[str, Any]) -> dict[str, float]:
+    """{mode: seconds} of the steps that need nothing of te-bench's."""
+    plain = [s for s in advice["steps"] if not (s["mode"] == "cudagraph" or s["fused"] or s["recipe"] or s["head"])]
+    return {mode: min(s["seconds"] for s in plain if s["mode"] == mode) for mode in {s["mode"] for s in plain}}
+
+
 def test_an_answer_is_a_row(published: Path) -> None:
     table = tables.answers(published)
     assert column(table, "Model") == ["quick", "slow"]
-    assert all(str(said).startswith("te-bench FP8, ") for said in column(table, "Advised"))
-    for name in ("quick", "slow"):
+    assert table.caption.startswith("Advised for all 2 models: te-bench FP8, ")  # in place of a column
+    for place, name in enumerate(("quick", "slow")):
         advice = json.loads((published / name / "advice.json").read_text())
-        ours = ("fused", "recipe", "head")
-        plain = [s["seconds"] for s in advice["steps"] if s["mode"] != "cudagraph" and not any(s[one] for one in ours)]
-        row = next(row for row in table.rows if row[0].text == name)
-        over = [one.title for one in table.columns].index("Over the best rival")
-        assert row[over].sort == pytest.approx(min(plain) / advice["answer"]["seconds"], rel=1e-3)  # of paired seeds
+        best = min(steps_of_others(advice).values())
+        assert column(table, "Best rival, ms")[place] == best
+        over = best / advice["answer"]["seconds"]
+        assert column(table, "Over it")[place] == pytest.approx(over, rel=1e-3)  # of paired seeds
+
+
+def test_answers_that_differ_have_a_column_and_rivals_without_a_time_one_note(published: Path, tmp_path: Path) -> None:
+    torchao = ["torchao_tensorwise", "torchao_rowwise"]
+    slow = {"undecided": "nothing is distinguished", "unmeasured_rivals": [*torchao, "liger"]}
+    table = tables.answers(changed(published, tmp_path / "of", quick={"unmeasured_rivals": torchao}, slow=slow))
+    first, second = column(table, "Advised")
+    assert str(first).startswith("te-bench FP8, ")
+    assert second == "undecided"
+    assert "for all" not in table.caption
+    assert table.note.endswith(
+        " No time of torchao tensorwise and torchao rowwise: quick, slow. No time of Liger: slow."
+    )
+
+
+def test_a_page_has_answers_in_a_sentence_and_a_picture(published: Path, tmp_path: Path) -> None:
+    of = changed(published, tmp_path / "of", slow={"undecided": "nothing is distinguished"})
+    page, picture = tmp_path / "README.md", of / "headline.svg"
+    page.write_text("<!-- te-bench:table of advice_headline -->\n<!-- /te-bench:table -->\n")
+    done = CliRunner().invoke(app, ["embed", str(page)])
+    assert done.exit_code == 0, done.output
+    advice = json.loads((of / "quick" / "advice.json").read_text())
+    said, shown = page.read_text(), "\n".join(ElementTree.fromstring(picture.read_text()).itertext())
+    now, step, times = (advice["answer"][name] for name in ("have_seconds", "seconds", "speedup"))
+    assert (
+        f"**1 of 2 models train {times['value']:.2f} times as fast as in PyTorch eager bf16, all by te-bench FP8,"
+        in said
+    )
+    assert f"quick {now * 1e3:.1f} and {step * 1e3:.1f}, {times['value']:.2f}×" in said
+    others = steps_of_others(advice)
+    compiled = min(seconds for mode, seconds in others.items() if mode != "eager")
+    assert f"that is {compiled / step:.2f} times as fast as torch.compile bf16 (one model)." in said
+    for part in ("quick", f"{now * 1e3:.1f} → {step * 1e3:.1f}", "torch.compile bf16", f"{compiled * 1e3:.1f}"):
+        assert f"\n{part}\n" in shown
+    assert "slow" not in shown
+    assert CliRunner().invoke(app, ["embed", "--check", str(page)]).exit_code == 0
+    picture.write_text("another")
+    assert CliRunner().invoke(app, ["embed", "--check", str(page)]).exit_code == 1
+
+
+def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
+    published: Path, tmp_path: Path
+) -> None:
+    alone = changed(published, tmp_path / "alone")
+    for path in alone.glob("*/advice.json"):
+        advice = json.loads(path.read_text())
+        advice["steps"] = [s for s in advice["steps"] if s["mode"] in ("eager", "cudagraph")]
+        path.write_text(json.dumps(advice))
+    made = headline.headline(alone)
+    assert made.sentence.endswith(" No rival was timed for 2 models.")
+    assert b">quick*</text>" in made.picture.svg
+    undecided = {"undecided": "nothing is distinguished"}
+    with pytest.raises(ValueError, match="no model is advised one"):
+        headline.headline(changed(published, tmp_path / "none", quick=undecided, slow=undecided))
 
 
 def test_an_error_is_of_a_step_that_was_predicted_before(published: Path) -> None:

@@ -3,23 +3,38 @@
 <!-- te-bench:table ../results/h200/nanogpt ladder -->
 <!-- /te-bench:table -->
 
-The table "headline" is a sentence and a picture, which is written beside the journal.
+The table "headline" is a sentence and a picture, which is written into the folder.
 """
 
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from te_bench.reports.files import write_atomically
 from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import tables
 from te_bench.reports.page.table import Table
 
+if TYPE_CHECKING:
+    from te_bench.reports.page.drawing import Drawing
+
 _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[ \t]*$", re.MULTILINE)
-#: Tables of folders, by name.
-More = Mapping[str, Callable[[Path], Table | Sequence[Table]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headline:
+    """An answer in a sentence, which is Markdown, and a picture."""
+
+    sentence: str
+    picture: "Drawing"
+
+
+#: Tables and headlines of folders, by name.
+More = Mapping[str, Callable[[Path], Table | Sequence[Table] | Headline]]
 CAPABILITIES, GPUS, HEADLINE = "capabilities", "gpus", "headline"
 _END = "<!-- /te-bench:table -->"
 
@@ -27,7 +42,8 @@ _END = "<!-- /te-bench:table -->"
 def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool:
     """Bring every generated table of a Markdown file up to date; True when it is, False when `check` finds it is not.
 
-    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; several have captions.
+    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; those of a list have
+    captions and notes.
 
     Raises ValueError for an unknown table, a marker without its end, a journal that
     cannot be read, and a file without any marker.
@@ -47,7 +63,11 @@ def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool
             raise ValueError(f"{page}: {marker.group()} has no end: add a line {_END}")
         directory, name = marker["directory"], marker["name"]
         run = page.parent / directory
-        found = _headline(load(run), run, directory, pictures) if name == HEADLINE else _tables(load, run, name, more)
+        found = _made(load, run, name, more)
+        if isinstance(found, Headline):
+            file = f"{found.picture.name}.svg"
+            pictures[run / file] = found.picture.svg
+            found = f"{found.sentence}\n\n![{tables.escape(found.picture.alt)}]({directory}/{file})\n"
         after += f"{before[position : marker.end()]}\n\n{found}\n"
         position = end
     if position == 0:
@@ -62,28 +82,18 @@ def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool
     return True
 
 
-def _headline(results: Sequence[GroupResult], run: Path, directory: str, pictures: dict[Path, bytes]) -> str:
-    """The answer of a run in a sentence and a picture, which is added to `pictures` by its path."""
-    from te_bench.reports.page import readme_headline
+def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: str, more: More) -> str | Headline:
+    """A headline, or all tables of one name of a run as Markdown, each under its group's title when there are several."""
+    if name == HEADLINE:
+        from te_bench.reports.page import readme_headline
 
-    [result] = results
-    picture = readme_headline.figure(result)
-    pictures[run / "headline.svg"] = picture.svg
-    return f"{readme_headline.sentence(result)}\n\n![{tables.escape(picture.alt)}]({directory}/headline.svg)\n"
-
-
-def _tables(
-    load: Callable[[Path], Sequence[GroupResult]],
-    directory: Path,
-    name: str,
-    more: More,
-) -> str:
-    """All tables of one name of a run, each under its group's title when there are several."""
+        [result] = load(directory)
+        return Headline(sentence=readme_headline.sentence(result), picture=readme_headline.figure(result))
     if name in more:
         made = more[name](directory)
-        if isinstance(made, Table):
-            return tables.markdown(made)
-        return "\n".join(f"**{tables.escape(each.caption)}**\n\n{tables.markdown(each)}" for each in made)
+        if isinstance(made, Headline):
+            return made
+        return tables.markdown(made) if isinstance(made, Table) else "\n".join(map(_captioned, made))
     if name in (CAPABILITIES, GPUS):  # which the backends say themselves
         from te_bench.reports.page import attention_capabilities, gpus
 
@@ -99,3 +109,8 @@ def _tables(
         return tables.markdown(found[0][1])
     titled = [f"**{tables.escape(t.caption)}, {tables.escape(g.where)}**\n\n{tables.markdown(t)}" for g, t in found]
     return "\n".join(titled)
+
+
+def _captioned(table: Table) -> str:
+    note = f"\n{tables.escape(table.note)}\n" if table.note else ""
+    return f"**{tables.escape(table.caption)}**\n\n{tables.markdown(table)}{note}"
