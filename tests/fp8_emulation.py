@@ -209,8 +209,3 @@ def faults(
         elif not distance <= expected / 3 + floor:
             found.append(f"{name}: {distance / size:.2e} from the emulation, whose error is {expected / size:.2e}")
     return found
-
-
-def sqnr(value: Tensor, truth: Tensor) -> float:
-    """Signal to quantisation noise, dB."""
-    return float(20 * torch.log10(truth.norm() / (value.double() - truth).norm()))

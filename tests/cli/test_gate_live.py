@@ -235,28 +235,6 @@ def test_the_repository_is_left_as_it_was(gate: Callable[..., Any], repository: 
     assert (repository.git("status", "--porcelain", "--branch"), repository.git("worktree", "list")) == before
 
 
-def test_a_finished_gate_starts_anew_and_keeps_what_it_had(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
-    base = repository.commit({"a": FAST})
-    gate(base)
-    gate(base)
-    assert outcomes(tmp_path / "out") == {("a", "ok"): 5}
-    assert len(list((tmp_path / "out" / "head").glob("journal.*.jsonl"))) == 1
-
-
-def test_a_gate_that_both_revisions_refuse_leaves_the_finished_one_as_it_was(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
-    base = repository.commit({"a": FAST})
-    gate(base)
-    files = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".json", ".jsonl")]
-    before = [path.read_bytes() for path in files]
-    none = "def resolve(*a, **k): raise ValueError('no such suite')\n"
-    assert gate(repository.commit({"a": FAST}, experiments__plan=none), "--suite", "quic").code == 2
-    assert [path.read_bytes() for path in files] == before
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     repository: Repository, tmp_path: Path, number: signal.Signals

@@ -239,8 +239,6 @@ def test_a_full_disk_on_the_head_ends_the_sweep_and_loses_nothing(cluster: Any, 
     assert rows(out)[: len(kept)] == kept
     assert sorted(row["trial"]["problem"]["number"] for row in rows(out)) == list(range(8))
     assert {(row["outcome"], row["device_state"]["host"]) for row in rows(out)} == {("ok", os.uname().nodename)}
-    rest = te_bench(*command, env=ON_RAY)
-    assert (rest.returncode, len(rows(out)), "8 of 8 trials are already in" in rest.stdout) == (0, 8, True), rest
 
 
 @pytest.mark.slow

@@ -184,8 +184,8 @@ def test_shared_layers_vocabulary_and_tokens_compile_into_one_graph(compiled: An
     """A column Linear's input is gathered once, and kept for its weight's gradient."""
     assert compiled["tokens"]["ran"]["compiled"] == 1
     sent = times_sent(compiled["tokens"])
-    assert sent["all_gather_into_tensor", "uint8"] == 4 * 2
-    assert sent["reduce_scatter_tensor", "bfloat16"] == 4 * 2 + 1  # and of the head
+    assert sent["all_gather_into_tensor", "uint8"] == 4
+    assert sent["reduce_scatter_tensor", "bfloat16"] == 4 + 1  # and of the head
 
 
 @pytest.mark.slow

@@ -338,22 +338,10 @@ def fork_server(run: Run) -> int:
     return int(server.pid)
 
 
-def test_after_kill_9_of_the_fork_server_the_other_trials_run_and_a_rerun_completes(tmp_path: Path) -> None:
-    with running(*NAPS, tmp_path, env=IDLE) as run:
-        assert eventually(lambda: len(rows(tmp_path)) >= 2, 30)
-        os.kill(fork_server(run), signal.SIGKILL)
-        run.finish()
-    assert len(rows(tmp_path)) == 8
-    assert {row["outcome"] for row in rows(tmp_path)} <= {"ok", "interrupted"}
-    again = te_bench(*NAPS, tmp_path, main=PLANTED, env=IDLE)
-    assert (again.returncode, "\ntrials of this command: 8 ok\n" in again.stdout) == (0, True)
-    assert results(tmp_path) == uninterrupted()
-
-
 @contextmanager
-def asleep(directory: Path, env: Mapping[str, str] = IDLE) -> Iterator[Run]:
+def asleep(directory: Path, *options: str, env: Mapping[str, str] = IDLE) -> Iterator[Run]:
     """A run that has done one trial and is in the middle of another, which sleeps and has a child that sleeps."""
-    with running("run", "sleeps", "--out", directory, "--device", "cpu", env=env) as run:
+    with running("run", "sleeps", *options, "--out", directory, "--device", "cpu", env=env) as run:
         assert eventually(lambda: bool(run.named("sleep")), 60)
         yield run
 
@@ -363,12 +351,12 @@ def asleep(directory: Path, env: Mapping[str, str] = IDLE) -> Iterator[Run]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_or_sigterm_ends_the_children_and_says_how_to_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    with asleep(tmp_path / "a run") as run:
+    with asleep(tmp_path / "a run", "--fresh") as run:
         os.killpg(run.process.pid, number)  # as a terminal does: to the whole foreground group
         done = run.finish(30)
         assert run.gone(), run.family()
     assert done.returncode == 128 + number
-    again = f"te-bench run sleeps --out '{tmp_path}/a run' --device cpu"
+    again = f"te-bench run sleeps --out '{tmp_path}/a run' --device cpu"  # not --fresh again
     assert done.stdout.splitlines()[-1] == f"Stopped with 2 trials to go. To go on: {again}"
     assert "Traceback" not in done.stderr
     assert [record.outcome for record in load(tmp_path / "a run").records.values()] == ["ok"]
@@ -381,13 +369,6 @@ def test_ctrl_c_again_and_again_does_not_disturb_the_clean_up(tmp_path: Path) ->
             eventually(lambda: False, 0.005)
         assert run.finish(30).returncode in (130, -signal.SIGINT)  # the latter when Python itself was on its way out
         assert run.gone(), run.family()
-
-
-def test_a_stopped_fresh_run_is_not_told_to_start_afresh_again(tmp_path: Path) -> None:
-    with running("run", "sleeps", "--fresh", "--out", tmp_path, "--device", "cpu", env=IDLE) as run:
-        assert eventually(lambda: len(rows(tmp_path)) == 1, 30)
-        run.process.send_signal(signal.SIGINT)
-        assert "--fresh" not in run.finish(30).stdout
 
 
 @pytest.mark.parametrize("moment", [0.1, 0.5, 1.0, 1.5])

@@ -360,19 +360,6 @@ def test_a_disk_that_fills_up_leaves_the_journal_as_it_was(tmp_path: Path, room:
     assert (tmp_path / "journal.jsonl").read_bytes() == before + encode("record", record(3).to_json())
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/full says ENOSPC to every write."""
-    before = fill(tmp_path)
-    with Store(tmp_path) as store:
-        full = os.open("/dev/full", os.O_WRONLY)
-        real, journal = os.write, store._file
-        monkeypatch.setattr(os, "write", lambda file, data: real(full if file == journal else file, data))
-        with pytest.raises(ValueError, match=r"No space left on device\. What was measured before is safe"):
-            store.add(record(3))
-        os.close(full)
-    assert (tmp_path / "journal.jsonl").read_bytes() == before
-
-
 def in_a_child(call: Callable[[], None]) -> int:
     """The exit code of `call` in a forked process, which may limit itself as it likes; 0 when it returned."""
     pid = os.fork()

@@ -329,15 +329,8 @@ def test_an_encoder_layer_has_no_use_for_an_encoder_output() -> None:
 
 @pytest.mark.parametrize("margin", [True, 2000, 10**400, float("nan"), "1"])
 def test_an_impossible_margin(margin: Any) -> None:
-    with pytest.raises(ValueError, match="margin"):
+    with pytest.raises(ValueError, match=r"margin=.* is not possible: a number"):
         recipe.DelayedScaling(margin=margin)
-
-
-def test_transformer_engines_arguments_of_checkpoint() -> None:
-    layer, x = a_linear()
-    assert te.checkpoint(layer, x, distribute_saved_activations=False, tp_group="group").shape == x.shape
-    with pytest.raises(ValueError, match="distribute_saved_activations"):
-        te.checkpoint(layer, x, distribute_saved_activations=True, tp_group="group")
 
 
 @pytest.mark.parametrize("kind", [te.LayerNorm, te.RMSNorm])

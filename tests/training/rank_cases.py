@@ -1,7 +1,6 @@
 """What N ranks compute beside one process, for test_parallel: python rank_cases.py WORLD prints what was found, as JSON.
 
-In a process of its own, which forks its ranks before it has computed anything. python rank_cases.py 4 hsdp: of that mode,
-which takes four ranks at least, in two groups.
+In a process of its own, which forks its ranks before it has computed anything.
 """
 
 import copy
@@ -563,7 +562,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
-    """Of two ranks all, of four what another number of shares may change."""
+    """Of two ranks all, of four what another number of shares may change, and what takes two groups."""
     world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in MODES}
     found["tp sp"] = beside_one("tp", world, sequence_parallel=True)
@@ -575,6 +574,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["fp8"]["tp sp"] = in_fp8("tp", None, sequence_parallel=True)
     found["gathers"] = {name: gathers(name) for name in RECIPES}
     if world > 2:
+        found["groups"] = in_groups(world)
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["rivals"] = of_rivals()
     found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
@@ -612,11 +612,11 @@ def on_hosts(*names: str) -> str:
         socket.gethostname = usual
 
 
-def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
+def in_groups(world: int) -> dict[str, Any]:
     found = {
-        "hsdp": beside_one("hsdp", world_of(trial), shard=2),
-        "fsdp2+tp": beside_one("fsdp2+tp", world_of(trial), shard=2),
-        "fsdp2+tp sp": beside_one("fsdp2+tp", world_of(trial), shard=2, sequence_parallel=True),
+        "hsdp": beside_one("hsdp", world, shard=2),
+        "fsdp2+tp": beside_one("fsdp2+tp", world, shard=2),
+        "fsdp2+tp sp": beside_one("fsdp2+tp", world, shard=2, sequence_parallel=True),
         "nested": nested("hsdp", shard=2),
         "planned": beside("fsdp2+tp", Planned, shard=2),
         "qwen 3": decoder_by("fsdp2+tp", DECODERS["qwen 3"], shard=2),
@@ -631,7 +631,7 @@ def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
     accumulating = a_step(parallel.load("hsdp", shard=2), "fp64", accumulate=2)
     accumulating(*batch(0))  # the first pass plans the buckets
     found["accumulating"] = collectives.of_call(lambda: accumulating(*batch(0)))
-    return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
+    return found
 
 
 def at(world: int, cases: Callable[[Trial, Context], dict[str, Any]]) -> dict[str, Any]:
@@ -654,4 +654,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["2"]:
         for name in ("te_bench.models.huggingface", "torch._inductor.compile_fx", "networkx"):  # and transformers
             importlib.import_module(name)  # once for both ranks
-    print(json.dumps(at(int(sys.argv[1]), in_groups if "hsdp" in sys.argv else cases)))
+    print(json.dumps(at(int(sys.argv[1]), cases)))

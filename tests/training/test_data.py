@@ -104,16 +104,6 @@ def test_the_last_target_must_be_there(make: Make, val: int, count: int) -> None
     assert sum(x.shape[0] for x, _ in validation(make(val=val), block=8, batch=5, vocab=2000)) == count
 
 
-def test_the_mean_over_batches_does_not_depend_on_their_size(make: Make) -> None:
-    corpus = make()
-
-    def mean(batch: int) -> float:
-        found = list(validation(corpus, block=8, batch=batch, vocab=2000))
-        return sum(x.double().mean().item() * x.numel() for x, _ in found) / sum(x.numel() for x, _ in found)
-
-    assert mean(1) == pytest.approx(mean(5)) == pytest.approx(mean(64)) == pytest.approx(1047.5)
-
-
 def test_max_tokens_takes_the_first_windows(make: Make) -> None:
     corpus = make()
     (x, _), *rest = validation(corpus, block=8, batch=5, vocab=2000, max_tokens=31)

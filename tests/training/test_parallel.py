@@ -26,28 +26,27 @@ CASES_OF = (*MODES, "tp sp")  # with sequence parallelism
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest) -> Any:
     """What rank 0 of so many found: one launch for all tests."""
-    return _found(str(request.param))
+    return _found(request.param)
 
 
 @pytest.fixture(scope="module")
 def of_two() -> Any:
     """What more two ranks found."""
-    return _found("2")
+    return _found(2)
 
 
 @pytest.fixture(scope="module")
 def in_groups() -> Any:
-    """The same of hsdp, by four ranks in two groups."""
-    return _found("4", "hsdp")
+    """What four ranks found in two groups."""
+    return _found(4)["groups"]
 
 
 @functools.cache
-def _found(*words: str) -> Any:
+def _found(world: int) -> Any:
     path = os.pathsep.join([str(CASES.parents[1]), os.environ["PYTHONPATH"]])
     interpreted = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, str(CASES), *words], capture_output=True, text=True, timeout=300, check=False, env=interpreted
-    )
+    command = [sys.executable, str(CASES), str(world)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=interpreted)
     assert done.returncode == 0, done.stderr
     reply = json.loads(done.stdout)
     assert reply["outcome"] == "ok", reply["reason"]

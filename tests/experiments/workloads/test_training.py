@@ -85,13 +85,6 @@ def test_a_curve_by_steps_has_every_step_and_the_validation_it_was_asked_for(tri
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_evaluating_more_often_changes_nothing_in_the_training(trial: Any, context: Context) -> None:
-    often, seldom = (training.run(trial(steps=12, eval_every=every), context).samples for every in (4, 12))
-    assert often["loss"] == seldom["loss"]
-    assert often["val_loss"][-1] == seldom["val_loss"][-1]
-
-
-@pytest.mark.usefixtures("unchecked")
 def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, context: Context) -> None:
     asked = {"steps": 8, "eval_every": 2, "evaluate": "both"}
     few = training.run(trial(**asked, early_eval_tokens=16), context)
@@ -151,6 +144,7 @@ def test_fused_blocks_are_looked_at_one_module_after_the_other(trial: Any, conte
     assert fused["loss"] == unseen["loss"]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial: Any, context: Context) -> None:
     found = training.run(trial(budget_s=0.5, eval_every_s=0.2), context).samples
     assert found["time_s"][-2] < 0.5 <= found["time_s"][-1]  # it ends with the step in which the budget does
@@ -158,6 +152,7 @@ def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial: Any
     assert len(found["val_step"]) >= 2
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial: Any, context: Context) -> None:
     wild = trial(steps=50, eval_every=50, learning_rate=1e30, min_learning_rate=1e30, grad_clip=0.0)
     with pytest.raises(Diverged, match=r"the loss is (nan|inf) at step [1-9]") as caught:
@@ -168,6 +163,7 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
     assert all(map(math.isfinite, kept["loss"]))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_validation_loss_that_is_not_finite_is_diverged_too(
     trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +187,7 @@ def test_the_norm_of_the_gradients_is_sampled_at_every_step(trial: Any, context:
     assert "grad_norm" not in training.run(trial(steps=15, eval_every=15, grad_clip=0.0), context).samples
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_norm_that_is_not_finite_is_null(trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     right = nn.utils.clip_grad_norm_
     norms: list[Tensor] = []
@@ -218,6 +215,7 @@ def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, c
     assert "val_loss_native" not in plain
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_in_bf16_both_evaluations_are_one(trial: Any, context: Context) -> None:
     bf16 = training.run(trial("bf16", steps=10, eval_every=5, evaluate="both"), context).samples
     assert bf16["val_loss"] == bf16["val_loss_native"]

@@ -80,22 +80,6 @@ def test_windows(rows: int, keys: int, window: tuple[int, int], device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_window_a_causal_mask_and_a_mask_hide_together(device: str) -> None:
-    tensors = drawn(device, *[(2, 2, 90, 16)] * 4)
-    mask = torch.rand(2, 1, 90, 90, generator=torch.Generator().manual_seed(1)) < 0.3
-    mask[:, :, 17] = True
-    hidden = (mask | band(90, 90, 30, 0)).to(device)
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ours.attention(q, k, v, causal=True, scale=0.25, window=(30, -1), mask=mask.to(device))[0]
-
-    got = gradients(forward, tensors)
-    assert_close(got, gradients(masked(hidden), tensors, torch.float64), device)
-    assert not got[0][:, :, 17].any()
-    assert not got[1][:, :, 17].any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", ["mask", "window"])
 def test_what_comes_back_to_a_row_that_sees_no_key_goes_nowhere_not_even_infinities(case: str, device: str) -> None:
     """The kernels say so to `attend`, which gives them such rows as they are."""

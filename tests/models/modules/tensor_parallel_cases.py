@@ -1,6 +1,6 @@
 """What N ranks compute with divided modules beside one rank with whole ones, for test_tensor_parallel.
 
-python tensor_parallel_cases.py N FOLDER DEVICE writes FOLDER/RANK.pt. On a CPU its ranks are forks: torch is imported once.
+python tensor_parallel_cases.py FOLDER DEVICE N... writes "FOLDER/RANK of N.pt". A CPU has forks: one import of torch.
 """
 
 import copy
@@ -249,7 +249,7 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
     if device == "cuda":
         torch.set_default_device(torch.device(device, rank))
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{path}/meet", rank=rank, world_size=world)
+    dist.init_process_group(backend, init_method=f"file://{path}/meet{world}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     try:
         found: dict[str, Any] = {"plain": {}, "fp8": {}}
@@ -262,17 +262,18 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
                     found["fp8"][kind, name, sequence] = in_fp8(name, sequence, kind)
         if (world, device) == (2, "cpu"):
             found["details"] = details(rank)
-        torch.save(found, path / f"{rank}.pt")
+        torch.save(found, path / f"{rank} of {world}.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    world, path, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    path, device, *worlds = sys.argv[1:]
     method = "fork" if device == "cpu" else "spawn"
     for make in MODULES.values():  # its import, and torch.compile's, is paid here once
         make()
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported
-    torch.multiprocessing.start_processes(run, (world, path, device), nprocs=world, start_method=method)
+    for world in map(int, worlds):
+        torch.multiprocessing.start_processes(run, (world, Path(path), device), nprocs=world, start_method=method)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_emulation import compute, faults, sqnr
+from fp8_emulation import compute, faults
 from module_cases import CASES, FAMILIES, RECIPES, TRANSFORMER, Case, parameters, randomise, results, settled
 from torch import Tensor
 
@@ -150,20 +150,6 @@ def test_outputs_are_of_torch_autocasts_dtype(module: str, name: str) -> None:
         y.float().sum().backward(retain_graph=True)
     assert x.grad is not None
     assert x.grad.dtype is torch.float32
-
-
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "delayed"])
-def test_noise_is_what_theory_says(name: str) -> None:
-    """Gaussian operands: E4M3 x E4M3 about 28.5 dB, E4M3 x E5M2 about 24.6, within 1 dB."""
-    torch.manual_seed(0)
-    layer = te.Linear(256, 256, bias=False, init_method=torch.nn.init.normal_)
-    x, dy = torch.randn(256, 256), torch.randn(256, 256)
-    asked, fp8 = RECIPES[name]
-    ours = results(layer, x, dy, asked)
-    truth = compute(CASES["Linear"].function, parameters(layer), x, dy, None, torch.float64)
-    for quantity in ("y", "dx", "weight"):
-        theory = 24.6 if quantity != "y" and fp8.backward == "e5m2" else 28.5
-        assert sqnr(ours[quantity], truth[quantity]) == pytest.approx(theory, abs=1.0), quantity
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -22,11 +22,12 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]
 
     def launched(world: int, device: str = "cpu") -> list[Any]:
         if (world, device) not in known:
-            path = tmp_path_factory.mktemp("ranks")
-            command = [sys.executable, cases.__file__, str(world), str(path), device]
+            path, worlds = tmp_path_factory.mktemp("ranks"), (2, 4) if device == "cpu" else (world,)
+            command = [sys.executable, cases.__file__, str(path), device, *map(str, worlds)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
             assert done.returncode == 0, done.stderr
-            known[world, device] = [torch.load(path / f"{rank}.pt", weights_only=False) for rank in range(world)]
+            for n in worlds:
+                known[n, device] = [torch.load(path / f"{rank} of {n}.pt", weights_only=False) for rank in range(n)]
         return known[world, device]
 
     return launched

@@ -198,8 +198,6 @@ def test_arguments_stand_in_transformer_engines_order() -> None:
             lambda: recipe.DelayedScaling(scaling_factor_compute_algo="half"),
             "'half' is not possible: None or a function",
         ),
-        (lambda: recipe.DelayedScaling(margin="1"), "margin='1' is not possible: a number"),
-        (lambda: recipe.DelayedScaling(margin=float("nan")), "margin=nan is not possible: a number"),
         (lambda: recipe.DelayedScaling(fp8_mha=True), "fp8_mha=True is not possible"),
     ],
 )

@@ -156,28 +156,6 @@ def test_nothing_loses_the_angles(change: Callable[[Llama], Llama]) -> None:
     assert "rotary" not in changed.state_dict()
 
 
-def test_angles_are_positions_times_frequencies() -> None:
-    angles = a_model().angles(7)
-    assert angles.shape == (7, 16)
-    assert torch.equal(angles[:, :8], angles[:, 8:])
-    by_hand = torch.arange(7)[:, None] * 1000 ** (-torch.arange(8, dtype=torch.float64) / 8)
-    torch.testing.assert_close(angles[:, :8].double(), by_hand, rtol=1e-6, atol=0)
-
-
-def test_long_waves_alone_are_scaled() -> None:
-    """Of Llama 3.2: wavelengths beyond 8192 tokens 32 times as long, those below 2048 as they were."""
-    from te_bench.models.zoo.llama import inverse_frequencies
-
-    config: Any = CONFIGS["llama3-1b"]
-    scaled, plain = (inverse_frequencies(c).double() for c in (config, dataclasses.replace(config, rope_scaling=None)))
-    waves, ratio = 2 * math.pi / plain, plain / scaled
-    torch.testing.assert_close(ratio[waves > 8192], torch.full_like(ratio[waves > 8192], 32))
-    assert (ratio[waves < 2048] == 1).all()
-    between = ratio[(waves > 2048) & (waves < 8192)]
-    assert len(between)
-    assert ((between > 1) & (between < 32)).all()
-
-
 # Padding and the head.
 
 
@@ -258,17 +236,6 @@ def test_flop_per_token() -> None:
 
 
 # What it sees, and bad input.
-
-
-def test_no_token_sees_a_later_one() -> None:
-    model = shaken(a_model(attention="flash"))
-    tokens, _ = a_batch(1)
-    other = tokens.clone()
-    other[:, 12:] = (other[:, 12:] + 1) % 50
-    with torch.no_grad():
-        before, after = model.logits(tokens), model.logits(other)
-    torch.testing.assert_close(before[:, :12], after[:, :12])
-    assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
 def test_sequences_up_to_the_block_size_and_no_longer() -> None:

@@ -257,13 +257,12 @@ def test_diverged_wins_over_any_losses_and_stays_in_the_family():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("paired", [True, False])
 @pytest.mark.parametrize("n", [3, 9])
-def test_false_equivalence_at_the_margin_is_at_most_alpha(n, paired):
-    # with a spread so small that the power elsewhere is 1, where the rate comes nearest to alpha
+def test_false_equivalence_of_unpaired_arms_at_the_margin_is_at_most_alpha(n):
+    """Of pairs test_skewed holds it. By a spread so small that the power elsewhere is 1, the rate comes nearest to alpha."""
     wrong = {Verdict.EQUIVALENT, Verdict.NON_INFERIOR}
     drawn = (arms(MARGIN, n=n, seed=seed, sd=SD / 4) for seed in range(SIMULATIONS))
-    runs = [compare(*pair, margin=MARGIN, paired=paired) for pair in drawn]
+    runs = [compare(*pair, margin=MARGIN, paired=False) for pair in drawn]
     hits = sum(run.verdict in wrong for run in runs)
     assert hits <= at_most(0.05)
     assert hits >= stats.binom.ppf(0.001, SIMULATIONS, 0.005)  # and not for never claiming
@@ -273,15 +272,7 @@ def test_false_equivalence_at_the_margin_is_at_most_alpha(n, paired):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("sign", [1, -1])
-def test_false_equivalence_with_the_field_s_spread(sign):
-    runs = [compare(*arms(sign * MARGIN, n=8, seed=seed), margin=MARGIN) for seed in range(SIMULATIONS)]
-    assert sum(run.verdict is Verdict.EQUIVALENT for run in runs) <= at_most(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("paired", "correlation"), [(True, 0.0), (True, 0.7), (False, 0.0)])
+@pytest.mark.parametrize(("paired", "correlation"), [(True, 0.7), (False, 0.0)])
 def test_power_is_as_planned_within_three_points(paired, correlation):
     sd = power.gap_sd(SD, correlation)
     n = power.seeds_needed(sd, MARGIN, paired=paired)
