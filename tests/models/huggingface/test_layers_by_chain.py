@@ -120,6 +120,53 @@ def test_whoever_listens_to_a_module_hears_it(inner: str) -> None:
     assert goes_by_chain(model)
 
 
+class Doubled(nn.Module):
+    """What it wraps, twice; other attributes are those of what it wraps, as of torch's wrappers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.inner(*args, **kwargs)
+        return (2 * made[0], *made[1:]) if isinstance(made, tuple) else 2 * made
+
+
+@pytest.mark.parametrize("name", ["layers.1", "layers.1.self_attn", "layers.1.mlp", "norm", "embed_tokens"])
+def test_what_was_wrapped_since_is_not_passed_by(name: str) -> None:
+    found = []
+    for converted in (False, True):
+        model = make("llama")
+        if converted:
+            te.convert(model, parts="all")
+        model.model.set_submodule(name, Doubled(model.model.get_submodule(name)))
+        found.append(run(model, inputs("llama")))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    assert_same(found[1][1], found[0][1], 1e-4)
+    assert goes_by_chain(model) == (name == "embed_tokens")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "by_chain"),
+    [({"sliding_window": 4}, {}, True), ({"is_causal": False}, {}, False), ({}, {"is_causal": False}, False)],
+    ids=["a window that Llama has not", "config.is_causal", "is_causal"],
+)
+def test_rows_see_what_transformers_says(settings: dict[str, Any], given: dict[str, Any], by_chain: bool) -> None:
+    model = make("llama", **settings)
+    loss, gradients = run(model, {**inputs("llama"), **given})
+    te.convert(model, parts="all")
+    assert goes_by_chain(model, **given) == by_chain
+    again, found = run(model, {**inputs("llama"), **given})
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
+
+
 def test_frozen_weights_have_no_gradients_and_the_others_theirs() -> None:
     model = make("llama")
     _, gradients = run(model, inputs("llama"))
