@@ -228,8 +228,10 @@ def _family(*classes: Any) -> str | None:
 
 def _family_of(model: Any, layer: Any) -> str | None:
     """A layer's, which a wrapper around it, or around its attention, is none of."""
-    inner = [getattr(layer, name, None) for name in ("self_attn", "mlp")]
-    return _family(type(model), type(layer), type(inner[0])) if all(isinstance(m, nn.Module) for m in inner) else None
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in ("self_attn", "mlp")):
+        return None
+    classes: list[Any] = [type(module) for module in (model, layer, layer.self_attn)]
+    return _family(*classes)
 
 
 def convert(model: Any, undo: contextlib.ExitStack) -> str:

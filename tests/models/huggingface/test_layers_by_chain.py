@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_bench.models as te
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.norm.backends import triton as norm_triton
+from te_bench.kernels.quantize import history
 from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models import recipe
 from te_bench.models.adopt import adopt
@@ -196,6 +197,22 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert not goes_by_chain(model)
     # Only the order of sums differs: what is cast, is cast by the same scales.
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
+
+
+@pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["by the chain", "layer by layer"])
+def test_what_linears_share_is_moved_on_once_a_step(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moved = make("llama"), []
+    te.convert(model, DELAYED, parts="all")
+    run(model, inputs("llama"))
+    step = history.update
+    monkeypatch.setattr(
+        history, "update", lambda found, *args, **kwargs: moved.append(found) or step(found, *args, **kwargs)
+    )
+    run(model, {**inputs("llama"), **given})
+    (histories,) = moved
+    assert (
+        len(histories) == len({x.data_ptr() for x in histories}) == 2 * 2 * 4
+    )  # both ways, two layers, qkv o gate down
 
 
 class Counted(TorchDispatchMode):
