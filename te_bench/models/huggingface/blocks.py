@@ -25,7 +25,7 @@ from te_bench.models.modules.activations import FLOATS, compute_dtype, is_record
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.layernorm import RMSNorm
 from te_bench.models.modules.linear import Linear
-from te_bench.models.modules.plain import are_plain, has_hooks
+from te_bench.models.modules.plain import are_plain
 from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part
 from te_bench.models.subclassing import Mixed, mix
 
@@ -34,6 +34,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 #: Arguments of a pass that the chain takes, and of a loss, which layers pass by.
 TAKEN = frozenset(("input_ids", "inputs_embeds", "attention_mask", "use_cache", "return_dict"))
 OF_THE_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
+CAPTURING = "transformers.utils.output_capturing"
 QKV = ("q_proj", "k_proj", "v_proj")
 LAYER_NORMS, HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")
 
@@ -189,9 +190,20 @@ def _are_plain(model: Any) -> bool:
     if any(linear.weight.device != like.device for linear in linears):
         return False
     inner = [module for layer in layers for module in (layer, layer.self_attn, layer.mlp)]
-    if any(has_hooks(module) or "forward" in vars(module) for module in inner):
+    if any(_is_heard(module) or "forward" in vars(module) for module in inner):
         return False
     return all(can_fuse(layer.mlp, like, *_mlp_linears(layer.mlp)) for layer in layers)
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether somebody listens to a module: transformers does not, whose hooks for hidden states stay after the first."""
+    own = vars(module)
+    hooks = [
+        hook
+        for which in ("forward", "forward_pre", "backward", "backward_pre")
+        for hook in own[f"_{which}_hooks"].values()
+    ]
+    return any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
 
 
 def why_not(layer: Any) -> str | None:

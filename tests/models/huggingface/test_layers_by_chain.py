@@ -102,6 +102,7 @@ def test_what_it_has_not_goes_layer_by_layer(given: dict[str, Any]) -> None:
     assert type(found) is type(expected)
     assert len(found) == len(expected)
     assert torch.equal(found[0], expected[0])
+    assert goes_by_chain(model)
 
 
 @pytest.mark.parametrize(
