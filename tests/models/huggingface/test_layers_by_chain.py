@@ -140,18 +140,28 @@ class Doubled(nn.Module):
         return (2 * made[0], *made[1:]) if isinstance(made, tuple) else 2 * made
 
 
-@pytest.mark.parametrize("name", ["layers.1", "layers.1.self_attn", "layers.1.mlp", "norm", "embed_tokens"])
-def test_what_was_wrapped_since_is_not_passed_by(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrap", "by_chain"),
+    [
+        ("layers.1", Doubled, False),
+        ("layers.1.self_attn", Doubled, False),
+        ("layers.1.mlp", Doubled, False),
+        ("norm", Doubled, False),
+        ("embed_tokens", Doubled, True),
+        ("embed_tokens", nn.Sequential, False),  # which has no weight to tell a dtype by
+    ],
+)
+def test_what_was_wrapped_since_is_not_passed_by(name: str, wrap: Any, by_chain: bool) -> None:
     found = []
     for converted in (False, True):
         model = make("llama")
         if converted:
             te.convert(model, parts="all")
-        model.model.set_submodule(name, Doubled(model.model.get_submodule(name)))
+        model.model.set_submodule(name, wrap(model.model.get_submodule(name)))
         found.append(run(model, inputs("llama")))
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
     assert_same(found[1][1], found[0][1], 1e-4)
-    assert goes_by_chain(model) == (name == "embed_tokens")
+    assert goes_by_chain(model) == by_chain
 
 
 @pytest.mark.parametrize(
