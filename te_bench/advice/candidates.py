@@ -74,7 +74,8 @@ class Choice:
         if self.begins != other.begins:
             return self.words()
         mine, theirs = self._details(), other._details()
-        differs = [word or f"no {theirs[name]}" for name, word in mine.items() if word != theirs[name]]
+        said = {"attention": "te-bench's attention" if self.parts else naming.attention_name(self.attention)}
+        differs = [word or said.get(name, f"no {theirs[name]}") for name, word in mine.items() if word != theirs[name]]
         return f"the same with {', '.join(differs)}"
 
     def words(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_bench.models import families
+from te_bench.models import families, fp8
 from te_bench.models.adopted import OWN, Adopted, Made
 from te_bench.models.calling import judged
 from te_bench.models.recipe import Recipe
@@ -35,6 +35,10 @@ def adopt(
     name = type(module).__name__
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
         raise ValueError(f"{name}: it is no nn.Module with weights that are trained; give the model itself")
+    if recipe is not None:
+        fp8.check_recipe(recipe)
+    if loss is not None and not callable(loss):
+        raise ValueError(f"loss {loss!r} is no function: give one of the module's output and the targets")
     judge = None if loss is None else judged(getattr(loss, "__name__", "loss"), loss)
     unknown = f"te-bench does not know how to feed {name}: give loss, a function of its output and targets"
     family, forward = families.calling(name, module, judge, unknown)

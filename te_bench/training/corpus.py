@@ -108,7 +108,7 @@ def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: P
         corpus = load(data.removeprefix(CACHED), cache=cache)
         if corpus.tokenizer != tokenizer:
             raise ValueError(
-                f"data set {data!r} was tokenised by {corpus.tokenizer}: give --tokenizer {corpus.tokenizer}"
+                f"data set {data!r} was tokenised by {corpus.tokenizer}, and this takes tokens of {tokenizer}: give the text"
             )
         return corpus
     if data == RANDOM:

@@ -143,7 +143,8 @@ class TrainStep:
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() >= 2}
         weights = "bf16" if dtypes == {torch.bfloat16} else None
         if reason := fewer_bits.unsupported(weights, states, torchs=True):
-            raise ValueError(f"weights {dtypes}, states {states}: {reason}, {' or '.join(adamws.names())}")
+            have = " and ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"weights {have}, states {states}: {reason}, {' or '.join(adamws.names())}")
 
     def _table_adamw(self, name: str) -> TableAdamW:
         if self.precision == "fp16":

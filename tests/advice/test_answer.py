@@ -49,6 +49,15 @@ def test_a_step_with_a_part_of_te_benchs_is_not_of_others() -> None:
     assert Choice(attention="own", precision="fp8", recipe="rowwise_scaling", rival="torchao_rowwise").of_others
 
 
+def test_a_tie_is_told_by_what_is_there() -> None:
+    alone = Choice(attention="own", precision="fp8", recipe="delayed_scaling", mode="cudagraph")
+    parts = dataclasses.replace(alone, parts="all")
+    assert parts.beside(alone) == "the same with te-bench's attention"
+    assert alone.beside(parts) == "the same with the model's own attention"
+    plain = Choice(attention="own", mode="compile")
+    assert plain.beside(dataclasses.replace(plain, attention="cudnn")) == "the same with the model's own attention"
+
+
 def test_the_terminal_says_it_in_so_many_lines(answered: Answered) -> None:
     evidence, found = answered
     said = answer.terminal(evidence, found, traps.of_evidence(evidence), "advice/index.html")

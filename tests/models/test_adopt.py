@@ -111,6 +111,15 @@ def test_what_has_nothing_to_train_is_refused(module: Any) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "message"),
+    [({"recipe": "delayed_scaling"}, "'delayed_scaling' is no recipe"), ({"loss": "mse"}, "loss 'mse' is no function")],
+)
+def test_what_is_no_recipe_and_no_loss_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adopt(Language(), **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
     [
         ({"precision": "fp8", "mode": "eager"}, "precision fp8: the model has no recipe"),
         ({"precision": "bf17", "mode": "eager"}, "unknown precision 'bf17'. Did you mean bf16"),

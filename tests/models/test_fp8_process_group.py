@@ -41,6 +41,7 @@ def _rank(rank: int, path: Path) -> None:
         for algorithm in ALGORITHMS:
             torch.save(_together(rank, algorithm), path / f"{algorithm}{rank}.pt")
             torch.save(_apart(rank, algorithm), path / f"{algorithm}-alone{rank}.pt")
+        torch.save(_one_evaluates(rank), path / f"evaluates{rank}.pt")
         torch.save(_one_is_gone(rank), path / f"gone{rank}.pt")
         for kind in KINDS:
             torch.save(_goes_on(kind, rank, path), path / f"{kind}{rank}.pt")
@@ -79,6 +80,31 @@ def _apart(rank: int, algorithm: Any) -> list[tuple[float, float]]:
     return found
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+def _one_evaluates(rank: int) -> list[float]:
+    """Scales of weights that multiply together, of which the second rank has the larger ones, after a step."""
+    torch.manual_seed(0)
+    model = Gated()
+    nn.init.constant_(model.up_proj.weight, 0.5 + rank / 2)
+    te.convert(model, parts=("linear", "mlp"))
+    for training in (False, True)[rank:]:
+        region = te.autocast(recipe=ASKED, amax_reduction_group=dist.group.WORLD if training else None)
+        with torch.set_grad_enabled(training), region:
+            y = model(torch.ones(4, 32))
+        if training:
+            y.sum().backward()
+    return [figures["weight"]["scale"] for figures in te.numerics(model).values()]
+
+
 def _one_is_gone(rank: int) -> list[float]:
     """Scales of the model that is left, after a step each: the first rank has collected the other one, the second not."""
     old, left = (nn.Sequential(te.Linear(32, 16, device="cpu")) for _ in range(2))
@@ -100,6 +126,13 @@ def _one_is_gone(rank: int) -> list[float]:
 @pytest.mark.slow
 def test_ranks_agree_where_one_holds_a_deleted_model_as_garbage(ranks: Path) -> None:
     assert [torch.load(ranks / f"gone{rank}.pt") for rank in (0, 1)] == [[224.0, 112.0, 56.0]] * 2
+
+
+@pytest.mark.slow
+def test_ranks_share_scales_where_one_has_evaluated_alone(ranks: Path) -> None:
+    first, second = (torch.load(ranks / f"evaluates{rank}.pt") for rank in (0, 1))
+    assert len(first) == 3
+    assert first == second
 
 
 @pytest.mark.slow

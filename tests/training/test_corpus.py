@@ -125,7 +125,7 @@ def test_a_copy_of_the_cache_needs_no_text(text: Path, cache: Path, tmp_path: Pa
     found = prepare(f"cached:{made.key}", "bpe:300", cache=tmp_path / "node")
     assert (found.key, found.data, found.sha256) == (made.key, made.data, made.sha256)
     assert (found.tokens("train") == made.tokens("train")).all()
-    with pytest.raises(ValueError, match="tokenised by bpe:300: give --tokenizer bpe:300"):
+    with pytest.raises(ValueError, match="tokenised by bpe:300, and this takes tokens of bytes"):
         prepare(f"cached:{made.key}", "bytes", cache=tmp_path / "node")
     with pytest.raises(ValueError, match="no corpus '0000' in the token cache"):
         prepare("cached:0000", "bytes", cache=tmp_path / "node")

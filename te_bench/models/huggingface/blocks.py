@@ -15,7 +15,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.models import fp8
 from te_bench.models.fused import chain
@@ -25,7 +25,7 @@ from te_bench.models.modules.activations import FLOATS, compute_dtype, is_record
 from te_bench.models.modules.gathered import Gathered
 from te_bench.models.modules.layernorm import RMSNorm
 from te_bench.models.modules.linear import Linear
-from te_bench.models.modules.plain import are_plain, has_hooks
+from te_bench.models.modules.plain import are_plain
 from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part
 from te_bench.models.subclassing import Mixed, mix
 
@@ -34,6 +34,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 #: Arguments of a pass that the chain takes, and of a loss, which layers pass by.
 TAKEN = frozenset(("input_ids", "inputs_embeds", "attention_mask", "use_cache", "return_dict"))
 OF_THE_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
+CAPTURING = "transformers.utils.output_capturing"
 QKV = ("q_proj", "k_proj", "v_proj")
 LAYER_NORMS, HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("q_norm", "k_norm")
 
@@ -70,16 +71,14 @@ class Blocks(Mixed):
 
 
 class _Attention:
-    """An attention's kernel, as a part's module has it."""
+    """An attention's kernel, as a part's module has it; width: of its window."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, width: int | None) -> None:
+        self.module, self.width = module, width
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
         """(B, H, T, D) -> (B, H, T, D), by the module's own scale, window and dropout."""
-        own = self.module
-        # Qwen's layers have a window each, Mistral's the model's.
-        width = own.sliding_window if hasattr(own, "sliding_window") else getattr(own.config, "sliding_window", None)
+        own, width = self.module, self.width
         window = None if width is None or width >= q.shape[2] else (width - 1, 0)
         drops = own.attention_dropout if own.training else dropout
         seen = attention.Seen(causal, window)
@@ -99,7 +98,7 @@ def _run(model: Any, given: dict[str, Any]) -> Any:
         for linear in (linear for layer in layers for linear in _linears(layer)):
             linear.without_fp8()
     run = functools.partial(chain.run, angles=tables, tables=True)
-    parts, last, y = [_parts(layer) for layer in layers], NormPart.of(model.norm), x
+    parts, last, y = [_parts(model, layer) for layer in layers], NormPart.of(model.norm), x
     if model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
         for layer, own in zip(layers, parts, strict=True):
             one = functools.partial(run, own, None)
@@ -129,24 +128,33 @@ def _norms(layer: Any) -> list[Any]:
     return [*(getattr(layer, name, None) for name in LAYER_NORMS), *heads]
 
 
-def _parts(layer: Any) -> list[Part]:
+def _width(model: Any, layer: Any) -> int | None:
+    """Of a layer's window: Qwen's have one each, Mistral's the model's, Llama's none, whatever its configuration names."""
+    of_model = model.config.sliding_window if _family_of(model, layer) == "mistral" else None
+    width: int | None = getattr(layer.self_attn, "sliding_window", of_model)
+    return width
+
+
+def _parts(model: Any, layer: Any) -> list[Part]:
     own, (first, last) = layer.self_attn, _mlp_linears(layer.mlp)
     q, k, v, o = _linears(layer)[:4]
     before, after, *of_heads = map(NormPart.of, _norms(layer))
     q_norm, k_norm = of_heads or (None, None)
     heads, groups = q.out_features // own.head_dim, k.out_features // own.head_dim
     sizes = {"heads": heads, "groups": groups, "head_dim": own.head_dim}
+    attend = _Attention(own, _width(model, layer))
     return [
-        AttentionPart(
-            _Attention(own), before, LinearPart.of(q, k, v), LinearPart.of(o), **sizes, q_norm=q_norm, k_norm=k_norm
-        ),
+        AttentionPart(attend, before, LinearPart.of(q, k, v), LinearPart.of(o), **sizes, q_norm=q_norm, k_norm=k_norm),
         MLPPart(after, LinearPart.of(*first), LinearPart.of(last), layer.mlp._te_mlp.kind),
     ]
 
 
 def _fuses(model: Any, given: dict[str, Any]) -> bool:
     ids, x, config = given.get("input_ids"), given.get("inputs_embeds"), model.config
+    causal = given.get("is_causal")
     if (ids is None) == (x is None) or is_recorded() or fp8.current.calibrating:
+        return False
+    if not (getattr(config, "is_causal", True) if causal is None else causal):  # transformers then masks nothing
         return False
     others = given.keys() - TAKEN - OF_THE_LOSS
     if any(given[name] is not None and given[name] is not False for name in others):
@@ -169,8 +177,10 @@ def _fuses(model: Any, given: dict[str, Any]) -> bool:
 
 def _are_plain(model: Any) -> bool:
     """Whether every module of the layers is as `convert` found it, and their weights are whole."""
-    layers, like = _layers(model), model.embed_tokens.weight
-    if not layers or like.dtype not in FLOATS or any(why_not(layer) is not None for layer in layers):
+    layers, like = _layers(model), getattr(model.embed_tokens, "weight", None)
+    if not layers or not isinstance(like, Tensor) or like.dtype not in FLOATS or not isinstance(model.norm, RMSNorm):
+        return False
+    if any(_family_of(model, layer) is None or why_not(layer) is not None for layer in layers):
         return False
     linears = [linear for layer in layers for linear in _linears(layer)]
     if not are_plain([*linears, model.norm, *(norm for layer in layers for norm in _norms(layer))]):
@@ -180,9 +190,20 @@ def _are_plain(model: Any) -> bool:
     if any(linear.weight.device != like.device for linear in linears):
         return False
     inner = [module for layer in layers for module in (layer, layer.self_attn, layer.mlp)]
-    if any(has_hooks(module) or "forward" in vars(module) for module in inner):
+    if any(_is_heard(module) or "forward" in vars(module) for module in inner):
         return False
     return all(can_fuse(layer.mlp, like, *_mlp_linears(layer.mlp)) for layer in layers)
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether somebody listens to a module: transformers does not, whose hooks for hidden states stay after the first."""
+    own = vars(module)
+    hooks = [
+        hook
+        for which in ("forward", "forward_pre", "backward", "backward_pre")
+        for hook in own[f"_{which}_hooks"].values()
+    ]
+    return any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
 
 
 def why_not(layer: Any) -> str | None:
@@ -200,29 +221,35 @@ def why_not(layer: Any) -> str | None:
     return None
 
 
-def _origin(module: Any) -> Any:
-    return module._te_origin if isinstance(module, Mixed) else type(module)
-
-
 def _codes(*classes: Any) -> list[tuple[Any, ...]]:
     """What the forwards of these classes run."""
     codes = (getattr(inspect.unwrap(cls.forward), "__code__", None) for cls in classes)
     return [(getattr(code, "co_code", None), getattr(code, "co_names", None)) for code in codes]
 
 
-def _is_known(model: Any, layer: Any) -> bool:
-    own = _codes(*map(_origin, (model, layer, getattr(layer, "self_attn", None))))
+@functools.cache
+def _family(*classes: Any) -> str | None:
+    """The name of the family whose model, layers and attentions run what these classes' do."""
+    own = _codes(*classes)
     for name, title in FAMILIES.items():
         file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         if own == _codes(*(getattr(file, f"{title}{part}") for part in ("Model", "DecoderLayer", "Attention"))):
-            return True
-    return False
+            return name
+    return None
+
+
+def _family_of(model: Any, layer: Any) -> str | None:
+    """A layer's, which a wrapper around it, or around its attention, is none of."""
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in ("self_attn", "mlp")):
+        return None
+    classes: list[Any] = [type(module) for module in (model, layer, layer.self_attn)]
+    return _family(*classes)
 
 
 def convert(model: Any, undo: contextlib.ExitStack) -> str:
     """Let a decoder's layers compute as one chain; returns what that is. Raises ValueError, which says why they stay."""
     layers = list(model.layers)
-    if not all(hasattr(layer, "self_attn") and hasattr(layer, "mlp") and _is_known(model, layer) for layer in layers):
+    if any(_family_of(model, layer) is None for layer in layers):
         raise ValueError(f"its layers compute otherwise than {', '.join(FAMILIES.values())}'s")
     if model.config._attn_implementation != attention.NAME or any(
         not isinstance(layer.self_attn, Mixed) for layer in layers

@@ -105,11 +105,11 @@ def _shared_table(model: Any, given: dict[str, Any]) -> Tensor | None:
     if given.get("inputs_embeds") is not None or not isinstance(ids, Tensor) or ids.dim() != 2:
         return None
     embedding = base.embed_tokens
-    table = embedding.weight
-    if type(table) is not nn.Parameter or table.dtype not in FLOATS or table.device != ids.device:
-        return None
     plain = type(embedding) is nn.Embedding and are_plain([embedding])
     if not plain or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        return None
+    table = embedding.weight
+    if type(table) is not nn.Parameter or table.dtype not in FLOATS or table.device != ids.device:
         return None
     return table if weight is table or getattr(weight, "copy_of", None) is table else None
 

@@ -103,7 +103,8 @@ class Fp8Module(Parallelised, nn.Module):
     def join(self, first: Self) -> None:
         """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too."""
         self.gemms()  # every rank has made a state of its own before, or none has
-        if not isinstance(getattr(self, "weight", None), Gathered):  # which its ranks cast, each by its own scale
+        # One that evaluates alone does not join, for ranks share the amaxes of as many; gathered weights keep a scale each.
+        if fp8.records() and not isinstance(getattr(self, "weight", None), Gathered):
             self._state = first._state
 
     def without_fp8(self) -> None:

@@ -123,6 +123,9 @@ class DelayedScaling(Recipe):
         with torch.no_grad():
             if self.reduce_amax and group is not None and dist.get_world_size(group) > 1:
                 _reduce([table.written[0][0] for table in tables], group)
+            # Linears side by side share one, which two programs of a GPU would move on twice. Ranks, of which some may have
+            # joined theirs and some not yet, have reduced as many before.
+            tables = list({id(table): table for table in tables}.values())
             if callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None:
                 for table in tables:
                     self._custom_update(table)

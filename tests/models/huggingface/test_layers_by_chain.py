@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import te_bench.models as te
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.norm.backends import triton as norm_triton
+from te_bench.kernels.quantize import history
 from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models import recipe
 from te_bench.models.adopt import adopt
@@ -101,6 +102,7 @@ def test_what_it_has_not_goes_layer_by_layer(given: dict[str, Any]) -> None:
     assert type(found) is type(expected)
     assert len(found) == len(expected)
     assert torch.equal(found[0], expected[0])
+    assert goes_by_chain(model)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,63 @@ def test_whoever_listens_to_a_module_hears_it(inner: str) -> None:
     assert_same(found, gradients, 1e-4)
     handle.remove()
     assert goes_by_chain(model)
+
+
+class Doubled(nn.Module):
+    """What it wraps, twice; other attributes are those of what it wraps, as of torch's wrappers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made = self.inner(*args, **kwargs)
+        return (2 * made[0], *made[1:]) if isinstance(made, tuple) else 2 * made
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "by_chain"),
+    [
+        ("layers.1", Doubled, False),
+        ("layers.1.self_attn", Doubled, False),
+        ("layers.1.mlp", Doubled, False),
+        ("norm", Doubled, False),
+        ("embed_tokens", Doubled, True),
+        ("embed_tokens", nn.Sequential, False),  # which has no weight to tell a dtype by
+    ],
+)
+def test_what_was_wrapped_since_is_not_passed_by(name: str, wrap: Any, by_chain: bool) -> None:
+    found = []
+    for converted in (False, True):
+        model = make("llama")
+        if converted:
+            te.convert(model, parts="all")
+        model.model.set_submodule(name, wrap(model.model.get_submodule(name)))
+        found.append(run(model, inputs("llama")))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=0)
+    assert_same(found[1][1], found[0][1], 1e-4)
+    assert goes_by_chain(model) == by_chain
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "by_chain"),
+    [({"sliding_window": 4}, {}, True), ({"is_causal": False}, {}, False), ({}, {"is_causal": False}, False)],
+    ids=["a window that Llama has not", "config.is_causal", "is_causal"],
+)
+def test_rows_see_what_transformers_says(settings: dict[str, Any], given: dict[str, Any], by_chain: bool) -> None:
+    model = make("llama", **settings)
+    loss, gradients = run(model, {**inputs("llama"), **given})
+    te.convert(model, parts="all")
+    assert goes_by_chain(model, **given) == by_chain
+    again, found = run(model, {**inputs("llama"), **given})
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
 
 
 def test_frozen_weights_have_no_gradients_and_the_others_theirs() -> None:
@@ -149,6 +208,22 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert not goes_by_chain(model)
     # Only the order of sums differs: what is cast, is cast by the same scales.
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
+
+
+@pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["by the chain", "layer by layer"])
+def test_what_linears_share_is_moved_on_once_a_step(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moved = make("llama"), []
+    te.convert(model, DELAYED, parts="all")
+    run(model, inputs("llama"))
+    step = history.update
+    monkeypatch.setattr(
+        history, "update", lambda found, *args, **kwargs: moved.append(found) or step(found, *args, **kwargs)
+    )
+    run(model, {**inputs("llama"), **given})
+    (histories,) = moved
+    assert (
+        len(histories) == len({x.data_ptr() for x in histories}) == 2 * 2 * 4
+    )  # both ways, two layers, qkv o gate down
 
 
 class Counted(TorchDispatchMode):

@@ -50,10 +50,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the fused kernel was asked for."""
     seen: list[str] = []
 
-    def rotate(parts: list[Any], *, interleaved: bool, transposed: bool = False) -> None:
+    def rotate(parts: list[Any], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
         there = all(part.x.data_ptr() == part.out.data_ptr() for part in parts)
         seen.append(f"{len(parts)} {'back' if transposed else 'in place' if there else 'beside'}")
-        run(parts, interleaved=interleaved, transposed=transposed)
+        run(parts, interleaved=interleaved, transposed=transposed, tables=tables)
 
     run = rotary_triton.BACKEND.rotate
     monkeypatch.setattr(rotary_triton, "BACKEND", dataclasses.replace(rotary_triton.BACKEND, rotate=rotate))
