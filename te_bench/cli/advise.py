@@ -194,6 +194,7 @@ class _Trials:
     deadline: float
     fresh: bool
     recorded: bool
+    warned: bool = False  # that the machine is busy
 
     def known(self) -> set[str]:
         """Ids of trials that have ended in this environment, which are not run again."""
@@ -203,7 +204,7 @@ class _Trials:
         return {key[0] for key in journal.records if key[1] == self.machine["id"] and journal.done(key)}
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
-        from te_bench.experiments import plan, store
+        from te_bench.experiments import host, plan, store
         from te_bench.experiments.measurement import Context
         from te_bench.experiments.spec import ADVICE, Experiment
 
@@ -226,9 +227,10 @@ class _Trials:
         timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
         fresh, self.fresh = self.fresh, False
         context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
-        return runs.carry_out(
-            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=context, fresh=fresh
-        )
+        options: dict[str, Any] = {"timeout": timeout, "context": context, "fresh": fresh, "warned": self.warned}
+        records = runs.carry_out(experiment, self.directory, self.machine, self.slots, **options)
+        self.warned = self.warned or any(host.disturbance(record.device_state) for record in records)
+        return records
 
 
 def size(said: str) -> float:

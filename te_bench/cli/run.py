@@ -137,10 +137,11 @@ def carry_out(
     retry: bool = False,
     fresh: bool = False,
     unchanged: str = "",
+    warned: bool = False,
 ) -> "list[Record]":
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
-    slots: the places of the cluster, where one is given.
+    slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
@@ -166,7 +167,7 @@ def carry_out(
             executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
-            with Progress(len(trials), done, len(slots), called, _found) as progress:
+            with Progress(len(trials), done, len(slots), called, _found, warned=warned) as progress:
                 runner.run(
                     trials,
                     store,
