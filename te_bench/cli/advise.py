@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import run as runs
-from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of
+from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of, warn
 
 if TYPE_CHECKING:
     from te_bench.advice.advise import Evidence
@@ -64,7 +64,7 @@ def advise(
     from te_bench import plugins
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run
-    from te_bench.experiments import environment, run_options
+    from te_bench.experiments import environment, plan, run_options
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
     from te_bench.reports.exchange import submission
@@ -114,6 +114,8 @@ def advise(
         recorded=recorded,
     )
     budget_s = 0.0 if recorded else asked.budget_s
+    if not recorded and (slow := plan.slow_on_a_cpu([question.trial(question.have)], asked)):
+        warn(f"warning: {slow}")
     try:
         evidence = Run(
             question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()

@@ -65,6 +65,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, on_ray
     from te_bench.experiments.measurement import Context
+    from te_bench.experiments.plan import slow_on_a_cpu
     from te_bench.experiments.problems import world_of
     from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
@@ -84,6 +85,8 @@ def run(
             say(f"left out: {sentence}", indent="    ")
         if refused and not underpowered:
             raise ValueError(refused)
+        if slow := slow_on_a_cpu(experiment.trials, asked):
+            warn(f"warning: {slow}")
         auto = any(trial.attention == AUTO for trial in experiment.trials)
         by_table = ("gemm", "attention") if auto else ("gemm",)
         at_once = functools.partial(planned.trials_at_once, experiment)
