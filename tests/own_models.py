@@ -163,6 +163,24 @@ def no_module():
     return 3
 
 
+class Aside(nn.Module):
+    def __init__(self, trained):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.mix = [torch.eye(16).requires_grad_(trained)]
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens) @ self.mix[0])
+
+
+def weight_in_a_list():
+    return Aside(True)
+
+
+def constant_in_a_list():
+    return Aside(False)
+
+
 def no_loss():
     return nn.Sequential(nn.Embedding(64, 16), nn.Flatten())
 

@@ -109,7 +109,7 @@ class Run:
         made, survey = self._survey()
         self._whole_steps()
         self.step([(choice, 0) for choice in self.question.choices if self.question.trial(choice).id in self.known])
-        if not any(map(self.held, self.steps.values())):
+        if not any(map(self.held, self.steps.values())) and self._short_of_memory():
             room.smaller(self)
         times: dict[Part, PartTime] = {}
         predictions: dict[Choice, Prediction] = {}
@@ -137,7 +137,7 @@ class Run:
         self._repeat()
         room.larger(self)
         if not self.steps:
-            raise NothingMeasured("; ".join(dict.fromkeys(self.wrong.values())) or "the budget held no step")
+            raise NothingMeasured("; ".join(self._reasons()) or "the budget held no step")
         return Evidence(
             question=self.question,
             made=made,
@@ -159,6 +159,17 @@ class Run:
             repeated_s=self._expected(self.left_out.get(REPETITIONS, [])),
             verified_s=self.budget_s - self.left_s + self._expected(self.left_out.get(VERIFICATION, [])[:1]),
         )
+
+    def _short_of_memory(self) -> bool:
+        """Whether a smaller step may be the answer: one was too large, or something ended for want of memory."""
+        return bool(self.steps) or any(why.startswith("oom") or "SIGKILL" in why for why in self.wrong.values())
+
+    def _reasons(self) -> list[str]:
+        """Why steps have no record that counts, each once: with the first log that tells it."""
+        found: dict[str, str] = {}
+        for why in self.wrong.values():
+            found.setdefault(why.partition("; see logs/")[0], why)
+        return list(found.values())
 
     def _announce(self) -> None:
         """Before anything starts: how many trials, and about how long."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from te_bench.cli import run as runs
-from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of
+from te_bench.cli.options import Device, Fresh, Gpus, find_gpus, results_of, warn
 
 if TYPE_CHECKING:
     from te_bench.advice.advise import Evidence
@@ -64,7 +64,7 @@ def advise(
     from te_bench import plugins
     from te_bench.advice import candidates
     from te_bench.advice.advise import NothingMeasured, Run
-    from te_bench.experiments import environment, run_options
+    from te_bench.experiments import environment, plan, run_options
     from te_bench.experiments.spec import DEVICES, Options
     from te_bench.experiments.store import own
     from te_bench.reports.exchange import submission
@@ -114,6 +114,8 @@ def advise(
         recorded=recorded,
     )
     budget_s = 0.0 if recorded else asked.budget_s
+    if not recorded and (slow := plan.slow_on_a_cpu([question.trial(question.have)], asked)):
+        warn(f"warning: {slow}")
     try:
         evidence = Run(
             question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()
@@ -194,6 +196,7 @@ class _Trials:
     deadline: float
     fresh: bool
     recorded: bool
+    warned: bool = False  # that the machine is busy
 
     def known(self) -> set[str]:
         """Ids of trials that have ended in this environment, which are not run again."""
@@ -203,7 +206,7 @@ class _Trials:
         return {key[0] for key in journal.records if key[1] == self.machine["id"] and journal.done(key)}
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
-        from te_bench.experiments import plan, store
+        from te_bench.experiments import host, plan, store
         from te_bench.experiments.measurement import Context
         from te_bench.experiments.spec import ADVICE, Experiment
 
@@ -226,9 +229,10 @@ class _Trials:
         timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
         fresh, self.fresh = self.fresh, False
         context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
-        return runs.carry_out(
-            experiment, self.directory, self.machine, self.slots, timeout=timeout, context=context, fresh=fresh
-        )
+        options: dict[str, Any] = {"timeout": timeout, "context": context, "fresh": fresh, "warned": self.warned}
+        records = runs.carry_out(experiment, self.directory, self.machine, self.slots, **options)
+        self.warned = self.warned or any(host.disturbance(record.device_state) for record in records)
+        return records
 
 
 def size(said: str) -> float:

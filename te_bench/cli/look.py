@@ -72,6 +72,8 @@ def plan(
 
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; with --help it has its options.
     """
+    from te_bench.experiments.plan import slow_on_a_cpu
+
     directory = results_of(suite, asked, out)
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus
@@ -88,6 +90,8 @@ def plan(
         say(f"left out: {sentence}", indent="    ")
     for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
         say(sentence, indent="    ")
+    if slow := slow_on_a_cpu(experiment.trials, asked):
+        say(f"warning: {slow}", indent="    ")
     if refused:
         raise ValueError(f"no plan to run: {refused}")
 

@@ -65,6 +65,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, on_ray
     from te_bench.experiments.measurement import Context
+    from te_bench.experiments.plan import slow_on_a_cpu
     from te_bench.experiments.problems import world_of
     from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
@@ -84,6 +85,8 @@ def run(
             say(f"left out: {sentence}", indent="    ")
         if refused and not underpowered:
             raise ValueError(refused)
+        if slow := slow_on_a_cpu(experiment.trials, asked):
+            warn(f"warning: {slow}")
         auto = any(trial.attention == AUTO for trial in experiment.trials)
         by_table = ("gemm", "attention") if auto else ("gemm",)
         at_once = functools.partial(planned.trials_at_once, experiment)
@@ -137,10 +140,11 @@ def carry_out(
     retry: bool = False,
     fresh: bool = False,
     unchanged: str = "",
+    warned: bool = False,
 ) -> "list[Record]":
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
-    slots: the places of the cluster, where one is given.
+    slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
@@ -166,7 +170,7 @@ def carry_out(
             executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
-            with Progress(len(trials), done, len(slots), called, _found) as progress:
+            with Progress(len(trials), done, len(slots), called, _found, warned=warned) as progress:
                 runner.run(
                     trials,
                     store,

@@ -1,6 +1,7 @@
 """From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import groupby
 
 from te_bench import plugins
@@ -28,6 +29,7 @@ from te_bench.experiments.spec import (
     matches,
 )
 from te_bench.kernels.gemm import table
+from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.training import parallel
 
@@ -46,6 +48,11 @@ _OF_YOUR_MODEL = {
     "states": "AdamW keeps the moments of yours in the dtype of its weights",
 }
 STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can compute activations again
+
+
+#: What two cores of an AMD EPYC multiply a second in float32, FLOP (matrices of 2048, 2026-11-26; in bf16 2.2e11).
+CPU_FLOP_S = 4e10
+SLOW_S = 20.0
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
@@ -108,6 +115,27 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         )
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
+
+
+def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
+    """What a step of trials on a CPU takes, in a sentence, where that is more than SLOW_S: by 6 FLOP a weight and token."""
+    own, known, largest = adoption.adoptee(options), configs(), (0.0, "")
+    for trial in trials:
+        if trial.device != "cpu" or not issubclass(PROBLEMS[trial.workload], StepProblem):
+            continue
+        p = StepProblem.of(trial)
+        weights = own.facts.parameters if own else cost.parameters(known[p.model], p.padded_vocab)
+        batch = p.batch if isinstance(p.batch, int) else 1
+        flop = 6.0 * weights * batch * (p.accumulate or 1) * p.block
+        largest = max(largest, (flop, f"{p.model}, {batch} x {p.block} tokens,"))
+    flop, what = largest
+    if flop < SLOW_S * CPU_FLOP_S:
+        return None
+    minutes = f"{flop / CPU_FLOP_S / 60:,.1f}"
+    return (
+        f"a step of {what} is {flop / 1e12:,.1f} TFLOP. This run is on a CPU: two cores take about {minutes} min for each, "
+        "and a trial has tens of them. For a try on a CPU take a model or a preset that is made for one (--model tiny)"
+    )
 
 
 def _heeding(name: str, options: Options) -> list[str]:

@@ -18,16 +18,23 @@ from te_bench.experiments.spec import Record, Trial
 class Progress:
     """A context manager that is called with (a record just written, a trial just started), either of them None.
 
-    called: a trial's name; found: a record's result in words, or "".
+    called: a trial's name; found: a record's result in words, or "". warned: whether that was said before.
     """
 
     def __init__(
-        self, total: int, done: int, slots: int, called: Callable[[Trial], str], found: Callable[[Record], str]
+        self,
+        total: int,
+        done: int,
+        slots: int,
+        called: Callable[[Trial], str],
+        found: Callable[[Record], str],
+        *,
+        warned: bool = False,
     ):
         self.total, self.done, self.slots = total, done, slots
         self.called, self.found = called, found
         self.walls: list[float] = []
-        self.warned = slots > 1
+        self.warned = warned or slots > 1
         self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
         name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, name)

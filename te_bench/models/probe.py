@@ -47,6 +47,9 @@ def _facts(source: Source, tokens: int) -> Facts:
         loss = adopted.called(source.model, model, inputs, targets, doing="its forward")
     if not loss.requires_grad:
         raise ValueError(f"{source.model}: its loss depends on no weight that is trained")
+    if (shape := _left_out(loss, model)) is not None:
+        lost = f"{type(made.module).__name__} has a weight {shape} that is no nn.Parameter of it, so that no optimizer"
+        raise ValueError(f"{source.model}: {lost} trains it: make it one, and keep modules in an nn.ModuleList")
     return Facts(
         vocab=made.vocab,
         block=made.block,
@@ -61,6 +64,21 @@ def _facts(source: Source, tokens: int) -> Facts:
         float32=all(p.dtype is torch.float32 for p in made.module.parameters()),
         cls=type(made.module).__name__,
     )
+
+
+def _left_out(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...] | None:
+    """The shape of a tensor that gets a gradient of the loss and is no parameter of the model, or None."""
+    known = set(map(id, model.parameters()))
+    ahead: list[Any] = [loss.grad_fn]
+    seen = set(ahead)
+    for node in ahead:  # which grows
+        own = getattr(node, "variable", None)  # of AccumulateGrad alone
+        if own is not None and id(own) not in known:
+            return tuple(own.shape)
+        more = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= more
+        ahead += more
+    return None
 
 
 def main() -> None:

@@ -400,6 +400,22 @@ def test_nothing_measured_says_why(failing: str) -> None:
         gathered(Machine(question(), fails={failing: "oom"}))
 
 
+def test_what_fails_everywhere_is_said_once_and_no_smaller_batch_is_tried() -> None:
+    """Each trial has a log of its own, which is no other reason."""
+    machine = Machine(question())
+    record_of = machine._record
+
+    def crashed(trial: Trial) -> Record:
+        if trial.workload != "train_step":
+            return record_of(trial)
+        return record(trial, outcome="crashed", reason=f"RuntimeError: planted; see logs/{trial.id}.log")
+
+    machine._record = crashed  # type: ignore[method-assign]
+    with pytest.raises(NothingMeasured, match=r"^crashed: RuntimeError: planted; see logs/\w+\.log$"):
+        gathered(machine)
+    assert {trial.problem["batch"] for trial in machine.asked if trial.workload == "train_step"} == {12}
+
+
 def test_what_a_machine_or_a_model_cannot_do_is_no_choice_and_said() -> None:
     on_cpu, dropping = question("tiny", "cpu"), question("char")
     old = candidates.of_model(Options(device="cuda", model="gpt2"), (8, 0))

@@ -11,7 +11,7 @@ from advice_machine import Machine, question
 from in_process import Command, gpus
 
 from te_bench.cli import advise
-from te_bench.experiments import environment, runner
+from te_bench.experiments import environment, host, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
@@ -28,6 +28,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
             machine.checked[trial.id] = options["executor"].check
             (made,) = machine([trial])
             store.add(type(made).from_json({**made.to_json(), "environment": environment_id}))
+            options["progress"](made, None)
 
     monkeypatch.setattr(runner, "Supervisor", lambda *_, context, **options: context)
     monkeypatch.setattr(runner, "run", run)
@@ -61,6 +62,13 @@ def test_an_answer_and_the_same_again_measures_nothing(command: Command, simulat
     assert (tmp_path / "runs" / "advise-tiny" / "advice.json").exists()
     report = (tmp_path / "runs" / "advise-tiny" / "report" / "report.md").read_text()
     assert "    te-bench advise --model tiny --device cpu --out my-run\n" in report
+
+
+def test_a_busy_machine_is_warned_of_once_for_all_stages(command, simulated, monkeypatch):
+    monkeypatch.setattr(host, "disturbance", lambda state: "other programs took 2 cores")
+    done = command(*TINY)
+    assert done.err.count("[1/1] ") > 1
+    assert done.err.count("warning: the machine is busy: other programs took 2 cores during") == 1
 
 
 def test_an_answer_from_records_measures_nothing(command, simulated, tmp_path, monkeypatch):

@@ -269,3 +269,25 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
         plan.resolve("memory", divided)
     found = plan.resolve("fp8", divided)
     assert all(t.problem["parallel"] == "ddp" and t.problem["checkpointing"] == "blocks" for t in found.trials)
+
+
+@pytest.mark.parametrize(
+    ("suite", "asked", "said"),
+    [
+        ("nanogpt", {"device": "cpu"}, "a step of gpt2, 12 x 1024 tokens, is 9.2 TFLOP. This run is on a CPU"),
+        (
+            "speed",
+            {"device": "cpu", "model": "llama3-1b", "batch": 1, "tokens": 8192},
+            "is 47.9 TFLOP",
+        ),  # of 256 classes
+        ("nanogpt", {"device": "cuda"}, None),
+        ("speed", {"device": "cpu"}, None),
+        ("attention", {"device": "cpu"}, None),
+    ],
+)
+def test_a_model_that_is_large_for_a_cpu_is_told_beforehand(
+    suite: str, asked: dict[str, Any], said: str | None
+) -> None:
+    options = Options(**asked)
+    slow = plan.slow_on_a_cpu(plan.resolve(suite, options).trials, options)
+    assert slow is None if said is None else said in str(slow)

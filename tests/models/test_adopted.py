@@ -331,6 +331,7 @@ def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, t
         ("asks", {}, "it needs the argument 'width': --model-args width=VALUE"),
         ("exits", {}, "it raised SystemExit: 3"),
         ("frozen", {}, "it has no weights that are trained"),
+        ("weight_in_a_list", {}, r"Aside has a weight \(16, 16\) that is no nn.Parameter of it, so that no optimizer"),
         ("nothing", {}, "own has no nothing"),
         ("pixels", {}, "no nn.Embedding that would say its vocabulary: give --inputs"),
         ("pixels", {"inputs": "own:one_tensor"}, "own:one_tensor: it returned a tensor .*; return two tensors"),
@@ -365,6 +366,12 @@ def test_a_model_that_goes_to_a_gpu_by_itself_is_refused(tmp_path: Path) -> None
     assert source is not None
     with pytest.raises(ValueError, match=r"early:make: importing early raised .*Leave it to te-bench"):
         probe.find_out(source, 8)
+
+
+def test_a_constant_that_does_not_go_to_float64_with_its_module_is_named() -> None:
+    assert probe.find_out(of("constant_in_a_list"), 8).parameters == 64 * 16 + 16 * 64 + 64
+    with pytest.raises(Unsupported, match=r"its pass in float64.*; keep every tensor as a parameter or a buffer"):
+        check(step(of("constant_in_a_list"), precision="fp32"))
 
 
 def test_a_missing_package_is_named() -> None:

@@ -109,7 +109,8 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
         return "no curves of both configurations: whether the gap had settled cannot be told from final losses"
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         points = "1 point" if fewest == 1 else f"{fewest} points"
-        return f"{points} a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least"
+        other = "" if baseline.training else ", or judge a loss that was logged more often (--metric)"
+        return f"{points} a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least{other}"
     at = _late(curves)
     move, error = _moved(at, _mean(candidate, at) - _mean(baseline, at))
     if abs(move) < margin or (baseline.training and abs(move) < SURE * error):

@@ -1,14 +1,16 @@
 """The check of a user's step that is asked to compute its activations again."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.checks import adopted_step
-from te_bench.experiments.measurement import Unsupported
+from te_bench.experiments.measurement import CheckFailed, Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models.sources import Source
@@ -77,18 +79,46 @@ def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
+def bert(folder: Path, layers: int, hidden: int, seed: int = 0, **problem: Any) -> Trial:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 128, "hidden_size": hidden, "intermediate_size": 2 * hidden, "max_position_embeddings": 64}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=layers, num_attention_heads=hidden // 16)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(folder)
+    model = adoptee(Options(device="cpu", model=str(folder)))
+    problem = {"batch": 4, "block": 32, "vocab": 128, "padded_vocab": 128, **problem, **model.source.settings}
+    return Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION, seed=seed)
+
+
+def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of a key's bias is 0 but for rounding, of which each attention leaves its own."""
+    ratios: list[float] = []
+    for seed in (4, 5, 6):
+        trial = replace(bert(tmp_path, layers=2, hidden=64, seed=seed, batch=2, block=64), precision="fp32")
+        _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+        ratios += [
+            q["error"] / q["limit"] for q in check["quantities"] if q["name"].endswith("key.bias, rounding alone")
+        ]
+    assert len(ratios) == 3 * 2
+    assert 0.1 < max(ratios) < 0.8
+    made = trial_model.step_of
+
+    def shifted(trial: Trial) -> Any:
+        step = made(trial)
+        bias = step.model.get_parameter("module.bert.encoder.layer.0.attention.self.key.bias")
+        bias.register_hook(lambda gradient: gradient + 1e-6)
+        return step
+
+    monkeypatch.setattr(trial_model, "step_of", shifted)
+    with pytest.raises(CheckFailed, match=r"layer\.0\.attention\.self\.key\.bias, rounding alone: error"):
+        adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
 def test_norms_in_half_precision_are_no_fault_of_a_deep_model(tmp_path: Path) -> None:
     """A post-norm model's residual stream goes through every norm: te's, in bf16, round it where its own keep float32."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
-    config = transformers.BertConfig(**sizes, num_hidden_layers=12, num_attention_heads=2)
-    config.architectures = ["BertForMaskedLM"]
-    config.save_pretrained(tmp_path)
-    model = adoptee(Options(device="cpu", model=str(tmp_path)))
-    sizes = {"batch": 4, "block": 32, "vocab": 128, "padded_vocab": 128, "parts": "all"}
-    trial = Trial(
-        workload="train_step", device="cpu", problem={**sizes, **model.source.settings}, attention=OWN_ATTENTION
-    )
+    trial = bert(tmp_path, layers=12, hidden=32, parts="all")
     _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
     scales = [q["error"] / q["limit"] for q in check["quantities"] if q["name"].endswith("scale")]
     assert len(scales) > 12 * 10

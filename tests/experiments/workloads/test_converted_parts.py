@@ -1,10 +1,12 @@
 """A user's model whose parts te.convert replaces is a training step like any other: checked against itself in float64."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -33,7 +35,7 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**settings, **source.settings, "grad_clip": 0.0}
 
 
-def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu") -> Any:
+def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu", mode: str = "eager") -> Any:
     precision = "fp8" if recipe else "bf16"
     trial = Trial(
         workload="train_step",
@@ -42,6 +44,7 @@ def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu") -> Any
         attention=OWN_ATTENTION,
         precision=precision,
         recipe=recipe,
+        mode=mode,
     )
     return train_step.run(trial, Context())
 
@@ -51,6 +54,16 @@ def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu") -> Any
 def test_all_parts_are_checked(problem: dict[str, Any], recipe: str | None, device: str) -> None:
     found = run({**problem, "parts": "all"}, recipe, device)
     assert found.check["quantities"]
+    assert found.samples["latency_s"]
+
+
+def test_compiled_blocks_go_layer_by_layer_and_pass(problem: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their eager pass, which the check looks at, goes by the fused chain, and a compiled one does not."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    found = run({**problem, "parts": "all"}, None, mode="compile")
+    torch._dynamo.reset()
+    assert found.work["ran"]["fused_blocks"] == 0
     assert found.samples["latency_s"]
 
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -277,7 +279,11 @@ def test_curves_that_tell_nothing():
     a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
     assert why_moving(a, none, 0.003).startswith("no curves of both configurations")
     assert note_falling(none, 0.003) is None
-    assert "2 points a curve" in why_moving(a, curves("B", ((0.0, 1000.0), cosine)), 0.003)
+    few = curves("B", ((0.0, 1000.0), cosine))
+    assert why_moving(a, few, 0.003).startswith("2 points a curve")
+    assert why_moving(a, few, 0.003).endswith("or judge a loss that was logged more often (--metric)")
+    training = dataclasses.replace(a, training=True)
+    assert "--metric" not in why_moving(training, few, 0.003)
 
 
 @pytest.mark.parametrize("between", ["", "  ", "# 3.28"])
