@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from te_bench.experiments.problems import PROBLEMS, StepProblem
+from te_bench.experiments.problems import is_step
 from te_bench.experiments.run_options import Options
 from te_bench.experiments.spec import OWN_ATTENTION, Experiment, Trial
 from te_bench.models import rivals, sources
@@ -67,7 +67,7 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
             "speed, nanogpt, fp8, memory and scaling measure its step"
         )
     adapted = [t for trial in experiment.trials for t in _adapted(trial, own)]
-    baseline = next((t.cell for t in adapted if _is_step(t)), adapted[0].cell)
+    baseline = next((t.cell for t in adapted if is_step(t)), adapted[0].cell)
     left_out = (*experiment.left_out, *_left_out(experiment.trials), *_without(own, experiment.trials))
     if experiment.suite in LADDERS:
         adapted += [*_with_parts(adapted), *_of_rivals(adapted)]
@@ -76,16 +76,12 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline, left_out=left_out)
 
 
-def _is_step(trial: Trial) -> bool:
-    return issubclass(PROBLEMS[trial.workload], StepProblem)
-
-
 def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
     """The trial with the model's own attention, and as it is where the model can have that kernel; none of a rival.
 
     Which rivals train a user's model does not depend on the suite (_of_rivals).
     """
-    if not _is_step(trial):
+    if not is_step(trial):
         return [trial]
     p = trial.problem
     if p.get("rival") or p.get("linears"):
@@ -103,13 +99,13 @@ def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
     return [
         dataclasses.replace(trial, problem={**trial.problem, "parts": ALL})
         for trial in trials
-        if _is_step(trial) and trial.attention == OWN_ATTENTION and trial.precision in CONVERTED
+        if is_step(trial) and trial.attention == OWN_ATTENTION and trial.precision in CONVERTED
     ]
 
 
 def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
     """Other projects' steps of the model with its own attention, once for each seed; none on a CPU."""
-    like = {trial.seed: trial for trial in trials if _is_step(trial)}
+    like = {trial.seed: trial for trial in trials if is_step(trial)}
     return [
         dataclasses.replace(
             trial,
@@ -140,7 +136,7 @@ def _is_arm(trial: Trial) -> bool:
 
 
 def _left_out(trials: Iterable[Trial]) -> list[str]:
-    steps = [trial for trial in trials if _is_step(trial)]
+    steps = [trial for trial in trials if is_step(trial)]
     found = [words for key, words in OURS.items() if any(trial.problem.get(key) for trial in steps)]
     if any(trial.problem["padded_vocab"] != trial.problem["vocab"] for trial in steps):
         found.append("a padded vocabulary")
@@ -148,7 +144,7 @@ def _left_out(trials: Iterable[Trial]) -> list[str]:
 
 
 def _without(own: Adoptee, trials: Iterable[Trial]) -> list[str]:
-    asked = {trial.attention for trial in trials if _is_step(trial) and not _is_arm(trial)}
+    asked = {trial.attention for trial in trials if is_step(trial) and not _is_arm(trial)}
     missing = sorted(asked - {*own.attentions, OWN_ATTENTION})
     kernels = [name for name in missing if name in PINNED]
     others = [name for name in missing if name not in PINNED]

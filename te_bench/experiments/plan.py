@@ -14,6 +14,7 @@ from te_bench.experiments.problems import (
     StepProblem,
     TrainingProblem,
     TrialProblem,
+    is_step,
     source_of,
 )
 from te_bench.experiments.spec import (
@@ -121,9 +122,11 @@ def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
     """What a step of trials on a CPU takes, in a sentence, where that is more than SLOW_S: by 6 FLOP a weight and token."""
     own, known, largest = adoption.adoptee(options), configs(), (0.0, "")
     for trial in trials:
-        if trial.device != "cpu" or not issubclass(PROBLEMS[trial.workload], StepProblem):
+        if trial.device != "cpu" or not is_step(trial):
             continue
         p = StepProblem.of(trial)
+        if own is None and p.model not in known:
+            continue
         weights = own.facts.parameters if own else cost.parameters(known[p.model], p.padded_vocab)
         batch = p.batch if isinstance(p.batch, int) else 1
         flop = 6.0 * weights * batch * (p.accumulate or 1) * p.block

@@ -357,10 +357,14 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
 }
 
 
+def is_step(trial: "Trial") -> bool:
+    """Whether its workload makes training steps; one of which no problem is known makes none."""
+    return issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem)
+
+
 def source_of(trial: "Trial") -> "Source | None":
     """Where the user's model comes from whose step the trial is; None for any other trial."""
-    is_step = issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem)
-    return StepProblem.of(trial).source if is_step else None
+    return StepProblem.of(trial).source if is_step(trial) else None
 
 
 def world_of(trial: "Trial") -> int:
