@@ -33,6 +33,8 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
     measurement = Measurement()
     watch = Watch(_gpu)
     try:
+        if isinstance(threads := trial.problem.get("threads"), int):  # of a CPU's torch
+            torch.set_num_threads(threads)
         workload = plugins.load(workloads.__name__, trial.workload, "run")
         with exclusive.taking_turns(trial), timing.looking(watch.look):
             measurement = workload(trial, context)

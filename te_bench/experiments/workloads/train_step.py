@@ -35,8 +35,6 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Measurement:
     p = TrainStepProblem.of(trial)
-    if p.threads is not None:
-        torch.set_num_threads(p.threads)
     trial_model.require_supported(trial)
     compilation.begin(trial)
     batches = random_batches(trial)

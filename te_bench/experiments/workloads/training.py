@@ -39,8 +39,6 @@ COMPILING = 2  # first steps, whose time is not training time
 
 def run(trial: Trial, context: Context) -> Measurement:
     p = TrainingProblem.of(trial)
-    if p.threads is not None:
-        torch.set_num_threads(p.threads)
     work: dict[str, object] = {}
     if p.batch == "max":
         batch, tries = max_batch.largest(trial)

@@ -15,6 +15,7 @@ from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
+from te_bench.experiments.trial import run_one
 from te_bench.experiments.workloads import training
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT
@@ -103,7 +104,7 @@ def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Con
     before = torch.get_num_threads()
     try:
         for asked, found in (({"threads": 3}, 3), ({}, 3), ({"threads": 1}, 1)):
-            training.run(trial(steps=2, eval_every=2, **asked), context)
+            assert run_one(trial(steps=2, eval_every=2, **asked), context)["outcome"] == "ok"
             assert torch.get_num_threads() == found
     finally:
         torch.set_num_threads(before)
