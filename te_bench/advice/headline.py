@@ -70,8 +70,7 @@ def _where(ours: Iterable[Answer]) -> str:
 
 
 def _between(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"
+    return text.span(f"{min(values):.2f}", f"{max(values):.2f}")
 
 
 @styled

@@ -211,10 +211,8 @@ def _found(record: "Record") -> str:
     from te_bench.reports.analysis.rows import TIMED
     from te_bench.reports.page import text
 
-    times = {where.strip("/"): measures.seconds_of(record, sample) for sample, where in TIMED.items()}
-    said = [
-        f"{where} {text.milliseconds(measures.median(found))} ms".strip() for where, found in times.items() if found
-    ]
+    times = {where.strip("/"): measures.of_process(record, sample) for sample, where in TIMED.items()}
+    said = [f"{where} {text.milliseconds(took)} ms".strip() for where, took in times.items() if took is not None]
     losses = measures.numbers(record.samples.get("val_loss"))
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 

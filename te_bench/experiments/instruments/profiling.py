@@ -35,8 +35,8 @@ class Seen:
     ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver are left
     out, by whatever means: libraries decide by their own heuristics whether to clear a workspace. None on a CPU, whose
     operators launch nothing, and where the profiler saw no GPU.
-    counts: how often each of these kernels ran, and what HOST names of the host; of products in PyTorch the key has the
-    operands' dtype too, "aten::mm c10::BFloat16", where the profiler tells it (torch 2.13).
+    counts: how often each of these kernels ran, and what HOST names of the host; on a CPU the key of a product in PyTorch
+    has the operands' dtype too, "aten::mm c10::BFloat16", where the profiler tells it (torch 2.13).
     """
 
     names: list[str]
@@ -81,7 +81,7 @@ def seen_once(call: Callable[[], object], device: str) -> Seen:
             launches += 1
             counts[event.name] += 1
         elif not on_gpu and HOST.match(event.name) and not _a_part(event):
-            counts[_of_dtype(event.name, getattr(event, "input_dtypes", None) or ())] += 1
+            counts[event.name] += 1
     names = [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
     return Seen(names, launches or None, counts)  # no call of ours runs nothing: the profiler saw no GPU
 

@@ -137,4 +137,4 @@ def fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
         if high >= most:
             return None
         low, high = high + 1, min(2 * high, most)
-    return low + bisect.bisect_left(range(low, high + 1), True, key=enough)
+    return low + bisect.bisect_left(range(low, high), True, key=enough)

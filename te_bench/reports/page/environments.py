@@ -6,6 +6,7 @@ from typing import Any
 from te_bench.reports.analysis.measures import numbers
 from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Results, identity, printable
+from te_bench.reports.page import text
 
 #: nvml.h, nvmlClocksEventReasons*: why a clock was held down. 0x1, an idle GPU, says nothing of the run.
 _THROTTLING = {
@@ -57,8 +58,7 @@ def _range(states: Sequence[Mapping[str, Any]], sample: str, scale: float) -> st
     seen = [value * scale for state in states for value in numbers([state.get(sample)])]
     if not seen:
         return ""
-    low, high = f"{min(seen):,.0f}", f"{max(seen):,.0f}"
-    return low if low == high else f"{low} to {high}"
+    return text.span(f"{min(seen):,.0f}", f"{max(seen):,.0f}")
 
 
 def _throttling(reasons: object) -> list[str]:

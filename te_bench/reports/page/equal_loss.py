@@ -52,13 +52,14 @@ def _timed(found: StudyVerdict) -> list[ArmVerdict]:
 def figure(found: StudyVerdict) -> Figure | None:
     """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
     drawn, control, whose = _timed(found), found.study.control, found.study.whose
-    if control is None or not drawn or not _curve(control):
+    curves = [_curve(arm) for arm in (control, *(finding.arm for finding in drawn)) if arm is not None]
+    if control is None or not drawn or not curves[0]:
         return None
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
-    end = _curve(control)[-1]
+    end = curves[0][-1]
     begin = (1 - SHOWN) * end.time_s
-    reference, *ours = ([p for p in _curve(arm) if p.time_s >= begin] for arm in (control, *(f.arm for f in drawn)))
+    reference, *ours = ([p for p in curve if p.time_s >= begin] for curve in curves)
     for axes, finding, curve in zip(panels, drawn, ours, strict=True):
         _seeds(axes, reference, 0)
         _seeds(axes, curve, 1)

@@ -63,7 +63,7 @@ def _row(one: TimeSeries) -> dict[str, Value]:
     return {
         "Configuration": word(one.name),
         "Machine": word(one.where),
-        "Commits": word(commits[0] if len(commits) == 1 else f"{commits[0]} to {commits[-1]}"),
+        "Commits": word(text.span(commits[0], commits[-1])),
         "Points": number(len(one.points), text.count),
         "Noise": Value(text=text.MISSING if noise is None else f"{100 * noise:.2g} %", sort=noise),
         "First level, ms": number(first, text.milliseconds),

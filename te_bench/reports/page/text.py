@@ -93,6 +93,11 @@ def milliseconds(seconds: float | None) -> str:
     return plain(None if seconds is None else seconds * 1e3)
 
 
+def span(low: str, high: str) -> str:
+    """5 to 9; 5 where both are."""
+    return low if low == high else f"{low} to {high}"
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """a, b and c; of more than `most`, the first ones and the number of the rest."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]

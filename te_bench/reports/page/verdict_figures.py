@@ -15,8 +15,13 @@ from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below, without_y
 
-_COLOURED = {"EQUIVALENT": 2, "NON_INFERIOR": 0, "INFERIOR": 1, "DIVERGED": 1, "INCONCLUSIVE": 6}
-VERDICT_COLOURS = {Verdict[name]: COLOURS[place] for name, place in _COLOURED.items()}
+VERDICT_COLOURS = {
+    Verdict.EQUIVALENT: COLOURS[2],
+    Verdict.NON_INFERIOR: COLOURS[0],
+    Verdict.INFERIOR: COLOURS[1],
+    Verdict.DIVERGED: COLOURS[1],
+    Verdict.INCONCLUSIVE: COLOURS[6],
+}
 ROLES = ("input", "weight", "grad_output")
 FIGURES = ("amax", "saturated", "underflowed")
 _TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
