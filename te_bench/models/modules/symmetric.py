@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # defines torch.ops.symm_mem
 from torch import Tensor
+from torch.distributed import _symmetric_memory  # defines torch.ops.symm_mem
 
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm.backends.scaled_mm import ALIGNMENT
@@ -33,11 +33,20 @@ def unsupported(ranks: int) -> str | None:
     return None
 
 
+def unshared(group: str) -> str | None:
+    """Why the ranks of a group, which all ask at once, have no memory that each can read, or None."""
+    try:
+        _symmetric_memory.get_symm_mem_workspace(group, min_size=1)  # it grows with what is sent
+    except RuntimeError as error:
+        return f"torch lets these GPUs share no memory ({' '.join(str(error).split())[:200]})"
+    return None
+
+
 def lacks(recipe: Recipe) -> str | None:
     """Why no operator of symmetric memory multiplies as the recipe does, or None."""
     name = type(recipe).__name__
     if recipe.by_given_scale() is None:
-        return f"{name} has more than one scale a tensor, or casts in a way of its own; choose a per-tensor recipe"
+        return f"{name} has more than one scale a tensor, or casts in a way of its own"
     return f"{name}(emulate=True) multiplies by no GEMM of cuBLASLt's" if recipe.emulate else None
 
 

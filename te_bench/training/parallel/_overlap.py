@@ -27,13 +27,19 @@ def unsupported(overlap: str | None, ranks: int, mode: str) -> str | None:
     return None if reason is None else f"overlap {overlap}: {reason}"
 
 
+def meet(overlap: str | None, group: Any) -> None:
+    """Let the ranks of a group share memory, which all ask for at once. Raises Indivisible where they cannot."""
+    if overlap is not None and (reason := symmetric.unshared(group.group_name)):
+        raise Indivisible(f"overlap {overlap}: {reason}; leave it out")
+
+
 def begin(overlap: str | None, layer: Any, recipe: Any) -> None:
     """Let a rank's share of a Linear overlap. Raises Indivisible where no operator multiplies as it is to."""
     if overlap is None or layer.divisions[0] is None:
         return
     in_fp8 = recipe is not None and isinstance(layer, Linear)
     if in_fp8 and (reason := symmetric.lacks(recipe) or symmetric.misaligned(layer.get_parameter("weight"))):
-        raise Indivisible(f"overlap {overlap}: {reason}, or leave it out")
+        raise Indivisible(f"overlap {overlap}: {reason}; leave it out")
     layer.divisions[0].ranks.overlaps = True
 
 

@@ -124,6 +124,7 @@ class SharedLayers(Grouped):
         if not cuts:
             raise Indivisible(f"{self.name}: {_no_pairs(model)}, or choose ddp")
         self._group = self.tensor_group()
+        _overlap.meet(self.overlap, self._group)
         vocabulary = Ranks("the vocabulary", self._group, sequence_parallel=self.sequence_parallel)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in model.modules():
