@@ -17,6 +17,7 @@ from te_bench.kernels.gemm.backends.scaled_mm import ALIGNMENT
 from te_bench.kernels.quantize import Operand
 from te_bench.models.recipe import Recipe
 
+_torchs: Any = _symmetric_memory
 _ops: Any = torch.ops.symm_mem
 
 
@@ -36,7 +37,7 @@ def unsupported(ranks: int) -> str | None:
 def unshared(group: str) -> str | None:
     """Why the ranks of a group, which all ask at once, have no memory that each can read, or None."""
     try:
-        _symmetric_memory.get_symm_mem_workspace(group, min_size=1)  # it grows with what is sent
+        _torchs.get_symm_mem_workspace(group, min_size=1)  # it grows with what is sent
     except RuntimeError as error:
         return f"torch lets these GPUs share no memory ({' '.join(str(error).split())[:200]})"
     return None
