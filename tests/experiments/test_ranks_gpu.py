@@ -75,6 +75,29 @@ def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, on
         assert step["check"]["quantities"]
 
 
+def test_tensor_parallelism_overlaps_gemms_and_collectives_by_symmetric_memory(tmp_path: Path) -> None:
+    """In bf16 and FP8, eager and compiled, each checked against float64; the record has the operators and what they sent."""
+    flags = ("--parallel", "tp", "--sequence-parallel", "--overlap", "symmetric")
+    only = "*/bf16/*,*/delayed_scaling/*,*/float8_current_scaling/eager/*,*/rowwise_scaling/eager/*"
+    command = ("run", "fp8", *COMMAND[2:], *flags, "--only", only)
+    done = te_bench(*command, "--out", tmp_path, main=None, timeout=590)
+    steps = [row for row in rows(tmp_path) if row["trial"]["workload"] == "train_step"]
+    refused = [
+        row for row in steps if row["trial"]["mode"] == "cudagraph" or row["trial"]["recipe"] == "rowwise_scaling"
+    ]
+    assert [row["outcome"] for row in refused] == ["unsupported"] * 3
+    ran = [row for row in steps if row not in refused]
+    assert [row["reason"] for row in ran if row["outcome"] != "ok"] == [], done.stdout + done.stderr
+    assert len(ran) == 5
+    for row in ran:
+        assert {"world": 2, "parallel": "tp", "overlap": "symmetric", "backend": "nccl"}.items() <= row["work"].items()
+        assert row["check"]["quantities"]
+        fused = {each["name"]: each["dtype"] for each in row["work"]["collectives"] if each["name"].startswith("fused")}
+        scaled = "scaled_" if row["trial"]["precision"] == "fp8" else ""
+        assert fused.keys() == {f"fused_all_gather_{scaled}matmul", f"fused_{scaled}matmul_reduce_scatter"}
+        assert fused[f"fused_all_gather_{scaled}matmul"].startswith("float8" if scaled else "bfloat16")
+
+
 def test_fsdp2_gathers_weights_in_fp8(tmp_path: Path) -> None:
     """Each checked against float64, and what was gathered against what was asked for."""
     only = ("--gather", "fp8", "--only", "*/delayed_scaling/eager/*,*/float8_current_scaling/eager/*")

@@ -157,10 +157,14 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     kept = 0 if trial.recipe is None else len(recipes.load(trial.recipe).keeps(made.linears))
     expected = _gemms(trial, (linears - kept) * accumulate)
     expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
+    overlaps = p.overlap is not None and trial.device == "cuda"
+    pieces = (p.world or 1) // p.replicas if overlaps else 1  # GEMMs that fprop and dgrad each are, by each rank's rows
+    for part, some in ((_linears(trial), linears - kept), (_plain(trial), kept)):
+        expected = _plus(expected, part, (PASSES - 1) * (pieces - 1) * some * accumulate)
     if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
-        again = (linears - kept - made.parts) * accumulate
-        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate)
+        again = (linears - kept - made.parts) * accumulate * pieces
+        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate * pieces)
         if expected["block_format_casts"] != NONE:
             expected["block_format_casts"] = (expected["block_format_casts"][0], None)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}

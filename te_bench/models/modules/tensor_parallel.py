@@ -51,6 +51,9 @@ class Ranks:
             if tp_size not in (1, self.size):
                 raise ValueError(f"{where}: tp_size={tp_size}, but tp_group has {self.size} ranks: give one of them")
         self.sequence = bool(sequence_parallel) and self.size > 1
+        self.overlaps = (
+            False  # whether a Linear's collectives and GEMMs are one operator (symmetric), with self.sequence
+        )
         for name in OVERLAPS:
             if self.size > 1 and (others or {}).get(name):
                 raise ValueError(f"{where}: te_bench has no {name} at tp_size={self.size}; leave it out")
@@ -85,6 +88,11 @@ class Ranks:
                 "set_tensor_parallel_group(group) first"
             )
         return self.group
+
+    @property
+    def symmetric(self) -> str | None:
+        """The group's name for operators of symmetric memory, or None where GEMMs and collectives are apart."""
+        return self._ready().group_name if self.overlaps else None
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x one after the other along the first dimension."""

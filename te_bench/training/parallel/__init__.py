@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GROUPED = ("fsdp2+tp", "hsdp")
 #: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
 SHARING = ("fsdp2+tp", "tp")
+#: What overlaps the GEMMs of such ranks with their collectives: torch's symmetric memory.
+OVERLAPS = ("symmetric",)
 
 
 class Indivisible(ValueError):
@@ -121,6 +123,13 @@ class Parallel:
         the micro-batch's part that this rank computes. What is wider than half precision does not count.
         """
         return {}
+
+    def overlapped(self, tokens: int) -> int:
+        """How many numbers a micro-batch's two passes are to gather, and as many to scatter, while they multiply.
+
+        At least, of so many tokens. 0 where GEMMs and collectives are apart.
+        """
+        return 0
 
     def largest(self, x: "Tensor") -> "Tensor":
         """Each element's maximum over the ranks, infinity where one has NaN."""
