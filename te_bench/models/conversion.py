@@ -122,6 +122,7 @@ def convert(
         others = tuple(conversion_parts.convert(model, asked, filter, undo, left))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
+            _let_resize(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
@@ -175,6 +176,14 @@ def _put_te_checkpoint(function: Any) -> Any:
     if isinstance(function, functools.partial) and not function.args:
         called, options = function.func, function.keywords
     return functools.partial(fp8.checkpoint, **options) if called is torch.utils.checkpoint.checkpoint else function
+
+
+def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
+    """Let a model of transformers resize a head that is a te.Linear."""
+    if hasattr(type(module), "resize_token_embeddings") and isinstance(module.get_output_embeddings(), Linear):
+        from te_bench.models.huggingface.resizing import Resizing
+
+        _assign(module, "resize_token_embeddings", Resizing(module), undo)
 
 
 def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from te_bench.experiments import trial_model
+from te_bench.experiments.adoption import MANUAL
 from te_bench.experiments.instruments.profiling import Seen
-from te_bench.experiments.measurement import CheckFailed, Measurement
+from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
 from te_bench.kernels import adamw, attention, linear_cross_entropy
@@ -31,6 +32,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
+from te_bench.models.sources import PINNED
 
 Range = tuple[int, int | None]  # the least and the most that is right; None: however many
 Expected = dict[str, Range]
@@ -348,7 +350,7 @@ def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expect
 def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
     """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
 
-    Raises CheckFailed, without timings, when another attention ran.
+    Raises CheckFailed, without timings, when another attention ran; Unsupported, when that is what a compiler made of it.
     """
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
@@ -359,8 +361,27 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
     eager = trial.mode == "eager" and not _by_operators_of_its_own(trial)
     reason = attention.wrong_kernel(trial_model.attention_of(trial), trial.device, seen.names, eager=eager)
     if reason:
-        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
+        without = dataclasses.replace(measurement, samples={}, kernels=seen.names)
+        if compiled := _made_by_compiler(trial, seen):
+            raise Unsupported(compiled, without)
+        raise CheckFailed(reason, without)
     chosen = attention.load(trial.attention).chosen
     if chosen is not None:
         more = {"chosen": ", ".join(chosen()), **more}
     return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
+
+
+def _made_by_compiler(trial: Trial, seen: Seen) -> str | None:
+    """What Inductor, which knows written-out attention by its pattern, made of it: torch._inductor.fx_passes.fuse_attention.
+
+    None where it stayed written out. That a model has it written out at all its eager steps tell.
+    """
+    if trial.mode == "eager" or trial_model.attention_of(trial) != MANUAL:
+        return None
+    found = [name for name in attention.seen(trial.device, seen.names) if name in PINNED]
+    if not found:
+        return None
+    return (
+        f"torch.compile turned the written-out attention into {' and '.join(found)} attention: that is the step "
+        "torch.compile gives you; in mode eager it stays written out"
+    )

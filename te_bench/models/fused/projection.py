@@ -62,9 +62,9 @@ class Projection(NamedTuple):
 
         beside: te.Linears whose weights stand under it.
         """
-        gemms = module.gemms(gemm)
         for other in beside:
             other.join(module)
+        gemms = module.gemms(gemm)
         made_of = [weight, *(other.weight for other in beside)] if beside else None
         w = module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training, made_of=made_of)
         return cls(gemms, w)

@@ -205,6 +205,13 @@ class Linear(Fp8Module):
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
+    def resize(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        """Take other parameters, weight (out, in_features) and bias (out,), in place of one whole weight and its bias."""
+        self.weight, self.bias = weight, bias
+        self.out_features = len(weight)
+        self.parts = Parts(None, self.out_features, self.divisions[0])
+        self.forget_weights()
+
     def _initialise(self) -> None:
         with fork_rng(*self.tracker):
             self.parts.reset(self, self.init_method)
