@@ -227,7 +227,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _received(x: Tensor) -> Tensor:
-    """What a collective has written to x: a view, as torch.compile 2.11 loses the gradient of a Function whose result is x."""
+    """x, which a collective has written to, as a view: of x itself torch.compile 2.11 drops a Function's gradient."""
     return x.view_as(x)
 
 
