@@ -98,19 +98,19 @@ class Ranks:
         """All ranks' x one after the other along the first dimension."""
         whole = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
         _gather(whole, x.contiguous(), group=self._ready())
-        return whole
+        return _received(whole)
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part along the first dimension of the sum over the ranks."""
         own = x.new_empty(self.part("the first dimension", x.shape[0]), *x.shape[1:])
         _scatter(own, x.contiguous(), group=self._ready())
-        return own
+        return _received(own)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
         x = x.contiguous().clone()
         dist.all_reduce(x, group=self._ready())
-        return x
+        return _received(x)
 
     def add_up(self, parameter: Tensor) -> Tensor:
         """A parameter that every rank has, whose gradient is the sum over the ranks'."""
@@ -232,6 +232,11 @@ def outer(x: Tensor, division: Division | None) -> tuple[int, ...]:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _received(x: Tensor) -> Tensor:
+    """x, which a collective has written to, as a view: of x itself torch.compile 2.11 drops a Function's gradient."""
+    return x.view_as(x)
 
 
 class _There(torch.autograd.Function):

@@ -164,6 +164,13 @@ def replicas(name: str, world: int, shard: int | None) -> int:
     return world // shard if name == "fsdp2+tp" and shard is not None else world
 
 
+def meet() -> None:
+    """Wait for every rank of the process group, however long the slowest takes."""
+    from te_bench.training.parallel import _group
+
+    _group.meet()
+
+
 def names() -> list[str]:
     """The modes, sorted."""
     return [name.replace("_", "+") for name in plugins.names(__name__)]  # fsdp2_tp.py is fsdp2+tp
