@@ -211,15 +211,15 @@ def test_what_is_raised_on_the_way_leaves_the_model_as_it_was() -> None:
     assert torch.equal(run(model, inputs("llama"))[0], loss)
 
 
-def test_saved_and_loaded_it_is_transformers_own(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    model = make("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_and_loaded_it_is_transformers_own(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    cls: Any = type(model)
     te.convert(model, parts="all")
     model.save_pretrained(tmp_path)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path)
     assert plain.config._attn_implementation == "sdpa"
-    ours = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="te_bench")
+    ours = cls.from_pretrained(tmp_path, attn_implementation="te_bench")
     assert ours.config._attn_implementation == "te_bench"
     model.eval()
     expected = model(input_ids=tokens()).logits
