@@ -92,7 +92,8 @@ def test_where_somebody_listens_it_goes_layer_by_layer_with_the_same_weights(wat
         limit(elements)
         step = adopted()
         step(tokens(4), tokens(4).flip(1))
-        step.model.module.model.layers[1].get_submodule(watched.lstrip(".")).register_forward_hook(lambda *_: None)
+        model: Any = step.model
+        model.module.model.layers[1].get_submodule(watched.lstrip(".")).register_forward_hook(lambda *_: None)
         losses = [step(tokens(4), tokens(4).flip(1)) for _ in range(3)]
         found.append(
             torch.stack([*losses, evaluate(step.model, iter([(tokens(4), tokens(4))]), "fp8") * losses[0] ** 0])
