@@ -1,33 +1,29 @@
 """Rotary embeddings: the kernels, and from a QKV projection's output to q, k and v with and without the gradient.
 
-    python benchmarks/bench_rotary.py [--tiles] [--json FILE]
+    python benchmarks/bench_rotary.py [--json FILE]
 
 prints of the latter how many bytes a second beside a copy's, those counted that the fused way must move: q and k read and
-written, and in the backward pass three gradients. A minute on an NVIDIA GPU. --tiles: the kernel by other tiles, the fastest
-of which belongs into te_bench/kernels/rotary/kernels.py; three minutes.
+written, and in the backward pass three gradients. A minute on an NVIDIA GPU.
 """
 
 import argparse
+import json
 import statistics
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from _race import keep
 
 from te_bench.experiments import timing
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Part, kernels
+from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary.backends.reference import turned
 from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, split_rotated
 
 #: B, T, H, D
 SIZES = {"cuda": [(4, 2048, 32, 128), (12, 1024, 12, 64)], "cpu": [(1, 128, 4, 64)]}
 WAYS = ["fused", "plain", "compiled"]
-#: HEADS, EACH, AREA, WARPS; the first is what ships
-TILES = [(2, 8, 512, 2), (4, 4, 1024, 4), (4, 2, 1024, 4), (4, 8, 1024, 4), (2, 8, 1024, 4), (8, 2, 1024, 4)]
-TILES += [(4, 4, 512, 4), (8, 2, 512, 4), (4, 4, 2048, 8), (2, 4, 512, 2), (4, 4, 512, 2), (4, 4, 256, 1)]
 
 
 def split_plainly(mixed, freqs, heads):
@@ -109,27 +105,8 @@ def rivals(mixed, size):
     return calls
 
 
-def by_tile(tile, mixed, size):
-    """The kernel's two directions by HEADS, EACH, AREA and WARPS."""
-
-    def run(parts, transposed):
-        kernels.HEADS, kernels.EACH, kernels.AREA, kernels.WARPS = tile
-        kernels._constants.cache_clear()
-        kernels.rotate(parts, False, transposed)
-
-    b, t, h, d = size
-    third = mixed.nbytes // 3
-    forward, backward = (parts_of(mixed.view(b, t, 3, h, d), transposed) for transposed in (False, True))
-    name = "{} heads {} times, {} pairs, {} warps".format(*tile)
-    return {
-        f"{name}, forward": (partial(run, forward, False), 4 * third),
-        f"{name}, backward": (partial(run, backward, True), 6 * third),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -139,11 +116,7 @@ def main() -> None:
         b, t, h, d = size
         mixed = torch.randn(b, t, 3 * h * d, device=device).to(dtype)
         calls = {"copy": (partial(torch.empty_like(mixed).copy_, mixed), 2 * mixed.nbytes)}
-        if arguments.tiles:
-            for tile in TILES:
-                calls |= by_tile(tile, mixed, size)
-        else:
-            calls |= rivals(mixed, size)
+        calls |= rivals(mixed, size)
         print(f"\nB{b} T{t} H{h} D{d} {dtype}, the L2 cold", flush=True)
         found = table[f"B{b} T{t} H{h} D{d}"] = {}
         for name, (call, nbytes) in calls.items():
@@ -151,7 +124,8 @@ def main() -> None:
             rate = found[name] = {"us": 1e6 * seconds, "GB/s": nbytes / seconds / 1e9}
             of_copy = rate["GB/s"] / found["copy"]["GB/s"]
             print(f"  {name:46s} {rate['us']:8.1f} us {rate['GB/s']:6.0f} GB/s, {of_copy:.2f} of a copy's", flush=True)
-        keep(table, arguments.json)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -129,6 +129,39 @@ def unlike():
 unlike.calls = 0
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 3)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+class Short(Model):  # which says nowhere how long a sequence may be
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.zeros(80, 64))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.places[: tokens.shape[1]]
+
+
+def no_number():
+    model = Model()
+    torch.nn.init.constant_(model.head.bias, float("nan"))
+    return model
+
+
+def encoder():
+    return Encoder()
+
+
+def short():
+    return Short()
+
+
 def draw(batch, tokens, generator, device):
     x = torch.randn(batch, tokens, 16, generator=generator, device=device)
     return x, torch.randn(batch, tokens, 16, generator=generator, device=device)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict, room
 from te_bench.advice.candidates import Choice, Question
-from te_bench.advice.pace import Pace, lasting
+from te_bench.advice.pace import Pace
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import CLOSE, frame_of, peak, typical
 from te_bench.experiments.spec import Record, Trial
+from te_bench.reports.convergence.planning import duration
 
 SEEDS = 3  # of the winner and of what the user has, where the budget holds them
 WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
@@ -180,15 +181,15 @@ class Run:
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
         if q.survey().id in self.known:  # how much of the rest is known, only the predictions will tell
             self.say(
-                f"{said}What was measured before takes no time; --budget allows {lasting(self.budget_s)} for the rest."
+                f"{said}What was measured before takes no time; --budget allows {duration(self.budget_s)} for the rest."
             )
             return
         if expected <= self.budget_s:
-            said += f"{len(steps)} steps and the parts that decide are measured, about {lasting(expected)}"
-            self.say(f"{said}; --budget allows {lasting(self.budget_s)}.")
+            said += f"{len(steps)} steps and the parts that decide are measured, about {duration(expected)}"
+            self.say(f"{said}; --budget allows {duration(self.budget_s)}.")
             return
         held = max(1, self.affordable([q.survey(), *steps]) - 1)
-        said += f"All of it takes about {lasting(expected)}; in your {lasting(self.budget_s)}: the survey and "
+        said += f"All of it takes about {duration(expected)}; in your {duration(self.budget_s)}: the survey and "
         self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
 
     def do(self, trials: Sequence[Trial]) -> list[Record]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from te_bench.advice.advise import VERIFICATION, Evidence
 from te_bench.advice.candidates import Choice
 from te_bench.advice.convergence import nearest
-from te_bench.advice.pace import lasting
 from te_bench.advice.parts import LINEAR, Part, PartTime
 from te_bench.advice.predict import Prediction
 from te_bench.advice.room import AGAIN, SMALLER
@@ -18,6 +17,7 @@ from te_bench.reports.analysis.measures import Ratio, of_processes, speedup
 from te_bench.reports.analysis.ranking import rank_steps
 from te_bench.reports.analysis.rows import Configuration, Group, Results
 from te_bench.reports.analysis.steps import measured_steps
+from te_bench.reports.convergence.planning import duration
 from te_bench.reports.page import text
 
 DECIDED, UNDECIDED = 0, 3  # exit codes
@@ -208,7 +208,7 @@ def _of_single_runs(
     more = budget_of(evidence.whole_s)
     if best == have and len(found) == 1:
         steps = "1 more step" if evidence.missing == 1 else f"{evidence.missing} more steps"
-        only = f"in {lasting(evidence.budget_s)} only what you have was measured"
+        only = f"in {duration(evidence.budget_s)} only what you have was measured"
         return have, [], only, f"{more} measures {steps}."
     cannot = f"but one run of each cannot tell; {more} repeats them."
     if have not in found:
@@ -351,7 +351,7 @@ def between(prediction: Prediction) -> str:
 
 def budget_of(seconds: float) -> str:
     """--budget 5min: what holds that which is expected to take so many seconds."""
-    return f"--budget {lasting(MARGIN * seconds).replace(' ', '')}"
+    return f"--budget {duration(MARGIN * seconds).replace(' ', '')}"
 
 
 def ids(records: Sequence[Record]) -> list[str]:

@@ -1,6 +1,5 @@
 """How long trials take that have not been run. No torch."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -47,10 +46,3 @@ def kind_of(trial: Trial) -> tuple[str, bool]:
         return "compiled part" if trial.mode in COMPILED else "part", False
     kind = "survey" if trial.workload == "survey" else "compiled" if trial.mode in COMPILED else "eager"
     return kind, trial.seed > 0
-
-
-def lasting(seconds: float) -> str:
-    """10 s, 4 min, 1.5 h: rounded up, for it says what to allow. Without its space it is a --budget."""
-    if seconds < 60:
-        return f"{math.ceil(seconds)} s"
-    return f"{math.ceil(seconds / 60)} min" if seconds < 3600 else f"{math.ceil(seconds / 360) / 10:g} h"

@@ -121,7 +121,9 @@ def advise(
             question, carry_out, budget_s=budget_s, memory=limit, room=room, known=carry_out.known()
         ).gather()
     except NothingMeasured as nothing:
-        print(f"Nothing could be measured: {nothing}")
+        print(
+            f"Nothing could be measured: {str(nothing).replace('(--timeout)', '; a larger --budget gives it longer')}"
+        )
         raise typer.Exit(NOTHING) from None
     raise typer.Exit(_answer(evidence, directory, machine["id"], limit, published=published, rewrite=rewrite))
 
@@ -200,10 +202,23 @@ class _Trials:
 
     def known(self) -> set[str]:
         """Ids of trials that have ended in this environment, which are not run again."""
+        ended = {trial for trial, environment in self._journal().records if environment == self.machine["id"]}
+        return {trial for trial in ended if not self._cut_short(trial)}
+
+    def _journal(self) -> "Journal":
         from te_bench.experiments import store
 
-        journal = store.load(self.directory) if store.written(self.directory) and not self.fresh else store.Journal()
-        return {key[0] for key in journal.records if key[1] == self.machine["id"] and journal.done(key)}
+        return store.load(self.directory) if store.written(self.directory) and not self.fresh else store.Journal()
+
+    def _cut_short(self, trial_id: str) -> bool:
+        """Whether the trial was interrupted, or a smaller budget gave it less time than there is now."""
+        record = self._journal().records.get((trial_id, self.machine["id"]))
+        if record is None or record.outcome != "timeout":
+            return record is not None and record.outcome == "interrupted"
+        return not self.recorded and record.wall_s + 1 < self._timeout()
+
+    def _timeout(self) -> float:
+        return min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
 
     def __call__(self, trials: "Sequence[Trial]") -> "list[Record]":
         from te_bench.experiments import host, plan, store
@@ -226,10 +241,11 @@ class _Trials:
             baseline=question.trial(question.have).cell,
             asked=self.asked,
         )
-        timeout = min(max(self.deadline - time.monotonic(), LEAST_TIMEOUT_S), MOST_TIMEOUT_S)
+        timeout, retry = self._timeout(), any(self._cut_short(trial.id) for trial in trials)
         fresh, self.fresh = self.fresh, False
         context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
-        options: dict[str, Any] = {"timeout": timeout, "context": context, "fresh": fresh, "warned": self.warned}
+        options: dict[str, Any] = {"timeout": timeout, "context": context, "retry": retry, "fresh": fresh}
+        options["warned"] = self.warned
         records = runs.carry_out(experiment, self.directory, self.machine, self.slots, **options)
         self.warned = self.warned or any(host.disturbance(record.device_state) for record in records)
         return records

@@ -21,7 +21,6 @@ OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
 ALL = "all"  # parts of te.convert
 CONVERTED = ("bf16", "fp8")  # precisions that those parts are for
-TOKENS = 64  # of the sequence by which planning tries the model, where its own are not shorter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +49,7 @@ def _known(
     source = sources.identify(model, arguments, inputs, loss)
     if source is None:
         return None
-    return Adoptee(source=source, facts=sources.ask(source, tokens=min(tokens or TOKENS, TOKENS)))
+    return Adoptee(source=source, facts=sources.ask(source, tokens=tokens or sources.TRIED))
 
 
 def adapt(experiment: Experiment, options: Options) -> Experiment:

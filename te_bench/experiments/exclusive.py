@@ -1,8 +1,9 @@
-"""Trials of several te-bench processes on one GPU take turns: while one is timed, no other works there.
+"""Trials of several te-bench processes on the same GPUs take turns: while one is timed, no other works there.
 
 A trial that is timed holds a lock file of its GPU together with the others, and alone while it is timed. So two commands
-on one GPU build, compile and check side by side, and each is timed as if it were alone. Trainings, whose losses are
-judged, and searches for the largest batch hold no lock. Reads no torch.
+on one GPU build, compile and check side by side, and each is timed as if it were alone. Of a trial over several GPUs the
+first rank holds all of them, and the others wait for it. Trainings, whose losses are judged, and searches for the largest
+batch hold no lock. Reads no torch.
 """
 
 import contextlib
@@ -10,9 +11,10 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
@@ -22,46 +24,78 @@ TIMED = ("bench_py", "quickstart", "kernel", "turns", "once")  # of spec.PROTOCO
 _HELD: ContextVar["_Turn | None"] = ContextVar("held", default=None)
 
 
-class _Turn:
-    """A trial's hold on its GPU: `work` is held together or alone, and whoever wants either passes `gate` first.
+class _Rank(NamedTuple):
+    number: int
+    meet: Callable[[], None]
 
-    The gate is for fairness: flock lets those who share in again and again while one waits to be alone.
+
+_RANK: ContextVar[_Rank | None] = ContextVar("rank", default=None)
+
+
+class _Turn:
+    """A trial's hold on its GPUs: of each, `work` is held together or alone, and whoever wants either passes `gate` first.
+
+    The gate is for fairness: flock lets those who share in again and again while one waits to be alone. All take GPUs in
+    one order, and nobody waits for one while holding a later one, so that no two wait for each other.
     """
 
-    def __init__(self, gpu: str):
-        stem = Path(tempfile.gettempdir()) / f"te-bench-{re.sub(r'[^A-Za-z0-9_.-]', '-', gpu)}"
-        self.gate, self.work = (_opened(stem.with_name(f"{stem.name}.{kind}.lock")) for kind in ("gate", "work"))
+    def __init__(self, gpus: Sequence[str]):
+        stems = [
+            Path(tempfile.gettempdir()) / f"te-bench-{re.sub(r'[^A-Za-z0-9_.-]', '-', gpu)}" for gpu in sorted(gpus)
+        ]
+        self.locks = [  # (gate, work)
+            tuple(_opened(stem.with_name(f"{stem.name}.{kind}.lock")) for kind in ("gate", "work")) for stem in stems
+        ]
 
     def share(self) -> None:
-        fcntl.flock(self.gate, fcntl.LOCK_EX)
-        fcntl.flock(self.work, fcntl.LOCK_SH)
-        fcntl.flock(self.gate, fcntl.LOCK_UN)
+        for gate, work in self.locks:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(work, fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
 
     def take(self) -> None:
-        fcntl.flock(self.work, fcntl.LOCK_UN)  # else those who wait for it would wait for each other
-        fcntl.flock(self.gate, fcntl.LOCK_EX)
-        fcntl.flock(self.work, fcntl.LOCK_EX)
+        for _, work in self.locks:
+            fcntl.flock(work, fcntl.LOCK_UN)  # else those who wait for it would wait for each other
+        for gate, work in self.locks:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(work, fcntl.LOCK_EX)
 
     def give_back(self) -> None:
-        fcntl.flock(self.work, fcntl.LOCK_SH)
-        fcntl.flock(self.gate, fcntl.LOCK_UN)
+        for gate, work in self.locks:
+            fcntl.flock(work, fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        os.close(self.work)
-        os.close(self.gate)
+        for lock in self.locks:
+            for descriptor in lock:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
+def of_ranks(number: int, meet: Callable[[], None]) -> Iterator[None]:
+    """This process is a rank of a trial over several GPUs. meet: waits until every rank has called it."""
+    token = _RANK.set(_Rank(number, meet))
+    try:
+        yield
+    finally:
+        _RANK.reset(token)
+
+
+def meet() -> None:
+    """Wait for the trial's other ranks, if it has any: what each times is to begin at once."""
+    if (rank := _RANK.get()) is not None:
+        rank.meet()
 
 
 @contextlib.contextmanager
 def taking_turns(trial: Trial) -> Iterator[None]:
-    """Hold the GPU together with other trials, and alone inside `alone`. On a CPU, and over ranks, nothing is held.
-
-    A trial over several GPUs would wait for one of them while another of its ranks keeps the next from being free.
-    """
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if trial.device != "cuda" or not gpu or trial.protocol not in TIMED or world_of(trial) > 1:
+    """Hold the trial's GPUs together with other trials, and alone inside `alone`. On a CPU nothing is held."""
+    visible = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    if trial.device != "cuda" or not visible or trial.protocol not in TIMED:
         yield
         return
-    turn = _Turn(gpu)
+    rank = _RANK.get()
+    turn = _Turn(visible[: world_of(trial)] if rank is None or rank.number == 0 else [])
     token = _HELD.set(turn)
     try:
         turn.share()
@@ -73,13 +107,14 @@ def taking_turns(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other trial works on the GPU, and keep it so; at once where nothing is held."""
+    """Wait until no other trial works on the GPUs, and keep it so; at once where nothing is held. All ranks ask at once."""
     turn = _HELD.get()
     if turn is None:
         yield
         return
     turn.take()
     try:
+        meet()
         yield
     finally:
         turn.give_back()

@@ -30,6 +30,7 @@ ALONE_S = 60.0  # how long a sweep waits for a host once it has none
 ANSWER_S = 10.0  # for a cluster to take a connection
 PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
 OBJECT_STORE = 2**27  # bytes of shared memory: records are small
+OWN = "TE_BENCH_CLUSTER"  # environment variable of all processes of a cluster of its own: the cluster's folder
 #: Environment variables of Ray's processes: no usage statistics; what a killed worker had started is the raylet's to kill.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -59,7 +60,10 @@ def connected(address: str | None = None, say: Callable[[str], None] = lambda li
             ray.init(address=running, **quiet)
         else:
             folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # short, for the names of its sockets
-            opened.enter_context(janitor.remove_at_end(folder))
+            # The kernel ends Ray's servers with this process. Their children they end, but for those that are still
+            # starting: a worker tries for 27 s to reach its raylet, a runtime environment's agent for 10 (Ray 2.60).
+            opened.enter_context(janitor.remove_at_end(folder, f"{OWN}={folder}"))
+            os.environ[OWN] = str(folder)
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home folder
             store = {"object_store_memory": OBJECT_STORE}
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **store, **quiet)

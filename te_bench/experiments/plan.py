@@ -48,6 +48,7 @@ _OF_YOUR_MODEL = {
     "weights": "make yours in the dtype that you want",
     "states": "AdamW keeps the moments of yours in the dtype of its weights",
 }
+PROVEN = ("train_step", "scaling")  # workloads whose record shows by what collectives were made
 STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can compute activations again
 
 
@@ -98,6 +99,8 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         shares = {**trial.problem, **more}.get("parallel") in parallel.SHARING and "rival" not in trial.problem
         if options.sequence_parallel and shares:  # other projects' always do
             more["sequence_parallel"] = True
+            if options.overlap is not None and trial.workload in PROVEN:
+                more["overlap"] = options.overlap
         divided = dataclasses.replace(trial, problem={**trial.problem, **more}) if more else trial
         cells[trial.cell] = divided.cell
         trials.append(divided)
@@ -114,6 +117,8 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
             f"--sequence-parallel: no step of {experiment.suite} has ranks that share layers; give --gpus-per-trial N "
             f"--parallel {' or '.join(parallel.SHARING)}, or leave it out"
         )
+    if options.overlap is not None and all("overlap" not in trial.problem for trial in trials):
+        raise ValueError(f"--overlap: the suite {experiment.suite} has no step at a fixed batch; leave it out")
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
 
@@ -252,6 +257,8 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
                 f"sequences of {p.block} tokens do not divide into {p.world // p.replicas} ranks: give other --tokens, or "
                 "leave --sequence-parallel out"
             )
+    if p.overlap is not None and (p.sequence_parallel is None or trial.workload not in PROVEN):
+        raise ValueError(f"{trial.name}: overlap is of a {' or '.join(PROVEN)} with sequence_parallel")
     if p.world is not None and isinstance(p.batch, int) and p.batch % p.replicas:
         less = p.batch // p.replicas * p.replicas or p.replicas
         raise ValueError(

@@ -47,6 +47,7 @@ _SHOWN = {
     "world": "x",
     "shard": "shard",
     "sequence_parallel": "sp",
+    "overlap": "overlap-",
     "gather": "gather-",
     "edge": "n",
     "tokens": "t",
@@ -159,6 +160,7 @@ class StepProblem(TrialProblem):
     world: int | None = None  # its ranks
     shard: int | None = None  # ranks of a group, of hsdp and fsdp2+tp
     sequence_parallel: Literal[True] | None = None  # of tp and fsdp2+tp: ranks share the tokens between layers
+    overlap: Literal["symmetric"] | None = None  # of sequence_parallel's collectives with GEMMs; None: none
     gather: Literal["fp8"] | None = None  # of blocks' weights by fsdp2 or hsdp; None: in the dtype of their products
     arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
     config: str | None = None
@@ -383,7 +385,9 @@ def ranks_of(trial: "Trial") -> dict[str, Any]:
     if trial.problem.get("world") is None:
         return {}
     divided = {
-        name: trial.problem[name] for name in ("parallel", "shard", "sequence_parallel") if name in trial.problem
+        name: trial.problem[name]
+        for name in ("parallel", "shard", "sequence_parallel", "overlap")
+        if name in trial.problem
     }
     return {"world": world_of(trial), **divided, "backend": backend_of(trial)}
 

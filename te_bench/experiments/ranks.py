@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_bench.experiments import host, runner
+from te_bench.experiments import exclusive, host, runner
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import backend_of, world_of
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, wait_for_any
 from te_bench.experiments.spec import Trial
+from te_bench.training import parallel
 
 Reply = dict[str, Any]
 Run = Callable[[Trial, Context], Reply]
@@ -94,7 +95,8 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
     dist.init_process_group(
         backend_of(trial), store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
     )
-    reply = one(trial, context)
+    with exclusive.of_ranks(rank, parallel.meet):
+        reply = one(trial, context)
     if reply["outcome"] == "ok":
         dist.barrier()  # rank 0 holds the store: it must not go before the others have read it
     return reply

@@ -256,6 +256,12 @@ class Options:
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
         bool,
     )
+    overlap: str | None = _option(
+        "What overlaps --sequence-parallel's collectives with the GEMMs beside them: symmetric, torch's symmetric memory.",
+        str,
+        metavar="BY",
+        check=lambda flag, value: plugins.check(flag, value, list(parallels.OVERLAPS)),
+    )
     gather: str | None = _option(
         "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
         str,
@@ -305,6 +311,8 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
         )
+    if options.overlap is not None and not options.sequence_parallel:
+        raise ValueError(f"--overlap {options.overlap} goes with --sequence-parallel, whose collectives it overlaps")
     fewer = fewer_bits(options)
     if reason := bits.unsupported(fewer.get("weights"), fewer.get("states"), ranks=options.parallel is not None):
         flags = " ".join(f"--{name} {value}" for name, value in fewer.items())

@@ -14,6 +14,7 @@ from te_bench.experiments import exclusive, host, timing, workloads
 from te_bench.experiments.measurement import Context, Measurement, NoResult
 from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
+from te_bench.models.sources import lacks
 from te_bench.training.parallel import Indivisible
 
 
@@ -74,13 +75,8 @@ def classify(error: Exception) -> tuple[str, str]:
         return "oom", f"host: {text or 'out of memory'}"
     if isinstance(error, RuntimeError) and "CUDA error: out of memory" in text:
         return "oom", f"GPU: {text}"
-    if isinstance(error, ModuleNotFoundError) and error.name is None:  # as transformers raises it
-        return "unsupported", f"a package that it needs is missing or of the wrong version: {text}"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("te_bench"):
-        package, inner, _ = str(error.name).partition(".")
-        if inner:
-            return "unsupported", f"needs {error.name}, which the installed {package} lacks"
-        return "unsupported", f"needs the package {package}: pip install {package}"
+        return "unsupported", lacks(error)
     return "crashed", f"{type(error).__name__}: {text}"
 
 

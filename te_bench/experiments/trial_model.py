@@ -333,9 +333,8 @@ def parallel_of(trial: Trial) -> Parallel:
         assert p.against.way is not None, "unsupported refuses it"
         own: Parallel = ways.load(p.against.way, p.parallel)
         return own
-    options = {
-        name: value for name in ("shard", "sequence_parallel", "gather") if (value := getattr(p, name)) is not None
-    }
+    names = ("shard", "sequence_parallel", "overlap", "gather")
+    options = {name: value for name in names if (value := getattr(p, name)) is not None}
     found: Parallel = parallel.load(p.parallel, **options)
     return found
 

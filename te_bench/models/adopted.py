@@ -124,12 +124,8 @@ def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: 
 
 def _built(source: Source, attention: str, layers: int | None) -> nn.Module:
     if source.config is not None:
-        how = {"attention": IMPLEMENTATIONS.get(attention), "layers": layers}
-        try:
-            module: nn.Module = called(source.model, families.build, source.config, doing="transformers", **how)
-        except Refused as error:
-            raise Refused(f"{source.model}: {error}") from None
-        return module
+        built: nn.Module = called(source.model, _of_config, source, attention, layers, doing="transformers")
+        return built
     factory = _function(source.model)
     arguments = json.loads(source.arguments or "{}")
     parameters = inspect.signature(factory).parameters if callable(factory) else {}
@@ -150,6 +146,13 @@ def _built(source: Source, attention: str, layers: int | None) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise Refused(f"{source.model}: it returned {shown(module)}; return a torch.nn.Module")
     return module
+
+
+def _of_config(source: Source, attention: str, layers: int | None) -> nn.Module:
+    try:
+        return families.build(str(source.config), attention=IMPLEMENTATIONS.get(attention), layers=layers)
+    except Refused as error:
+        raise Refused(f"{source.model}: {error}") from None
 
 
 def depth_of(source: Source) -> int | None:
@@ -238,13 +241,16 @@ def imagined(source: Source) -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def without_memory(source: Source, work: Callable[[], T]) -> T:
-    """What work() returns, on tensors as `imagined` has them; on real ones where its result depends on numbers."""
+def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
+    """What work() returns, on tensors as `imagined` has them; on real ones where its result depends on numbers.
+
+    otherwise: what is done on real ones, work() by default.
+    """
     try:
         with imagined(source):
             return work()
     except UNIMAGINABLE:
-        return work()
+        return (otherwise or work)()
 
 
 @functools.cache

@@ -3,8 +3,8 @@
     print(te.convert(model, recipe.DelayedScaling()))
     loss = model(x).sum()  # in FP8
 
-The model's forward and its other layers stay as they are, and so do the names in its state dict; the weight of a Conv1D
-(transformers' GPT-2) is transposed in it.
+The model's forward and its other layers stay as they are, and so does its state dict: the weight of a Conv1D (transformers'
+GPT-2) is a transposed Parameter, and lies in the state dict as before.
 """
 
 import contextlib
@@ -122,6 +122,7 @@ def convert(
         others = tuple(conversion_parts.convert(model, asked, filter, undo, left))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
+            _let_resize(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
         undo.pop_all()  # it all went well, and stays
@@ -175,6 +176,14 @@ def _put_te_checkpoint(function: Any) -> Any:
     if isinstance(function, functools.partial) and not function.args:
         called, options = function.func, function.keywords
     return functools.partial(fp8.checkpoint, **options) if called is torch.utils.checkpoint.checkpoint else function
+
+
+def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
+    """Let a model of transformers resize a head that is a te.Linear."""
+    if hasattr(type(module), "resize_token_embeddings") and isinstance(module.get_output_embeddings(), Linear):
+        from te_bench.models.huggingface.resizing import Resizing
+
+        _assign(module, "resize_token_embeddings", Resizing(module), undo)
 
 
 def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:
@@ -345,15 +354,28 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
     else:
         if kind == "Conv1D":
             weight = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
-            note = "weight transposed: a new Parameter"
+            note = "weight transposed, but not in the state dict: a new Parameter"
         new = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, **options)
     new.weight, new.bias = weight, bias
     for attribute, value in vars(layer).items():
         if attribute in HOOKS or attribute not in vars(new):  # what users hang on a layer goes with it
             vars(new)[attribute] = value
+    if kind == "Conv1D":
+        new.register_state_dict_post_hook(_give_as_conv1d)
+        new.register_load_state_dict_pre_hook(_take_from_conv1d)
     new.train(layer.training)
     entry = ConvertedLayer(name, type(layer).__name__, type(new).__name__, _count_in_gemm(layer, kind), note)
     return new, entry
+
+
+def _give_as_conv1d(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A view, so that who writes into a state dict writes into the model."""
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+
+def _take_from_conv1d(_: nn.Module, state: dict[str, Any], prefix: str, *metadata: Any) -> None:
+    if (weight := state.get(f"{prefix}weight")) is not None:
+        state[f"{prefix}weight"] = weight.t().contiguous()  # which may become the Parameter: assign=True
 
 
 class _Autocasting(Mixed):

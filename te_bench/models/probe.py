@@ -9,12 +9,16 @@ import json
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from te_bench.models import adopted, calling
-from te_bench.models.sources import Facts, Source, on_one_line
+from te_bench.models.sources import TRIED, Facts, Source, lacks, on_one_line
+
+SDPA = F.scaled_dot_product_attention
 
 
 class Attended(TorchFunctionMode):
@@ -25,16 +29,23 @@ class Attended(TorchFunctionMode):
         self.calls = self.scores = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        if func is SDPA:
             q, k = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(("query", "key")))
             self.calls += 1
             self.scores += q.shape[-3] * q.shape[-2] * k.shape[-2]
-        return func(*args, **(kwargs or {}))
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **(kwargs or {}))
+        with mock.patch.object(F, "scaled_dot_product_attention", self._seen):  # no mode sees what it calls
+            return func(*args, **(kwargs or {}))
+
+    def _seen(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(SDPA, (), args, kwargs)
 
 
 def find_out(source: Source, tokens: int) -> Facts:
     """Raises ValueError, one sentence, for a model that cannot be built or trained."""
-    return adopted.without_memory(source, lambda: _facts(source, tokens))
+    few = min(tokens, TRIED)
+    return adopted.without_memory(source, lambda: _facts(source, tokens), otherwise=lambda: _facts(source, few))
 
 
 def _facts(source: Source, tokens: int) -> Facts:
@@ -44,7 +55,7 @@ def _facts(source: Source, tokens: int) -> Facts:
     inputs, targets = made.draw(1, tokens, seed=0, device="cpu")
     attended = Attended()
     with attended:
-        loss = adopted.called(source.model, model, inputs, targets, doing="its forward")
+        loss = adopted.called(source.model, model, inputs, targets, doing=f"its forward of {tokens} tokens")
     if not loss.requires_grad:
         raise ValueError(f"{source.model}: its loss depends on no weight that is trained")
     if (shape := _left_out(loss, model)) is not None:
@@ -93,9 +104,7 @@ def main() -> None:
     except ValueError as error:
         said = {"error": on_one_line(str(error))[:600]}
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        lacks = f"needs the package {package}: pip install {package}" if package else on_one_line(str(error))[:600]
-        said = {"error": f"{question['source']['model']}: {lacks}"}
+        said = {"error": f"{question['source']['model']}: {lacks(error)}"}
     except MemoryError:
         said = {"error": f"{question['source']['model']}: building it ran out of memory"}
     answer.write(json.dumps(said))

@@ -28,6 +28,7 @@ HUB = "hf:"
 #: Kernels of PyTorch's scaled_dot_product_attention that a model can be held to: torch.backends.cuda.enable_*_sdp.
 PINNED = ("math", "mem_efficient", "flash", "cudnn")
 PROBE = "te_bench.models.probe"
+TRIED = 64  # tokens of the sequence that planning asks about where nobody says how long, and of any with real numbers
 PROBE_S = 300.0  # torch and transformers are imported in 10 s, from a slow disk in a minute
 
 #: Of a config.json what no weight and no pass depends on; of labels their number alone.
@@ -265,6 +266,21 @@ def _end(code: int) -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in map(on_one_line, text.splitlines()) if line]
     return f": {lines[-1][:200]}" if lines else ""
+
+
+def lacks(error: ModuleNotFoundError) -> str:
+    """The package that is missing and how to get it; of an error that names none, as transformers raises it, its cause."""
+    package, inner, _ = (error.name or "").partition(".")
+    if inner:
+        return f"needs {error.name}, which the installed {package} lacks"
+    if package:
+        return f"needs the package {package}: pip install {package}"
+    cause: BaseException = error
+    while (inside := cause.__cause__ or cause.__context__) is not None:
+        cause = inside
+    said = on_one_line(str(error))[:200]
+    why = "" if cause is error else f" ({type(cause).__name__}: {on_one_line(str(cause))[:200]})"
+    return f"a package that it needs is missing or of the wrong version: {said}{why}"
 
 
 def on_one_line(text: str) -> str:

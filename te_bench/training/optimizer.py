@@ -213,6 +213,9 @@ class TableAdamW:
     fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
     bf16: the Linears compute with copies; region: the model's FP8 autocast; turns: as make_copies'. parallel: of the step;
     where a rank does not own all parameters, `state` has the moments of its own.
+    A parameter that no backward pass of a step reached stays as it is, as under torch.optim.AdamW; its bias correction
+    counts the table's updates, where torch counts its own. A captured graph updates in each replay those that its own pass
+    reached. Over several ranks all are reached.
     """
 
     def __init__(
@@ -257,6 +260,8 @@ class TableAdamW:
         self._multiplier: Tensor | None = None
         self._fresh, self._versions = False, self._seen()
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
+        self._zeroed: list[int] = []  # the buffers' versions
+        self._absent: set[nn.Parameter] = set()
         self._table: Table | None = None
         if fixed:
             holders = self.gradient_holders()
@@ -374,6 +379,18 @@ class TableAdamW:
         for holder, buffer in self._buffers:
             holder.grad = buffer
         torch._foreach_zero_([buffer for _, buffer in self._buffers])
+        self._zeroed = [buffer._version for _, buffer in self._buffers]
+
+    def pass_by(self) -> None:
+        """After a step's last backward pass: holders that none has written to have no gradient, and no update."""
+        absent = set()
+        for master, (holder, buffer), zeroed in zip(self.masters, self._buffers, self._zeroed, strict=True):
+            if buffer._version == zeroed:
+                holder.grad = None
+                absent.add(master)
+        if absent != self._absent:
+            self._absent = absent
+            self.bind()
 
     # ---- the table
 
@@ -392,7 +409,13 @@ class TableAdamW:
         """After the capture of a step: what was captured finds the gradients that the capture made."""
         assert self._table is not None
         assert self._backend.move is not None
-        self._table = self._backend.move(self._table, self._parameters())
+        moved = self._parameters()
+        if [id(p.weight) for p in moved] != [id(p.weight) for p in self._table.parameters]:
+            raise ValueError(
+                "mode cudagraph: the captured pass reached other parameters than the one before it, and a graph updates "
+                "the same in each replay: a model that chooses anew what it uses (LayerDrop, experts) needs mode eager"
+            )
+        self._table = self._backend.move(self._table, moved)
         self._fresh = False  # nothing has run yet
 
     def replayed(self) -> None:
@@ -448,7 +471,8 @@ class TableAdamW:
         if self._owning is not None:
             self._owning.updated()
             torch.autograd.graph.increment_version(list(self._others))
-            self._recast(p for p in self.masters if p in self._others)
+        left = self._others | self._absent
+        self._recast(p for p in self.masters if p in left)
         self._fresh, self._versions = True, self._seen()
 
     def state_dict(self) -> NoReturn:

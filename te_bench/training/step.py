@@ -280,6 +280,8 @@ class TrainStep:
         if self.table is not None:
             if self.captured and self._graph is None:  # a pass that warms up
                 self.table.bind()
+            elif not self.captured and self.parallel is SINGLE:
+                self.table.pass_by()
             if self.optim.grad_clip:
                 self.grad_norm = self.table.clip(self.optim.grad_clip)
             return

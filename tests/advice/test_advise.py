@@ -11,6 +11,7 @@ from journals import record, step_record, trial
 from te_bench.advice import advise, answer, candidates, steps
 from te_bench.advice.advise import NothingMeasured
 from te_bench.experiments import plan
+from te_bench.experiments.run_options import seconds
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.reports.analysis.measures import of_processes
 
@@ -197,14 +198,14 @@ def test_what_is_promising_and_not_measured_is_named_first_and_its_budget_measur
     first, *others = answer.sentences(evidence, decided(machine, evidence, tmp_path), [])
     ms = machine.step(machine.question.trial(promised.choice)) * 1e3
     promise = r"Most promising, not measured: (.+), predicted ([\d.]+) to ([\d.]+) ms a step \(what you have: [\d.]+\);"
-    said = re.fullmatch(promise + r" --budget (\d+)min measures it\.", first)
+    said = re.fullmatch(promise + r" --budget (\d+min|\d+s) measures it\.", first)
     assert said[1] == promised.choice.words()
     assert float(said[2]) < ms < float(said[3])
     assert others[0].startswith("Undecided: ")
     assert any(sentence.startswith("No FP8 step was measured; ") for sentence in others)
     ended = {trial.id for trial in machine.asked}
     again = Machine(question(), wall=takes_long)
-    more = gathered(again, budget_s=60.0 * int(said[4]), known=ended)
+    more = gathered(again, budget_s=seconds(said[4]), known=ended)
     assert promised.choice in more.steps
     assert not any("Most promising" in s for s in answer.sentences(more, decided(again, more, tmp_path / "more"), []))
 
@@ -215,10 +216,10 @@ def test_one_run_of_each_on_a_gpu_names_what_to_use_and_the_budget_that_repeats_
     found = decided(machine, evidence, tmp_path)
     assert (found.exit_code, found.use.recipe is None, found.runs) == (3, False, 1)
     assert found.undecided == f"use {found.use.words()} for now"
-    said = re.fullmatch(r"One run of each gives no interval; --budget (\d+)min repeats them\.", found.why)
+    said = re.fullmatch(r"One run of each gives no interval; --budget (\d+min|\d+s) repeats them\.", found.why)
     assert said is not None
     again = Machine(question(), wall=takes_long)
-    more = gathered(again, budget_s=60.0 * int(said[1]), known={trial.id for trial in machine.asked})
+    more = gathered(again, budget_s=seconds(said[1]), known={trial.id for trial in machine.asked})
     decision = decided(again, more, tmp_path / "more")
     assert (decision.exit_code, decision.use, decision.runs) == (0, found.use, advise.SEEDS)
     plain, have = Machine(question()), machine.question.trial(machine.question.have)
@@ -277,10 +278,12 @@ def test_where_only_what_the_user_has_was_measured_nothing_is_decided(tmp_path: 
 
 def test_the_opening_line_says_what_all_takes_and_what_the_budget_holds() -> None:
     said: list[str] = []
-    for budget_s in (20.0, 6000.0):
+    for budget_s in (20.0, 90.0, 9000.0):
         gathered(Machine(question("tiny", "cpu")), budget_s=budget_s, say=said.append)
-    assert re.search(r"All of it takes about \d min; in your 20 s: the survey and 2 steps\.$", said[0])
-    assert re.search(r"steps and the parts that decide are measured, about \d min; --budget allows 1\.7 h\.$", said[1])
+    everything = r"(\d+ s|\d min)"
+    assert re.search(rf"All of it takes about {everything}; in your 20 s: the survey and 2 steps\.$", said[0])
+    assert re.search(r"(in your|--budget allows) 90 s\b", said[1])
+    assert re.search(rf"the parts that decide are measured, about {everything}; --budget allows 2\.5 h\.$", said[2])
 
 
 def test_what_takes_too_much_memory_is_not_advised(tmp_path: Path) -> None:

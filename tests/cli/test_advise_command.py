@@ -24,7 +24,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(question("tiny", "cpu"))
 
     def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> None:
-        for trial in runner.to_do(trials, store.journal, environment_id, retry=False):
+        for trial in runner.to_do(trials, store.journal, environment_id, retry=options["retry"]):
             machine.checked[trial.id] = options["executor"].check
             (made,) = machine([trial])
             store.add(type(made).from_json({**made.to_json(), "environment": environment_id}))
@@ -161,6 +161,18 @@ def test_configs_in_folders_of_the_same_name_do_not_meet(command: Command, simul
         codes.append(done.code)
     assert codes == [3, 2]
     assert "runs/advise-mine holds the answer on another model" in done.err
+
+
+def test_what_a_small_budget_cut_short_a_larger_one_measures(command: Command, simulated: Machine) -> None:
+    simulated.fails, simulated.wall = {"train_step": "timeout"}, lambda trial: 60.0
+    assert command(*TINY, "--budget", "1s").code == 4
+    asked = len(simulated.asked)
+    assert command(*TINY, "--budget", "1s").code == 4
+    assert len(simulated.asked) == asked  # it would have no longer than before
+    simulated.fails = {}
+    assert command(*TINY, "--budget", "10min").code == 0
+    step = next(trial for trial in simulated.asked if trial.workload == "train_step")
+    assert simulated.asked.count(step) == 2
 
 
 def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> None:

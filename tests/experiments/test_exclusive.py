@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from te_bench.experiments import exclusive, timing
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.spec import Trial
 
 NAP = 0.05
@@ -22,8 +23,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
 
 
-def a_trial(protocol: str = "kernel", device: str = "cuda") -> Trial:
-    return Trial(workload="linear", device=device, problem={}, attention="-", protocol=protocol)
+def a_trial(protocol: str = "kernel", device: str = "cuda", world: int | None = None) -> Trial:
+    problem = {} if world is None else {"world": world, "parallel": "ddp"}
+    return Trial(workload="linear", device=device, problem=problem, attention="-", protocol=protocol)
 
 
 class Spans:
@@ -38,6 +40,12 @@ class Spans:
         began = time.perf_counter()
         yield
         of.append((name, began, time.perf_counter()))
+
+    def rank(
+        self, name: int, number: int, trial: Trial, ready: threading.Barrier, all_there: threading.Barrier
+    ) -> None:
+        with exclusive.of_ranks(number, lambda: all_there.wait(10) and None):
+            self.trial(name, trial, ready)
 
     def trial(self, name: int, trial: Trial, ready: threading.Barrier) -> None:
         with exclusive.taking_turns(trial):
@@ -73,6 +81,40 @@ def test_none_is_timed_while_another_works_or_is_timed() -> None:
     spans = Spans()
     spans.run([a_trial(), a_trial("bench_py"), a_trial("once")])
     assert spans.disturbed() == []
+
+
+def test_a_trial_over_several_gpus_is_timed_alone_on_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three, two of two and two of one GPU, again and again: nobody waits for whom waits for it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3,GPU-1,GPU-2")
+    spans, worlds = Spans(), (3, 2, 2, 1, 1)
+    ready = threading.Barrier(sum(worlds))
+    threads = []
+    for name, world in enumerate(worlds):
+        all_there = threading.Barrier(world)
+        threads += [
+            threading.Thread(target=spans.rank, args=(name, number, a_trial(world=world), ready, all_there))
+            for number in range(world)
+        ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(spans.timed) == sum(worlds)
+    assert spans.disturbed() == []
+
+
+def test_a_trial_holds_those_gpus_that_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2,GPU-3")
+    with exclusive.taking_turns(a_trial(world=2)):
+        assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"te-bench-GPU-1", "te-bench-GPU-2"}
+
+
+def test_ranks_are_profiled_from_one_moment_on() -> None:
+    """A profiler that begins late in one of them would show all others' collectives waiting for it."""
+    order: list[str] = []
+    with exclusive.of_ranks(1, lambda: order.append("meet")):
+        profiling.kernel_seconds(lambda: order.append("call"), "cpu")
+    assert order == ["meet", *["call"] * profiling.PROFILED]
 
 
 @pytest.mark.parametrize("other", [a_trial("curve"), a_trial("bisection"), a_trial(device="cpu")])

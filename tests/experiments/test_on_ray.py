@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from driving import MARK, PLANTED, eventually, rows, running, te_bench
+from driving import MARK, PLANTED, Run, eventually, rows, running, te_bench
 
 from te_bench.experiments import on_ray, ray_host
 
@@ -37,6 +37,15 @@ def workers() -> list[psutil.Process]:
         with suppress(psutil.Error):
             ours = process.cmdline()[:1] == ["ray::carry_out"] and process.environ().get(MARK) == CLUSTER
             found += [process] if ours and process.children() else []
+    return found
+
+
+def started(run: Run, program: str) -> list[psutil.Process]:
+    """Those of a run's processes that have the program's name in their command lines."""
+    found = []
+    for process in run.family():
+        with suppress(psutil.Error):
+            found += [process] if program in " ".join(process.cmdline()) else []
     return found
 
 
@@ -279,7 +288,10 @@ def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_cluster_of_its_own_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    """It is started although `ray start` left the address of one that was killed: only `ray stop` takes that away."""
+    """Nor what was starting when te-bench was killed: a worker of Ray's tries for 27 s to reach a raylet that is no more.
+
+    The cluster is started although `ray start` left the address of one that was killed: only `ray stop` takes that away.
+    """
     pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     before = scratch()
     left = tmp_path / "ray" / "ray_current_cluster"
@@ -287,6 +299,9 @@ def test_a_cluster_of_its_own_leaves_no_process_and_no_file(tmp_path: Path) -> N
     left.write_text("127.0.0.1:1")
     with running(*NAPS, "--out", tmp_path / "out", main=None, env={**ON_RAY, "RAY_TMPDIR": str(tmp_path)}) as run:
         assert eventually(lambda: len(rows(tmp_path / "out")) >= 2 or run.process.poll() is not None, 60)
+        for worker in started(run, "ray::carry_out"):
+            worker.kill()
+        assert eventually(lambda: started(run, "default_worker.py"), 40)
         run.process.send_signal(signal.SIGKILL)
         done = run.finish()
         said = f"warning: the Ray cluster 127.0.0.1:1, which {left} names, is gone; te-bench starts its own\n"

@@ -193,9 +193,29 @@ def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
         plan.resolve("fp8", divided)
 
 
+def test_an_overlap_is_of_sequence_parallelism_where_the_record_can_prove_it() -> None:
+    divided: dict[str, Any] = {"device": "cpu", "gpus_per_trial": 2, "parallel": "tp", "overlap": "symmetric"}
+    asked = Options(**divided, sequence_parallel=True)
+    steps = [t for t in plan.resolve("fp8", asked).trials if t.workload == "train_step"]
+    assert all(t.problem["overlap"] == "symmetric" and "tp-x2-sp-overlap-symmetric" in t.name for t in steps)
+    scaling = Options(device="cpu", sequence_parallel=True, overlap="symmetric")
+    for trial in plan.resolve("scaling", scaling).trials:
+        assert ("overlap" in trial.problem) is ("sequence_parallel" in trial.problem)
+    with pytest.raises(ValueError, match="--overlap symmetric goes with --sequence-parallel, whose collectives it"):
+        plan.resolve("fp8", Options(**divided))
+    with pytest.raises(ValueError, match=r"unknown --overlap 'symetric'. Did you mean symmetric\?"):
+        plan.resolve("fp8", dataclasses.replace(asked, overlap="symetric"))
+    with pytest.raises(ValueError, match="--overlap: the suite convergence has no step at a fixed batch; leave it out"):
+        plan.resolve("convergence", asked)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (
+            {"parallel": "tp", "world": 2, "overlap": "symmetric"},
+            "overlap is of a train_step or scaling with sequence_parallel",
+        ),
         ({"parallel": "ddp"}, "a step over ranks has a mode, parallel, and 2 ranks or more, world"),
         ({"world": 2}, "a step over ranks has a mode"),
         ({"parallel": "ddp", "world": 1}, "a step over ranks has a mode"),

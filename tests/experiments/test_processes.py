@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -112,3 +113,17 @@ def test_a_fork_frees_its_copy_of_a_temporary_folder_and_removes_nothing(tmp_pat
         assert run_supervised(lambda: owner.__exit__(None, None, None)) is None
         assert folder.is_dir()
     assert not folder.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_processes_that_carry_a_folders_mark_end_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    sleep = ["sleep", "600"]
+    with remove_at_end(folder, f"OF={folder}"):
+        marked, other = (
+            subprocess.Popen(sleep, env={"PATH": os.environ["PATH"], "OF": of}) for of in (str(folder), f"{folder}2")
+        )
+    assert (marked.wait(10), other.poll()) == (-signal.SIGKILL, None)
+    other.kill()
+    other.wait()

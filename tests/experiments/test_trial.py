@@ -45,6 +45,12 @@ def test_an_exception_is_an_outcome_and_a_line(error: Exception, outcome: str, r
     assert len(said) < 600
 
 
+def test_a_package_that_transformers_cannot_import_is_told_with_the_cause() -> None:
+    error = ModuleNotFoundError(WRONG)
+    error.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    assert child.classify(error)[1].endswith("(RuntimeError: operator torchvision::nms does not exist)")
+
+
 @pytest.fixture
 def workload(monkeypatch: pytest.MonkeyPatch) -> Any:
     """reply = workload(what run() does)"""

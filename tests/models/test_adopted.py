@@ -1,5 +1,6 @@
 """A user's model in a training step: how it is called, converted, counted and checked."""
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -175,6 +176,7 @@ def test_a_model_with_dropout_is_checked_without_in_its_own_mode(monkeypatch: py
         return 2 * loss if torch.compiler.is_compiling() else loss
 
     monkeypatch.setattr(adopted.Adopted, "forward", compiled_wrongly)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # 13 s less
     with pytest.raises(CheckFailed):
         check(Trial.from_json(trial.to_json() | {"mode": "compile"}))
 
@@ -355,6 +357,29 @@ def test_a_model_that_cannot_train_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         probe.find_out(of(*name.split(), **functions), 8)
+
+
+def test_attention_inside_of_multi_head_attention_is_counted() -> None:
+    facts = probe.find_out(of("encoder"), 8)
+    assert (facts.sdpa, facts.scores) == (3, 3 * 2 * 8 * 8)
+
+
+def test_a_model_is_asked_with_as_many_tokens_as_it_is_to_train_with() -> None:
+    assert probe.find_out(of("short"), 80).tried == 80
+    with pytest.raises(ValueError, match="own:short: its forward of 81 tokens raised RuntimeError: "):
+        probe.find_out(of("short"), 81)
+    assert probe.find_out(of("depends_on_numbers"), 4096).tried == sources.TRIED  # with real numbers no more
+
+
+def test_a_config_that_makes_no_model_is_named_once(tmp_path: Path) -> None:
+    source = of_config({"model_type": "llama", "hidden_size": -4}, tmp_path)
+    with pytest.raises(ValueError, match=r"^hf:\S+: transformers raised "):
+        probe.find_out(source, 8)
+
+
+def test_a_model_whose_loss_is_no_number_is_told_that_it_is_its_own() -> None:
+    with pytest.raises(CheckFailed, match="loss: no number, nor is what it is compared with: look at the model itself"):
+        check(step(of("no_number")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="planning sees no GPU, and this process one")

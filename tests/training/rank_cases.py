@@ -1,4 +1,4 @@
-"""What N ranks compute beside one process, for test_parallel: python rank_cases.py WORLD prints what was found, as JSON.
+"""What N ranks compute beside one process, for test_parallel: python rank_cases.py WORLD... prints what was found, as JSON.
 
 In a process of its own, which forks its ranks before it has computed anything.
 """
@@ -651,7 +651,7 @@ if __name__ == "__main__":
 
     interpreter.quicken()
     kernels.INTERPRETED = tied.INTERPRETED = False  # of Triton's kernels the optimizer's are asked for
-    if sys.argv[1:] == ["2"]:
+    if "2" in sys.argv[1:]:
         for name in ("te_bench.models.huggingface", "torch._inductor.compile_fx", "networkx"):  # and transformers
-            importlib.import_module(name)  # once for both ranks
-    print(json.dumps(at(int(sys.argv[1]), cases)))
+            importlib.import_module(name)  # once for all ranks
+    print(json.dumps({world: at(int(world), cases) for world in sys.argv[1:]}))

@@ -29,6 +29,7 @@ from te_bench.kernels.adamw import Parameter
 from te_bench.kernels.quantize.backends import reference as quantizer
 from te_bench.models import faults, fp8
 from te_bench.models import recipe as recipes
+from te_bench.models.adopt import adopt
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT
@@ -172,6 +173,61 @@ def test_a_mutation_shows_in_the_losses(mutation: str, monkeypatch: pytest.Monke
     plain = losses(a_step("bf16", None))
     MUTATIONS[mutation](monkeypatch)
     assert losses(a_step("bf16")) != plain
+
+
+# Parameters that no pass reaches
+
+
+class Sometimes(nn.Module):
+    """Of three Linears before the head one multiplies always, one while it is `on`, and one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = True
+        self.embedding = nn.Embedding(50, 32)
+        self.always, self.sometimes, self.never = (nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.always(self.embedding(tokens))
+        return self.head(x + self.sometimes(x) if self.on else x)
+
+
+def a_step_of(model: nn.Module, precision: str, optimizer: str | None, accumulate: int = 1) -> TrainStep:
+    adopted = adopt(model, recipe=recipes.load(DELAYED) if precision == "fp8" else None)
+    optim = dataclasses.replace(OPTIM, accumulate=accumulate)
+    return TrainStep(adopted, optim, precision=precision, mode="eager", optimizer=optimizer)
+
+
+@vectorised
+def test_what_no_pass_reaches_stays_as_under_torchs_adamw() -> None:
+    torch.manual_seed(0)
+    models = [Sometimes() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, optimizer in zip(models, (None, "reference"), strict=True):
+        model.on = False
+        losses(a_step_of(model, "fp32", optimizer), 3)
+    assert all(torch.equal(*pair) for pair in zip(*(model.state_dict().values() for model in models), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_what_only_some_passes_reach_moves_with_those(precision: str, accumulate: int) -> None:
+    torch.manual_seed(0)
+    model = Sometimes()
+    step = a_step_of(model, precision, "reference", accumulate)
+    moved = []
+    for model.on in (True, False, False, True):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        losses(step, 1)
+        moved.append({name for name, p in model.named_parameters() if not torch.equal(p, before[name])})
+    used = {name for name in before if not name.startswith(("sometimes", "never"))}
+    all_on = used | {name for name in before if name.startswith("sometimes")}
+    assert moved == [all_on, used, used, all_on]
+    assert "module.never.weight" not in step.gradients(*a_batch())[1]
+    with_copies = step.gradients(*a_batch())[0]
+    step._restore(step._snapshot())  # whose copies are made anew
+    assert step.gradients(*a_batch())[0] == pytest.approx(with_copies, rel=1e-6 if precision != "fp8" else 1e-3)
 
 
 # Gradients

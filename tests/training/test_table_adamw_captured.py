@@ -174,6 +174,23 @@ def llama() -> Any:
     return model
 
 
+def test_a_capture_that_reaches_other_parameters_than_the_pass_before_is_refused(
+    llama: Any, captured: Callable[[TrainStep], TrainStep]
+) -> None:
+    """As LayerDrop does, which draws anew in each pass."""
+    own, passes = llama.model.norm.forward, []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        passes.append(1)
+        return own(x) if len(passes) <= 3 else x
+
+    llama.model.norm.forward = forward
+    model = adopt(llama)
+    step = captured(TrainStep(model, Optim(), precision="bf16", mode="eager", optimizer="triton"))
+    with pytest.raises(ValueError, match="the captured pass reached other parameters than the one before it"):
+        step(*adopted_batch("cpu"))
+
+
 def adopted_step(module: Any, precision: str, device: str, mode: str = "eager") -> TrainStep:
     choice = recipes.DelayedScaling(amax_history_len=4) if precision == "fp8" else None
     model = adopt(copy.deepcopy(module).to(device), recipe=choice, parts="all")

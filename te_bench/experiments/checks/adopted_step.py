@@ -294,8 +294,8 @@ def _require_same_weights(model: Adopted, step: TrainStep, turned: list[str]) ->
         name: step.parallel.whole(parameter.detach(), parameter) for name, parameter in step.model.named_parameters()
     }
     for name, parameter in model.named_parameters():
-        other = weights[name]
-        if not torch.equal(parameter.detach(), other.t() if name in turned else other):
+        other = weights[name].t() if name in turned else weights[name]
+        if parameter.shape != other.shape or not torch.allclose(parameter, other, rtol=0, atol=0, equal_nan=True):
             raise Unsupported(
                 f"{model.made.source.model} makes other weights each time ({name}): let torch.manual_seed decide over them"
             )

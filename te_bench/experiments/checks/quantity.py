@@ -39,6 +39,10 @@ def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
     if wrong:
         worst = max(wrong, key=lambda q: q.error / (q.limit or 1e-30) if math.isfinite(q.error) else math.inf)
         reason = f"{worst.name}: error {worst.error:.3g} > {worst.limit:.3g}"
+        if math.isnan(worst.limit):
+            reason = (
+                f"{worst.name}: no number, nor is what it is compared with: look at the model itself and its inputs"
+            )
         others = f" ({len(wrong)} of {len(quantities)} quantities are wrong)"
         raise CheckFailed(reason + others, Measurement(check=check))
     return check

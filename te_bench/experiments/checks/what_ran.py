@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from te_bench.experiments import trial_model
+from te_bench.experiments.adoption import MANUAL
 from te_bench.experiments.instruments.profiling import Seen
-from te_bench.experiments.measurement import CheckFailed, Measurement
+from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
 from te_bench.kernels import adamw, attention, linear_cross_entropy
@@ -31,6 +32,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
+from te_bench.models.sources import PINNED
 
 Range = tuple[int, int | None]  # the least and the most that is right; None: however many
 Expected = dict[str, Range]
@@ -157,10 +159,14 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     kept = 0 if trial.recipe is None else len(recipes.load(trial.recipe).keeps(made.linears))
     expected = _gemms(trial, (linears - kept) * accumulate)
     expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
+    overlaps = p.overlap is not None and trial.device == "cuda"
+    pieces = (p.world or 1) // p.replicas if overlaps else 1  # GEMMs that fprop and dgrad each are, by each rank's rows
+    for part, some in ((_linears(trial), linears - kept), (_plain(trial), kept)):
+        expected = _plus(expected, part, (PASSES - 1) * (pieces - 1) * some * accumulate)
     if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
-        again = (linears - kept - made.parts) * accumulate
-        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate)
+        again = (linears - kept - made.parts) * accumulate * pieces
+        expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate * pieces)
         if expected["block_format_casts"] != NONE:
             expected["block_format_casts"] = (expected["block_format_casts"][0], None)
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
@@ -344,7 +350,7 @@ def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expect
 def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
     """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
 
-    Raises CheckFailed, without timings, when another attention ran.
+    Raises CheckFailed, without timings, when another attention ran; Unsupported, when that is what a compiler made of it.
     """
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
@@ -355,8 +361,27 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
     eager = trial.mode == "eager" and not _by_operators_of_its_own(trial)
     reason = attention.wrong_kernel(trial_model.attention_of(trial), trial.device, seen.names, eager=eager)
     if reason:
-        raise CheckFailed(reason, dataclasses.replace(measurement, samples={}, kernels=seen.names))
+        without = dataclasses.replace(measurement, samples={}, kernels=seen.names)
+        if compiled := _made_by_compiler(trial, seen):
+            raise Unsupported(compiled, without)
+        raise CheckFailed(reason, without)
     chosen = attention.load(trial.attention).chosen
     if chosen is not None:
         more = {"chosen": ", ".join(chosen()), **more}
     return dataclasses.replace(measurement, kernels=seen.names, work={**more, **measurement.work})
+
+
+def _made_by_compiler(trial: Trial, seen: Seen) -> str | None:
+    """What Inductor, which knows written-out attention by its pattern, made of it: torch._inductor.fx_passes.fuse_attention.
+
+    None where it stayed written out. That a model has it written out at all its eager steps tell.
+    """
+    if trial.mode == "eager" or trial_model.attention_of(trial) != MANUAL:
+        return None
+    found = [name for name in attention.seen(trial.device, seen.names) if name in PINNED]
+    if not found:
+        return None
+    return (
+        f"torch.compile turned the written-out attention into {' and '.join(found)} attention: that is the step "
+        "torch.compile gives you; in mode eager it stays written out"
+    )

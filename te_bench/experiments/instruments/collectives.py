@@ -1,9 +1,10 @@
 """The collectives of a call, by name, dtype and bytes, as this rank asked for them: what was gathered is what is counted.
 
-They are seen where PyTorch hands them to a backend, NCCL's as gloo's, those of the backward pass too. Replays of a captured
-graph hand over nothing.
+They are seen where PyTorch hands them to a backend, NCCL's as gloo's, those of the backward pass too, and where it calls an
+operator of symmetric memory that multiplies and sends in one. Replays of a captured graph hand over nothing.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-NAMESPACES = ("c10d", "_c10d_functional")
+NAMESPACES = ("c10d", "_c10d_functional", "symm_mem")
+#: Such an operator of symmetric memory: fused_all_gather_matmul, fused_matmul_reduce_scatter, and both with FP8's scales.
+FUSED = re.compile(r"fused_.*matmul")
 #: What moves no data of the step's.
 OTHER = ("barrier", "wait_tensor", "monitored_barrier_", "_wrap_tensor_autograd")
 
@@ -58,12 +61,17 @@ class _Seen(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         name = operator.name().partition("::")[2].partition(".")[0]
         if operator.namespace in NAMESPACES and name not in OTHER:
-            sides = [_tensors(argument) for argument in args]
-            largest = max((side for side in (*sides, _tensors(result)) if side), key=_bytes)
-            dtype = str(largest[0].dtype).removeprefix("torch.")
-            key = name.strip("_"), dtype, _fellows([*args, *(kwargs or {}).values()])
+            fellows = _fellows([*args, *(kwargs or {}).values()])
+            if FUSED.match(name):  # a rank's part of what is sent: its factors are no part of it
+                largest = [args[0] if "all_gather" in name else result]
+                sent = _bytes(largest) * (len(fellows) or dist.get_world_size())
+            else:
+                sides = [_tensors(argument) for argument in args]
+                largest = max((side for side in (*sides, _tensors(result)) if side), key=_bytes)
+                sent = _bytes(largest)
+            key = name.strip("_"), str(largest[0].dtype).removeprefix("torch."), fellows
             self.times[key] += 1
-            self.bytes[key] += _bytes(largest)
+            self.bytes[key] += sent
         return result
 
 

@@ -122,6 +122,7 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     with exclusive.alone(), profile(activities=activities) as profiler:
+        exclusive.meet()  # it begins sooner in one rank than in another, which the collectives would wait for
         for _ in range(PROFILED):
             call()
         if on_gpu:
@@ -140,7 +141,8 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
 
 def kernel_spans(call: Callable[[], object]) -> list[tuple[str, float, float]]:
     """(name, begin, end) in seconds of everything that a GPU did in PROFILED calls, by one clock."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with exclusive.alone(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        exclusive.meet()
         for _ in range(PROFILED):
             call()
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """A training step as `train_step` measures it, on one GPU or over several, and what it takes of each: for the suite scaling.
 
 work has besides: ranks, of each rank its memory (instruments.ledger), and of a step over several GPUs its collectives_s and
-exposed_s (instruments.communication); interconnect, the measured bandwidth between them. On a CPU each process computes in
-one thread.
+exposed_s (instruments.communication), unless they overlap with GEMMs by symmetric memory; interconnect, the measured
+bandwidth between them. On a CPU each process computes in one thread.
 """
 
 import functools
@@ -38,7 +38,8 @@ def _of_ranks(
     own: dict[str, Any] = {}
     found: dict[str, Any] = {}
     if parallel.world > 1:
-        own |= communication.of_steps(next_step, trial.device)
+        if not parallel.overlapped(1):  # the trace tells no copy between GPUs from the waits around it
+            own |= communication.of_steps(next_step, trial.device)
         if link := communication.bandwidth(trial.device, parallel.of_all):
             found["interconnect"] = {"backend": backend_of(trial), **link}
     peak = samples.get("peak_allocated_bytes")

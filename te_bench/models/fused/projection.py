@@ -65,9 +65,9 @@ class Projection(NamedTuple):
         columnwise: whether a weight that is cast now is cast in both layouts; without, dgrad turns it. beside: te.Linears
         whose weights stand under the module's.
         """
-        gemms = module.gemms(gemm)
         for other in beside:
             other.join(module)
+        gemms = module.gemms(gemm)
         made_of = weights if beside else None
         w = module.quantized_weight(
             gemms, weights[0], gemm, is_first_microbatch, columnwise=columnwise, made_of=made_of

@@ -20,6 +20,7 @@ from te_bench.kernels.activation.recomputed import gradient_and_value
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
+from te_bench.models.fused.projection import Projection
 from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten, is_recorded
 from te_bench.models.modules.gathered import turned
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, of_weight, restore, save_for_backward
@@ -132,16 +133,13 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
 
 
 def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
-    fc1 = first[0].gemms()
-    gemms = fc1._replace(divided=fc1.divided and fc1.divided.alone()), last.gemms()
-    for other in first[1:]:
-        other.join(first[0])
     training = torch.is_grad_enabled()
-    made_of = [layer.weight for layer in first]
-    q1 = first[0].quantized_weight(gemms[0], made_of[0], 0, None, columnwise=training, made_of=made_of)
-    weights = [q1, last.quantized_weight(gemms[1], last.weight, 0, None, columnwise=training)]
+    up = Projection.of(first[0], [linear.weight for linear in first], 0, None, training, first[1:])
+    down = Projection.of(last, [last.weight], 0, None, training)
+    assert up.gemms is not None
+    gemms = up.gemms._replace(divided=up.gemms.divided and up.gemms.divided.alone()), down.gemms
     tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
-    y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, weights, training, *tensors)
+    y = _Fp8.apply(flatten(x, compute_dtype(x)), kind, gemms, (up.w, down.w), training, *tensors)
     return y.view(*x.shape[:-1], -1)
 
 

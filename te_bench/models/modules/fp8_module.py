@@ -111,11 +111,20 @@ class Fp8Module(Parallelised, nn.Module):
         return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
 
     def join(self, first: Self) -> None:
-        """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too."""
+        """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too.
+
+        What each has gathered so far counts for both. Before first.gemms(), which may copy scales for a checkpoint.
+        """
         self.gemms()  # every rank has made a state of its own before, or none has
         # One that evaluates alone does not join, for ranks share the amaxes of as many; gathered weights keep a scale each.
-        if fp8.records() and not isinstance(getattr(self, "weight", None), Gathered):
-            self._state = first._state
+        if not fp8.records() or isinstance(getattr(self, "weight", None), Gathered):
+            return
+        if self._state is None or self._state is first._state:
+            return
+        first._prepare()
+        if type(self._state) is type(first._state):
+            first._state.join(self._state)
+        self._state = first._state
 
     def without_fp8(self) -> None:
         """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
-from te_bench.models.modules.gathered import turned
+from te_bench.models.modules import symmetric
+from te_bench.models.modules.gathered import NOT_TURNED, turned
 from te_bench.models.modules.tensor_parallel import Division
 from te_bench.models.recipe import Recipe, Slot
 
@@ -47,7 +48,14 @@ class Gemms(NamedTuple):
             scale = scale_from_amax(self.divided.ranks.amax(x), recipe.dtype(role), recipe.power_of_two)
             slot = Slot(scale, counts=slot.counts)
         own = cast.quantize(x, role, slot, rowwise=True, columnwise=False, column_sum=column_sum)
+        if rowwise and self._symmetric() is not None:  # what is multiplied next is gathered then
+            return own._replace(data_t=own.data, scale_inv_t=own.scale_inv)
         return self.gather(own, role, columnwise)
+
+    def _symmetric(self) -> str | None:
+        """The group's name where a GEMM and its collective are one operator of symmetric memory."""
+        group = None if self.divided is None else self.divided.ranks.symmetric
+        return None if group is None or self.recipe.by_given_scale() is None else group
 
     def gather(self, own: Quantized, role: str, columnwise: bool) -> Quantized:
         """All ranks' rows of what each cast by one scale. An input's columns are left to wgrad, which gathers them again."""
@@ -69,6 +77,10 @@ class Gemms(NamedTuple):
         return self.recipe.quantize_pair(x, self.input, weight, self.weight, **options)
 
     def fprop(self, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        if (group := self._symmetric()) is not None:
+            how = (x.by_rows(), w.by_rows(), dtype, True, group)
+            y = symmetric.gather_matmul_fp8(*how)[1] if self.gathers("input") else symmetric.matmul_scatter_fp8(*how)
+            return y if bias is None else y + bias.to(dtype)
         if self.divided is None or self.divided.mode == "column":
             return self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype, bias)
         y = self.divided.summed(self.recipe.gemm(x.by_rows(), w.by_rows(), "fprop", dtype), "fprop")
@@ -77,6 +89,19 @@ class Gemms(NamedTuple):
     def dgrad(self, g: Quantized, w_t: Operand, dtype: torch.dtype) -> Tensor:
         dx = self.recipe.gemm(g.by_rows(), w_t, "dgrad", dtype)
         return dx if self.divided is None else self.divided.summed(dx, "dgrad")
+
+    def dgrad_and_gather(
+        self, g: Quantized, w_t: Operand, dtype: torch.dtype, columnwise: bool
+    ) -> tuple[Tensor, Quantized]:
+        """dgrad, and g as wgrad takes it: one operator of symmetric memory gathers a row Linear's on the way."""
+        group = self._symmetric()
+        if group is None:
+            return self.dgrad(g, w_t, dtype), g
+        if not self.gathers("grad_output"):
+            return symmetric.matmul_scatter_fp8(g.by_rows(), w_t, dtype, False, group), g
+        data, dx = symmetric.gather_matmul_fp8(g.by_rows(), w_t, dtype, False, group)
+        columns = turned(g.by_rows()._replace(data=data)) if columnwise else NOT_TURNED
+        return dx, g._replace(data_t=columns.data, scale_inv_t=columns.scale_inv)
 
     def wgrad(self, g: Quantized, x_t: Operand, dtype: torch.dtype) -> Tensor:
         if self.gathers("input") and self.recipe.by_given_scale() is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.models import fp8
-from te_bench.models.modules import arguments
+from te_bench.models.modules import arguments, symmetric
 from te_bench.models.modules.activations import compute_dtype, flatten
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gathered import Gathered, turned
@@ -84,7 +84,9 @@ def linear_backward(
     if not (need_dx or need_dw):
         return None, None, None if db is None else dy.sum(0, dtype=torch.float32)
     g = gemms.quantize(dy, "grad_output", rowwise=need_dx, columnwise=need_dw, column_sum=db)
-    dx = gemms.dgrad(g, w_t, x_dtype) if need_dx else None
+    dx = None
+    if need_dx:
+        dx, g = gemms.dgrad_and_gather(g, w_t, x_dtype, need_dw)
     dw = gemms.wgrad(g, x_t, w_dtype) if need_dw else None
     return dx, dw, db
 
@@ -94,6 +96,10 @@ def linear(division: Division | None, x: Tensor, weight: Tensor, bias: Tensor | 
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if division is None:
         return F.linear(x, weight, bias)
+    if (group := division.ranks.symmetric) is not None:
+        fused = symmetric.GatherLinear if division.mode == "column" else symmetric.LinearScatter
+        y = fused.apply(x.flatten(0, -2), weight, group).view(*outer(x, division), len(weight))
+        return y if bias is None else y + bias
     if division.mode == "column":
         return F.linear(division.enter(x), weight, bias)
     y = division.leave(F.linear(x, weight))
@@ -198,6 +204,13 @@ class Linear(Fp8Module):
         options = factory(device, params_dtype)
         self.parts.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
+
+    def resize(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        """Take other parameters, weight (out, in_features) and bias (out,), in place of one whole weight and its bias."""
+        self.weight, self.bias = weight, bias
+        self.out_features = len(weight)
+        self.parts = Parts(None, self.out_features, self.divisions[0])
+        self.forget_weights()
 
     def _initialise(self) -> None:
         with fork_rng(*self.tracker):

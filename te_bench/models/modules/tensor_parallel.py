@@ -51,6 +51,9 @@ class Ranks:
             if tp_size not in (1, self.size):
                 raise ValueError(f"{where}: tp_size={tp_size}, but tp_group has {self.size} ranks: give one of them")
         self.sequence = bool(sequence_parallel) and self.size > 1
+        self.overlaps = (
+            False  # whether a Linear's collectives and GEMMs are one operator (symmetric), with self.sequence
+        )
         for name in OVERLAPS:
             if self.size > 1 and (others or {}).get(name):
                 raise ValueError(f"{where}: te_bench has no {name} at tp_size={self.size}; leave it out")
@@ -86,23 +89,28 @@ class Ranks:
             )
         return self.group
 
+    @property
+    def symmetric(self) -> str | None:
+        """The group's name for operators of symmetric memory, or None where GEMMs and collectives are apart."""
+        return self._ready().group_name if self.overlaps else None
+
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' x one after the other along the first dimension."""
         whole = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
         _gather(whole, x.contiguous(), group=self._ready())
-        return whole
+        return _received(whole)
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part along the first dimension of the sum over the ranks."""
         own = x.new_empty(self.part("the first dimension", x.shape[0]), *x.shape[1:])
         _scatter(own, x.contiguous(), group=self._ready())
-        return own
+        return _received(own)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks."""
         x = x.contiguous().clone()
         dist.all_reduce(x, group=self._ready())
-        return x
+        return _received(x)
 
     def add_up(self, parameter: Tensor) -> Tensor:
         """A parameter that every rank has, whose gradient is the sum over the ranks'."""
@@ -224,6 +232,11 @@ def outer(x: Tensor, division: Division | None) -> tuple[int, ...]:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _received(x: Tensor) -> Tensor:
+    """x, which a collective has written to, as a view: of x itself torch.compile 2.11 drops a Function's gradient."""
+    return x.view_as(x)
 
 
 class _There(torch.autograd.Function):

@@ -121,6 +121,9 @@ class State:
     def carry(self, old: Any) -> None:
         """Go on from a state of the same class under another recipe."""
 
+    def join(self, other: Any) -> None:
+        """Go on from this and from another one of the same class, for tensors that are cast as one from now on."""
+
     def to(self, device: torch.device) -> None:
         """Move all tensors to a device; their dtypes stay."""
         raise NotImplementedError

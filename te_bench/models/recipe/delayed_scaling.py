@@ -178,6 +178,10 @@ class ScaleTable:
         #: Whether there are numbers in it: a pass on the meta device or under FakeTensorMode made none.
         self.real = not (self.scale.is_meta or isinstance(self.scale, FakeTensor))
 
+    def fresh(self) -> Tensor:
+        """Which of its scales no amax has made, (n,) bool. With a history of one step an amax leaves a scale alone."""
+        return (self.scale == 1) & (self.history == 0).all(0)
+
 
 class DelayedState(State):
     """Scales and amax histories of one module, in Transformer Engine's layout.
@@ -274,6 +278,19 @@ class DelayedState(State):
                 mine.history[-kept:] = theirs.history[-kept:]
             mine.scale.copy_(theirs.scale * (mine.limit / theirs.limit))
             mine.nonfinite.copy_(theirs.nonfinite)
+
+    @torch.no_grad()
+    def join(self, other: "DelayedState") -> None:
+        """The larger amax of each step and the smaller scale; where one has gathered nothing yet, the other's."""
+        if not (self.real and other.real and self.recipe == other.recipe):
+            return
+        for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
+            (history, scale, nonfinite), (other_history, other_scale, other_nonfinite) = mine.written, theirs.written
+            fresh, other_fresh = mine.fresh(), theirs.fresh()
+            smaller = torch.minimum(scale, other_scale)
+            scale.copy_(torch.where(fresh, other_scale, torch.where(other_fresh, scale, smaller)))
+            history.copy_(torch.maximum(history, other_history))
+            nonfinite.copy_(torch.maximum(nonfinite, other_nonfinite))
 
     @staticmethod
     def _length(saved: Mapping[str, Tensor]) -> int:

@@ -18,7 +18,7 @@ _OWN_PARTS = ("head", "optimizer", "blocks", "parts")
 #: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
 _SHAPE = ("batch", "heads", "kv_heads", "length", "head_dim", "causal", "dropout", "window_left", "window_right")
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # what arm_name says
-_RANKS = ("parallel", "world", "shard", "sequence_parallel")  # said together: ddp x4, hsdp x4 in groups of 2
+_RANKS = ("parallel", "world", "shard", "sequence_parallel", "overlap")  # said together: ddp x4, hsdp x4 in groups of 2
 
 _KERNELS = {
     "manual": "written-out",
@@ -170,6 +170,7 @@ def _always(trial: Trial, differing: Collection[str], fewer_bits: bool) -> list[
     if "parallel" in problem:
         groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
         tokens = " with sequence parallelism" if problem.get("sequence_parallel") else ""
+        tokens += " that overlaps" if problem.get("overlap") else ""
         words.append(f"{problem['parallel']} x{problem['world']}{groups}{tokens}")
     if "arm" not in problem:
         words += run_options.fewer_words(problem)

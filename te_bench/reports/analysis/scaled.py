@@ -65,7 +65,7 @@ def scaled_steps(group: Group) -> tuple[ScaledStep, ...]:
 def _work(configuration: Configuration) -> str:
     """What the same steps on more and fewer GPUs share: all but how they are divided, and each rank's sequences."""
     trial, world = configuration.trial, world_of(configuration.trial)
-    divided = ("parallel", "world", "sequence_parallel", "batch")
+    divided = ("parallel", "world", "sequence_parallel", "overlap", "batch")
     problem = {key: value for key, value in trial.problem.items() if key not in divided}
     batch = finite(trial.problem.get("batch"))
     each = None if batch is None else batch / world

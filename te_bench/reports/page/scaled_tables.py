@@ -15,7 +15,7 @@ TITLES |= {"fp8_copies": "FP8 copies", "fp8_operands": "FP8 operands"}
 
 
 def times(result: GroupResult) -> Table | None:
-    """Throughput of each GPU, efficiency, what collectives cost, energy and the link."""
+    """Throughput of each GPU, efficiency, what collectives cost, memory, energy and the link."""
     steps = result.scaled
     shown = [
         {
@@ -26,6 +26,7 @@ def times(result: GroupResult) -> Table | None:
             "Efficiency": _efficiency(step),
             "Collectives, ms": number(step.collectives_s, text.milliseconds),
             "Exposed, ms": number(step.exposed_s, text.milliseconds),
+            "Peak, GiB": number(step.memory.get("peak"), text.gib),
             "mJ/token": number(None if step.energy_per_token is None else step.energy_per_token * 1e3),
             "Link, GB/s": number(None if step.busbw is None else step.busbw / 1e9),
             "ok/planned": repetitions(step.configuration),
@@ -57,6 +58,8 @@ def _notes(steps: Sequence[ScaledStep]) -> list[str]:
             "Collectives: while NCCL's kernels run, waits for other ranks included; exposed: while the GPU does nothing "
             "else. Both by the trace of three steps, the mean over ranks."
         )
+    if any("peak" in step.memory for step in steps):
+        notes.append("Peak: the most that PyTorch had allocated on the rank with the most.")
     if any(step.energy_per_token is not None for step in steps):
         notes.append("mJ/token: of all GPUs of the trial, by their own counters.")
     if any(step.busbw is not None for step in steps):

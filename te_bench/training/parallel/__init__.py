@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GROUPED = ("fsdp2+tp", "hsdp")
 #: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
 SHARING = ("fsdp2+tp", "tp")
+#: What overlaps the GEMMs of such ranks with their collectives: torch's symmetric memory.
+OVERLAPS = ("symmetric",)
 
 
 class Indivisible(ValueError):
@@ -122,6 +124,13 @@ class Parallel:
         """
         return {}
 
+    def overlapped(self, tokens: int) -> int:
+        """How many numbers a micro-batch's two passes are to gather, and as many to scatter, while they multiply.
+
+        At least, of so many tokens. 0 where GEMMs and collectives are apart.
+        """
+        return 0
+
     def largest(self, x: "Tensor") -> "Tensor":
         """Each element's maximum over the ranks, infinity where one has NaN."""
         return x
@@ -153,6 +162,13 @@ def replicas(name: str, world: int, shard: int | None) -> int:
     if name == "tp":
         return 1
     return world // shard if name == "fsdp2+tp" and shard is not None else world
+
+
+def meet() -> None:
+    """Wait for every rank of the process group, however long the slowest takes."""
+    from te_bench.training.parallel import _group
+
+    _group.meet()
 
 
 def names() -> list[str]:

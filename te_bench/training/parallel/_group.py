@@ -52,7 +52,7 @@ class Grouped(Parallel):
         return found
 
     def meet(self) -> None:
-        dist.barrier(group=_patient(dist.group.WORLD))
+        meet()
 
     def largest(self, x: Tensor) -> Tensor:
         return largest_of_ranks(x)
@@ -100,6 +100,11 @@ def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> No
             f"shard {shard}: of {world} ranks a group is a divisor, more than one and fewer than all; choose "
             f"{all_in_one} for one group of all, {one_each} for groups of one"
         )
+
+
+def meet() -> None:
+    """Parallel.meet of all ranks."""
+    dist.barrier(group=_patient(dist.group.WORLD))
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from te_bench.models.modules.activations import compute_dtype
 from te_bench.models.modules.linear import Linear, linear
 from te_bench.models.modules.tensor_parallel import Entry, Ranks, divide
 from te_bench.models.parts import AttentionPart, Part
-from te_bench.training.parallel import Indivisible, _vocabulary
+from te_bench.training.parallel import Indivisible, _overlap, _vocabulary
 from te_bench.training.parallel._group import Grouped, clip_by_kinds, norm_of_parts
 from te_bench.training.parallel._stored import Chunk, Stored
 
@@ -86,12 +86,14 @@ class PlainLinear(nn.Linear):
 class SharedLayers(Grouped):
     """A rank of groups that share layers; whoever inherits says which ranks are one, by `tensor_group`.
 
-    sequence_parallel: a rank has its share of the tokens between the layers, of te-bench's decoders.
+    sequence_parallel: a rank has its share of the tokens between the layers, of te-bench's decoders. overlap: "symmetric",
+    the pairs' GEMMs with the collectives that this takes. Raises ValueError for another, and for one without.
     """
 
-    def __init__(self, sequence_parallel: bool = False) -> None:
+    def __init__(self, sequence_parallel: bool = False, overlap: str | None = None) -> None:
         super().__init__()
-        self.sequence_parallel = sequence_parallel
+        _overlap.check(overlap, sequence_parallel)
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap
         self._places: list[tuple[nn.Module, str, Share]] = []
         self._partial: list[tuple[nn.Module, str]] = []
         self._group: Any = None
@@ -108,7 +110,7 @@ class SharedLayers(Grouped):
             return f"the optimizer {optimizer} clips by one rank's gradients; choose torch's AdamW, or ddp"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
-        return None
+        return _overlap.unsupported(self.overlap, self.world // self.replicas, mode)
 
     @property
     def draws(self) -> int:
@@ -122,6 +124,7 @@ class SharedLayers(Grouped):
         if not cuts:
             raise Indivisible(f"{self.name}: {_no_pairs(model)}, or choose ddp")
         self._group = self.tensor_group()
+        _overlap.meet(self.overlap, self._group)
         vocabulary = Ranks("the vocabulary", self._group, sequence_parallel=self.sequence_parallel)
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in model.modules():
@@ -135,7 +138,7 @@ class SharedLayers(Grouped):
         }
         for cut in cuts:
             entry = entries.get(places[id(cut.layer)][0][0]) if cut.mode == "column" else None
-            self._cut(cut, places[id(cut.layer)], entry)
+            _overlap.begin(self.overlap, self._cut(cut, places[id(cut.layer)], entry), getattr(model, "recipe", None))
         if isinstance(model, Decoder) and model.heads is None:  # a head of its own takes the whole table
             self._cut_vocabulary(model, vocabulary)
         if self.sequence_parallel:  # what is whole sees a rank's tokens alone
@@ -180,8 +183,8 @@ class SharedLayers(Grouped):
         model.tie()
         _vocabulary.compute_by(model, ranks, part_of(rows, self._group.rank(), ranks.size)[0])
 
-    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]], entry: Entry | None) -> None:
-        """entry: of the column Linears of the same module, which as a rule take the same."""
+    def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]], entry: Entry | None) -> Any:
+        """A rank's share in its place. entry: of the column Linears of one module, which as a rule take the same."""
         layer: Any = cut.layer
         name = places[0][1]
         ranks = self._group.size()
@@ -219,6 +222,7 @@ class SharedLayers(Grouped):
         new.train(layer.training)
         for parent, name in places:
             setattr(parent, name, new)
+        return new
 
     def _share(self, layer: nn.Module, name: str, share: Share) -> None:
         whole = layer.get_parameter(name)
@@ -252,6 +256,9 @@ class SharedLayers(Grouped):
             add("bfloat16", 2 * embedded, 2 * embedded)
             add("float32", 0, 4 * embedded)
         return found
+
+    def overlapped(self, tokens: int) -> int:
+        return 0 if self.overlap is None else tokens * _overlap.numbers(self._pairs)
 
     def _shares(self) -> dict[Any, Share]:
         """By parameter: fully_shard puts others in their places."""

@@ -18,8 +18,8 @@ class FSDP2TP(SharedLayers, FSDP2):
 
     name = "fsdp2+tp"
 
-    def __init__(self, shard: int, sequence_parallel: bool = False) -> None:
-        super().__init__(sequence_parallel)
+    def __init__(self, shard: int, sequence_parallel: bool = False, overlap: str | None = None) -> None:
+        super().__init__(sequence_parallel, overlap)
         require_groups(shard, self.world, "tp", "fsdp2")
         self.shards = self.replicas = self.world // shard
         self.replica = self.rank // shard

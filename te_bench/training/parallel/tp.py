@@ -15,8 +15,8 @@ from te_bench.training.parallel._shared_layers import SharedLayers
 class TP(SharedLayers):
     name = "tp"
 
-    def __init__(self, sequence_parallel: bool = False) -> None:
-        super().__init__(sequence_parallel)
+    def __init__(self, sequence_parallel: bool = False, overlap: str | None = None) -> None:
+        super().__init__(sequence_parallel, overlap)
         self.replicas, self.replica = 1, 0
 
     def tensor_group(self) -> Any:

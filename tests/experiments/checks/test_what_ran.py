@@ -297,6 +297,19 @@ def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, monkeypa
     assert sum(head.gemms(rows, 32, 64, 2)) == len(products)
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling"])
+def test_gemms_that_overlap_with_collectives_are_as_many_as_a_group_has_ranks(recipe: str | None) -> None:
+    """On a GPU, of fprop and dgrad; wgrad is one, and the head's none of them."""
+    divided = {"device": "cuda", "model": "llama-tiny", "parallel": "fsdp2+tp", "world": 8, "shard": 4, "batch": 2}
+    apart, overlapped = (
+        what_ran.expected_of_step(a_trial(recipe, **divided, sequence_parallel=True, **more), 32)
+        for more in ({}, {"overlap": "symmetric"})
+    )
+    part, linears = "gemm_half" if recipe is None else "gemm_fp8", 4 * 2
+    assert {name for name in apart if apart[name] != overlapped[name]} == {part}
+    assert [b - a for a, b in zip(apart[part], overlapped[part], strict=True)] == [2 * 3 * linears] * 2  # type: ignore[operator]
+
+
 #: A kernel of each title's, launched once for each part.
 OF_RIVALS = {
     "Transformer Engine": "void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel<Traits>(Params)",

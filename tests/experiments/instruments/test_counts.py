@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 
 from te_bench.experiments.checks import what_ran
 from te_bench.experiments.instruments import compilation, profiling
-from te_bench.experiments.measurement import CheckFailed, Context, Measurement
+from te_bench.experiments.measurement import CheckFailed, Context, Measurement, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, layer, train_step, training
 from te_bench.models import decoder
@@ -255,3 +255,19 @@ def test_a_gpu_s_launches_are_the_same_every_time(mode: str) -> None:
     assert 1e-5 < sum(first["kernel_s"].values()) < 1
     assert "kernel_s" not in train_step.run(trial, Context(check=False)).work
     assert counted(first) == ({} if mode == "eager" else NONE)
+
+
+@pytest.mark.parametrize("backward", ["", "_backward"])
+def test_attention_that_a_compiler_made_of_written_out_attention_is_called_so(backward: str) -> None:
+    """Seen of torch 2.13 on a CPU: Inductor's fuse_attention takes a ViT's softmax(q k^T) v for flash attention."""
+    seen = profiling.Seen([f"aten::_scaled_dot_product_flash_attention_for_cpu{backward}"])
+    timed = Measurement(samples={"latency_s": [1.0]})
+    compiled = dataclasses.replace(COMPILED, attention="manual", mode="compile")
+    with pytest.raises(
+        Unsupported, match=r"^torch.compile turned the written-out attention into flash attention: "
+    ) as e:
+        what_ran.require_attention(compiled, seen, timed)
+    assert (e.value.measurement.samples, e.value.measurement.kernels) == ({}, seen.names)
+    for other in ({"mode": "eager"}, {"attention": "math"}):  # which no compiler explains
+        with pytest.raises(CheckFailed, match="but flash ran"):
+            what_ran.require_attention(dataclasses.replace(compiled, **other), seen, timed)

@@ -210,6 +210,37 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
 
 
+@pytest.mark.parametrize(
+    ("parts", "length", "checkpointed"),
+    [("all", 1, False), ("all", 8, True), (LAYER_BY_LAYER, 8, False)],
+    ids=["one amax kept", "checkpointed", "the MLP alone"],
+)
+def test_trained_layer_by_layer_it_goes_on_side_by_side_with_the_scales_of_all(
+    parts: Any, length: int, checkpointed: bool
+) -> None:
+    """k's and up's weights are 16 times q's and gate's: by these' scales alone they would saturate."""
+    model = make("llama")
+    te.convert(model, recipe.DelayedScaling(amax_history_len=length), parts=parts)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    large = [x for name, x in model.named_modules() if name.endswith(("k_proj", "up_proj"))]
+    with torch.no_grad():
+        for layer in large:
+            layer.weight.mul_(16)
+    handles = [layer.register_forward_hook(lambda *_: None) for layer in large]
+    for _ in range(2):
+        run(model, inputs("llama"))
+    before = te.numerics(model)
+    for handle in handles:
+        handle.remove()
+    with te.record_numerics():
+        run(model, inputs("llama"))
+    for name, tensors in te.numerics(model).items():
+        assert tensors["weight"].get("saturated", 0) <= 1, name  # the largest may round up
+        for role, figures in tensors.items() if length > 1 else ():
+            assert figures["amax"] >= before[name][role]["amax"], (name, role)
+
+
 @pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["by the chain", "layer by layer"])
 def test_what_linears_share_is_moved_on_once_a_step(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, moved = make("llama"), []

@@ -211,20 +211,72 @@ def test_what_is_raised_on_the_way_leaves_the_model_as_it_was() -> None:
     assert torch.equal(run(model, inputs("llama"))[0], loss)
 
 
-def test_saved_and_loaded_it_is_transformers_own(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    model = make("llama")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_and_loaded_it_is_transformers_own(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    cls: Any = type(model)
     te.convert(model, parts="all")
     model.save_pretrained(tmp_path)
-    plain = LlamaForCausalLM.from_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path)
     assert plain.config._attn_implementation == "sdpa"
-    ours = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="te_bench")
+    ours = cls.from_pretrained(tmp_path, attn_implementation="te_bench")
     assert ours.config._attn_implementation == "te_bench"
     model.eval()
     expected = model(input_ids=tokens()).logits
     for other in (plain, ours):
         torch.testing.assert_close(other(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "choice"),
+    [
+        ("llama", False, None),
+        ("llama", False, recipe.DelayedScaling(amax_history_len=4)),
+        ("llama", True, recipe.DelayedScaling(amax_history_len=4)),
+        ("gpt2", True, None),
+    ],
+    ids=["its own", "its own in FP8", "tied in FP8", "tied"],
+)
+def test_a_resized_vocabulary_keeps_the_head_converted(family: str, tied: bool, choice: Any) -> None:
+    plain = make(family, tie_word_embeddings=tied)
+    model = copy.deepcopy(plain)
+    te.convert(model, choice, parts="all")
+    run(model, inputs(family))
+    head, model = model.lm_head, copy.deepcopy(model)
+    for size in (80, 80, 48):
+        torch.manual_seed(0)
+        embedding = model.resize_token_embeddings(size)
+        assert embedding is model.get_input_embeddings()
+        assert (model.config.vocab_size, len(embedding.weight), len(model.lm_head.weight)) == (size, size, size)
+        torch.manual_seed(0)
+        plain.resize_token_embeddings(size)
+    assert type(model.lm_head) is type(head)
+    assert (model.lm_head.weight is embedding.weight) is tied
+    assert model.lm_head.weight.requires_grad
+    again = copy.deepcopy(plain)
+    te.convert(again, choice, parts="all")
+    given = {name: t.clamp(max=47) for name, t in inputs(family).items()}
+    for one in (model, again):
+        assert one(**given).logits is None
+        run(one, given)
+    (loss, gradients), (wanted, expected) = run(model, given), run(again, given)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5 if choice is None else 0.02, atol=0)
+    assert gradients.keys() == expected.keys()
+    assert {name: g.shape for name, g in gradients.items()} == {name: g.shape for name, g in expected.items()}
+
+
+def test_a_head_of_layers_alone_is_resized_with_its_bias_and_stays_frozen() -> None:
+    model = make("phi3")
+    model.lm_head = torch.nn.Linear(32, 64)
+    model.lm_head.requires_grad_(False)
+    te.convert(model)
+    before = copy.deepcopy(model.lm_head)
+    model.resize_token_embeddings(96, mean_resizing=False)
+    assert model.lm_head.extra_repr() == "in_features=32, out_features=96, bias=True"
+    assert torch.equal(model.lm_head.weight[:64], before.weight)
+    assert torch.equal(model.lm_head.bias[:64], before.bias)
+    assert not any(p.requires_grad for p in (model.lm_head.weight, model.lm_head.bias))
+    assert model(**inputs("phi3")).logits.shape == (3, 16, 96)
 
 
 def test_generation_goes_on_as_before() -> None:

@@ -81,6 +81,16 @@ def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):
     assert two.rest == 4 * MIB
 
 
+def test_the_table_has_the_peak_of_a_rank(tmp_path):
+    result = result_of(
+        tmp_path, step(20), step(22, 2, rank=lambda rank: {"memory": {"peak": (10 + rank) * 1024 * MIB}})
+    )
+    [times] = tables.tables_of(result, "scaling")
+    column = [column.title for column in times.columns].index("Peak, GiB")
+    assert [row[column].text for row in times.rows] == ["0.00781", "11.0"]
+    assert "Peak: the most" in times.note
+
+
 def test_the_report_says_what_was_not_run(tmp_path):
     result = result_of(tmp_path, step(20), step(25, 2), step(0, 4, outcome="unsupported"))
     [times] = tables.tables_of(result, "scaling")
