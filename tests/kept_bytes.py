@@ -35,7 +35,7 @@ def kept(step: TrainStep, tokens: Tensor) -> list[tuple[torch.dtype, int]]:
         layer.attention = lambda q, k, v, **_: Attention.apply(q, k, v)
     step(tokens, tokens)
     table.prepare()
-    copies = [t for c in table.copies.values() for t in (c.leaf, *(c.fp8.kept[:4] if c.fp8 else ()))]
+    copies = [t for c in table.copies.values() for t in (c.leaf, *(c.fp8.kept[:4] if c.fp8 else ())) if t is not None]
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *copies)}
     found: dict[int, tuple[torch.dtype, int]] = {}
 

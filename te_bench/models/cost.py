@@ -18,6 +18,10 @@ BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / BLOCK}
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
 WEIGHTS = "weights"
 
+#: Elements of a model's FP8 weights from which on a second layout would take 0.5 GiB: there each lasts once, and dgrad turns
+#: it, which takes a hundredth of a GEMM's time at 8192 tokens, and 2 us. GPT-2 and GPT-2 medium have fewer.
+ONCE = 2**29
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
@@ -153,13 +157,16 @@ def memory(
     granularity: str = "tensor",
     weights: str | None = None,
     states: str | None = None,
+    turns: bool = True,
 ) -> tuple[Held, ...]:
     """What a step of fused blocks, table AdamW and a head in chunks holds at its peak, block_size tokens a sequence.
 
     fp8: the layers' Linears compute in FP8; else in bf16, where a gated activation is made again and not kept. known: with
     scales known beforehand, as delayed scaling's: any activation is made again, and the optimizer leaves weights in FP8.
     Otherwise the activation is kept in FP8, and beside weights in bf16 what the backward pass reads of them. granularity: a
-    recipe's, what shares a scale. A tensor's one scale is not counted.
+    recipe's, what shares a scale. A tensor's one scale is not counted. turns: large models (ONCE) with scales known
+    beforehand hold weights in FP8 once, qkv and proj keep nothing that they read, and a tied FP8 head reads no copy of its
+    table, as in every step of one process that torch.compile does not compile.
     logits: rows of them that the head makes at a time, which in bf16 become their own gradient; fp8_head: that is kept for
     dx of `strip` rows and for dW of `chunk` rows. No gradient of a parameter is there yet but, in bf16, the head's.
     weights and states: as in `step`; of bf16 weights the residual stream is bf16, too.
@@ -173,11 +180,13 @@ def memory(
     statistics = (8 if s.norm == "layernorm" else 4) * n * (2 * layers + 1)  # mean and rstd, or rstd alone
     normed = n * (s.heads + s.groups) * (2 * s.head_dim + 4) if s.head_norms else 0  # what is normed, and rstd
     size = 2 if granularity in IN_BF16 else 1
+    once = turns and fp8 and known and linear >= ONCE
     if fp8:
-        operands = size * (2 * tokens + attended + (0 if known else n * s.ffn))
+        operands = size * (tokens if once else 2 * tokens + attended + (0 if known else n * s.ffn))
     else:
         operands = 2 * (2 * tokens + (0 if s.gated else n * s.ffn))
-    copies = 2 * (linear + head) if weights is None else 2 * linear if fp8 and known else 0
+    copies = (1 if once else 2) * linear if weights is None or (fp8 and known) else 0
+    copies += 2 * head if weights is None and not (once and fp8_head and s.tied) else 0
     copies += size * linear if fp8 and not known else 0  # beside bf16
     wide = 4 if weights is None else 2  # the stream
     scales, scales_of_weights = _scales(s, n, granularity) if fp8 else (0, 0)

@@ -208,6 +208,11 @@ class Decoder(nn.Module):
         """Whether a step is captured without a compiler: it would find next to nothing to fuse, or kernels of a rival."""
         return self.blocks == "fused" or self.passes is not None
 
+    def te_cast_tables(self) -> list[Tensor]:
+        """Tables that a training pass casts to FP8 by itself, for a copy in bf16 would last as long as all of its layers."""
+        casts = self.config.shape.tied and self.heads is not None and self.heads[True] is load_head("fp8")
+        return [self.tables().tokens.weight] if casts else []
+
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
         """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe.
 

@@ -34,7 +34,8 @@ class NormPart(NamedTuple):
 class LinearPart(NamedTuple):
     """x W^T + b, and the module whose FP8 state the product has: its weight number `gemm`.
 
-    beside: Linears whose outputs follow the module's own; they multiply together, by its scales.
+    beside: Linears whose outputs follow the module's own; they multiply together, by its scales. others: their weights: a
+    checkpoint that computes again finds others in the modules.
     """
 
     module: nn.Module
@@ -42,11 +43,17 @@ class LinearPart(NamedTuple):
     bias: Tensor | None
     gemm: int = 0
     beside: tuple[Any, ...] = ()
+    others: tuple[Tensor, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """All that multiply together."""
+        return self.weight, *self.others
 
     @classmethod
     def of(cls, module: Any, *beside: Any) -> Self:
         """Of nn.Linears or te.Linears."""
-        return cls(module, module.weight, module.bias, 0, beside)
+        return cls(module, module.weight, module.bias, 0, beside, tuple(other.weight for other in beside))
 
 
 class AttentionPart(NamedTuple):

@@ -7,6 +7,9 @@ backward then widens it. Where an FP8 recipe knows its scale beforehand the upda
 what is kept and quantizes no weight. A Decoder reads such a weight nowhere else: of its leaf only the gradient is
 real, its numbers are one NaN. Copies of weights that multiply as one matrix lie side by side, and are cast in the pass.
 
+Of a large model (models.cost.ONCE) the FP8 lasts in one layout, which a backward pass turns, that of weights side by side
+is left by the update, too, layers of the fused chain read no other copy, and a tied head that casts by itself has none.
+
 A weight that is bf16 itself has no master: it is its own leaf, and the update leaves its FP8 alone.
 """
 
@@ -23,8 +26,9 @@ from te_bench.kernels import adamw
 from te_bench.kernels.adamw import Parameter, Table
 from te_bench.kernels.adamw.backends import reference
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized
-from te_bench.models import fp8
+from te_bench.models import cost, fp8
 from te_bench.models.decoder import Decoder
+from te_bench.models.modules.fp8_module import InFp8
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe, Slot
 from te_bench.training import fewer_bits
@@ -38,12 +42,16 @@ STATES = {None: torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3f
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Copy:
-    """A te.Linear's weight in FP8, in both layouts, by the scale and into the amax that its recipe keeps for it."""
+    """A te.Linear's weight in FP8, by the scale and into the amax that its recipe keeps for it, in both layouts, or by rows.
+
+    whole: with those that stand beside it, whose rows `kept` are; they share one scale.
+    """
 
     module: Linear
     recipe: Recipe
     slot: Slot
     kept: Quantized
+    whole: Quantized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,44 +71,74 @@ class Copy:
 
 
 def make_copies(
-    model: nn.Module, *, direct: bool, region: Callable[[], contextlib.AbstractContextManager[None]]
+    model: nn.Module,
+    *,
+    direct: bool,
+    region: Callable[[], contextlib.AbstractContextManager[None]],
+    turns: bool = False,
 ) -> dict[nn.Parameter, Copy]:
-    """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it."""
+    """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it.
+
+    turns: whether a backward pass may turn FP8 weights, so that those of a large model last once.
+    """
     users: dict[nn.Parameter, list[nn.Module]] = {}
     found: dict[nn.Parameter, Copy] = {}
-    stacks = _stacks_of(model)
-    stacked = {weight for stack in stacks for weight in stack}  # cast together, in the pass
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad:
                 users.setdefault(parameter, []).append(module)
+    stacks = _stacks_of(model)
     with torch.no_grad(), region():
+        once = turns and _elements_in_fp8(users) >= cost.ONCE
+        fp8 = _make_fp8_stacks(stacks, users) if once else {}
+        stacked = {layer.weight for stack in stacks for layer in stack}  # cast together, in the pass
+        alone_in_fp8, without = _read_in_fp8(model, once)
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
-            if linear:
-                alone, first = len(modules) == 1, linear[0]
-                castable = alone and master not in stacked
-                fp8 = _make_fp8_copy(first, master) if castable and isinstance(first, Linear) else None
-                if master.dtype is torch.bfloat16:
-                    found |= {} if fp8 is None else {master: Copy(master, tuple(linear), True, False, fp8)}
-                    continue
-                half = fp8 is None or not isinstance(model, Decoder)
-                leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
-                leaf.copy_of = master
-                found[master] = Copy(leaf, tuple(linear), direct and alone, half, fp8)
+            if not linear or master in without:
+                continue
+            alone, first = len(modules) == 1, linear[0]
+            if alone and master not in stacked and isinstance(first, Linear):
+                fp8[master] = _make_fp8_copy(first, master, columnwise=not once)
+            own = fp8.get(master)
+            if master.dtype is torch.bfloat16:
+                found |= {} if own is None else {master: Copy(master, tuple(linear), True, False, own)}
+                continue
+            half = own is None or not (isinstance(model, Decoder) or master in alone_in_fp8)
+            leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
+            leaf.copy_of = master
+            if own is not None and not half:
+                leaf.in_fp8 = InFp8(own.recipe, own.kept, own.whole)
+            found[master] = Copy(leaf, tuple(linear), direct and alone, half, own)
         for stack in stacks:
-            leaves: list[Any] = [found[weight].leaf for weight in stack if weight in found]
-            if len(leaves) == len(stack):  # side by side in memory: nobody has to put them there
-                for leaf, part in zip(leaves, torch.cat(leaves).split([len(w) for w in stack]), strict=True):
-                    leaf.data = part
+            copies = [found[layer.weight] for layer in stack if layer.weight in found]
+            if len(copies) == len(stack) and all(copy.half for copy in copies):
+                # Side by side in memory: nobody has to put them there.
+                joined = torch.cat([copy.leaf for copy in copies]).split([len(copy.leaf) for copy in copies])
+                for copy, part in zip(copies, joined, strict=True):
+                    copy.leaf.data = part
     return found
 
 
-def _stacks_of(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Weights of Linears that multiply as one matrix, as modules say that have some (te_stacks)."""
+def _elements_in_fp8(users: dict[nn.Parameter, list[nn.Module]]) -> int:
+    """Of weights that the present autocast's recipe leaves to whoever makes them."""
+    linear = [(p, first) for p, (first, *others) in users.items() if isinstance(first, Linear) and not others]
+    return sum(p.numel() for p, first in linear if first._parameters.get("weight") is p and first.weight_cast())
+
+
+def _read_in_fp8(model: nn.Module, once: bool) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Of a large model the weights that are read in FP8 alone, and the tied tables that a head casts by itself."""
+    if not once:
+        return set(), set()
+    read = [layer.weight for module in model.modules() for layer in getattr(module, "te_linears", list)()]
+    cast = [table for module in model.modules() for table in getattr(module, "te_cast_tables", list)()]
+    return set(read), set(cast)
+
+
+def _stacks_of(model: nn.Module) -> list[list[Any]]:
+    """Linears whose weights multiply as one matrix, as modules say that have some (te_stacks)."""
     stacks = [stack for module in model.modules() for stack in getattr(module, "te_stacks", list)() if len(stack) > 1]
-    linears = [stack for stack in stacks if all(isinstance(layer, nn.Linear | Linear) for layer in stack)]
-    return [[layer.weight for layer in stack] for stack in linears]
+    return [stack for stack in stacks if all(isinstance(layer, nn.Linear | Linear) for layer in stack)]
 
 
 def _make_placeholder(like: Tensor) -> Tensor:
@@ -108,17 +146,39 @@ def _make_placeholder(like: Tensor) -> Tensor:
     return torch.full((), math.nan, dtype=torch.bfloat16, device=like.device).expand(like.shape)
 
 
-def _make_fp8_copy(module: Linear, master: Tensor) -> Fp8Copy | None:
-    """None where the present autocast's recipe cannot leave the cast to whoever makes the weight."""
+def _make_fp8_copy(module: Linear, master: Tensor, *, columnwise: bool, rows: int | None = None) -> Fp8Copy | None:
+    """None where the present autocast's recipe cannot leave the cast to whoever makes the weight.
+
+    rows: of the whole, where others stand beside the weight.
+    """
     made = module.weight_cast()
     if made is None:
         return None
     recipe, cast = made
     inverse = torch.ones((), dtype=torch.float32, device=master.device)
-    data = torch.empty_like(master, dtype=cast.dtype)
-    data_t = torch.empty_like(master.t(), dtype=cast.dtype, memory_format=torch.contiguous_format)
+    data = torch.empty(rows or len(master), master.shape[1], dtype=cast.dtype, device=master.device)
+    data_t = data.new_empty(data.t().shape) if columnwise else None
     layout = Layout(cast.dtype, TENSOR, torch.float32)
-    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), Quantized(data, inverse, data_t, inverse, layout))
+    whole = Quantized(data, inverse, data_t, inverse if columnwise else None, layout)
+    return Fp8Copy(module, recipe, Slot(cast.scale, cast.amax), whole, whole)
+
+
+def _make_fp8_stacks(
+    stacks: list[list[Any]], users: dict[nn.Parameter, list[nn.Module]]
+) -> dict[nn.Parameter, Fp8Copy | None]:
+    """{weight: its rows of a stack's FP8}, by the first's scale; of stacks that are trained, float32, and used once."""
+    found: dict[nn.Parameter, Fp8Copy | None] = {}
+    for stack in stacks:
+        weights: list[Any] = [layer.weight for layer in stack]
+        if not all(isinstance(layer, Linear) for layer in stack) or any(len(users.get(w, ())) != 1 for w in weights):
+            continue
+        rows = [len(weight) for weight in weights]
+        own = _make_fp8_copy(stack[0], weights[0], columnwise=False, rows=sum(rows))
+        if own is None or any(weight.dtype is not torch.float32 for weight in weights):
+            continue
+        for layer, weight, part in zip(stack, weights, own.whole.data.split(rows), strict=True):
+            found[weight] = replace(own, module=layer, kept=own.whole._replace(data=part))
+    return found
 
 
 def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: int, parallel: Parallel) -> bool:
@@ -151,8 +211,8 @@ class TableAdamW:
     states: "bf16" or "fp8" keeps the moments of matrices so, None in float32, as those of vectors always are. What is
     rounded stochastically is so by torch's seed as it is now, which `state` has with the number of updates.
     fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
-    bf16: the Linears compute with copies; region: the model's FP8 autocast. parallel: of the step; where a rank does not
-    own all parameters, `state` has the moments of its own.
+    bf16: the Linears compute with copies; region: the model's FP8 autocast; turns: as make_copies'. parallel: of the step;
+    where a rank does not own all parameters, `state` has the moments of its own.
     A parameter that no backward pass of a step reached stays as it is, as under torch.optim.AdamW; its bias correction
     counts the table's updates, where torch counts its own. A captured graph updates in each replay those that its own pass
     reached. Over several ranks all are reached.
@@ -172,6 +232,7 @@ class TableAdamW:
         region: Callable[[], contextlib.AbstractContextManager[None]],
         parallel: Parallel = SINGLE,
         states: str | None = None,
+        turns: bool = False,
     ) -> None:
         self.masters = [p for p in model.parameters() if p.requires_grad]
         device = self.masters[0].device
@@ -179,7 +240,7 @@ class TableAdamW:
         owners = parallel.owners(self.masters)
         self._owning = parallel if owners else None
         self._others = {p for p, rank in zip(self.masters, owners or (), strict=bool(owners)) if rank != parallel.rank}
-        self.copies = make_copies(model, direct=accumulate == 1, region=region) if bf16 else {}
+        self.copies = make_copies(model, direct=accumulate == 1, region=region, turns=turns) if bf16 else {}
         self.name, self._backend = name, adamw.load(name)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         cast = states == "fp8" or any(copy.fp8 for copy in self.copies.values())
@@ -231,8 +292,9 @@ class TableAdamW:
             if copy.half:
                 copy.leaf.copy_(other.leaf)
             if copy.fp8 is not None and other.fp8 is not None:
-                for ours, left in zip(copy.fp8.kept[:4], other.fp8.kept[:4], strict=True):
-                    ours.copy_(left)
+                for ours, left in zip(copy.fp8.kept[:3], other.fp8.kept[:3], strict=True):
+                    if ours is not None:
+                        ours.copy_(left)
         self._fresh, self._versions = old._fresh and old._versions == old._seen(), self._seen()
 
     # ---- before, during and after a training pass
@@ -256,17 +318,20 @@ class TableAdamW:
     @torch.no_grad()
     def _recast(self, masters: Iterable[nn.Parameter]) -> None:
         """Make the copies of these masters' present weights."""
-        for master, copy in ((master, self.copies[master]) for master in masters if master in self.copies):
+        copies = [(master, self.copies[master]) for master in masters if master in self.copies]
+        for _, copy in copies:
+            if copy.fp8 is not None:
+                copy.fp8.slot.forget()  # the weight that an update made before this one took its place
+        for master, copy in copies:
             if copy.half:
                 copy.leaf.copy_(master)
             if copy.fp8 is not None:
-                slot, kept = copy.fp8.slot, copy.fp8.kept
-                slot.forget()  # the weight that an update made before this one took its place
-                made = copy.fp8.recipe.quantize(
-                    master.to(torch.bfloat16), "weight", slot, rowwise=True, columnwise=True
-                )
+                slot, kept, half = copy.fp8.slot, copy.fp8.kept, master.to(torch.bfloat16)
+                columnwise = kept.data_t is not None
+                made = copy.fp8.recipe.quantize(half, "weight", slot, rowwise=True, columnwise=columnwise)
                 for ours, theirs in zip(kept[:3], made[:3], strict=True):
-                    ours.copy_(theirs)
+                    if ours is not None:
+                        ours.copy_(theirs)
         self._versions = self._seen()
 
     @contextlib.contextmanager
@@ -358,15 +423,18 @@ class TableAdamW:
         self._fresh = True
 
     def _parameters(self) -> list[Parameter]:
-        made = []
+        made: list[Parameter] = []
+        inverses: set[int] = set()  # that are given: weights side by side share one
         for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
             if master in self._others or holder.grad is None:  # as torch's AdamW, which passes by what no pass reaches
                 continue
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
                 slot, kept = copy.fp8.slot, copy.fp8.kept
-                fp8 = {"data": kept.data, "data_t": kept.data_t, "scale_inv": kept.scale_inv}
-                fp8 |= {"scale": slot.scale, "amax": slot.amax}
+                fp8 = {"data": kept.data, "data_t": kept.data_t, "scale": slot.scale, "amax": slot.amax}
+                if id(kept.scale_inv) not in inverses:
+                    fp8["scale_inv"] = kept.scale_inv
+                    inverses.add(id(kept.scale_inv))
             parameter = Parameter(
                 weight=master,
                 grad=holder.grad,

@@ -129,7 +129,7 @@ class TrainStep:
         self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":
             self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif mode == "compile" or (self.captured and not getattr(model, "as_it_is", False)):
+        elif self._compiles():
             self.forward = parallel.compiled(model)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
@@ -161,7 +161,12 @@ class TrainStep:
             region=functools.partial(fp8_autocast, self.model),
             parallel=self.parallel,
             states=self.states,
+            turns=self.parallel is SINGLE and not self._compiles(),
         )
+
+    def _compiles(self) -> bool:
+        """Whether the forward pass goes by torch.compile, in whichever mode."""
+        return self.mode not in ("eager", "cudagraph") or (self.captured and not getattr(self.model, "as_it_is", False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A step of a copy of the model that goes on as this one would, with code, tables and buffers of its own."""

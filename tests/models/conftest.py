@@ -1,5 +1,6 @@
 """Without a GPU, but for tests marked `gpu`."""
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ import pytest
 import torch
 from on_cpu import on_the_cpu_unless_marked
 from torch import nn
+
+from te_bench.models import cost
 
 __all__ = ["on_the_cpu_unless_marked"]
 
@@ -20,6 +23,12 @@ def compiled_once() -> Iterator[None]:
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets the elements from which on a model counts as large: with 0 every model does."""
+    return functools.partial(monkeypatch.setattr, cost, "ONCE")
 
 
 class Converted(nn.Linear):

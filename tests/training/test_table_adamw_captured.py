@@ -13,6 +13,7 @@ from table_adamw_cases import CURRENT, DELAYED, a_batch, a_step, losses, weights
 from test_train import MODES, five_steps, gpu_batch
 from torch._dynamo.utils import counters
 
+from te_bench.models import cost
 from te_bench.models import recipe as recipes
 from te_bench.models.adopt import adopt
 from te_bench.models.modules.linear import Linear
@@ -215,10 +216,27 @@ def test_a_captured_step_of_transformers_llama_trains_as_the_eager_one(
     assert "module.idle" not in step.gradients(*batch)[1]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_captured_large_llama_trains_bit_for_bit_as_one_with_both_layouts_of_its_weights(
+    llama: Any, captured: Callable[[TrainStep], TrainStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stacked weights are cast by the update, inside of the graph, where the others are by the pass."""
+    batch, curves = adopted_batch("cpu"), []
+    for elements in (2**60, 0):
+        monkeypatch.setattr(cost, "ONCE", elements)
+        step = captured(adopted_step(llama, "fp8", "cpu"))
+        curves.append([step(*batch).item() for _ in range(3)])
+    assert curves[0] == curves[1]
+    assert curves[0][-1] < curves[0][0]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(precision: str, llama: Any) -> None:
+@pytest.mark.parametrize(("precision", "large"), [("bf16", False), ("fp8", False), ("fp8", True)])
+def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(
+    precision: str, large: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Delayed scales have settled before a capture: the eager step begins with those."""
+    monkeypatch.setattr(cost, "ONCE", 0 if large else 2**60)
     batch = adopted_batch("cuda")
     step, eager = (adopted_step(llama, precision, "cuda", mode) for mode in ("cudagraph", "eager"))
     loss = step.gradients(*batch)[0]  # captures

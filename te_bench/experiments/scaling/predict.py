@@ -183,7 +183,7 @@ def _memory(work: Work, layout: Layout) -> dict[str, float]:
         gathered = max(2 * layer * of_layer, layer * of_layer + 2 * table) + work.reduce_bytes * max(layer, table)
     n = work.tokens / layout.cp / layout.tp
     every = cost.memory(
-        work.config, batch=work.batch, padded_vocab=s.vocab, fp8=fp8, fp8_head=False, logits=1, known=True
+        work.config, batch=work.batch, padded_vocab=s.vocab, fp8=fp8, fp8_head=False, logits=1, turns=False
     )
     of_one = sum(kept.bytes for kept in every if kept.what in KEPT) / s.layers / layout.cp / layout.tp
     kept_layers = {"none": layers, "selective": layers / 2 + 1, "full": 1.0}[work.recompute]

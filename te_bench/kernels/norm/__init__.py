@@ -32,7 +32,8 @@ class Residual:
     add_forward(x, branch, weight, bias, *, eps, dtype, zero_centered_gamma=False, kind="layernorm", amax=None) -> total,
     y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
     add_forward_quantized(x, branch, weight, bias, *, eps, via, scale, dtype, rowwise, columnwise, ..., amax=None,
-    counts=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then what quantize's `scaled` does with it.
+    counts=None, statistics=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then what quantize's `scaled` does
+    with it. statistics: mean and rstd of the same x, without a branch, that such a call found: the same bits are made.
     backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None,
     branch=None) -> dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total, or, where that was not
     kept, what branch is to be added to once more; dbias is None unless biased. amax and column_sum, (N,) float32, are of

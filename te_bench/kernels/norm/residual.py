@@ -56,11 +56,12 @@ def add_forward_quantized(
     via: torch.dtype,
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
+    statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """total, fp8(y * scale) in the layouts asked for, mean, rstd, with y of `add_forward` rounded to `via` beforehand.
 
-    cast: scale, dtype, rowwise, columnwise, amax, counts; see Residual. Raises ValueError as `add_forward`.
+    cast: scale, dtype, rowwise, columnwise, amax, counts; statistics: see Residual. Raises ValueError as `add_forward`.
     """
     check(x, weight, bias, kind)
     check_stream(x, branch)
@@ -70,10 +71,12 @@ def add_forward_quantized(
         options: dict[str, Any] = {"eps": eps, "dtype": via, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
         total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
         return total, quantizer.scaled(y, **cast), mean, rstd
-    run = _add_forward_op if torch.compiler.is_compiling() else residual_forward.add_forward
-    total, _, data, data_t, scale_inv, mean, rstd = run(
-        x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **with_all(cast, "amax", "counts")
-    )
+    given = (x, branch, weight, bias, eps, zero_centered_gamma, kind, via)
+    if torch.compiler.is_compiling():
+        made = _add_forward_op(*given, **with_all(cast, "amax", "counts"))
+    else:
+        made = residual_forward.add_forward(*given, **with_all(cast, "amax", "counts"), statistics=statistics)
+    total, _, data, data_t, scale_inv, mean, rstd = made
     layout = Layout(dtype, TENSOR, torch.float32)
     packed = quantizer.wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv, layout=layout)
     return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd

@@ -211,10 +211,11 @@ def add_forward(
     columnwise: bool = False,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
+    statistics: tuple[Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """total, y, data, data_t, scale_inv, mean, rstd; of a dtype, an FP8 format, no y.
 
-    M is even where columnwise; out_dtype is of half precision where there is a dtype.
+    M is even where columnwise; out_dtype is of half precision where there is a dtype. statistics: mean and rstd of x.
     """
     x = rows_contiguous(x)
     m, n = x.shape
@@ -249,9 +250,12 @@ def add_forward(
         launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
         return total, None, *layouts, mean, rstd
     rows, columns = _rows(n, SUM_ELEMENTS)
-    looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
-    look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // SUM_PER_WARP))}
-    launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
+    if statistics is None or branch is not None:
+        looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
+        look = {**constants, "ROWS": rows, "COLUMNS": columns, "num_warps": min(16, max(4, columns // SUM_PER_WARP))}
+        launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), looking, look)
+    else:
+        mean, rstd = statistics
     normed = total, weight, bias, scale, *layouts, mean, rstd, amax, counts, total.stride(0), m
     constants |= {"TARGET": FP8[dtype], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])

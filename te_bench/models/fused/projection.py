@@ -11,8 +11,10 @@ from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm import half
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 from te_bench.models.modules.fp8_module import Fp8Module
-from te_bench.models.modules.gemms import Gemms
+from te_bench.models.modules.gathered import turned
+from te_bench.models.modules.gemms import Gemms, of_weight
 from te_bench.models.modules.parameters import stack
+from te_bench.models.recipe import Slot
 
 Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them
 
@@ -52,21 +54,24 @@ class Projection(NamedTuple):
     def of(
         cls,
         module: Fp8Module,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         gemm: int,
         is_first_microbatch: bool | None,
-        training: bool,
+        columnwise: bool,
         beside: Sequence[Any] = (),
     ) -> Self:
         """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear.
 
-        beside: te.Linears whose weights stand under it.
+        columnwise: whether a weight that is cast now is cast in both layouts; without, dgrad turns it. beside: te.Linears
+        whose weights stand under the module's.
         """
         for other in beside:
             other.join(module)
         gemms = module.gemms(gemm)
-        made_of = [weight, *(other.weight for other in beside)] if beside else None
-        w = module.quantized_weight(gemms, weight, gemm, is_first_microbatch, columnwise=training, made_of=made_of)
+        made_of = weights if beside else None
+        w = module.quantized_weight(
+            gemms, weights[0], gemm, is_first_microbatch, columnwise=columnwise, made_of=made_of
+        )
         return cls(gemms, w)
 
     def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:
@@ -98,10 +103,18 @@ class Projection(NamedTuple):
         assert self.w is not None
         # Where the other orientation is not made yet, both are of one scale: that of the recipe's `epilogue`.
         x_t = x.by_rows()._replace(data=None) if x.data_t is None else x.by_columns()
-        return x_t, self.w.by_columns()
+        return x_t, of_weight(self.w)
+
+    def again(self, y: Tensor, scale: Tensor) -> Any:
+        """`operand`'s columns of an input, their data, made once more by the scale of the first time; it leaves no trace."""
+        assert self.gemms is not None
+        return self.gemms.recipe.quantize(y, "input", Slot(scale), rowwise=False, columnwise=True).data_t
 
     def dgrad(self, g: Quantized, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return g.data @ saved[1].data if self.gemms is None else self.gemms.dgrad(g, saved[1], dtype)
+        if self.gemms is None:
+            return g.data @ saved[1].data
+        assert self.w is not None
+        return self.gemms.dgrad(g, turned(saved[1]) if self.w.data_t is None else saved[1], dtype)
 
     def wgrad(self, g: Quantized, saved: Saved, dtype: torch.dtype) -> Tensor:
         return g.data.t() @ saved[0].data if self.gemms is None else self.gemms.wgrad(g, saved[0], dtype)

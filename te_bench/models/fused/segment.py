@@ -60,6 +60,7 @@ class Entry(NamedTuple):
     q_norm: Norm | None = None  # over head_dim
     k_norm: Norm | None = None
     rotation: Rotation | None = None
+    scale: Tensor | None = None  # that qkv's input is cast by, a copy; None where its FP8 is kept
 
 
 class Plan(NamedTuple):
@@ -71,6 +72,7 @@ class Plan(NamedTuple):
     entry: Entry | None  # of the attention after it; without one a segment leaves the norm of the stream
     dtype: torch.dtype  # of what the GEMMs make
     training: bool  # whether gradients are recorded
+    scale: Tensor | None = None  # that proj's input is cast by, a copy; None where its FP8 is kept
 
 
 def _add_norm(
@@ -80,6 +82,7 @@ def _add_norm(
     weights: Sequence[Tensor | None],
     norm: Norm,
     plan: Plan,
+    columnwise: bool = False,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """x + branch, norm of it as an operand of `projection`, mean, rstd; in x's dtype, uncast, without a projection."""
     stream = backend(x).residual
@@ -88,14 +91,29 @@ def _add_norm(
     cast = None if projection is None else projection.cast("input")
     if cast is not None:
         made: Any = stream.add_forward_quantized(
-            x, branch, gamma, beta, **norm._asdict(), via=plan.dtype, rowwise=True, columnwise=plan.training, **cast
+            x, branch, gamma, beta, **norm._asdict(), via=plan.dtype, rowwise=True, columnwise=columnwise, **cast
         )
         return made
     dtype = x.dtype if projection is None else plan.dtype
     total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, **norm._asdict(), dtype=dtype)
     if projection is None:
         return total, Quantized(y, None, None, None, Layout(dtype, TENSOR, None)), mean, rstd
-    return total, projection.operand(y, "input", plan.training), mean, rstd
+    return total, projection.operand(y, "input", columnwise), mean, rstd
+
+
+def _normed_again(
+    entry: Entry, norm: Norm, kept: Sequence[Any], beta: Tensor | None, read: Saved, dtype: torch.dtype
+) -> Saved:
+    """What qkv read and its weight, as kept, with the columns of `_add_norm`'s operand made again of the sum it left."""
+    x, _, gamma, mean, rstd = kept
+    stream, gemms = backend(x).residual, entry.qkv.gemms
+    assert stream is not None
+    assert gemms is not None
+    cast = {"scale": entry.scale, "dtype": gemms.recipe.dtype("input"), "rowwise": False, "columnwise": True}
+    _, n, _, _ = stream.add_forward_quantized(
+        x, None, gamma, beta, **norm._asdict(), via=dtype, **cast, statistics=(mean, rstd)
+    )
+    return read[0]._replace(data=n.data_t), read[1]
 
 
 def _add_norm_backward(
@@ -266,12 +284,15 @@ class Segment(torch.autograd.Function):
         if plan.proj is not None:
             assert y is not None
             (w, b), rest = rest[:2], rest[2:]
-            attended = plan.proj.operand(y, "input", plan.training)
+            attended = plan.proj.operand(y, "input", plan.training and plan.scale is None)
             branch = plan.proj.forward(attended, w, b, plan.dtype)
             operands += plan.proj.saved(attended, w)
+            if plan.scale is not None:  # cast again, of y itself, which attention keeps, too
+                operands[0] = operands[0]._replace(data=y)
+            del attended
         for number, mlp in enumerate(plan.mlps):
             (gamma, beta, up_w, up_b, down_w, down_b), rest = rest[:6], rest[6:]
-            made, n, mean, rstd = _add_norm(mlp.up, total, branch, (gamma, beta), mlp.norm, plan)
+            made, n, mean, rstd = _add_norm(mlp.up, total, branch, (gamma, beta), mlp.norm, plan, plan.training)
             middle = total if branch is None else made
             # The stream that came in is kept by whoever made it: with the branch, in half precision, it is the sum again.
             halved = number == 0 and branch is not None and branch.dtype.itemsize < x.dtype.itemsize
@@ -288,9 +309,10 @@ class Segment(torch.autograd.Function):
             return x.view_as(x) if branch is None else total + branch
         (gamma, beta), rest = rest[:2], rest[2:]
         qkv = None if plan.entry is None else plan.entry.qkv
-        made, n, mean, rstd = _add_norm(qkv, total, branch, (gamma, beta), plan.norm, plan)
+        again = plan.entry is not None and plan.entry.scale is not None
+        made, n, mean, rstd = _add_norm(qkv, total, branch, (gamma, beta), plan.norm, plan, plan.training and not again)
         total = x if branch is None else made
-        tensors += [total, None, gamma, mean, rstd]
+        tensors += [total, None, gamma, mean, rstd, beta if again else None]
         if plan.entry is None:
             save_for_backward(ctx, tensors, operands)
             return n.data
@@ -334,10 +356,14 @@ class Segment(torch.autograd.Function):
                 heads = [part.to(plan.dtype) for part in above]
                 features = heads[0].shape[1] * sum(plan.entry.heads)
                 total = _bias_sums(b_dtype, heads[0], features)
-                g_qkv, gains = _heads_backward(plan.entry, heads, tensors[norms + 5 :], total)
+                g_qkv, gains = _heads_backward(plan.entry, heads, tensors[norms + 6 :], total)
                 del heads, above
                 read = (operands[-2], operands[-1])
+                if plan.entry.scale is not None:
+                    kept, beta = kept_of(len(plan.mlps)), tensors[norms + 5]
+                    read = _normed_again(plan.entry, plan.norm, kept, beta, read, plan.dtype)
                 dn, dw = plan.entry.qkv.backward(g_qkv, read, (plan.dtype, w_dtype))
+                del g_qkv, read
                 found += [*reversed(gains), _as(total, b_dtype), dw]
             dx, g, dgamma, dbeta = _add_norm_backward(
                 products[-1], dn, kept_of(len(plan.mlps)), plan.norm, residual, dtypes[end + 1] is not None, sums[-1],
@@ -373,6 +399,9 @@ class Segment(torch.autograd.Function):
         dy = None
         if plan.proj is not None:
             assert g is not None
-            dy, dw = plan.proj.backward(g, (operands[0], operands[1]), (plan.dtype, dtypes[0]))
+            attended, weight = operands[:2]
+            if plan.scale is not None:
+                attended = attended._replace(data=plan.proj.again(attended.data, plan.scale))
+            dy, dw = plan.proj.backward(g, (attended, weight), (plan.dtype, dtypes[0]))
             found += [_as(sums[0], dtypes[1]), dw]
         return dx, dy, None, *reversed(found)

@@ -65,6 +65,10 @@ class Blocks(Mixed):
         """Linears whose weights multiply as one matrix, but for an MLP's."""
         return [[getattr(layer.self_attn, name) for name in QKV] for layer in _layers(self)]
 
+    def te_linears(self) -> list[Any]:
+        """Linears whose weights nobody reads but in the recipe's FP8, by the chain as layer by layer."""
+        return [linear for layer in _layers(self) for linear in _linears(layer) if isinstance(linear, Linear)]
+
     def te_fuses(self, given: dict[str, Any]) -> bool:
         """Whether such a pass goes by the chain: that computes what the layers would, and nobody looks between them."""
         return _fuses(self, given)

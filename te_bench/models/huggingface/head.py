@@ -54,6 +54,12 @@ class Head(Mixed):
 
         cls.forward = forward  # type: ignore[attr-defined]
 
+    def te_cast_tables(self: Any) -> list[Tensor]:
+        """Tables that a training pass casts to FP8 by itself, for a copy in bf16 would last as long as all of its layers."""
+        head, table = self.lm_head, self.get_input_embeddings().weight
+        tied = isinstance(head, nn.Linear | Linear) and head.weight is table
+        return [table] if self._te_head_in_fp8 and tied else []
+
 
 def _can_skip(model: Any, given: dict[str, Any], asked: bool | None) -> bool:
     """Whether nobody looks at what the kernels pass by. Raises ValueError where somebody does, and asked to skip it."""

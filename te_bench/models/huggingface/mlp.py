@@ -22,7 +22,8 @@ from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.fused.projection import Projection
 from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten, is_recorded
-from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
+from te_bench.models.modules.gathered import turned
+from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, of_weight, restore, save_for_backward
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.linear import Linear, linear_backward
 from te_bench.models.modules.plain import are_plain, has_hooks
@@ -133,8 +134,8 @@ def _in_half(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
 
 def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
     training = torch.is_grad_enabled()
-    up = Projection.of(first[0], first[0].weight, 0, None, training, first[1:])
-    down = Projection.of(last, last.weight, 0, None, training)
+    up = Projection.of(first[0], [linear.weight for linear in first], 0, None, training, first[1:])
+    down = Projection.of(last, [last.weight], 0, None, training)
     assert up.gemms is not None
     gemms = up.gemms._replace(divided=up.gemms.divided and up.gemms.divided.alone()), down.gemms
     tensors = [t for layer in (last, *first) for t in (layer.weight, layer.bias)]
@@ -213,10 +214,11 @@ class _Fp8(torch.autograd.Function):
         h = fc1.fprop(n, q1, x.dtype, b1)
         a = activate_quantize(fc2, h, kind, columnwise=need_w2)
         y = fc2.fprop(a, q2, x.dtype, b2)
-        w1_t = q1.by_columns() if need_x else NOT_NEEDED
-        w2_t = q2.by_columns() if training else NOT_NEEDED
+        w1_t = of_weight(q1) if need_x else NOT_NEEDED
+        w2_t = of_weight(q2) if training else NOT_NEEDED
         save_for_backward(ctx, (h,), (n.by_columns(), a.by_columns(), w1_t, w2_t))
         ctx.gemms, ctx.kind, ctx.sizes = gemms, kind, [len(w) for w in first[::2]]
+        ctx.turns = q1.data_t is None, q2.data_t is None
         ctx.dtypes = [None if t is None else t.dtype for t in (w2, b2, *first)]
         return y
 
@@ -229,6 +231,8 @@ class _Fp8(torch.autograd.Function):
         w2_dtype, b2_dtype, *dtypes = ctx.dtypes
         need_w1, need_b1 = any(need_first[::2]), any(need_first[1::2])
         below = need_x or need_w1 or need_b1
+        if below and ctx.turns[1]:
+            w2_t = turned(w2_t)
         da, dw2, db2 = linear_backward(fc2, dy, a_t, w2_t, (below, need_w2, need_b2), dy.dtype, w2_dtype)
         dx, first = None, [None] * len(dtypes)
         if da is not None:
@@ -240,7 +244,8 @@ class _Fp8(torch.autograd.Function):
                 first[::2] = fc1.wgrad(g, n_t, dtypes[0]).split(ctx.sizes)
             if db1 is not None:
                 first[1::2] = [part.to(t) for part, t in zip(db1.split(ctx.sizes), dtypes[1::2], strict=True)]
-            dx = fc1.dgrad(g, w1_t, dy.dtype) if need_x else None
+            if need_x:
+                dx = fc1.dgrad(g, turned(w1_t) if ctx.turns[0] else w1_t, dy.dtype)
         first = [d if need else None for d, need in zip(first, need_first, strict=True)]
         return dx, None, None, None, None, dw2, None if db2 is None else db2.to(b2_dtype), *first
 

@@ -5,7 +5,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,16 @@ from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, sa
 
 Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
 NOT_KEPT: Kept = (None, None)
+
+
+class InFp8(NamedTuple):
+    """What an optimizer's leaf without numbers stands for: its weight in FP8, and as one with those that stand beside it."""
+
+    recipe: Recipe
+    own: Quantized
+    whole: Quantized
+
+
 PREFIX = "fp8_"  # of recipe state in a state dict
 ROLES = ("input", "weight", "grad_output")
 COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.quantize
@@ -213,11 +223,15 @@ class Fp8Module(Parallelised, nn.Module):
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
         made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
-        made of it.
+        made of it, and an optimizer's leaf without numbers the FP8 that it stands for (`in_fp8`), whoever computes with it
+        and whenever.
         """
         alone = made_of is None or len(made_of) == 1
         if alone and isinstance(weight, Gathered):
             return weight.quantized(columnwise)
+        left: InFp8 | None = None if torch.compiler.is_compiling() else getattr(weight, "in_fp8", None)
+        if left is not None and left.recipe == gemms.recipe:
+            return left.own if alone else left.whole
         is_first_microbatch = self.which_microbatch(gemms, gemm, is_first_microbatch, made_of)
         if is_first_microbatch is False:
             recipe, kept = self._cached[gemm]

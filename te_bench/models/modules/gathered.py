@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends import reference
+from te_bench.kernels.quantize.turn import turn
 
 #: Operators that make the same weight again.
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.as_strided.default)
@@ -72,4 +73,4 @@ class Gathered(Tensor):
 
 def turned(operand: Operand) -> Operand:
     """The transpose, of an operand with one scale, for a GEMM that contracts its rows."""
-    return operand._replace(data=operand.data.t().contiguous())
+    return operand._replace(data=turn(operand.data))

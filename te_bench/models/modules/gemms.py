@@ -110,6 +110,11 @@ class Gemms(NamedTuple):
         return self.recipe.gemm(g.by_columns(), x_t, "wgrad", dtype)
 
 
+def of_weight(w: Quantized) -> Operand:
+    """What the backward pass keeps of a weight: its columns, or, where they are not there, its rows, for it to turn."""
+    return w.by_rows() if w.data_t is None else w.by_columns()
+
+
 NOT_NEEDED = Operand(None, None, None)  # type: ignore[arg-type]  # in a backward pass
 
 

@@ -358,3 +358,24 @@ def test_bandwidth() -> None:
     elements = case.x.numel()
     assert of_copy(forward, 12 * elements, case.x, "add, norm, FP8") > 0.65  # 0.81 (H200, 2026-11-21)
     assert of_copy(backward, 16 * elements, case.x, "norm backward, add, FP8") > 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("n", [96, 2048, 2100])
+def test_columns_are_made_again_by_the_statistics(n: int, kind: str, device: str) -> None:
+    """Bit for bit, of narrow rows by one kernel and of wide ones by its second alone."""
+    generator = torch.Generator().manual_seed(n)
+    x, weight, bias = (torch.randn(*size, generator=generator).to(device) for size in ((34, n), (n,), (n,)))
+    given = x, None, weight, bias if kind == "layernorm" else None
+    options: dict[str, Any] = {"eps": EPS, "kind": kind, "via": BF16, "scale": torch.tensor(100.0, device=device)}
+    for ours in (REFERENCE, residual("triton", device)):
+        amax = torch.zeros((), device=device)
+        way = {"dtype": E4M3, **options}
+        _, both, *statistics = ours.add_forward_quantized(*given, rowwise=True, columnwise=True, amax=amax, **way)
+        _, again, *_ = ours.add_forward_quantized(
+            *given, rowwise=False, columnwise=True, statistics=tuple(statistics), **way
+        )
+        assert again.data is None
+        assert torch.equal(again.data_t.view(torch.uint8), both.data_t.view(torch.uint8))
+        assert torch.equal(again.scale_inv_t, both.scale_inv_t)

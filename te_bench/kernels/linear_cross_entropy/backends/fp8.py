@@ -139,6 +139,7 @@ def _operator(
                     _gemm_into(dx[part], Operand(g_part, g_scale_inv, GRADIENT), qw[0].by_columns())
             if chunk.stop == n:
                 qw.clear()  # dW takes their place
+                del g, g_part, g_some
             if g_t is not None:
                 x_t = qx.by_columns()._replace(data=_columns(qx.data_t, chunk))
                 if chunk.start == 0:

@@ -114,9 +114,13 @@ def add_forward_quantized(
     via: torch.dtype,
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
+    statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled`, whose options `cast` are."""
+    """total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled`, whose options `cast` are.
+
+    statistics are found again.
+    """
     total, y, mean, rstd = add_forward(
         x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
     )
