@@ -78,6 +78,17 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
+def apart_from_budget(experiment: "Experiment") -> str | None:
+    """Which of its trials --budget ends and which it does not, in a sentence; None where it has but one kind."""
+    trains = [trial.problem for trial in experiment.trials if trial.workload == "training"]
+    ended = [p["budget_s"] for p in trains if p.get("budget_s")]
+    if not ended or len(ended) == len(trains):
+        return None
+    steps = ", ".join(sorted({f"{p['steps']:,}" for p in trains if not p.get("budget_s")}))
+    others = f"the other {len(trains) - len(ended)} for {steps} steps, however long"
+    return f"{len(ended)} trials train for {ended[0]:g} s each; {others}"
+
+
 def trials_at_once(experiment: "Experiment", cores: int) -> int:
     """Its trials side by side on a CPU."""
     from te_bench.experiments import runner

@@ -19,9 +19,10 @@ from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
-from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem
+from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
+from te_bench.models import adopted
 
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
 LIMIT = 1 << 16  # no try beyond this batch
@@ -31,6 +32,7 @@ Try = dict[str, Any]
 
 def run(trial: Trial, context: Context) -> Measurement:
     _require_limit(trial)
+    _look_once(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
     return dataclasses.replace(verified, work={**verified.work, "tries": tries}, samples={"max_batch": [float(batch)]})
@@ -42,6 +44,7 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
     """
     _require_limit(trial)
+    _look_once(trial)
     tries: list[Try] = []
 
     def fits(batch: int) -> bool:
@@ -59,6 +62,22 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     if low == 0:
         raise MemoryError("not even a batch of 1 fits")
     return low, tries
+
+
+def _look_once(trial: Trial) -> None:
+    """Import and describe a user's model here and not in each fork, where transformers alone took half of a try of 2.3 s.
+
+    On a CPU alone: a module that is imported may touch CUDA, which no fork survives. By one thread: nor do OpenMP's.
+    """
+    source = source_of(trial)
+    if source is None or trial.device != "cpu":
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        adopted.described(source)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _require_limit(trial: Trial) -> None:
