@@ -78,8 +78,16 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
-def apart_from_budget(experiment: "Experiment") -> str | None:
-    """Which of its trials --budget ends and which it does not, in a sentence; None where it has but one kind."""
+def beforehand(experiment: "Experiment") -> str | None:
+    """What makes it long, in a sentence: trials that --budget does not end, or tries of large batches on a CPU; or None."""
+    limits = {
+        t.problem["memory_limit_gib"] for t in experiment.trials if (t.workload, t.device) == ("max_batch", "cpu")
+    }
+    if limits:
+        gib = " or ".join(f"{limit:g}" for limit in limits)
+        return (
+            f"each trial tries some 20 batches of up to {gib} GiB: of a small model half a minute to 3 min on two cores"
+        )
     trains = [trial.problem for trial in experiment.trials if trial.workload == "training"]
     ended = [p["budget_s"] for p in trains if p.get("budget_s")]
     if not ended or len(ended) == len(trains):

@@ -84,8 +84,8 @@ def run(
             say(sentence, indent="    ")
         for sentence in experiment.left_out:
             say(f"left out: {sentence}", indent="    ")
-        if apart := planned.apart_from_budget(experiment):
-            say(apart, indent="    ")
+        if long := planned.beforehand(experiment):
+            say(long, indent="    ")
         if refused and not underpowered:
             raise ValueError(refused)
         if slow := slow_on_a_cpu(experiment.trials, asked):
