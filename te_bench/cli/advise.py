@@ -99,6 +99,8 @@ def advise(
     published = recorded and submission.is_published(directory)
     if rewrite and not published:
         raise ValueError("--rewrite is of a published folder, with --recorded: leave it out")
+    if not recorded:
+        plan.require_room_on_a_cpu(asked)
     own(directory / "advice")
     machine = machine or environment.capture(where, chosen)
     assert asked.budget_s is not None

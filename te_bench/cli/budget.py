@@ -78,6 +78,25 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
+def beforehand(experiment: "Experiment") -> str | None:
+    """What makes it long, in a sentence: trials that --budget does not end, or tries of large batches on a CPU; or None."""
+    limits = {
+        t.problem["memory_limit_gib"] for t in experiment.trials if (t.workload, t.device) == ("max_batch", "cpu")
+    }
+    if limits:
+        gib = " or ".join(f"{limit:g}" for limit in limits)
+        return (
+            f"each trial tries some 20 batches of up to {gib} GiB: of a small model half a minute to 3 min on two cores"
+        )
+    trains = [trial.problem for trial in experiment.trials if trial.workload == "training"]
+    ended = [p["budget_s"] for p in trains if p.get("budget_s")]
+    if not ended or len(ended) == len(trains):
+        return None
+    steps = ", ".join(sorted({f"{p['steps']:,}" for p in trains if not p.get("budget_s")}))
+    others = f"the other {len(trains) - len(ended)} for {steps} steps, however long"
+    return f"{len(ended)} trials train for {ended[0]:g} s each; {others}"
+
+
 def trials_at_once(experiment: "Experiment", cores: int) -> int:
     """Its trials side by side on a CPU."""
     from te_bench.experiments import runner

@@ -88,6 +88,8 @@ def plan(
     print(f"{len(experiment.trials)} trials: {experiment.title}")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
+    if long := planned.beforehand(experiment):
+        say(long, indent="    ")
     for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
         say(sentence, indent="    ")
     if slow := slow_on_a_cpu(experiment.trials, asked):

@@ -65,7 +65,7 @@ def run(
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
     from te_bench.experiments import environment, on_ray
     from te_bench.experiments.measurement import Context
-    from te_bench.experiments.plan import slow_on_a_cpu
+    from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
     from te_bench.experiments.problems import world_of
     from te_bench.experiments.store import own
     from te_bench.kernels.attention import AUTO
@@ -79,10 +79,13 @@ def run(
         experiment, forecast, refused = planned.resolve_with_seeds(
             suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh, in_cluster=in_cluster
         )
+        require_room_on_a_cpu(asked)
         for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
             say(sentence, indent="    ")
         for sentence in experiment.left_out:
             say(f"left out: {sentence}", indent="    ")
+        if long := planned.beforehand(experiment):
+            say(long, indent="    ")
         if refused and not underpowered:
             raise ValueError(refused)
         if slow := slow_on_a_cpu(experiment.trials, asked):

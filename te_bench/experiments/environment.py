@@ -71,7 +71,7 @@ def capture(
     details = {
         "os": _os_name(),
         "kernel": platform.release(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": host.memory_bytes(),
         "packages": {name: version for name in _packages() if (version := _version(name))},
         "gpus": list(gpus),
         **_git(),

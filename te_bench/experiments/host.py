@@ -30,6 +30,11 @@ def quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     return 1e9
 
 
+def memory_bytes() -> int:
+    """This machine's, without its swap."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def oom_kills() -> int:
     """How many processes the kernel's out-of-memory killer has ended, on this host and in this control group."""
     total = 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from te_bench import plugins
-from te_bench.experiments import adoption, run_options, suites, workloads
+from te_bench.experiments import adoption, host, run_options, suites, workloads
 from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
@@ -32,6 +32,7 @@ from te_bench.experiments.spec import (
 from te_bench.kernels.gemm import table
 from te_bench.models import cost
 from te_bench.models.configs import configs
+from te_bench.models.sources import TOO_LARGE
 from te_bench.training import parallel
 
 #: Settings of a problem that name a plug-in, and where those are.
@@ -121,6 +122,19 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
         raise ValueError(f"--overlap: the suite {experiment.suite} has no step at a fixed batch; leave it out")
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
+
+
+def require_room_on_a_cpu(options: Options) -> None:
+    """Raise ValueError where a user's model cannot train in this machine's memory: weights, gradients and two moments."""
+    own = adoption.adoptee(options) if options.device == "cpu" else None
+    if own is None:
+        return
+    weight, there = 4 if own.facts.float32 else 2, host.memory_bytes()
+    held = 4 * weight * own.facts.parameters
+    if held > there:
+        sizes = f"{held / 2**30:,.0f} GiB, and this machine has {there / 2**30:,.0f}"
+        what = f"weights, gradients and AdamW's moments of {own.facts.parameters:,} parameters take {sizes}"
+        raise ValueError(f"{own.source.model}: {what}: {TOO_LARGE}")
 
 
 def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:

@@ -1,4 +1,4 @@
-"""The progress of a sweep: a line for each trial that ended, with its result; in a terminal the time left below them.
+"""The progress of a sweep: a line for each trial that ended, with its result and the time left, which a terminal has below.
 
 It warns, once, of others that keep the machine busy: of a sweep that runs one trial at a time, for it may itself be those.
 """
@@ -60,7 +60,8 @@ class Progress:
                 self.warned = True
                 self._say(f"warning: the machine is busy: {busy} during {name}. Timings will be noisy.")
             ended = (self.found(record) or "ok") if record.outcome == "ok" else record.outcome
-            self._say(f"[{self.done}/{self.total}] {name}: {ended} ({record.wall_s:.1f} s)")
+            left = f", {self._time_left()}" if self.done < self.total and not self.console.is_terminal else ""
+            self._say(f"[{self.done}/{self.total}] {name}: {ended} ({record.wall_s:.1f} s{left})")
 
     def _say(self, line: str) -> None:
         """One line on standard error, above the bar where there is one."""

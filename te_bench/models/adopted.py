@@ -38,7 +38,7 @@ from te_bench.models.decoder import move
 from te_bench.models.dropout import rates, remove_dropout
 from te_bench.models.recipe import Recipe
 from te_bench.models.rivals import Adoption
-from te_bench.models.sources import PINNED, Refused, Source, on_one_line
+from te_bench.models.sources import PINNED, TOO_LARGE, Refused, Source, on_one_line
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
 #: {attention: what transformers calls it}: the same attention written out, and those that are kernels of SDPA.
@@ -197,6 +197,8 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
     except (ModuleNotFoundError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, *UNIMAGINABLE):
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # a CPU's has no class of its own
+            raise MemoryError(f"{path}: {doing} ran out of memory: {TOO_LARGE}") from None
         raise Refused(f"{path}: {doing} raised {_told(error)}") from error
 
 

@@ -72,6 +72,12 @@ def build(config: str, *, attention: str | None, layers: int | None) -> nn.Modul
     said = {} if attention is None else {"attn_implementation": attention}
     auto = getattr(transformers, _AUTO[family][0])
     model: nn.Module = auto.from_config(made, dtype=torch.float32, **said)
+    t5 = hasattr(model, "_shift_right") and not hasattr(
+        made, "decoder"
+    )  # which T5Gemma has, whose decoder begins with bos
+    if t5 and getattr(made, "decoder_start_token_id", None) is None:
+        begins = "its config has no decoder_start_token_id, the token with which its decoder begins"
+        raise Refused(f"{begins}: write it into the config.json, T5's is 0")
     return model
 
 

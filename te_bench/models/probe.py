@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from te_bench.models import adopted, calling
-from te_bench.models.sources import TRIED, Facts, Source, lacks, on_one_line
+from te_bench.models.sources import TOO_LARGE, TRIED, Facts, Source, lacks, on_one_line
 
 SDPA = F.scaled_dot_product_attention
 
@@ -106,7 +106,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         said = {"error": f"{question['source']['model']}: {lacks(error)}"}
     except MemoryError:
-        said = {"error": f"{question['source']['model']}: building it ran out of memory"}
+        said = {"error": f"{question['source']['model']}: building it ran out of memory: {TOO_LARGE}"}
     answer.write(json.dumps(said))
     answer.flush()
     os._exit(0)  # whatever the user's code has begun

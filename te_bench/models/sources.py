@@ -34,6 +34,8 @@ PROBE_S = 300.0  # torch and transformers are imported in 10 s, from a slow disk
 #: Of a config.json what no weight and no pass depends on; of labels their number alone.
 _IRRELEVANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "label2id", "id2label")
 
+TOO_LARGE = "give it fewer or narrower layers, or take a machine with more memory"
+
 
 class Refused(ValueError):
     """What a user's model cannot do, in a sentence of te-bench's own."""

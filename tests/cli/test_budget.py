@@ -254,6 +254,18 @@ def test_a_time_budget_is_seconds_as_before(command: Command) -> None:
     assert set(found) == {"suite", "baseline", "trials"}
 
 
+def test_a_plan_says_which_trials_a_time_budget_ends(command: Command) -> None:
+    said = command("plan", "curves", "--device", "cpu", "--data", "random", "--budget", "2s", "--seeds", "1").out
+    assert "2 trials train for 2 s each; the other 2 for 400 steps, however long\n" in said
+
+
+def test_a_plan_says_what_the_largest_batch_takes_on_a_cpu(command: Command) -> None:
+    said = " ".join(command("plan", "memory", "--device", "cpu").out.split())
+    assert (
+        "each trial tries some 20 batches of up to 2 GiB: of a small model half a minute to 3 min on two cores" in said
+    )
+
+
 def test_a_run_that_has_begun_keeps_its_seeds_whatever_its_own_records_say(command: Command, tmp_path: Path) -> None:
     """Its plan was fixed before its first step; but a run of another length is another run."""
     begun = [ended(trial) for trial in trials(3, None)]

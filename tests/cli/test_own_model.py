@@ -43,3 +43,16 @@ def test_a_model_that_raises_is_one_sentence_and_leaves_nothing(command: Command
     done = command("run", "speed", "--model", "own:raises", "--device", "cpu")
     assert done == (2, "", "te-bench: own:raises: it raised RuntimeError: no such thing\n")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("asked_here")
+@pytest.mark.parametrize("verb", [("run", "nanogpt"), ("run", "memory"), ("advise",)])
+def test_a_model_beyond_this_machine_s_memory_is_one_sentence_and_leaves_nothing(
+    verb: tuple[str, ...], command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(MODULE)
+    done = command(*verb, "--model", "own:huge", "--device", "cpu", "--tokens", "16")
+    assert done.code == 2
+    assert "te-bench: own:huge: weights, gradients and AdamW's moments of" in done.err
+    assert done.err.endswith("give it fewer or narrower layers, or take a machine with more memory\n")
+    assert not (tmp_path / "runs").exists()

@@ -18,7 +18,8 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     done = te_bench("run", *arguments, "--out", out, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("PyTorch eager fp32", "te-bench FP8"):  # each result as it comes
-        assert re.search(rf"^\[\d/{len(planned)}\] {name}.*: [\d.,]+ ms \([\d.]+ s\)$", done.stderr, re.MULTILINE)
+        line = rf"^\[\d/{len(planned)}\] {name}.*: [\d.,]+ ms \([\d.]+ s(, \d+:\d\d left)?\)$"
+        assert re.search(line, done.stderr, re.MULTILINE)
     written = rows(out)
     assert [row["trial"]["id"] for row in written] == [trial["id"] for trial in planned]
     assert {row["outcome"] for row in written} == {"ok"}

@@ -342,6 +342,18 @@ def test_families_are_fed_what_they_read(
     assert len(families.shortened(config | {"num_layers": 3}, 1)) >= len(config)
 
 
+def test_a_t5_whose_decoder_has_no_first_token_is_refused(tmp_path: Path) -> None:
+    config = {name: value for name, value in T5.items() if name != "decoder_start_token_id"} | {"vocab_size": 64}
+    with pytest.raises(ValueError, match=r"its config has no decoder_start_token_id, the token .* write it into"):
+        adopted.make(of_config(config, tmp_path), attention="own", device="cpu")
+
+
+def test_a_cpu_without_memory_is_out_of_memory() -> None:
+    """torch raises a RuntimeError there."""
+    with pytest.raises(MemoryError, match="own:make: it ran out of memory: give it fewer or narrower layers"):
+        adopted.called("own:make", torch.empty, 2**50)
+
+
 def test_a_causal_model_s_targets_are_not_shifted_again(tmp_path: Path) -> None:
     made = adopted.make(of_config(GPT2 | PLAIN, tmp_path), attention="own", device="cpu")
     x, y = made.draw(2, 8, seed=0, device="cpu")

@@ -19,10 +19,12 @@ from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
-from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem
+from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
+from te_bench.models import adopted
 
+EAGER_STEPS = 2  # on a CPU, where a step of the largest batch takes a second
 STEPS = 3  # AdamW's moments exist after the first; a captured or compiled step has settled after the second
 LIMIT = 1 << 16  # no try beyond this batch
 
@@ -31,6 +33,7 @@ Try = dict[str, Any]
 
 def run(trial: Trial, context: Context) -> Measurement:
     _require_limit(trial)
+    _look_once(trial)
     verified = verify(trial)
     batch, tries = largest(trial)
     return dataclasses.replace(verified, work={**verified.work, "tries": tries}, samples={"max_batch": [float(batch)]})
@@ -42,6 +45,7 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     Raises MemoryError when not even a batch of 1 fits, Unsupported on a CPU without memory_limit_gib.
     """
     _require_limit(trial)
+    _look_once(trial)
     tries: list[Try] = []
 
     def fits(batch: int) -> bool:
@@ -59,6 +63,22 @@ def largest(trial: Trial) -> tuple[int, list[Try]]:
     if low == 0:
         raise MemoryError("not even a batch of 1 fits")
     return low, tries
+
+
+def _look_once(trial: Trial) -> None:
+    """Import and describe a user's model here and not in each fork, where transformers alone took half of a try of 2.3 s.
+
+    On a CPU alone: a module that is imported may touch CUDA, which no fork survives. By one thread: nor do OpenMP's.
+    """
+    source = source_of(trial)
+    if source is None or trial.device != "cpu":
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        adopted.described(source)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _require_limit(trial: Trial) -> None:
@@ -88,7 +108,7 @@ def _guess(tries: list[Try], low: int, high: int) -> int:
 
 
 def attempt(trial: Trial, batch: int) -> Try:
-    """{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes} of STEPS steps in a fresh process."""
+    """{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes} of a few steps in a fresh process."""
     return {"batch": batch, **_forked(_steps, dataclasses.replace(trial, problem={**trial.problem, "batch": batch}))}
 
 
@@ -138,7 +158,7 @@ def _steps(trial: Trial) -> Try:
     total = _limit_memory(trial)
     batches = train_step.random_batches(trial)
     step = trial_model.step_of(trial)
-    for number in range(STEPS):
+    for number in range(EAGER_STEPS if trial.device == "cpu" and trial.mode == "eager" else STEPS):
         step(*batches[number])
     if trial.device != "cuda":
         return _outcome(fits=True, total=total)

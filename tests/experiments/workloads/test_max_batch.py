@@ -5,16 +5,19 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_models import MODULE
 
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
+from te_bench.models import sources
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +80,19 @@ def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> No
         assert small.submit(max_batch.attempt, trial(), 1).result()["fits"]
         too_large = small.submit(max_batch.attempt, trial(), 1 << 21)  # 2^24 tokens x 64 features x 4 bytes = 4 GiB
         assert not too_large.result()["fits"]
+
+
+def test_a_user_s_model_is_imported_once_for_all_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "imported.py").write_text(f"open({str(tmp_path / 'times')!r}, 'a').write('.')\n{MODULE}")
+    source = sources.identify("imported:make")
+    assert source is not None
+    problem = {**TINY, "memory_limit_gib": 8.0, **source.settings}
+    mine = Trial(workload="max_batch", device="cpu", problem=problem, attention="own", precision="fp32")
+    (tmp_path / "times").write_text("")
+    monkeypatch.setattr(max_batch, "LIMIT", 2)
+    assert max_batch.largest(mine)[0] == 2
+    assert (tmp_path / "times").read_text() == "."
 
 
 def test_a_try_that_cannot_run_or_fails_says_why_and_is_not_taken_for_a_full_memory(monkeypatch) -> None:
