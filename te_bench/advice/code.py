@@ -55,7 +55,7 @@ def _step(question: Question, choice: Choice) -> str:
 
 
 def _of_users(question: Question, choice: Choice) -> list[str]:
-    imports, made, call = _model(question)
+    imports, made, call = _model(question, choice)
     lines = [made]
     theirs = rivals.load(choice.rival).adoption if choice.rival else None
     lines += theirs.code(question.vocab) if theirs else ()
@@ -119,7 +119,7 @@ def _targets(question: Question) -> str:
     return next((said for ending, said in words.items() if question.cls.endswith(ending)), "the next tokens")
 
 
-def _model(question: Question) -> tuple[list[str], str, str]:
+def _model(question: Question, choice: Choice) -> tuple[list[str], str, str]:
     """Imports, the line that makes the model, and the one that computes a loss, by what the command line says."""
     problem = question.problem
     move = '.to("cuda")' if question.device == "cuda" else ""
@@ -133,7 +133,8 @@ def _model(question: Question) -> tuple[list[str], str, str]:
         call = "loss = F.cross_entropy(model(inputs).flatten(0, -2).float(), targets.flatten())"
     if "config" in problem:
         imports = [f"from transformers import AutoConfig, {question.cls}", *imports]
-        config = f'AutoConfig.from_pretrained("{question.given.removeprefix(HUB)}")'
+        written_out = ', attn_implementation="eager"' if choice.attention == "manual" else ""
+        config = f'AutoConfig.from_pretrained("{question.given.removeprefix(HUB)}"{written_out})'
         return imports, f"model = {question.cls}({config}){move}", call if judge[0] else "loss = model(**batch).loss"
     module, _, factory = question.model.partition(":")
     arguments = json.loads(str(problem.get("arguments", "{}")))

@@ -149,6 +149,13 @@ def test_the_code(asked: Question, choice: dict[str, Any], wanted: list[str]) ->
         assert word in lines
 
 
+def test_the_code_of_written_out_attention_asks_transformers_for_it(asked: Question) -> None:
+    named = dataclasses.replace(asked, problem={"config": "{}"}, given="here", cls="LlamaForCausalLM", text=True)
+    for attention, said in (("manual", True), (OWN_ATTENTION, False)):
+        lines = "\n".join(code.code(named, Choice(attention=attention, mode="compile")))
+        assert ('AutoConfig.from_pretrained("here", attn_implementation="eager")' in lines) is said
+
+
 @pytest.mark.parametrize(
     ("cls", "targets"),
     [

@@ -1,5 +1,6 @@
 """A user's model in a training step: how it is called, converted, counted and checked."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -18,6 +19,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models import adopted, calling, families, probe, recipe, sources
+from te_bench.training.step import TrainStep
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
 PLAIN = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -285,6 +287,38 @@ WHISPER = {
     },
     **{"max_source_positions": 16, "max_target_positions": 16, "decoder_start_token_id": 1, "eos_token_id": 2},
 }
+
+
+@pytest.mark.parametrize(
+    ("precision", "targets", "told"), [("bf16", 16, False), ("bf16", 64, True), ("fp32", 16, True)]
+)
+def test_rounding_at_a_kink_takes_many_targets(precision: str, targets: int, told: bool, tmp_path: Path) -> None:
+    trial = step(of_config(T5, tmp_path), precision=precision, attention="manual")
+    trial = dataclasses.replace(trial, problem={**trial.problem, "batch": 2, "block": targets // 2})
+    if told:
+        check(trial)
+    else:
+        with pytest.raises(Unsupported, match=r"16 targets is too small .* relu has a kink: take 64 or more, or fp32"):
+            check(trial)
+
+
+@pytest.mark.parametrize("wrong", [0.8, 1.25, -1.0])
+def test_a_wrong_gradient_behind_a_kink_is_caught(
+    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = step(of_config(T5, tmp_path), precision="bf16", attention="manual")
+    trial = dataclasses.replace(trial, problem={**trial.problem, "batch": 4, "block": 16})
+    usual = TrainStep.gradients
+
+    def scaled(self: TrainStep, *batch: Tensor) -> Any:
+        loss, found = usual(self, *batch)
+        if "manual" in self.model.made.attention:
+            found["module.encoder.block.0.layer.1.DenseReluDense.wi.weight"] *= wrong
+        return loss, found
+
+    monkeypatch.setattr(TrainStep, "gradients", scaled)
+    with pytest.raises(CheckFailed, match=r"wi\.weight"):
+        check(trial)
 
 
 @pytest.mark.parametrize(

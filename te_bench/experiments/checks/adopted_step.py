@@ -36,6 +36,14 @@ CHANGES = ("parts", "rival", "checkpointing")  # what is done to the model: the 
 #: Targets of a batch, at least, in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. Of few targets
 #: one rounding moves every gradient that follows, and the check takes rows to err independently.
 FEWEST_TARGETS = 8
+#: Targets of a batch, at least, in half precision where a function has a kink, and how many are enough however few numbers
+#: the function is given: of few, the one or two that rounding moves across decide over a gradient. Of right steps of T5 with
+#: 128 features at a ReLU 6 of 16 failed with 8 targets, one of 40 with 32 and with 48, none with 64 and 96; with 2048
+#: features 2 of 40 with 4 and one with 8. In float32, and with GELU for ReLU, none of 96 did (a CPU, 2026-11-27).
+FEWEST_AT_KINK, ENOUGH_AT_KINK = 16, 64
+#: Numbers that a function with a kink is given, at least, where targets are fewer than enough: none of 104 steps failed.
+NUMBERS_AT_KINK = 2**13
+SWITCHED = frozenset(("topk", "max_pool2d"))  # which of several counts, and not how large one is
 #: Of a loss in float32: sums of another order differ by less. Noise of less is left to the gradients to show.
 SAME = 1e-6
 NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
@@ -122,6 +130,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     kinks = Kinks()
     with kinks:
         _first_pass(trial, step, inputs, targets)
+    _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours = Gradients.of_step(step, inputs, targets)
     parts = large.ByParts()
@@ -147,6 +156,21 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     return step, judge(", ".join(words), quantities), own
+
+
+def _require_many_at_kinks(trial: Trial, kinks: "Kinks", targets: int, accumulate: int) -> None:
+    """Raise Unsupported for a batch of which too few numbers meet a kink in half precision."""
+    least = min((count for name, count in kinks.found.items() if name not in SWITCHED), default=None)
+    if least is None or trial.precision not in ("bf16", "fp16"):
+        return
+    wanted = math.ceil(targets * NUMBERS_AT_KINK / max(1, least * accumulate))
+    fewest = min(max(wanted, FEWEST_AT_KINK), ENOUGH_AT_KINK)
+    if targets < fewest:
+        where = " and ".join(sorted(kinks.found))
+        raise Unsupported(
+            f"{trial.precision}: a batch of {targets} targets is too small to tell rounding from a fault, for {where} has a "
+            f"kink: take {fewest} or more, or fp32"
+        )
 
 
 def _noise(name: str, library: Gradients, truth: Gradients) -> float:
@@ -327,7 +351,7 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
 
 
 class Kinks(TorchFunctionMode):
-    """Notes the functions called whose derivative jumps."""
+    """Notes the functions called whose derivative jumps, each with the fewest numbers that a call of it was given."""
 
     NAMES = frozenset(
         ("relu", "relu_", "relu6", "leaky_relu", "threshold", "hardtanh", "hardswish", "max_pool2d", "topk")
@@ -335,10 +359,12 @@ class Kinks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.found: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= {getattr(func, "__name__", "")} & self.NAMES
+        if (name := getattr(func, "__name__", "")) in self.NAMES:
+            given = args[0] if args else next(iter((kwargs or {}).values()))
+            self.found[name] = min(given.numel(), self.found.get(name, given.numel()))
         return func(*args, **(kwargs or {}))
 
 
