@@ -99,6 +99,7 @@ def taking_turns(trial: Trial) -> Iterator[None]:
     token = _HELD.set(turn)
     try:
         turn.share()
+        meet()  # the first rank may wait for another trial's timing, which the other ranks' work would disturb
         yield
     finally:
         _HELD.reset(token)

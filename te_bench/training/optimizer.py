@@ -176,6 +176,9 @@ def _make_fp8_stacks(
         own = _make_fp8_copy(stack[0], weights[0], columnwise=False, rows=sum(rows))
         if own is None or any(weight.dtype is not torch.float32 for weight in weights):
             continue
+        with torch.enable_grad():  # they join in training, as in the pass to come, whose weights are cast before it
+            for layer in stack[1:]:
+                layer.join(stack[0])
         for layer, weight, part in zip(stack, weights, own.whole.data.split(rows), strict=True):
             found[weight] = replace(own, module=layer, kept=own.whole._replace(data=part))
     return found

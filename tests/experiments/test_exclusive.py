@@ -103,6 +103,26 @@ def test_a_trial_over_several_gpus_is_timed_alone_on_all_of_them(monkeypatch: py
     assert spans.disturbed() == []
 
 
+def test_no_rank_works_before_the_first_holds_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    all_there, began = threading.Barrier(2), list[float]()
+
+    def rank(number: int) -> None:
+        with exclusive.of_ranks(number, lambda: all_there.wait(10) and None), exclusive.taking_turns(a_trial(world=2)):
+            began.append(time.perf_counter())
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    with exclusive.taking_turns(a_trial(world=2)), exclusive.alone():
+        for thread in threads:
+            thread.start()
+        time.sleep(4 * NAP)
+        ended = time.perf_counter()
+    for thread in threads:
+        thread.join(10)
+    assert len(began) == 2
+    assert min(began) >= ended
+
+
 def test_a_trial_holds_those_gpus_that_it_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2,GPU-3")
     with exclusive.taking_turns(a_trial(world=2)):
