@@ -24,7 +24,7 @@ NOT_KEPT: Kept = (None, None)
 
 
 class InFp8(NamedTuple):
-    """What an optimizer's leaf without numbers stands for: its weight in FP8, and as one with those that stand beside it."""
+    """What an optimizer's leaf stands for: its weight in FP8, and as one with those that stand beside it."""
 
     recipe: Recipe
     own: Quantized
@@ -223,8 +223,7 @@ class Fp8Module(Parallelised, nn.Module):
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
         made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
-        made of it, and an optimizer's leaf without numbers the FP8 that it stands for (`in_fp8`), whoever computes with it
-        and whenever.
+        made of it, and an optimizer's leaf the FP8 that it stands for (`in_fp8`), whoever computes with it and whenever.
         """
         alone = made_of is None or len(made_of) == 1
         if alone and isinstance(weight, Gathered):

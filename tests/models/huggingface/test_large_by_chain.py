@@ -18,12 +18,16 @@ pytestmark = pytest.mark.usefixtures("plain_heads")
 
 
 def adopted(
-    family: str = "llama", optimizer: str | None = "reference", checkpointed: bool = False, **options: Any
+    family: str = "llama",
+    optimizer: str | None = "reference",
+    checkpointed: bool = False,
+    parts: Any = "all",
+    **options: Any,
 ) -> TrainStep:
     model = make(family, tie_word_embeddings=True, **options)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    model = adopt(model, recipe=RECIPE, parts="all")
+    model = adopt(model, recipe=RECIPE, parts=parts)
     return TrainStep(model, OPTIM, precision="fp8", mode="eager", optimizer=optimizer)
 
 
@@ -44,6 +48,17 @@ def test_it_trains_bit_for_bit_as_with_both_layouts(name: str, limit: Limit) -> 
         assert layouts(step) == {False}
         # The tied table, which the head casts by itself, has no copy; nor has any other a second one, in bf16.
         assert all(copy.fp8 is not None and not copy.half for copy in step.table.copies.values())
+    assert_equal(trained(step), wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_gated_mlps_without_the_chain_train_bit_for_bit_as_with_both_layouts(family: str, limit: Limit) -> None:
+    """Their first Linears multiply as one matrix there, too."""
+    parts = ("linear", "norm", "mlp")
+    wanted = trained(adopted(family, parts=parts))
+    limit(0)
+    step = adopted(family, parts=parts)
+    assert layouts(step) == {False}
     assert_equal(trained(step), wanted)
 
 
