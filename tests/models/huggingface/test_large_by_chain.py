@@ -62,11 +62,13 @@ def test_gated_mlps_without_the_chain_train_bit_for_bit_as_with_both_layouts(fam
     assert_equal(trained(step), wanted)
 
 
+@pytest.mark.parametrize("parts", ["all", ("linear", "norm", "mlp"), None], ids=["chain", "MLPs", "Linears"])
 @pytest.mark.parametrize("large", [False, True])
-def test_checkpointed_layers_compute_again_with_the_same_weights(large: bool, limit: Limit) -> None:
-    """They do so outside of the step's pass, when modules have their masters again."""
+def test_checkpointed_layers_compute_again_with_the_same_weights(large: bool, parts: Any, limit: Limit) -> None:
+    """In the layouts of the first time, too, which that pass's graph knows."""
     limit(0 if large else 2**60)
-    found = [[adopted(checkpointed=again).gradients(tokens(4), tokens(4).flip(1))] for again in (False, True)]
+    steps = [adopted(checkpointed=again, parts=parts) for again in (False, True)]
+    found = [[step.gradients(tokens(4), tokens(4).flip(1))] for step in steps]
     for (loss, plain), (again, gradients) in zip(*found, strict=True):
         assert again == loss
         for name, gradient in plain.items():
