@@ -124,6 +124,7 @@ class Fp8Module(Parallelised, nn.Module):
         first._prepare()
         if type(self._state) is type(first._state):
             first._state.join(self._state)
+            first._state.owner = first._number
         self._state = first._state
 
     def without_fp8(self) -> None:
@@ -361,8 +362,13 @@ class Fp8Module(Parallelised, nn.Module):
         _expose()
         if self._state is None or not self._state.real:
             self._state, self._loaded = None, saved
-        else:
+        elif self._state.owner in (None, self._number):
             self._state.load(saved)
+        else:  # it is that of Linears side by side, and the first of them has loaded its own
+            own = self._state.recipe.make_state(self._n_gemms, self._state.device)
+            assert own is not None
+            own.load(saved)
+            self._state.join(own)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
