@@ -107,7 +107,7 @@ def make_copies(
             half = own is None or not (isinstance(model, Decoder) or master in alone_in_fp8)
             leaf: Any = nn.Parameter(master.to(torch.bfloat16) if half else _make_placeholder(master))
             leaf.copy_of = master
-            if own is not None and not half:
+            if own is not None and not (half and own.kept is own.whole):
                 leaf.in_fp8 = InFp8(own.recipe, own.kept, own.whole)
             found[master] = Copy(leaf, tuple(linear), direct and alone, half, own)
         for stack in stacks:

@@ -252,10 +252,13 @@ class TrainStep:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
         losses = []
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
-            with self.region(), self._computing():
-                loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
-            with contextlib.nullcontext() if left else self.parallel.reducing():
-                self.scaler.scale(loss).backward()
+            with contextlib.ExitStack() as computing:
+                with self.region():
+                    computing.enter_context(self._computing())
+                    loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
+                # With the copies still: what is checkpointed computes again, and is to find what it found.
+                with contextlib.nullcontext() if left else self.parallel.reducing():
+                    self.scaler.scale(loss).backward()
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory

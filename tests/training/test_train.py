@@ -208,7 +208,7 @@ def test_lower_precision_follows_fp32_and_is_another_curve(precision: str) -> No
 
 @pytest.mark.slow
 def test_compiling_changes_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the graphs that are compiled; what Inductor makes of them tests/test_sweeps.py has."""
+    """Of the graphs that are compiled, whatever Inductor makes of them."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     optim = Optim(learning_rate=3e-3, accumulate=2)
     curves = []

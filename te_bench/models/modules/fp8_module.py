@@ -24,7 +24,7 @@ NOT_KEPT: Kept = (None, None)
 
 
 class InFp8(NamedTuple):
-    """What an optimizer's leaf without numbers stands for: its weight in FP8, and as one with those that stand beside it."""
+    """What an optimizer's leaf stands for: its weight in FP8, and as one with those that stand beside it."""
 
     recipe: Recipe
     own: Quantized
@@ -124,6 +124,7 @@ class Fp8Module(Parallelised, nn.Module):
         first._prepare()
         if type(self._state) is type(first._state):
             first._state.join(self._state)
+            first._state.owner = first._number
         self._state = first._state
 
     def without_fp8(self) -> None:
@@ -223,8 +224,7 @@ class Fp8Module(Parallelised, nn.Module):
         """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
 
         made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
-        made of it, and an optimizer's leaf without numbers the FP8 that it stands for (`in_fp8`), whoever computes with it
-        and whenever.
+        made of it, and an optimizer's leaf the FP8 that it stands for (`in_fp8`), whoever computes with it and whenever.
         """
         alone = made_of is None or len(made_of) == 1
         if alone and isinstance(weight, Gathered):
@@ -362,8 +362,13 @@ class Fp8Module(Parallelised, nn.Module):
         _expose()
         if self._state is None or not self._state.real:
             self._state, self._loaded = None, saved
-        else:
+        elif self._state.owner in (None, self._number):
             self._state.load(saved)
+        else:  # it is that of Linears side by side, and the first of them has loaded its own
+            own = self._state.recipe.make_state(self._n_gemms, self._state.device)
+            assert own is not None
+            own.load(saved)
+            self._state.join(own)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

@@ -83,6 +83,7 @@ class State:
     recipe: "Recipe"
     slots: Mapping[tuple[str, int], Slot]  # of (role, number of the GEMM); another object once tensors have moved
     silent = False  # whether compiled code or a CUDA graph uses it, which doesn't say when
+    owner: int | None = None  # of Linears side by side the first one's number
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

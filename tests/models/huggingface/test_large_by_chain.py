@@ -18,12 +18,16 @@ pytestmark = pytest.mark.usefixtures("plain_heads")
 
 
 def adopted(
-    family: str = "llama", optimizer: str | None = "reference", checkpointed: bool = False, **options: Any
+    family: str = "llama",
+    optimizer: str | None = "reference",
+    checkpointed: bool = False,
+    parts: Any = "all",
+    **options: Any,
 ) -> TrainStep:
     model = make(family, tie_word_embeddings=True, **options)
     if checkpointed:
         model.gradient_checkpointing_enable()
-    model = adopt(model, recipe=RECIPE, parts="all")
+    model = adopt(model, recipe=RECIPE, parts=parts)
     return TrainStep(model, OPTIM, precision="fp8", mode="eager", optimizer=optimizer)
 
 
@@ -47,11 +51,24 @@ def test_it_trains_bit_for_bit_as_with_both_layouts(name: str, limit: Limit) -> 
     assert_equal(trained(step), wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_gated_mlps_without_the_chain_train_bit_for_bit_as_with_both_layouts(family: str, limit: Limit) -> None:
+    """Their first Linears multiply as one matrix there, too."""
+    parts = ("linear", "norm", "mlp")
+    wanted = trained(adopted(family, parts=parts))
+    limit(0)
+    step = adopted(family, parts=parts)
+    assert layouts(step) == {False}
+    assert_equal(trained(step), wanted)
+
+
+@pytest.mark.parametrize("parts", ["all", ("linear", "norm", "mlp"), None], ids=["chain", "MLPs", "Linears"])
 @pytest.mark.parametrize("large", [False, True])
-def test_checkpointed_layers_compute_again_with_the_same_weights(large: bool, limit: Limit) -> None:
-    """They do so outside of the step's pass, when modules have their masters again."""
+def test_checkpointed_layers_compute_again_with_the_same_weights(large: bool, parts: Any, limit: Limit) -> None:
+    """In the layouts of the first time, too, which that pass's graph knows."""
     limit(0 if large else 2**60)
-    found = [[adopted(checkpointed=again).gradients(tokens(4), tokens(4).flip(1))] for again in (False, True)]
+    steps = [adopted(checkpointed=again, parts=parts) for again in (False, True)]
+    found = [[step.gradients(tokens(4), tokens(4).flip(1))] for step in steps]
     for (loss, plain), (again, gradients) in zip(*found, strict=True):
         assert again == loss
         for name, gradient in plain.items():

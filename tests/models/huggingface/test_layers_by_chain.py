@@ -241,6 +241,28 @@ def test_trained_layer_by_layer_it_goes_on_side_by_side_with_the_scales_of_all(
             assert figures["amax"] >= before[name][role]["amax"], (name, role)
 
 
+def test_side_by_side_they_load_the_scales_of_all() -> None:
+    """q's and gate's weights, the first, are 16 times the others': by the scales of the last they would saturate."""
+    model, other = make("llama"), make("llama")
+    for one in (model, other):
+        te.convert(one, recipe.DelayedScaling(amax_history_len=8), parts="all")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "q_proj" in name or "gate_proj" in name:
+                p.mul_(16)
+    handles = [layer.register_forward_hook(lambda *_: None) for layer in model.modules()]
+    for _ in range(2):
+        run(model, inputs("llama"))
+    for handle in handles:
+        handle.remove()
+    run(other, inputs("llama"))  # by the chain
+    other.load_state_dict(model.state_dict())
+    with te.record_numerics():
+        run(other, inputs("llama"))
+    for name, tensors in te.numerics(other).items():
+        assert tensors["weight"].get("saturated", 0) <= 1, name  # the largest may round up
+
+
 @pytest.mark.parametrize("given", [{}, {"output_hidden_states": True}], ids=["by the chain", "layer by layer"])
 def test_what_linears_share_is_moved_on_once_a_step(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model, moved = make("llama"), []
