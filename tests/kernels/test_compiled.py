@@ -36,7 +36,7 @@ from te_bench.kernels.linear_cross_entropy import tied
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
-from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined
+from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined, turn
 from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Part
 from te_bench.kernels.rotary import kernels as rotary
@@ -130,6 +130,7 @@ QUANTIZE: dict[str, Call] = {
     "joined by heads, with sums": lambda: joined.kernel(
         [matrix(M, 4096) for _ in range(3)], 128, one(), E5M2, one(), torch.zeros(3 * 4096)
     ),
+    "turned": lambda: turn.turn_by_kernel(matrix(F, D).to(E4M3)),
     "row": lambda: fine_kernels.per_row(matrix(M, F), E4M3, *BOTH, False, None),
     "block": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 1, *BOTH, True, None),
     "tile": lambda: fine_kernels.per_block(matrix(M, F), E4M3, 128, *BOTH, True, None),

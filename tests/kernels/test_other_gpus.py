@@ -65,7 +65,10 @@ QUICK = (
     *(f"linear cross-entropy/{name}" for name in ("loss and gradient", "count", "mean", "scaled", "tied", "embedded")),
 )
 QUICK_IN_FP8 = (
-    *(f"quantize/{name}" for name in ("scaled, a gradient", "tensor", "pair", "joined", "row", "block", "tile")),
+    *(
+        f"quantize/{name}"
+        for name in ("scaled, a gradient", "tensor", "pair", "joined", "turned", "row", "block", "tile")
+    ),
     *("quantize/history", "norm/layernorm of 768 in FP8", "norm/rmsnorm of 4096 in FP8", "activation/swiglu in FP8"),
     *("activation/swiglu, backward in FP8", "activation/swiglu, backward in FP8, and again", "adamw/bf16, E4M3"),
     "linear cross-entropy/FP8",
