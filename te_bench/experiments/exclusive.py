@@ -101,6 +101,7 @@ def taking_turns(trial: Trial) -> Iterator[None]:
         turn.share()
         meet()  # the first rank may wait for another trial's timing, which the other ranks' work would disturb
         yield
+        meet()  # they may still work when the first has done
     finally:
         _HELD.reset(token)
         turn.close()
@@ -113,10 +114,12 @@ def alone() -> Iterator[None]:
     if turn is None:
         yield
         return
+    meet()  # a rank may still work, for which the first holds the GPUs together with other trials
     turn.take()
     try:
         meet()
         yield
+        meet()  # a rank may still be timed
     finally:
         turn.give_back()
 

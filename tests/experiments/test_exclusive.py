@@ -103,6 +103,32 @@ def test_a_trial_over_several_gpus_is_timed_alone_on_all_of_them(monkeypatch: py
     assert spans.disturbed() == []
 
 
+def test_the_gpus_are_given_back_when_the_slowest_rank_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    all_there, spans = threading.Barrier(2), Spans()
+    started = threading.Event()
+
+    def rank(number: int) -> None:
+        of_ranks = exclusive.of_ranks(number, lambda: all_there.wait(10) and None)
+        with of_ranks, exclusive.taking_turns(a_trial(world=2)), exclusive.alone(), spans.span(spans.timed, 0):
+            started.set()
+            time.sleep(NAP * (1 + 4 * number))
+
+    def other() -> None:
+        started.wait(10)
+        with exclusive.taking_turns(a_trial()), spans.span(spans.working, 1):
+            pass
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)] + [threading.Thread(target=other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(spans.timed) == 2
+    assert len(spans.working) == 1
+    assert spans.disturbed() == []
+
+
 def test_no_rank_works_before_the_first_holds_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
     all_there, began = threading.Barrier(2), list[float]()
