@@ -204,19 +204,22 @@ class _Trials:
 
     def known(self) -> set[str]:
         """Ids of trials that have ended in this environment, which are not run again."""
-        ended = {trial for trial, environment in self._journal().records if environment == self.machine["id"]}
-        return {trial for trial in ended if not self._cut_short(trial)}
+        return {trial for trial, record in self._ended().items() if not self._cut_short(record)}
 
-    def _journal(self) -> "Journal":
+    def _ended(self) -> "dict[str, Record]":
+        """By trial id, the journal's records of this environment."""
         from te_bench.experiments import store
 
-        return store.load(self.directory) if store.written(self.directory) and not self.fresh else store.Journal()
+        if self.fresh or not store.written(self.directory):
+            return {}
+        return {
+            trial: r for (trial, where), r in store.load(self.directory).records.items() if where == self.machine["id"]
+        }
 
-    def _cut_short(self, trial_id: str) -> bool:
+    def _cut_short(self, record: "Record") -> bool:
         """Whether the trial was interrupted, or a smaller budget gave it less time than there is now."""
-        record = self._journal().records.get((trial_id, self.machine["id"]))
-        if record is None or record.outcome != "timeout":
-            return record is not None and record.outcome == "interrupted"
+        if record.outcome != "timeout":
+            return record.outcome == "interrupted"
         return not self.recorded and record.wall_s + 1 < self._timeout()
 
     def _timeout(self) -> float:
@@ -243,7 +246,8 @@ class _Trials:
             baseline=question.trial(question.have).cell,
             asked=self.asked,
         )
-        timeout, retry = self._timeout(), any(self._cut_short(trial.id) for trial in trials)
+        ended = self._ended()
+        timeout, retry = self._timeout(), any(t.id in ended and self._cut_short(ended[t.id]) for t in trials)
         fresh, self.fresh = self.fresh, False
         context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
         options: dict[str, Any] = {"timeout": timeout, "context": context, "retry": retry, "fresh": fresh}
