@@ -379,12 +379,13 @@ def gathers(name: str, mode: str = "fsdp2", **options: Any) -> dict[str, Any]:
         by_rows = {"rowwise": True, "columnwise": False}
         made[:] = [recipe.quantize(w, "weight", Slot(s), **by_rows) for w, s in zip(whole, scales, strict=True)]
 
-    same: dict[str, list[bool]] = {"forward": [], "backward": [], "widened": []}
+    same: dict[str, list[bool]] = {"forward": [], "backward": [], "widened": [], "aligned": []}
 
     def compare(when: str, i: int, layer: Any) -> None:
         data, scale_inv = layer.weight.quantized()[:2]
         equal = torch.equal(data.view(torch.uint8), made[i].data.view(torch.uint8))
         same[when].append(equal and torch.equal(scale_inv, made[i].scale_inv))
+        same["aligned"].append(scale_inv.data_ptr() % 16 == 0)
         if when == "forward":
             expected = dequantize(made[i].by_rows(), torch.bfloat16)
             same["widened"].append(torch.equal(layer.weight * 1, expected))

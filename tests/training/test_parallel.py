@@ -313,8 +313,12 @@ def test_delayed_scaling_has_the_same_scales_in_every_rank(found: Any, mode: str
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_a_weight_gathered_in_fp8_is_what_one_process_casts(found: Any, recipe: str) -> None:
-    """Bit for bit, in both passes and two micro-batches: of 4 Linears in 2 blocks. Other operators see the same weight."""
+    """Bit for bit, in both passes and two micro-batches: of 4 Linears in 2 blocks. Other operators see the same weight.
+
+    Scales begin at multiples of 16 bytes: cuBLASLt says CUBLAS_STATUS_NOT_SUPPORTED to others.
+    """
     said = found["gathers"][recipe]
+    assert said["same"].pop("aligned") == [2 * 2 * 4 * 2] * 2
     assert said["same"] == {when: [2 * 4 * 2, 2 * 4 * 2] for when in ("forward", "backward", "widened")}
     assert said["amaxes"]
     assert said["losses"] == pytest.approx(said["one"], rel=4e-3)

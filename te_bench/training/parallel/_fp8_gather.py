@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from te_bench.kernels.gemm.backends.scaled_mm import SCALE_ALIGNMENT
 from te_bench.kernels.quantize import Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
 from te_bench.models import fp8
@@ -115,7 +116,8 @@ class Fp8Gather:
         slots = [layer.gemms().weight for layer in self.layers]
         shards = [layer.weight._local_tensor.part for layer in self.layers]
         self._scales = self._delayed(slots, shards) if recipe.delayed() else self._current(recipe, shards)
-        self._inverses = self._scales.reciprocal()
+        # Of each row the first counts: cuBLASLt takes a scale at multiples of 16 bytes alone.
+        self._inverses = self._scales.reciprocal()[:, None].expand(-1, SCALE_ALIGNMENT).contiguous()
         if fp8.current.numerics:
             for layer, slot, shard in zip(self.layers, slots, shards, strict=True):
                 self._quantize(layer, shard, slot.counts)
@@ -140,7 +142,7 @@ class Fp8Gather:
         there before the latter has read it.
         """
         made = self._quantize(layer, shard, None)
-        return (made.data.view(torch.uint8),), (self._inverses[self._number[layer]], made.layout)
+        return (made.data.view(torch.uint8),), (self._inverses[self._number[layer], 0], made.layout)
 
     def _quantize(self, layer: Any, shard: Tensor, counts: Tensor | None) -> Quantized:
         assert self._cast is not None

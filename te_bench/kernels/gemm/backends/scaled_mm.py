@@ -18,7 +18,7 @@ from te_bench.kernels.gemm.operators import as_operator
 from te_bench.kernels.quantize import BLOCK, PLAIN, TENSOR, Operand
 
 ALIGNMENT = 16  # of N and K, in elements: 16 bytes of FP8
-SCALE_ALIGNMENT = 4  # of the rows of 1 x 128 scales and of the K blocks of 128 x 128 scales: 16 bytes of float32
+SCALE_ALIGNMENT = 4  # of a tensor's scale, of the rows of 1 x 128 scales, of the K blocks of 128 x 128 scales: 16 bytes
 PER_TENSOR = (TENSOR, torch.float32, PLAIN)  # a Layout, but for the format
 RECIPES = {"block": ScalingType.BlockWise1x128.value, "tile": ScalingType.BlockWise128x128.value}
 
