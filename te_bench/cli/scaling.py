@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from te_bench.experiments.scaling.predict import Prediction
 
 NAME = "scaling"
+STEPS = ("train_step", "scaling")  # workloads
 _LINK = re.compile(r"(\d+(?:\.\d+)?) ?([GT])([bB])/s")
 
 
@@ -64,7 +65,8 @@ def scaling(
     recompute: Annotated[str, typer.Option(help="Of the forward pass: none, selective (half) or full.")] = "none",
     gpu: Annotated[str, typer.Option(help="h100 or h200: its memory, and what one was measured to do.")] = "h200",
     measured: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Results of `speed` that tell what one GPU computes.")
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Results of `speed` or `scaling` that tell what one GPU computes."),
     ] = None,
     only: Annotated[str | None, typer.Option(metavar="GLOB", help="Of --from, only trials with such names.")] = None,
     tflops: Annotated[float | None, typer.Option(help="What one GPU computes, over a whole step, instead.")] = None,
@@ -237,15 +239,14 @@ def _recorded(directory: Path, only: str | None) -> "list[Measured]":
     """Steps of one GPU in a journal, by their median."""
     from te_bench.experiments import spec, store
     from te_bench.experiments.scaling import layout, one_gpu, shapes
-    from te_bench.models.configs import configs
     from te_bench.reports.analysis.measures import seconds_of
 
     journal = store.load(directory)
-    known = {**shapes.PLANNED, **configs()}
+    known = shapes.known()
     found = []
     for record in journal.records.values():
         trial, times = record.trial, seconds_of(record, "latency_s")
-        alone = trial.workload == "train_step" and trial.device == "cuda" and not trial.problem.get("parallel")
+        alone = trial.workload in STEPS and trial.device == "cuda" and not trial.problem.get("parallel")
         if not (alone and times and record.outcome == "ok" and spec.matches(trial.name, only)):
             continue
         name, batch, tokens = (trial.problem.get(key) for key in ("model", "batch", "block"))

@@ -1,12 +1,15 @@
 """`te-bench plan scaling`: a prediction where an option is the prediction's own, else a suite's plan."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import Command
 
 from te_bench.cli import budget
+from te_bench.reports.group_result import load_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +47,23 @@ def test_json_holds_what_the_table_rounds(command: Command) -> None:
 def test_worlds(command: Command, options: str, worlds: list[int]) -> None:
     found = json.loads(command("plan", "scaling", *options.split(), "--json").out)
     assert [row["world"] for row in found["rows"]] == worlds
+
+
+def test_from_records_of_scaling_predicts_what_its_report_does(command: Command) -> None:
+    records = ROOT / "results/h200/scaling"
+    layout = ("--model", "gpt2", "--parallel", "ddp", "--batch", 12, "--world", 2, "--precision", "fp8")
+    found = json.loads(command("plan", "scaling", "--from", records, *layout, "--json").out)
+    one, two = found["rows"]
+    steps = {(step.world, step.configuration.trial.precision, step.parallel): step for step in of_scaling(records)}
+    measured = steps[2, "fp8", "ddp"]
+    assert one["step_s"] == pytest.approx(measured.latency_s * measured.efficiency.value)  # as it was measured on one
+    assert two["step_s"] == pytest.approx(measured.predicted_s)
+    assert 1 < two["step_s"] / one["step_s"] < measured.latency_s / one["step_s"]
+
+
+def of_scaling(records: Path) -> Sequence[Any]:
+    [group] = load_report([records]).groups
+    return group.scaled
 
 
 def test_from_records_of_one_gpu(command: Command) -> None:

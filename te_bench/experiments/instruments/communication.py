@@ -2,7 +2,8 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +19,54 @@ BYTES = {"cuda": 2**28, "cpu": 2**24}
 Span = tuple[float, float]
 
 
-def of_steps(next_step: Callable[[], None], device: str) -> dict[str, float]:
-    """{"collectives_s", "exposed_s"} of a step, by the trace of a GPU's kernels; {} on a CPU, which has none.
+def of_steps(next_step: Callable[[], None], device: str, of_all: Callable[[Any], list[Any]]) -> dict[str, float]:
+    """{"compute_s", "collectives_s", "exposed_s", "waiting_s"} of a step, by the trace of a GPU's kernels; {} on a CPU.
 
-    collectives_s: seconds in which a collective runs, waiting for other ranks included; exposed_s: those of them in which
-    this GPU does nothing else.
+    compute_s: seconds in which this GPU runs anything but collectives; collectives_s: in which a collective runs that every
+    rank has begun; exposed_s: those of them in which this GPU computes nothing; waiting_s: in which a collective waits for
+    another rank. of_all: a value of every rank; all ranks ask at once.
     """
     if device != "cuda":
         return {}
     spans = profiling.kernel_spans(next_step)
-    of_nccl = [(begin, end) for name, begin, end in spans if COLLECTIVE.match(name)]
+    of_nccl = [span for span in spans if COLLECTIVE.match(span[0])]
     others = [(begin, end) for name, begin, end in spans if not COLLECTIVE.match(name)]
+    joint = since_all_began(of_nccl, of_all(durations(of_nccl)))
+    whole, together = (_total(_union(each)) for each in ([span[1:] for span in of_nccl], joint))
     return {
-        "collectives_s": _total(_union(of_nccl)) / profiling.PROFILED,
-        "exposed_s": exposed(of_nccl, others) / profiling.PROFILED,
+        "compute_s": _total(_union(others)) / profiling.PROFILED,
+        "collectives_s": together / profiling.PROFILED,
+        "exposed_s": exposed(joint, others) / profiling.PROFILED,
+        "waiting_s": (whole - together) / profiling.PROFILED,
     }
+
+
+def durations(collectives: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+    """{name: seconds of each, in their order}."""
+    found: dict[str, list[float]] = {}
+    for name, begin, end in sorted(collectives, key=lambda span: span[1]):
+        found.setdefault(name, []).append(end - begin)
+    return found
+
+
+def since_all_began(
+    collectives: Iterable[tuple[str, float, float]], of_ranks: Sequence[Mapping[str, Sequence[float]]]
+) -> list[Span]:
+    """What is left of each span since its last rank began: as long as it took the rank that it took least.
+
+    of_ranks: every rank's `durations`. A name that ranks ran unlike often is left as it is.
+    """
+    least = {
+        name: [min(each) for each in zip(*(rank[name] for rank in of_ranks), strict=True)]
+        for name in of_ranks[0]
+        if len({len(rank.get(name, ())) for rank in of_ranks}) == 1
+    }
+    seen: Counter[str] = Counter()
+    found = []
+    for name, begin, end in sorted(collectives, key=lambda span: span[1]):
+        found.append((end - least[name][seen[name]] if name in least else begin, end))
+        seen[name] += 1
+    return found
 
 
 def exposed(collectives: Iterable[Span], others: Iterable[Span]) -> float:

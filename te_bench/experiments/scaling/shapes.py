@@ -21,8 +21,12 @@ PLANNED: dict[str, DecoderConfig] = {
 }  # fmt: skip
 
 
+def known() -> dict[str, DecoderConfig]:
+    """All of them, by their names."""
+    return {**PLANNED, **configs()}
+
+
 def model(name: str, tokens: int | None = None) -> DecoderConfig:
     """The configuration by its name, with sequences of so many tokens. Raises ValueError for another name."""
-    known = {**PLANNED, **configs()}
-    plugins.check("model", name, sorted(known))
-    return known[name] if tokens is None else dataclasses.replace(known[name], block_size=tokens)
+    plugins.check("model", name, sorted(known()))
+    return known()[name] if tokens is None else dataclasses.replace(known()[name], block_size=tokens)

@@ -1,8 +1,8 @@
 """A training step as `train_step` measures it, on one GPU or over several, and what it takes of each: for the suite scaling.
 
-work has besides: ranks, of each rank its memory (instruments.ledger), and of a step over several GPUs its collectives_s and
-exposed_s (instruments.communication), unless they overlap with GEMMs by symmetric memory; interconnect, the measured
-bandwidth between them. On a CPU each process computes in one thread.
+work has besides: ranks, of each rank its memory (instruments.ledger), and on GPUs what it does in a step's time
+(instruments.communication), unless GEMMs overlap with collectives by symmetric memory; interconnect, the measured bandwidth
+between several. On a CPU each process computes in one thread.
 """
 
 import functools
@@ -37,11 +37,10 @@ def _of_ranks(
     parallel = step.parallel
     own: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    if parallel.world > 1:
-        if not parallel.overlapped(1):  # the trace tells no copy between GPUs from the waits around it
-            own |= communication.of_steps(next_step, trial.device)
-        if link := communication.bandwidth(trial.device, parallel.of_all):
-            found["interconnect"] = {"backend": backend_of(trial), **link}
+    if not parallel.overlapped(1):  # the trace tells no copy between GPUs from the waits around it
+        own |= communication.of_steps(next_step, trial.device, parallel.of_all)
+    if parallel.world > 1 and (link := communication.bandwidth(trial.device, parallel.of_all)):
+        found["interconnect"] = {"backend": backend_of(trial), **link}
     peak = samples.get("peak_allocated_bytes")
     own["memory"] = {
         **ledger.of_step(trial, step, *map(parallel.rows, batch)),

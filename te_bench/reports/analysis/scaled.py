@@ -1,10 +1,13 @@
 """Steps over several GPUs beside the same on one: tokens a second of each GPU, efficiency, a rank's memory."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from te_bench.experiments.problems import world_of
+from te_bench.experiments.scaling import layout, one_gpu, shapes
+from te_bench.experiments.scaling.predict import predict
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import Ratio, finite, median, numbers, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import TE_BENCH, rival_of
@@ -24,8 +27,12 @@ class ScaledStep:
     latency_s: float | None = None
     tokens_per_s: float | None = None
     efficiency: Ratio | None = None  # of a GPU's throughput, against the same step on one
-    collectives_s: float | None = None  # of a step, the mean over ranks
+    predicted_s: float | None = None  # by `plan scaling`, of the same step on one GPU
+    # Of a step, the mean over ranks (instruments.communication).
+    compute_s: float | None = None
+    collectives_s: float | None = None
     exposed_s: float | None = None
+    waiting_s: float | None = None  # None where the other two have it within them
     energy_per_token: float | None = None  # of all GPUs
     busbw: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)  # of the rank with the most, by KINDS, and its "peak"
@@ -46,6 +53,13 @@ class ScaledStep:
         """Of each rank."""
         batch = finite(self.configuration.trial.problem.get("batch"))
         return None if batch is None else batch / self.world
+
+    @property
+    def idle_s(self) -> float | None:
+        """Of a step, in which a GPU neither computes nor sends: it waits for its host's launches or for another rank."""
+        if self.latency_s is None or self.compute_s is None or self.exposed_s is None:
+            return None
+        return max(0.0, self.latency_s - self.compute_s - self.exposed_s)
 
     @property
     def rest(self) -> float | None:
@@ -87,8 +101,11 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
         latency_s=latency,
         tokens_per_s=tokens / latency / world if tokens else None,
         efficiency=None if alone is None else _efficiency(alone, configuration),
+        predicted_s=None if alone is None else _predicted(alone, configuration),
+        compute_s=_mean(records, "compute_s"),
         collectives_s=_mean(records, "collectives_s"),
         exposed_s=_mean(records, "exposed_s"),
+        waiting_s=_mean(records, "waiting_s"),
         energy_per_token=joules / tokens if joules and tokens else None,
         busbw=median(numbers([link.get("busbw") for link in links if isinstance(link, Mapping)])),
         memory=_memory(records),
@@ -100,6 +117,25 @@ def _efficiency(alone: Configuration, configuration: Configuration) -> Ratio | N
     if configuration.id == alone.id:
         return Ratio(value=1.0, n=len(alone.ok))
     return paired_ratio(alone, configuration, "latency_s")
+
+
+def _predicted(alone: Configuration, configuration: Configuration) -> float | None:
+    """Seconds that are expected of the step; None where the arithmetic knows no such step."""
+    trial, world = configuration.trial, world_of(configuration.trial)
+    problem, seconds = trial.problem, of_processes(alone.ok, "latency_s")
+    name, mode, batch, tokens = (problem.get(key) for key in ("model", "parallel", "batch", "block"))
+    if world == 1 or not seconds or trial.device != "cuda" or not isinstance(batch, int) or not isinstance(tokens, int):
+        return None
+    if name not in shapes.known() or mode not in layout.MODES or trial.precision not in layout.PRECISIONS:
+        return None
+    over = layout.Layout(mode=mode, world=world, gpus_per_node=world, link=math.inf, tp=world if mode == "tp" else 1)
+    asked: dict[str, Any] = {"batch": batch // over.copies, "precision": trial.precision}
+    one = one_gpu.Measured(model=name, tokens=tokens, seconds=seconds, how="", **(asked | {"batch": batch // world}))
+    work = layout.Work(config=shapes.model(name, tokens), **asked)
+    try:
+        return predict(work, over, one.rate, math.inf).seconds
+    except ValueError:  # no GPU's time
+        return None
 
 
 def _ranks(record: Record) -> list[Mapping[str, Any]]:

@@ -1,5 +1,6 @@
 """The tables of steps over several GPUs: what they bring, and what a rank's memory holds."""
 
+import statistics
 from collections.abc import Sequence
 
 from te_bench.reports.analysis.measures import Ratio
@@ -22,10 +23,13 @@ def times(result: GroupResult) -> Table | None:
             "Configuration": label(step.configuration),
             "GPUs": Value(text=str(step.world), sort=step.world),
             "ms/step": number(step.latency_s, text.milliseconds),
+            "Predicted, ms": number(step.predicted_s, text.milliseconds),
             "tok/s/GPU": number(step.tokens_per_s, text.count),
             "Efficiency": _efficiency(step),
+            "Compute, ms": number(step.compute_s, text.milliseconds),
             "Collectives, ms": number(step.collectives_s, text.milliseconds),
             "Exposed, ms": number(step.exposed_s, text.milliseconds),
+            "Idle, ms": number(step.idle_s, text.milliseconds),
             "Peak, GiB": number(step.memory.get("peak"), text.gib),
             "mJ/token": number(None if step.energy_per_token is None else step.energy_per_token * 1e3),
             "Link, GB/s": number(None if step.busbw is None else step.busbw / 1e9),
@@ -53,10 +57,18 @@ def _notes(steps: Sequence[ScaledStep]) -> list[str]:
     notes = ["Efficiency: tokens a second of each GPU against the same step on one, which has as many sequences."]
     if any(step.efficiency and step.efficiency.low is not None for step in steps):
         notes.append("Its interval is a 95 % t-interval over paired seeds.")
-    if any(step.exposed_s is not None for step in steps):
+    notes += _predictions(steps)
+    traced = [step for step in steps if step.exposed_s is not None]
+    if traced:
+        waits = "once all ranks are there" if all(step.waiting_s is not None for step in traced) else "waits included"
         notes.append(
-            "Collectives: while NCCL's kernels run, waits for other ranks included; exposed: while the GPU does nothing "
-            "else. Both by the trace of three steps, the mean over ranks."
+            f"Collectives: while NCCL's kernels run, {waits}; exposed: while the GPU computes nothing beside them. By the "
+            "trace of three steps, the mean over ranks."
+        )
+    if any(step.idle_s is not None for step in steps):
+        notes.append(
+            "Idle: the rest of a step, in which a GPU waits for its host's launches or for another rank. A captured graph, "
+            "a larger batch or a faster host shortens it; a faster link does not."
         )
     if any("peak" in step.memory for step in steps):
         notes.append("Peak: the most that PyTorch had allocated on the rank with the most.")
@@ -70,6 +82,24 @@ def _notes(steps: Sequence[ScaledStep]) -> list[str]:
             "GPUs, and exposed communication is not measured."
         )
     return notes
+
+
+def _predictions(steps: Sequence[ScaledStep]) -> list[str]:
+    """How far they are off, of captured steps and of others, which may wait for their host."""
+    found = [step for step in steps if step.predicted_s and step.latency_s]
+    if not found:
+        return []
+    said = []
+    for captured, what in ((True, "captured"), (False, "other")):
+        alike = [step for step in found if (step.configuration.trial.mode == "cudagraph") is captured]
+        errors = [
+            100 * (step.predicted_s / step.latency_s - 1) for step in alike if step.predicted_s and step.latency_s
+        ]
+        if errors:
+            many = f"{len(errors)} {what} step{'s' if len(errors) > 1 else ''}"
+            median, worst = statistics.median(errors), max(errors, key=abs)
+            said.append(f"of {many} it is off by {median:+.0f} % in the median, {worst:+.0f} % at worst")
+    return [f"Predicted: by te-bench plan scaling, from the same step on one GPU; {', '.join(said)}."]
 
 
 def memory(result: GroupResult) -> Table | None:

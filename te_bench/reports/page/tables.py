@@ -31,6 +31,8 @@ GIVING_WAY = (
     "Peak, GiB",
     "ok/planned",
     "Collectives, ms",
+    "Compute, ms",
+    "Predicted, ms",
     "GPUs",
     "J/step",
     "mJ/token",

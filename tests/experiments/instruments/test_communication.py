@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_bench.experiments.instruments import communication
-from te_bench.experiments.instruments.communication import COLLECTIVE, exposed
+from te_bench.experiments.instruments.communication import COLLECTIVE, durations, exposed, since_all_began
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,23 @@ from te_bench.experiments.instruments.communication import COLLECTIVE, exposed
 )
 def test_a_collective_is_exposed_while_nothing_else_runs(collectives, others, seconds):
     assert exposed(collectives, others) == pytest.approx(seconds)
+
+
+def test_a_collective_begins_with_its_last_rank() -> None:
+    """Rank 0 waits 3 s for the first gather, rank 1 one for the second; in between both reduce. Streams may overlap."""
+    first = [("gather", 0.0, 4.0), ("reduce", 3.0, 6.0), ("gather", 7.0, 8.0)]
+    second = [("gather", 10.0, 11.0), ("reduce", 9.0, 12.0), ("gather", 13.0, 15.0)]
+    of_ranks = [durations(first), durations(second)]
+    assert of_ranks[0] == {"gather": [4, 1], "reduce": [3]}
+    assert since_all_began(first, of_ranks) == [(3, 4), (3, 6), (7, 8)]
+    assert since_all_began(second, of_ranks) == [(9, 12), (10, 11), (14, 15)]
+
+
+def test_ranks_that_ran_unlike_often_keep_their_spans() -> None:
+    first = [("gather", 0.0, 4.0), ("reduce", 5.0, 9.0)]
+    of_ranks = [durations(first), {"gather": [1.0], "reduce": [1.0, 1.0]}]
+    assert since_all_began(first, of_ranks) == [(3, 4), (5, 9)]
+    assert since_all_began([("send", 0.0, 2.0)], [{"send": [2.0]}, {}]) == [(0, 2)]
 
 
 def test_nccl_names_its_kernels() -> None:

@@ -68,13 +68,16 @@ def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):
 def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):
     def rank(i):
         memory = {"weights": 2 * MIB, "gradients": MIB, "states": MIB, "fp8_copies": MIB, "peak": (8 + i) * MIB}
-        return {"collectives_s": 4e-3, "exposed_s": (1 + i) * 1e-3, "memory": memory}
+        spent = {"compute_s": 20e-3, "collectives_s": 4e-3, "exposed_s": (1 + i) * 1e-3, "waiting_s": i * 1e-3}
+        return {**spent, "memory": memory}
 
     on_two = step(25, 2, rank=rank)
     on_two = dataclasses.replace(on_two, samples={**on_two.samples, "energy_j": [20.0]})
     two = result_of(tmp_path, step(20), on_two).scaled[1]
     assert two.exposed_s == pytest.approx(1.5e-3)
     assert two.collectives_s == pytest.approx(4e-3)
+    assert two.waiting_s == pytest.approx(0.5e-3)
+    assert two.idle_s == pytest.approx(3.5e-3)  # 25 ms but for 20 of compute and 1.5 exposed
     assert two.energy_per_token == pytest.approx(20 / (24 * 1024))
     assert two.busbw == 360e9
     assert two.memory["peak"] == 9 * MIB
@@ -89,6 +92,37 @@ def test_the_table_has_the_peak_of_a_rank(tmp_path):
     column = [column.title for column in times.columns].index("Peak, GiB")
     assert [row[column].text for row in times.rows] == ["0.00781", "11.0"]
     assert "Peak: the most" in times.note
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_the_table_says_whether_waits_count_as_collectives(tmp_path, waiting):
+    """Of a record that lacks them nobody knows how long the GPU was idle."""
+
+    def rank(i):
+        spent = {"compute_s": 20e-3, "waiting_s": 30e-3} if waiting else {}
+        return {"collectives_s": 4e-3, "exposed_s": 1e-3, **spent}
+
+    [times, *_] = tables.tables_of(result_of(tmp_path, step(20), step(60, 2, rank=rank)), "scaling")
+    titles = [column.title for column in times.columns]
+    assert ("Idle, ms" in titles) is waiting
+    if waiting:
+        assert times.rows[1][titles.index("Idle, ms")].text == "39.0"
+    assert ("once all ranks are there" in times.note, "waits included" in times.note) == (waiting, not waiting)
+    assert ("Idle: " in times.note) is waiting
+
+
+def test_a_step_stands_beside_its_prediction(tmp_path):
+    """From the same step on one GPU: by ddp what the last gradients take, by tp what each layer sends."""
+    records = [step(20), step(25, 2), step(40, 2, parallel="tp"), step(25, 2, rival="torchtitan")]
+    result = result_of(tmp_path, *records)
+    found = {one.configuration.trial.problem.get("parallel"): one.predicted_s for one in result.scaled}
+    assert found.keys() == {None, "ddp", "tp", "fsdp2"}
+    assert found[None] is None
+    assert found["fsdp2"] is None  # torchtitan's is not measured on one
+    assert 0.020 < found["ddp"] < 0.0206
+    assert 0.020 < found["tp"] < 0.030
+    [times] = tables.tables_of(result, "scaling")
+    assert "2 other steps it is off by" in times.note
 
 
 def test_the_report_says_what_was_not_run(tmp_path):
