@@ -25,7 +25,7 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
     figures: list[Named] = [
         ("ladder", "Time per training step", step_figures.ladder(result)),
         ("memory", "Peak memory of a training step", step_figures.memory(result)),
-        ("scaling", "Efficiency on more GPUs", scaled_figures.efficiency(result)),
+        ("scaling", "Tokens a second of each GPU, and its efficiency", scaled_figures.throughput(result)),
         ("floor_kinds", "The step and its floor by kind of kernel", step_figures.against_floor(result)),
         ("max_batch", "Largest batch that fits", step_figures.largest_batch(result)),
         ("attention_forward", "Attention forward", attention_figures.times(result, "forward")),

@@ -1,6 +1,7 @@
-"""The figure of steps over several GPUs: efficiency by their number."""
+"""The figure of steps over several GPUs: what each GPU does, by their number."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,23 +14,37 @@ from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page.drawing import COLOURS, FAINT, MARKERS, blank, legend_below
 
 PANEL, REST = 1.75, 0.9  # inches of a panel, and of what is below all of them
-LEAST = 80.0  # percent where the axis begins, or lower
 APART = 0.02  # of a number of GPUs, so that intervals stand beside each other
+LABEL = 0.13  # of a panel's height, that a line of text takes
 
-Panels = Mapping[str, Mapping[str, Sequence[tuple[int, Ratio]]]]  # {way and mode: {configuration: its points}}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """What one of `world` GPUs does: thousand tokens a second, and its efficiency."""
+
+    world: int
+    speed: float
+    efficiency: Ratio
 
 
-def efficiency(result: GroupResult) -> Figure | None:
-    """Efficiency by number of GPUs, a panel for each way to divide a step and each mode."""
-    panels: dict[str, dict[str, list[tuple[int, Ratio]]]] = {}
+Panels = Mapping[str, Mapping[str, Sequence[Point]]]  # {way and mode: {configuration: its points}}
+
+
+def throughput(result: GroupResult) -> Figure | None:
+    """Tokens a second of each GPU by their number, a panel for each way to divide a step and each mode."""
+    panels: dict[str, dict[str, list[Point]]] = {}
     for step in result.scaled:
-        if step.efficiency is None or step.parallel is None or step.baseline is None:
+        if not step.tokens_per_s or step.efficiency is None or step.parallel is None or step.baseline is None:
             continue
-        lines = panels.setdefault(f"{step.parallel}, {step.configuration.trial.mode}", {})
-        lines.setdefault(_name(step, result.scaled), [(1, Ratio(value=1.0, n=1))]).append((step.world, step.efficiency))
+        speed = step.tokens_per_s / 1e3
+        line = panels.setdefault(f"{step.parallel}, {step.configuration.trial.mode}", {}).setdefault(
+            _name(step, result.scaled),
+            [Point(world=1, speed=speed / step.efficiency.value, efficiency=Ratio(value=1.0, n=1))],
+        )
+        line.append(Point(world=step.world, speed=speed, efficiency=step.efficiency))
     if not panels:
         return None
-    return _efficiency(
+    return _throughput(
         panels, "GPUs" if result.scaled[0].configuration.trial.device == "cuda" else "processes of a CPU"
     )
 
@@ -44,35 +59,48 @@ def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:
     return ", ".join(words)
 
 
-def _efficiency(panels: Panels, what: str) -> Figure:
+def _throughput(panels: Panels, what: str) -> Figure:
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    points = [point for lines in panels.values() for line in lines.values() for point in line]
+    top = 1.1 * max(point.speed for lines in panels.values() for line in lines.values() for point in line)
     figure = blank(REST + PANEL * len(panels) + 0.11 * len(names))
     several = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (title, lines) in zip(several, sorted(panels.items()), strict=True):
-        axes.axhline(100, color=FAINT, linewidth=0.8)
         for name, line in lines.items():
             _line(axes, line, names.index(name), APART * (names.index(name) - (len(names) - 1) / 2))
+        _efficiencies(axes, [(line, names.index(name)) for name, line in lines.items()], top)
         axes.set_title(title, loc="left", fontsize=9.5, weight="bold")
         axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.6)
-        axes.set_ylabel("efficiency, %")
-    worlds = sorted({world for world, _ in points})
+        axes.set_ylabel("k tokens/s/GPU")
+    worlds = sorted({point.world for lines in panels.values() for line in lines.values() for point in line})
     several[0].set_xscale("log", base=2)
     several[0].set_xticks(worlds, list(map(str, worlds)))
+    several[0].set_xlim(worlds[0] * 0.9, worlds[-1] * 1.22)  # room for the last efficiencies
     several[0].minorticks_off()
-    several[0].set_ylim(min([LEAST, *(100 * (one.low or one.value) - 5 for _, one in points)]), None)
+    several[0].set_ylim(0, top)
     several[-1].set_xlabel(what)
     legend_below(figure, [Line2D([], [], label=name, **_style(place)) for place, name in enumerate(names)], 2)
     return figure
 
 
-def _line(axes: Axes, line: Sequence[tuple[int, Ratio]], place: int, shift: float) -> None:
+def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
     style = _style(place)
-    axes.plot([world * (1 + shift) for world, _ in line], [100 * one.value for _, one in line], **style)
-    for world, one in line:
+    xs = [point.world * (1 + shift) for point in line]
+    axes.plot(xs, [point.speed for point in line], **style)
+    for x, point in zip(xs, line, strict=True):
+        one = point.efficiency
         if one.low is not None and one.high is not None:
-            x = world * (1 + shift)
-            axes.plot([x, x], [100 * one.low, 100 * one.high], color=style["color"], linewidth=1.1)
+            alone = point.speed / one.value
+            axes.plot([x, x], [alone * one.low, alone * one.high], color=style["color"], linewidth=1.1)
+
+
+def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
+    """At the ends of the lines, so far apart that they can be read."""
+    lowest = -top
+    for line, place in sorted(lines, key=lambda one: one[0][-1].speed):
+        last = line[-1]
+        lowest = max(last.speed, lowest + LABEL * top)
+        text = f"{100 * last.efficiency.value:.0f} %"
+        axes.annotate(text, (last.world * 1.09, lowest), color=COLOURS[place % len(COLOURS)], va="center", fontsize=8.8)
 
 
 def _style(place: int) -> dict[str, Any]:
