@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,14 +26,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
-from te_bench.kernels.linear_cross_entropy import Backend
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
 from te_bench.models import dropout
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.parts import AttentionPart
 from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._shared_layers import plan
-from te_bench.training.parallel._vocabulary import shared_entropy
+from te_bench.training.parallel._vocabulary import shared_entropy, without_padding
 from te_bench.training.parallel.fsdp2 import FSDP2
 
 Entropy = Callable[..., Tensor]
@@ -172,7 +172,7 @@ class SharedLayers(Sharded):
         first = group.rank() * len(model.tables().head.weight) // self.world
 
         def entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-            return shared_entropy(_upcast(logits), targets, vocab, first, group)
+            return shared_entropy(logits, targets, vocab, first, group)
 
         return entropy
 
@@ -188,12 +188,9 @@ def _gathered() -> PrepareModuleOutput:
     return PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
 
 
-def _upcast(logits: Tensor) -> Tensor:
-    return logits if logits.dtype is torch.float64 else logits.float()
-
-
 def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    return cross_entropy(_upcast(logits), targets, vocab=vocab)
+    """torchtitan has no padding: written into the logits, it would have a compiler keep them in float32."""
+    return F.cross_entropy(without_padding(logits, vocab), targets, ignore_index=IGNORED)
 
 
 MODES = {"fsdp2": Sharded, "tp": SharedLayers}
