@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training import parallel, ways
+from te_bench.training.evaluation import evaluate
 from te_bench.training.parallel import _vocabulary
 from te_bench.training.step import Optim, TrainStep
 
@@ -73,7 +76,7 @@ def alone() -> Iterator[None]:
     [
         ("tp", {}, {"optimizer": "reference"}, "parallel tp: the optimizer reference clips by one rank's gradients"),
         ("fsdp2", {}, {"optimizer": "reference"}, "parallel fsdp2: the optimizer reference updates whole parameters"),
-        ("fsdp2", {}, {"mode": "compile-reduce-overhead"}, "parallel fsdp2: no CUDA graph has the gathers of weights"),
+        ("fsdp2", {}, {"mode": "compile-reduce-overhead"}, "parallel fsdp2: torch.compile's own CUDA graphs have no"),
         ("fsdp2", {"gather": "fp8"}, {}, "gather fp8: it is for eager steps in FP8, not for bf16"),
         ("fsdp2", {"gather": "bf16"}, {}, "gather bf16: fp8 is all there is"),
     ],
@@ -115,6 +118,21 @@ def test_compiled_head_and_loss_keep_no_more_than_one_process_s(
         losses.append(loss.item())
     assert kept[0] <= kept[1] == 2 * 64 * 512 * 2
     assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+
+
+def test_an_evaluation_leaves_every_matrix_a_share(alone: None) -> None:
+    """A captured step updates the shares alone, and a checkpoint asks for them."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50), attention="manual")
+    step = TrainStep(model, Optim(), precision="fp32", mode="eager", parallel=parallel.load("fsdp2"))
+    batch = torch.zeros(2, 16, dtype=torch.int64)
+    before = step(batch, batch).item()
+    after = evaluate(model, iter([(batch, batch)]), "fp32")
+    assert {type(p) for p in model.parameters() if p.dim() > 1} == {DTensor}
+    with torch.no_grad():
+        model.tables().tokens.weight.zero_()  # as a graph would, behind the gathered one's back
+    assert evaluate(model, iter([(batch, batch)]), "fp32") == pytest.approx(math.log(50))
+    assert before > after
 
 
 def test_every_mode_is_tried() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
@@ -46,8 +46,8 @@ class FSDP2(DDP):
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
-        if mode not in ("eager", "compile"):
-            return f"no CUDA graph has the gathers of weights; choose mode eager or compile, not {mode}"
+        if mode == "compile-reduce-overhead":
+            return "torch.compile's own CUDA graphs have no gathers of weights; choose mode cudagraph, which has"
         if self.gather not in (None, "fp8"):
             return f"gather {self.gather}: fp8 is all there is beside the dtype of the products; leave it out"
         if self.gather is not None and (precision != "fp8" or mode != "eager"):
@@ -69,6 +69,7 @@ class FSDP2(DDP):
             raise Indivisible(
                 f"{self.name}: torch's fully_shard does not take this model ({said}); choose ddp"
             ) from error
+        model.register_forward_hook(_give_back)
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         """Leave this rank its share of each matrix."""
@@ -166,6 +167,17 @@ def _entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tenso
 def _loss(model: Decoder, entropy: Callable[..., Tensor], x: Tensor, targets: Tensor) -> Tensor:
     """Decoder.loss by such a function."""
     return entropy(x, model.tables().head.weight, targets, vocab=model.config.vocab_size)
+
+
+def _give_back(model: nn.Module, *_: Any) -> None:
+    """After a pass without gradients, too, have every weight to be gathered anew: torch keeps the last ones.
+
+    A captured step updates the shares behind its back, and whoever asks for parameters gets what was gathered.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 PARALLEL = FSDP2

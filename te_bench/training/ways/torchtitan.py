@@ -4,9 +4,11 @@ There is no autocast. Every weight is gathered in bf16, vectors and tables too, 
 ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
 Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
 Two defaults of its llama3_8b of 2026-08-21 are left out, as te-bench's own steps have neither: selective activation
-checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2.
+checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2. Its own CUDA graph, a default too, ends
+with the backward pass; mode cudagraph has te-bench's, of the whole step.
 
-Source: torchtitan of 2026-08-21, distributed/fsdp.py and components/loss.py; v0.2.2, models/llama3/infra/parallelize.py.
+Source: torchtitan of 2026-08-21, distributed/fsdp.py, distributed/cudagraph.py and components/loss.py; v0.2.2,
+models/llama3/infra/parallelize.py.
 """
 
 from collections.abc import Callable
@@ -42,11 +44,6 @@ class Sharded(FSDP2):
     """fully_shard on embeddings, on each block, and on last norm and head together; of a tied table on the three as one."""
 
     casts = True
-
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
-        if mode not in ("eager", "compile"):
-            return f"torchtitan compiles each block; choose mode compile, or eager, not {mode}"
-        return super().unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         found: Any = model
