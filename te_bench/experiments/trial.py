@@ -16,6 +16,7 @@ from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 from te_bench.models.sources import lacks
 from te_bench.training.parallel import Indivisible
+from te_bench.training.step import CannotCapture
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def classify(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split())[:500]
     if isinstance(error, NoResult):
         return error.outcome, text
-    if isinstance(error, Indivisible):
+    if isinstance(error, Indivisible | CannotCapture):
         return "unsupported", text
     if isinstance(error, torch.OutOfMemoryError):
         return "oom", f"GPU: {text}"

@@ -306,9 +306,12 @@ class Decoder(nn.Module):
         """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
         if self.heads is not None:
             return self._through_head(self.heads[self.training], tokens, targets.flatten())
-        x = self.hidden(tokens).flatten(0, 1)
+        return self.loss(self.hidden(tokens).flatten(0, 1), targets.flatten())
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats by all logits, where no `head` computes it; x (B T, C), targets (B T,) int64 -> ()."""
         logits = self.tables().head(x)  # (B T, Vp), no view: see cross_entropy
-        return cross_entropy(logits, targets.flatten(), vocab=self.config.vocab_size)
+        return cross_entropy(logits, targets, vocab=self.config.vocab_size)
 
     def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss; with one gradient made for embedding and head where nothing looks between them."""

@@ -312,7 +312,10 @@ class TrainStep:
         """Warm up on a side stream, put the state back as it was, then record one step; on the model's GPU, all of it."""
         self._inputs = (tokens.clone(), targets.clone())
         with torch.cuda.device(self.device):  # streams and graphs are made on the current one
-            self._warm_up(*self._inputs)
+            # One stream for both, of this GPU: PyTorch's own for captures is one of the first capture's, whatever the
+            # current GPU; and what a pass makes once, such as autograd's nodes, may wait for the stream that made it.
+            stream = torch.cuda.Stream()
+            self._warm_up(*self._inputs, stream)
             if self.table is not None:
                 self.table.release_gradients()  # the graph is to have its own
             torch.cuda.reset_peak_memory_stats()
@@ -320,10 +323,9 @@ class TrainStep:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             random = generator.clone_state()
             try:
-                # A stream of this GPU: PyTorch's own for captures is one of the first capture's, whatever the current GPU.
                 # Of ranks, NCCL's watchdog asks for events meanwhile, from a thread of its own.
                 capture_error_mode = "global" if self.parallel is SINGLE else "thread_local"
-                with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(), capture_error_mode=capture_error_mode):
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=capture_error_mode):
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()
@@ -342,9 +344,8 @@ class TrainStep:
         if self.table is not None:
             self.table.move()
 
-    def _warm_up(self, tokens: Tensor, targets: Tensor) -> None:
+    def _warm_up(self, tokens: Tensor, targets: Tensor, stream: Any) -> None:
         weights = [p.detach().clone() for p in self.model.parameters()]
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture

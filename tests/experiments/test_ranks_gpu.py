@@ -67,6 +67,7 @@ def test_other_projects_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path
         ("tp", "*/eager/*,*/compile/*,*V50304-tp-x2/cudnn/bf16/cudagraph/*", 4),
         ("tp --sequence-parallel", "*/eager/*,*/compile/*,*/bf16/cudagraph/*", 4),
         ("fsdp2", "*/eager/*,*/compile/*", 4),
+        ("fsdp2", "*/bf16/cudagraph/*,*/delayed_scaling/cudagraph/*", 2),
     ],
 )
 def test_a_step_over_two_gpus_is_checked_and_timed(tmp_path: Path, mode: str, only: str, fewest: int) -> None:
@@ -131,6 +132,7 @@ def test_a_step_over_four_gpus_in_groups_of_two_is_checked_and_timed(tmp_path: P
     only = "*/delayed_scaling/eager/*"
     if "--gather" not in flags:
         only += ",*/bf16/eager/*,*/bf16/compile/*,*/delayed_scaling/compile/*"
+        only += ",*/bf16/cudagraph/*,*/delayed_scaling/cudagraph/*"
     over = ("--gpus-per-trial", "4", "--parallel", mode, "--shard", "2", *flags)
     command = ("run", "fp8", "--device", "cuda", "--seeds", "1", "--batch", "8", *over, "--only", only)
     done = te_bench(*command, "--out", tmp_path, main=None, timeout=500, env=ALL_FOUR)

@@ -594,7 +594,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
         refusal(lambda: a_step(parallel.load("tp"), "fp64").model.logits(batch(0)[0])),  # type: ignore[operator]
         refusal(lambda: headed(parallel.load("tp", sequence_parallel=True))),
     ]
-    found["headed"] = [losses(headed(divided), 3) for divided in (parallel.load("tp"), SINGLE)]
+    found["headed"] = [losses(headed(divided), 3) for divided in (*map(parallel.load, ("tp", "fsdp2")), SINGLE)]
     found["seeds"] = {mode: seeds(mode, **said) for mode, said in (("ddp", {}), ("tp", {"sequence_parallel": True}))}
     found["dropped"] = dropped()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}

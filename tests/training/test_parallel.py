@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
-from te_bench.training import parallel
+from te_bench.models.zoo.gpt import GPT, GPTConfig
+from te_bench.training import parallel, ways
+from te_bench.training.evaluation import evaluate
 from te_bench.training.parallel import _vocabulary
 from te_bench.training.step import Optim, TrainStep
 
@@ -71,7 +76,7 @@ def alone() -> Iterator[None]:
     [
         ("tp", {}, {"optimizer": "reference"}, "parallel tp: the optimizer reference clips by one rank's gradients"),
         ("fsdp2", {}, {"optimizer": "reference"}, "parallel fsdp2: the optimizer reference updates whole parameters"),
-        ("fsdp2", {}, {"mode": "compile-reduce-overhead"}, "parallel fsdp2: no CUDA graph has the gathers of weights"),
+        ("fsdp2", {}, {"mode": "compile-reduce-overhead"}, "parallel fsdp2: torch.compile's own CUDA graphs have no"),
         ("fsdp2", {"gather": "fp8"}, {}, "gather fp8: it is for eager steps in FP8, not for bf16"),
         ("fsdp2", {"gather": "bf16"}, {}, "gather bf16: fp8 is all there is"),
     ],
@@ -88,6 +93,46 @@ def test_blocks_in_a_sequential_are_gathered_one_by_one(alone: None) -> None:
     """As they are checkpointed one by one; a lone Linear is no block."""
     layers = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
     assert parallel.load("fsdp2").gathered(nn.ModuleDict({"layers": layers}), None) == {"bfloat16": (128, 128)}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["fsdp2", "torchtitan"])
+def test_compiled_head_and_loss_keep_no_more_than_one_process_s(
+    alone: None, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the backward pass, as a compiler divides it: one set of logits, in bf16. The loss is as before."""
+    compile = functools.partial(torch.compile, backend="aot_eager_decomp_partition")  # keeps what Inductor keeps
+    monkeypatch.setattr(torch, "compile", compile)
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64, vocab_size=500)
+    tokens = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0))
+    kept, losses = [], []
+    for divided in (ways.load("torchtitan", "fsdp2") if other else parallel.load("fsdp2"), parallel.SINGLE):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = GPT(config, attention="manual", padded_vocab_size=512)
+        step = TrainStep(model, Optim(), precision="bf16", mode="compile", parallel=divided)
+        seen: list[torch.Tensor] = []
+        with step.region(), saved_tensors_hooks(lambda x, seen=seen: (seen.append(x), x)[1], lambda x: x):  # type: ignore[misc]
+            loss = step.forward(tokens, tokens)
+        logits = {x.untyped_storage()._cdata: x for x in seen if x.shape == (2 * 64, 512)}
+        kept.append(sum(x.nbytes for x in logits.values()))
+        losses.append(loss.item())
+    assert kept[0] <= kept[1] == 2 * 64 * 512 * 2
+    assert losses[0] == pytest.approx(losses[1], rel=2**-8)
+
+
+def test_an_evaluation_leaves_every_matrix_a_share(alone: None) -> None:
+    """A captured step updates the shares alone, and a checkpoint asks for them."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=50), attention="manual")
+    step = TrainStep(model, Optim(), precision="fp32", mode="eager", parallel=parallel.load("fsdp2"))
+    batch = torch.zeros(2, 16, dtype=torch.int64)
+    before = step(batch, batch).item()
+    after = evaluate(model, iter([(batch, batch)]), "fp32")
+    assert {type(p) for p in model.parameters() if p.dim() > 1} == {DTensor}
+    with torch.no_grad():
+        model.tables().tokens.weight.zero_()  # as a graph would, behind the gathered one's back
+    assert evaluate(model, iter([(batch, batch)]), "fp32") == pytest.approx(math.log(50))
+    assert before > after
 
 
 def test_every_mode_is_tried() -> None:
@@ -216,8 +261,13 @@ def test_what_sequence_parallelism_and_a_shared_vocabulary_have_not_is_said(of_t
     assert tokens == "the vocabulary: tokens of a sequence=15 does not divide into tp_size=2 ranks"
     assert logits.startswith("no rank has all logits where ranks share the vocabulary")
     assert head.startswith("tp: the model's head takes all tokens and the whole vocabulary; leave out the head, or")
-    ours, theirs = of_two["headed"]
-    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_head_without_logits_takes_whole_tables(of_two: Any) -> None:
+    """Of tp and fsdp2."""
+    *ours, theirs = of_two["headed"]
+    assert len(ours) == 2
+    assert all(course == pytest.approx(theirs, rel=1e-5) for course in ours)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tp"])

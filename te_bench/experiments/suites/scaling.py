@@ -23,7 +23,7 @@ RECIPES = ("delayed_scaling", "float8_current_scaling")
 MODES: dict[str | None, tuple[str, ...]] = {
     None: ("compile", "cudagraph"),
     "ddp": ("compile", "cudagraph"),
-    "fsdp2": ("compile",),
+    "fsdp2": ("compile", "cudagraph"),
     "tp": ("compile",),
 }
 #: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; without it a rival has one process.

@@ -32,7 +32,7 @@ def rival(theirs: str, ours: str) -> Rival:
         recipe=ours,
         modes=("compile",),
         way="torchao",
-        ranks={"fsdp2": ("compile",), "tp": ("compile",)},
+        ranks={"fsdp2": ("compile", "cudagraph"), "tp": ("compile",)},
         adoption=Adoption(
             unsupported=torchao.lacks_for,
             build=adopt,

@@ -28,5 +28,5 @@ RIVAL = Rival(
     recipe=None,
     modes=(),
     way="torchtitan",
-    ranks={"fsdp2": ("compile",), "tp": ("compile",)},
+    ranks={"fsdp2": ("compile", "cudagraph"), "tp": ("compile",)},
 )

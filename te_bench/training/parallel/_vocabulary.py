@@ -77,7 +77,7 @@ class _SharedEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
-        z = _without_padding(logits, vocab - first)
+        z = without_padding(logits, vocab - first)
         legal = (targets == IGNORED) | ((targets >= 0) & (targets < vocab))
         torch._assert_async(legal.all(), f"a target that is none of {vocab} classes")
         own = targets - first
@@ -94,12 +94,12 @@ class _SharedEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         logits, entropy, place, here, kept = ctx.saved_tensors
-        gradient = (_without_padding(logits, ctx.columns) - entropy[:, None]).exp()
+        gradient = (without_padding(logits, ctx.columns) - entropy[:, None]).exp()
         gradient = gradient.scatter_add(1, place, -here[:, None].to(gradient.dtype))
         return (gradient * (dy * kept / kept.sum().clamp(min=1))[:, None]).to(logits.dtype), None, None, None, None
 
 
-def _without_padding(logits: Tensor, columns: int) -> Tensor:
+def without_padding(logits: Tensor, columns: int) -> Tensor:
     """In float32 at least, -inf from so many columns on."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if columns >= z.shape[1]:

@@ -6,18 +6,22 @@ Vectors are whole in every rank, and their gradients averaged as ddp's are: roun
 one process's. After each micro-batch a rank has its share of the gradients.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
 from te_bench.models.checkpointing import blocks_of
+from te_bench.models.decoder import Decoder
 from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._fp8_gather import Fp8Gather, Shard, linears
 from te_bench.training.parallel._group import clip_by_kinds
@@ -42,8 +46,8 @@ class FSDP2(DDP):
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
-        if mode not in ("eager", "compile"):
-            return f"no CUDA graph has the gathers of weights; choose mode eager or compile, not {mode}"
+        if mode == "compile-reduce-overhead":
+            return "torch.compile's own CUDA graphs have no gathers of weights; choose mode cudagraph, which has"
         if self.gather not in (None, "fp8"):
             return f"gather {self.gather}: fp8 is all there is beside the dtype of the products; leave it out"
         if self.gather is not None and (precision != "fp8" or mode != "eager"):
@@ -65,6 +69,7 @@ class FSDP2(DDP):
             raise Indivisible(
                 f"{self.name}: torch's fully_shard does not take this model ({said}); choose ddp"
             ) from error
+        model.register_forward_hook(_give_back)
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         """Leave this rank its share of each matrix."""
@@ -88,18 +93,24 @@ class FSDP2(DDP):
         return init_device_mesh(self.device.type, (self.world,))
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        """Block by block: weights are gathered between what is compiled."""
-        blocks = blocks_of(model)
-        forwards = [torch.compile(block.forward, dynamic=False) for block in blocks]
+        """Block by block, and a decoder's head and loss as one: weights are gathered between what is compiled.
+
+        In eager mode autocast keeps all logits in float32 for the backward pass; compiled they are kept as they came.
+        """
+        made: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+            (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
+        ]
+        if isinstance(model, Decoder) and model.heads is None:
+            made.append((model, "loss", functools.partial(_loss, model, torch.compile(_entropy, dynamic=False))))
 
         def forward(*inputs: Tensor) -> Tensor:
-            for block, one in zip(blocks, forwards, strict=True):
-                block.forward = one
+            for owner, name, one in made:
+                setattr(owner, name, one)
             try:
                 loss: Tensor = model(*inputs)
             finally:
-                for block in blocks:
-                    del block.forward
+                for owner, name, _ in made:
+                    delattr(owner, name)
             return loss
 
         return forward
@@ -147,6 +158,26 @@ class FSDP2(DDP):
             return x
         form: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
         return DTensor.from_local(x._local_tensor.part, x.device_mesh, x.placements, **form)
+
+
+def _entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
+    return cross_entropy(F.linear(x, weight), targets, vocab=vocab)
+
+
+def _loss(model: Decoder, entropy: Callable[..., Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    """Decoder.loss by such a function."""
+    return entropy(x, model.tables().head.weight, targets, vocab=model.config.vocab_size)
+
+
+def _give_back(model: nn.Module, *_: Any) -> None:
+    """After a pass without gradients, too, have every weight to be gathered anew: torch keeps the last ones.
+
+    A captured step updates the shares behind its back, and whoever asks for parameters gets what was gathered.
+    """
+    if not torch.is_grad_enabled():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 PARALLEL = FSDP2

@@ -1,6 +1,7 @@
 """torchtitan's with torchao's FP8 Linears: by a scale a tensor, weights and shared layers' inputs are sent in FP8.
 
-By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce after each update.
+By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce before each pass, as
+they would after each update: so a captured step has it, whatever was done to the weights in between.
 
 Source: torchao 0.18.0, float8/fsdp_utils.py and float8/float8_tensor_parallel.py; torchtitan v0.2.2,
 models/llama3/infra/parallelize.py.
@@ -32,9 +33,9 @@ class Sharded(torchtitan.Sharded):
     """Blocks' weights of one scale each are gathered in FP8."""
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
         from torchao.float8.float8_linear import Float8Linear
 
-        self._model = model
         for block in blocks_of(model):
             for parent in list(block.modules()):
                 for name, layer in list(parent.named_children()):
@@ -43,16 +44,13 @@ class Sharded(torchtitan.Sharded):
                         config = dataclasses.replace(found.config, enable_fsdp_float8_all_gather=True)
                         setattr(parent, name, Float8Linear.from_float(found, config))
         super()._shard(model, multiplies_in)
+        model.register_forward_pre_hook(
+            lambda *_: precompute_float8_dynamic_scale_for_fsdp(model), prepend=True
+        )  # before any weight is gathered
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]
         return self._block_bytes(model, {layer.weight for layer in layers}, lambda _: True) if layers else {}
-
-    def shared(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-        optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(self._model))
-        return optimizer
 
 
 class SharedLayers(torchtitan.SharedLayers):

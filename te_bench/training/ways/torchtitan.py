@@ -4,15 +4,18 @@ There is no autocast. Every weight is gathered in bf16, vectors and tables too, 
 ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
 Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
 Two defaults of its llama3_8b of 2026-08-21 are left out, as te-bench's own steps have neither: selective activation
-checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2.
+checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2. Its own CUDA graph, a default too, ends
+with the backward pass; mode cudagraph has te-bench's, of the whole step.
 
-Source: torchtitan of 2026-08-21, distributed/fsdp.py and components/loss.py; v0.2.2, models/llama3/infra/parallelize.py.
+Source: torchtitan of 2026-08-21, distributed/fsdp.py, distributed/cudagraph.py and components/loss.py; v0.2.2,
+models/llama3/infra/parallelize.py.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,14 +28,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
-from te_bench.kernels.linear_cross_entropy import Backend
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend
 from te_bench.models import dropout
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.parts import AttentionPart
 from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._shared_layers import plan
-from te_bench.training.parallel._vocabulary import shared_entropy
+from te_bench.training.parallel._vocabulary import shared_entropy, without_padding
 from te_bench.training.parallel.fsdp2 import FSDP2
 
 Entropy = Callable[..., Tensor]
@@ -42,11 +44,6 @@ class Sharded(FSDP2):
     """fully_shard on embeddings, on each block, and on last norm and head together; of a tied table on the three as one."""
 
     casts = True
-
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
-        if mode not in ("eager", "compile"):
-            return f"torchtitan compiles each block; choose mode compile, or eager, not {mode}"
-        return super().unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         found: Any = model
@@ -172,7 +169,7 @@ class SharedLayers(Sharded):
         first = group.rank() * len(model.tables().head.weight) // self.world
 
         def entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-            return shared_entropy(_upcast(logits), targets, vocab, first, group)
+            return shared_entropy(logits, targets, vocab, first, group)
 
         return entropy
 
@@ -188,12 +185,9 @@ def _gathered() -> PrepareModuleOutput:
     return PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
 
 
-def _upcast(logits: Tensor) -> Tensor:
-    return logits if logits.dtype is torch.float64 else logits.float()
-
-
 def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    return cross_entropy(_upcast(logits), targets, vocab=vocab)
+    """torchtitan has no padding: written into the logits, it would have a compiler keep them in float32."""
+    return F.cross_entropy(without_padding(logits, vocab), targets, ignore_index=IGNORED)
 
 
 MODES = {"fsdp2": Sharded, "tp": SharedLayers}

@@ -164,6 +164,7 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
 
     over = [("fsdp2", 1), *((parallel, world) for parallel in ("fsdp2", "tp") for world in (2, 4, 8))]
     titans = {("torchtitan", parallel, "compile", world) for parallel, world in over}
+    titans |= {("torchtitan", parallel, "cudagraph", world) for parallel, world in over if parallel == "fsdp2"}
     assert titans <= found(device="cuda", model="llama3-1b", batch=1)
     assert titans <= found(device="cuda")
     engine = "transformer_engine_delayed"
