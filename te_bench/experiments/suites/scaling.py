@@ -13,6 +13,7 @@ from te_bench.experiments import suite_trials
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.experiments.suites import speed
 from te_bench.models import rivals
 from te_bench.models.configs import configs
 
@@ -53,7 +54,8 @@ def experiment(options: Options) -> Experiment:
         trial
         for seed in suite_trials.seeds(options, SEEDS if cuda else 1)
         for world in WORLDS[options.device]
-        for trial in (*_ours(options, problem, world, seed), *_theirs(options, problem, world, seed))
+        for make in (_ours, _fused, _theirs)
+        for trial in make(options, problem, world, seed)
     ]
     each = f"{problem['batch']} x {problem['block']} tokens a {'GPU' if cuda else 'process'}"
     return Experiment(
@@ -74,6 +76,16 @@ def _ours(options: Options, problem: Settings, world: int, seed: int) -> list[Tr
         for mode in (MODES[parallel] if options.device == "cuda" else ("eager",))
         for precision, recipe in configurations
     ]
+
+
+def _fused(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
+    """Of te-bench's own models the step that is the fastest on one GPU, which ddp divides; on a CPU none is fused."""
+    if options.device != "cuda" or adoptee(options) is not None:
+        return []
+    divided = {**problem, **_over("ddp" if world > 1 else None, problem, world)}
+    recipe = (options.recipes or RECIPES)[0]
+    trials = [speed.fused(options, divided, seed, "gluon", precision, recipe) for precision in ("bf16", "fp8")]
+    return [dataclasses.replace(trial, workload="scaling") for trial in trials]
 
 
 def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
@@ -109,11 +121,15 @@ def _step(
     mode: str,
     seed: int,
 ) -> Trial:
-    """Over so many ranks, of --batch sequences each."""
     cuda = options.device == "cuda"
-    over: Settings = {} if parallel is None else {"parallel": parallel, "world": world}
-    divided = {**problem, "batch": problem["batch"] * world, **over}
+    divided = {**problem, **_over(parallel, problem, world)}
     step = suite_trials.step(options, divided, "cudnn" if cuda else "flash", precision, mode, seed, recipe=recipe)
     # Of a large vocabulary a CPU's processes would send each other little else.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
     return dataclasses.replace(step, workload="scaling", problem={**step.problem, **small})
+
+
+def _over(parallel: str | None, problem: Settings, world: int) -> Settings:
+    """So many ranks, of --batch sequences each."""
+    over: Settings = {} if parallel is None else {"parallel": parallel, "world": world}
+    return {"batch": problem["batch"] * world, **over}

@@ -179,6 +179,26 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
     assert found(device="cpu") == {("torchtitan", parallel, "eager", world) for parallel, world in small}
 
 
+def test_scaling_has_the_fastest_step_of_one_gpu_under_ddp(tmp_path: Path) -> None:
+    """Fused, in bf16 and under one recipe; no CPU fuses anything."""
+
+    def found(**options: Any) -> list[tuple[str | None, int | None, str | None, int]]:
+        trials = plan.resolve("scaling", Options(seeds=1, cache=tmp_path, **options)).trials
+        fused = [t for t in trials if "blocks" in t.problem]
+        assert {(t.attention, t.mode, t.workload) for t in fused} <= {("gluon", "cudagraph", "scaling")}
+        return [(t.problem.get("parallel"), t.problem.get("world"), t.recipe, t.problem["batch"]) for t in fused]
+
+    ways = [(None, None, 12), *(("ddp", world, 12 * world) for world in (2, 4, 8))]
+    assert found(device="cuda") == [
+        (parallel, world, recipe, batch) for parallel, world, batch in ways for recipe in (None, "delayed_scaling")
+    ]
+    assert {recipe for _, _, recipe, _ in found(device="cuda", recipes=("float8_current_scaling",))} == {
+        None,
+        "float8_current_scaling",
+    }
+    assert found(device="cpu") == []
+
+
 def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
     """The same configurations, but for manual attention: at GPT-2 XL's size it is no beginning any more."""
 
