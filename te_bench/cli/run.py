@@ -63,7 +63,7 @@ def run(
     fresh: Fresh = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
-    from te_bench.experiments import environment, on_ray
+    from te_bench.experiments import environment, host, on_ray
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
     from te_bench.experiments.problems import world_of
@@ -95,12 +95,15 @@ def run(
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
         if on is None:
-            machine = environment.capture(asked.device, chosen, by_table=by_table)
+            machine = environment.capture(asked.device, chosen, by_table=by_table, losses=experiment.of_losses)
             slots = slots_on(experiment.trials, [gpu["uuid"] for gpu in chosen], asked.gpus_per_trial, asked.share)
-            slots = slots or [None] * at_once(machine["identity"]["cores"])
+            slots = slots or [None] * at_once(host.cores())
         else:
             each = asked.gpus_per_trial or max(map(world_of, experiment.trials)) / (asked.share or 1)
-            cluster = find_hosts(on_ray.Wanted(device=asked.device, by_table=by_table, gpus=each, at_once=at_once))
+            wanted = on_ray.Wanted(
+                device=asked.device, by_table=by_table, gpus=each, at_once=at_once, losses=experiment.of_losses
+            )
+            cluster = find_hosts(wanted)
             machine, slots = cluster.machine, cluster.places
         context = Context(cache=asked.cache, checkpoints=checkpoints)
         ended = carry_out(
