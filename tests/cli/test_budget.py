@@ -123,6 +123,26 @@ def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(here, comma
     assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("within", "gpus_", "told"), [(130, "0", "4 of the 8"), (130, "0,1", "8 of the 8"), (58, "0", "3 of the 8")]
+)
+def test_what_a_time_holds_is_planned_by_how_long_each_configuration_takes(
+    within, gpus_, told, command, monkeypatch, tmp_path
+):
+    """Of two seeds: 19 s a bf16 run, 34 s one by delayed scaling, 49 s one that is broken; shorter ones go ahead."""
+    gpus(monkeypatch, 2)
+    write(tmp_path / "pilot", [ended(trial) for trial in trials(device="cuda")], chip="NVIDIA H200")
+    asked = ("--device", "cuda", "--preset", "cpu", "--seeds", "2", "--timings", tmp_path / "pilot", "--gpus", gpus_)
+    done = command("plan", *CONVERGENCE, *asked, "--within", f"{within}s")
+    assert f"--within {within}s: {told}" in done.out
+
+
+def test_what_a_time_holds_is_not_guessed(command: Command) -> None:
+    done = command("plan", *CONVERGENCE, "--within", "10min")
+    assert "--within 10min: no record says how long these trials take" in done.out
+    assert "--within 10: say the unit" in command("plan", *CONVERGENCE, "--within", "10").err
+
+
 def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
     asked = ("--budget", f"{2 * SEED_S}s", "--timings", pilot)
@@ -415,7 +435,8 @@ def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch
     assert "60 bf16 runs, 20 of a recipe, 183 in all with the planted fault's looks after 8, 14, 20 rounds" in said
     assert "rounds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
     assert re.search(
-        r"time: at most 11\.4 GPU hours, 11\.4 h \(assumed: 2,035 steps of 4 x 22\.8 ms, .* 25 s of start", said
+        r"time: at most 11\.4 GPU hours, 11\.4 h; 4 min a run \(assumed: 2,035 steps of 4 x 22\.8 ms, .* 25 s of start",
+        said,
     )
 
 

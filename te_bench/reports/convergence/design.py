@@ -97,6 +97,7 @@ class Design:
     round_s: float | None  # all runs of a round but the broken one, one at a time
     broken_s: float | None
     time_from: str | None  # where the seconds are assumed from
+    trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     pilot: bool
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
@@ -250,12 +251,12 @@ class Design:
             said.append(
                 f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.recipes}, alpha {self.alpha:g}"
             )
-        if self.spread is None:
+        if self.spread is None and not self.pilot:
             said.append(
                 "  power: not known, for no record says how far runs of this training vary; a pilot tells: run the same "
                 "with --as-pilot --out DIR, then plan with --pilot DIR"
             )
-        else:
+        elif self.spread is not None:
             of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:g} df"
             said += [
                 f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned for {self.spread.at_most:.2g}, which "
@@ -271,7 +272,8 @@ class Design:
             said.append("  time: not known; --pilot DIR would tell")
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
-            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}{assumed}")
+            longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
+            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}")
         return said
 
     def _table(self) -> list[str]:
@@ -318,6 +320,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
     ratio, kinds = int(judged["pool"]), _cells(trials)
     seconds, time_from = _seconds(kinds, earlier, assumption)
+    trial_s = {trial.cell: time for trial, (_, time) in zip(kinds, seconds, strict=True)}
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
@@ -329,6 +332,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         round_s=_total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1}),
         broken_s=_total(seconds, {"broken": 1}),
         time_from=time_from,
+        trial_s=trial_s,
         machine=earlier.machine,
         pilot=bool(experiment.judgement.get("pilot")),
     )
