@@ -257,7 +257,9 @@ def _finish(directory: Path, records: "list[Record]", left: int) -> None:
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)
-    print(f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common())}")
+    print(
+        f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common()) or 'none'}"
+    )
     print(f"report: {index}")
     if left:
         print(f"{left} trials would not have ended --within that time: to go on: te-bench {shlex.join(sys.argv[1:])}")

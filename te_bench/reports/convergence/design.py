@@ -346,14 +346,14 @@ def _cells(trials: Sequence[Trial]) -> list[Trial]:
 def _seconds(
     kinds: Sequence[Trial], earlier: EarlierRuns, assumption: Assumption | None
 ) -> tuple[list[tuple[str, float | None]], str | None]:
-    """(arm, seconds of a run) of each configuration, and where they are from if no record of this machine tells."""
+    """(arm, seconds of a run) of each configuration, and where those are from that no record of this machine tells."""
     taken = planning.seconds(kinds, earlier.records)
     arms = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
-    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda":
+    unknown = sum(time is None for _, time in arms)
+    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda" or not unknown:
         return arms, None
-    if all(time is not None for _, time in arms):
-        return arms, None
-    return [(arm, assumption.trial_s) for arm, _ in arms], assumption.trial_from
+    of = "" if unknown == len(arms) else f"for {unknown} of {len(arms)} configurations: "
+    return [(arm, assumption.trial_s if time is None else time) for arm, time in arms], of + assumption.trial_from
 
 
 def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:
