@@ -431,6 +431,22 @@ def test_what_a_pilot_timed_is_known_and_the_rest_assumed(command: Command, tmp_
     assert "(assumed: for 5 of 9 configurations: 2,035 steps" in said
 
 
+def test_a_part_of_a_plan_that_has_begun_has_the_power_of_the_plan(command, monkeypatch, started, tmp_path):
+    """Six recipes were planned: two that are run first are judged among six."""
+    gpus(monkeypatch, 1)
+    out = ("--out", tmp_path / "run")
+    _, whole, _ = pool(*out, command=command)
+    assert command("run", *POOL, *out).code == 130  # it has written its plan
+    part = ("--only", "*-control-*,*-aa-*,*-recipe-*chunked*/delayed_scaling/*,*-recipe-*chunked*/rowwise_scaling/*")
+    code, said, _ = pool(*out, *part, command=command)
+    assert (code, "Holm over 6" in said, "one run of every recipe (2)" in said) == (0, True, True)
+    assert "100 in all looks" in said  # none of the planted fault
+    row = re.search(r" 20 183 [\d.]+ ([\d% ]+) \*", whole)
+    assert row
+    assert re.search(rf" 20 100 [\d.]+ {row[1]} \*", said)
+    assert "Holm over 2" in pool("--out", tmp_path / "other", *part, command=command)[1]
+
+
 def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fewest rounds that have 80 % power by the spread that is assumed, which is named with its source."""
     gpus(monkeypatch, 0)
