@@ -3,14 +3,15 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
-    from te_bench.experiments.spec import Experiment, Options
+    from te_bench.experiments.spec import Experiment, Options, Record, Trial
     from te_bench.reports.convergence.design import Design
     from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
@@ -76,6 +77,63 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
         return f"time: not known, for {why}; te-bench run says after each trial how long the others will take"
     of = "" if len(known) == len(experiment.trials) else f" for {len(known)} of them, the others being new"
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
+
+
+class Limit:
+    """What --within leaves time for, counted from the moment that this was made."""
+
+    def __init__(self, seconds: float, known: Mapping[str, float | None] | None = None):
+        """known: seconds of a trial by its configuration, before any has ended."""
+        self.seconds, self.began, self.known = seconds, time.monotonic(), dict(known or {})
+
+    @classmethod
+    def of(cls, within: str) -> "Limit":
+        """Of 90s, 20min or 2h. Raises ValueError for anything else."""
+        from te_bench.experiments.run_options import seconds
+
+        return cls(seconds(within, "--within"))
+
+    def of_trial(self, trial: "Trial", records: "Iterable[Record]") -> float | None:
+        """As long as the configuration's trials took, else as is known of it, else as long as the longest of others."""
+        taken: dict[str, list[float]] = {}
+        for record in records:
+            if record.outcome == "ok":
+                taken.setdefault(record.trial.cell, []).append(record.wall_s)
+        medians = {cell: statistics.median(walls) for cell, walls in taken.items()}
+        return medians.get(trial.cell) or self.known.get(trial.cell) or max(medians.values(), default=None)
+
+    def in_time(self, records: "Mapping[Any, Record]") -> "Callable[[Trial], bool]":
+        """Whether a trial that begins at this moment would end in time; one that nothing is known of may begin."""
+
+        def in_time(trial: "Trial") -> bool:
+            left = self.began + self.seconds - time.monotonic()
+            return left > 0 and (self.of_trial(trial, records.values()) or 0.0) <= left
+
+        return in_time
+
+
+def what_ends(experiment: "Experiment", directory: Path, found: "Forecast | Design | None", within: str) -> str:
+    """How many of the trials that are left a run --within a time would end, in a sentence."""
+    from te_bench.experiments.store import load, written
+    from te_bench.reports.convergence.planning import duration
+
+    limit = Limit.of(within)
+    limit.known = dict(found.trial_s) if found else {}
+    records = load(directory).records if written(directory) else {}
+    done = {record.trial.id for record in records.values()}
+    left = [trial for trial in experiment.trials if trial.id not in done]
+    seconds = {one.cell: limit.of_trial(one, records.values()) for one in left}
+    unknown = f"--within {within}: no record says how long these trials take"
+    if None in seconds.values():
+        return unknown
+    slots, on = (found.machine.slots, found.machine.on) if found else (1, ", one at a time")
+    busy, ends = [0.0] * slots, 0
+    for trial in left:
+        place = min(range(slots), key=busy.__getitem__)
+        if busy[place] + (seconds[trial.cell] or 0.0) <= limit.seconds:
+            busy[place] += seconds[trial.cell] or 0.0
+            ends += 1
+    return f"--within {within}: {ends} of the {len(left)} trials that are left end{on}, the last after {duration(max(busy))}"
 
 
 def beforehand(experiment: "Experiment") -> str | None:

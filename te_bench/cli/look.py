@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from te_bench.cli import budget as planned
-from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, results_of, say, with_options
+from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, Within, results_of, say, with_options
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Options
@@ -66,6 +66,7 @@ def plan(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's own results, as of `run`.")] = None,
     timings: Timings = None,
     gpus: Gpus = None,
+    within: Within = None,
     as_json: Json = False,
 ) -> None:
     """Show the trials that `run` would do, in order, without doing them.
@@ -92,6 +93,8 @@ def plan(
         say(long, indent="    ")
     for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
         say(sentence, indent="    ")
+    if within is not None:
+        say(planned.what_ends(experiment, directory, forecast, within), indent="    ")
     if slow := slow_on_a_cpu(experiment.trials, asked):
         say(f"warning: {slow}", indent="    ")
     if refused:

@@ -22,6 +22,7 @@ from te_bench.cli.options import (
     Suite,
     Timeout,
     Timings,
+    Within,
     check_on,
     find_gpus,
     places,
@@ -55,6 +56,7 @@ def run(
         bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
     ] = False,
     timeout: Timeout = 900.0,
+    within: Within = None,
     gpus: Gpus = None,
     checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
     on: On = None,
@@ -63,7 +65,7 @@ def run(
     fresh: Fresh = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
-    from te_bench.experiments import environment, on_ray
+    from te_bench.experiments import environment, host, on_ray
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
     from te_bench.experiments.problems import world_of
@@ -71,6 +73,7 @@ def run(
     from te_bench.kernels.attention import AUTO
 
     check_on(on, ray_address, gpus)
+    limit = None if within is None else planned.Limit.of(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
@@ -95,18 +98,32 @@ def run(
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
         if on is None:
-            machine = environment.capture(asked.device, chosen, by_table=by_table)
+            machine = environment.capture(asked.device, chosen, by_table=by_table, losses=experiment.of_losses)
             slots = slots_on(experiment.trials, [gpu["uuid"] for gpu in chosen], asked.gpus_per_trial, asked.share)
-            slots = slots or [None] * at_once(machine["identity"]["cores"])
+            slots = slots or [None] * at_once(host.cores())
         else:
             each = asked.gpus_per_trial or max(map(world_of, experiment.trials)) / (asked.share or 1)
-            cluster = find_hosts(on_ray.Wanted(device=asked.device, by_table=by_table, gpus=each, at_once=at_once))
+            wanted = on_ray.Wanted(
+                device=asked.device, by_table=by_table, gpus=each, at_once=at_once, losses=experiment.of_losses
+            )
+            cluster = find_hosts(wanted)
             machine, slots = cluster.machine, cluster.places
         context = Context(cache=asked.cache, checkpoints=checkpoints)
+        if limit is not None:
+            limit.known = dict(forecast.trial_s) if forecast else {}
         ended = carry_out(
-            experiment, directory, machine, slots, cluster, timeout=timeout, context=context, retry=retry, fresh=fresh
+            experiment,
+            directory,
+            machine,
+            slots,
+            cluster,
+            timeout=timeout,
+            context=context,
+            retry=retry,
+            fresh=fresh,
+            limit=limit,
         )
-    _finish(directory, ended)
+    _finish(directory, ended, len(experiment.trials) - len(ended))
 
 
 def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, share: int | None) -> list[Any]:
@@ -144,10 +161,12 @@ def carry_out(
     fresh: bool = False,
     unchanged: str = "",
     warned: bool = False,
+    limit: "planned.Limit | None" = None,
 ) -> "list[Record]":
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
     slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
+    limit: leaves out what would not end in time. Of a pilot no loss is printed, for its means stay hidden.
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
@@ -173,7 +192,8 @@ def carry_out(
             executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
-            with Progress(len(trials), done, len(slots), called, _found, warned=warned) as progress:
+            found = (lambda record: "") if experiment.judgement.get("pilot") else _found
+            with Progress(len(trials), done, len(slots), called, found, warned=warned) as progress:
                 runner.run(
                     trials,
                     store,
@@ -182,6 +202,7 @@ def carry_out(
                     progress=progress,
                     retry=retry,
                     needless=stopping.stopping_rule(experiment.suite, store.journal, here),
+                    in_time=(lambda _: True) if limit is None else limit.in_time(store.journal.records),
                 )
         except KeyboardInterrupt as interrupt:
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
@@ -190,7 +211,8 @@ def carry_out(
                 f"\nStopped with {left} {'trial' if left == 1 else 'trials'} to go{unchanged}. To go on: te-bench {again}"
             )
             raise typer.Exit(exit_code(interrupt)) from None
-        return [store.journal.records[trial.id, here] for trial in trials]
+        records = store.journal.records
+        return [records[trial.id, here] for trial in trials if (trial.id, here) in records]
 
 
 def _called(trials: "Sequence[Trial]", ended: "Sequence[Trial]") -> Callable[["Trial"], str]:
@@ -220,8 +242,11 @@ def _found(record: "Record") -> str:
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
-def _finish(directory: Path, records: "list[Record]") -> None:
-    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed."""
+def _finish(directory: Path, records: "list[Record]", left: int) -> None:
+    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed.
+
+    left: how many --within has left for the same command.
+    """
     from te_bench.reports.page import render, tables
 
     index = render.write_report([directory], directory / "report")
@@ -232,12 +257,16 @@ def _finish(directory: Path, records: "list[Record]") -> None:
     for line in _stopped([record for record in records if record.outcome == "stopped"]):
         print(line)
     counts = Counter(record.outcome for record in records)
-    print(f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common())}")
+    print(
+        f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common()) or 'none'}"
+    )
     print(f"report: {index}")
+    if left:
+        print(f"{left} trials would not have ended --within that time: to go on: te-bench {shlex.join(sys.argv[1:])}")
     _say_too_few_for_a_gate(directory, records)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     to_find_out = {"arm", "lr_factor"}  # settings of trials that are run to see whether they diverge
-    if any(record.outcome != "diverged" or to_find_out.isdisjoint(record.trial.problem) for record in failed):
+    if left or any(record.outcome != "diverged" or to_find_out.isdisjoint(record.trial.problem) for record in failed):
         raise typer.Exit(INCOMPLETE)
 
 

@@ -1,7 +1,7 @@
 """What a result depends on besides its trial: the machine, the driver, the packages and the code. Reads no torch.
 
 `identity` is hashed into the environment id, half of a record's done-key; `details` (serial numbers, clocks, git) is only
-recorded, so a sweep goes on on another machine of the same make.
+recorded, so a sweep goes on on another machine of the same make. A verdict on losses goes on on more: see `of_losses`.
 """
 
 import hashlib
@@ -33,16 +33,24 @@ PACKAGES = (
     "transformers",
     "nvidia-ml-py",
 )
+#: Of the host of a GPU. They change times and no loss: the GPU draws the weights and computes, by kernels that the packages
+#: bring compiled; what the CPU adds, the batches, is whole numbers.
+OF_TIMES = ("driver", "cpu", "cores")
 #: The folders whose code can change a result; reports and the command line can't.
 MEASURING = ("kernels", "models", "training", "experiments")
 
 
 def capture(
-    device: str, gpus: Sequence[dict[str, Any]] = (), *, by_table: Collection[str] = ("gemm",)
+    device: str,
+    gpus: Sequence[dict[str, Any]] = (),
+    *,
+    by_table: Collection[str] = ("gemm",),
+    losses: bool = False,
 ) -> dict[str, Any]:
     """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
 
     by_table: the operators whose backends the trials leave to the table of measured times; of GEMMs only a GPU's are.
+    losses: of trials that are judged by their losses, see `of_losses`.
     Raises ValueError for GPUs of different models: their results would share one id.
     """
     models = sorted({gpu["name"] for gpu in gpus})
@@ -76,6 +84,20 @@ def capture(
         "gpus": list(gpus),
         **_git(),
     }
+    found = {"id": digest(identity), "identity": identity, "details": details}
+    return of_losses(found) if losses else found
+
+
+def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
+    """The same machine as losses know it: of a GPU's host OF_TIMES is recorded, and is no part of the identity.
+
+    So one study may run on hosts that differ in it, and its step times are compared within a host. On a CPU all stays: it
+    computes the losses.
+    """
+    identity = dict(machine["identity"])
+    if identity["device"] != "cuda":
+        return machine
+    details = {**machine["details"], **{name: identity.pop(name) for name in OF_TIMES}}
     return {"id": digest(identity), "identity": identity, "details": details}
 
 

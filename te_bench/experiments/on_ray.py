@@ -124,6 +124,7 @@ class Wanted:
     by_table: tuple[str, ...]  # as environment.capture has it
     gpus: float = 1  # of each trial on a GPU; a fraction where several share one
     at_once: Callable[[int], int] = lambda cores: 1  # trials side by side on a CPU of so many cores
+    losses: bool = False  # as environment.capture has it
 
     def places(self, resources: Mapping[str, float]) -> int:
         """How many trials a host takes at a time."""
@@ -205,7 +206,7 @@ class Cluster:
 
         task = ray.remote(num_cpus=0, max_retries=0)(ray_host.capture)
         ref = task.options(scheduling_strategy=on(node["NodeID"])).remote(
-            self.wanted.device, self.wanted.by_table, os.environ.get(ray_host.THREADS)
+            self.wanted.device, self.wanted.by_table, os.environ.get(ray_host.THREADS), self.wanted.losses
         )
         name = node.get("NodeManagerHostname") or node["NodeManagerAddress"]
         return ref, Host(node["NodeID"], name, node["Resources"])

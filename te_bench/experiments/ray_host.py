@@ -34,7 +34,7 @@ def answer() -> None:
     """Nothing: that it ends says that there is a host."""
 
 
-def capture(device: str, by_table: Collection[str], threads: str | None) -> dict[str, Any] | str:
+def capture(device: str, by_table: Collection[str], threads: str | None, losses: bool = False) -> dict[str, Any] | str:
     """environment.capture of this host, or why it can run nothing."""
     as_on_the_head(threads)
     gpus = (environment.visible_gpus() or environment.nvidia_gpus()) if device == "cuda" else []
@@ -43,7 +43,7 @@ def capture(device: str, by_table: Collection[str], threads: str | None) -> dict
     if device == "cuda" and (why := environment.no_cuda()):
         return why
     try:
-        return environment.capture(device, gpus, by_table=by_table)
+        return environment.capture(device, gpus, by_table=by_table, losses=losses)
     except ValueError as error:
         return str(error)
 

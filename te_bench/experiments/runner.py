@@ -110,10 +110,12 @@ def run(
     progress: Progress,
     retry: bool = False,
     needless: Callable[[Trial], str | None] = lambda _: None,
+    in_time: Callable[[Trial], bool] = lambda _: True,
 ) -> None:
     """Run every trial that is `to_do`, once, each on the executor's next free place.
 
     needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
+    in_time(trial), asked before that: a trial that is not in time lets those after it go first, and is left for a rerun.
 
     Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
     rerun goes on.
@@ -121,23 +123,31 @@ def run(
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
     with _Interrupts() as interrupts:
         try:
-            while waiting or executor.busy:
-                while waiting and executor.free:
-                    trial = waiting.popleft()
+            while True:
+                while executor.free and (trial := _take_next(waiting, in_time)):
                     if reason := needless(trial):
                         store.add(_stopped(trial, environment_id, reason))
                         progress(store.journal.records[trial.id, environment_id], None)
                         continue
                     executor.submit(trial, executor.free.pop(0))
                     progress(None, trial)
-                for record in (
-                    executor.ended() if waiting or executor.busy else ()
-                ):  # the last may all have been needless
+                if not executor.busy and (executor.free or not waiting):
+                    break
+                for record in executor.ended():
                     store.add(record)
                     progress(record, None)
         finally:
             interrupts.ignore()
             executor.kill()
+
+
+def _take_next(waiting: deque[Trial], in_time: Callable[[Trial], bool]) -> Trial | None:
+    """Take out the first trial that is in time; None where none is."""
+    for place, trial in enumerate(waiting):
+        if in_time(trial):
+            del waiting[place]
+            return trial
+    return None
 
 
 class Supervisor:

@@ -108,6 +108,11 @@ class Experiment:
     left_out: tuple[str, ...] = ()  # what of the suite is not there, or not for a user's model, a sentence each
     asked: tuple[str, ...] = ()
 
+    @property
+    def of_losses(self) -> bool:
+        """Whether what it is for is a verdict on losses, which a host's cores and its driver cannot change."""
+        return bool(self.judgement)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:

@@ -294,7 +294,8 @@ class Store:
             raise _unwritable(self.directory, error) from error
 
     def add_environment(self, body: Mapping[str, Any]) -> None:
-        if body["id"] not in self.journal.environments:
+        """Note the machine, unless the last one with its id was this one: several may be alike."""
+        if self.journal.environments.get(body["id"]) != body:
             self._append("environment", body)
 
     def add_plan(self, plan: Plan) -> None:

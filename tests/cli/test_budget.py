@@ -123,6 +123,26 @@ def test_gpus_that_are_shared_have_more_trials_at_a_time_each_slower(here, comma
     assert (other.code, "no record says how long a seed takes" in other.err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("within", "gpus_", "told"), [(130, "0", "4 of the 8"), (130, "0,1", "8 of the 8"), (58, "0", "3 of the 8")]
+)
+def test_what_a_time_holds_is_planned_by_how_long_each_configuration_takes(
+    within, gpus_, told, command, monkeypatch, tmp_path
+):
+    """Of two seeds: 19 s a bf16 run, 34 s one by delayed scaling, 49 s one that is broken; shorter ones go ahead."""
+    gpus(monkeypatch, 2)
+    write(tmp_path / "pilot", [ended(trial) for trial in trials(device="cuda")], chip="NVIDIA H200")
+    asked = ("--device", "cuda", "--preset", "cpu", "--seeds", "2", "--timings", tmp_path / "pilot", "--gpus", gpus_)
+    done = command("plan", *CONVERGENCE, *asked, "--within", f"{within}s")
+    assert f"--within {within}s: {told}" in done.out
+
+
+def test_what_a_time_holds_is_not_guessed(command: Command) -> None:
+    done = command("plan", *CONVERGENCE, "--within", "10min")
+    assert "--within 10min: no record says how long these trials take" in done.out
+    assert "--within 10: say the unit" in command("plan", *CONVERGENCE, "--within", "10").err
+
+
 def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
     asked = ("--budget", f"{2 * SEED_S}s", "--timings", pilot)
@@ -398,6 +418,35 @@ def pool(*arguments: object, command: Command) -> tuple[int, str, str]:
     return done.code, plainly(done.out), plainly(done.err)
 
 
+def test_what_a_pilot_timed_is_known_and_the_rest_assumed(command: Command, tmp_path: Path) -> None:
+    """207.5 s a bf16 run and 614.5 s one by current scaling, broken or not; of the five other recipes 224 s are assumed."""
+    first = trials(seeds=None, steps=None, device="cuda", preset="gpt2", recipes=None, as_pilot=True)
+    known = [
+        one for one in first if one.recipe in (None, "float8_current_scaling") and one.problem["head"] == "chunked"
+    ]
+    write(tmp_path / "pilot", [ended(trial) for trial in known], chip="NVIDIA H200", pilot=True, pool=3, seeds=3)
+    found = json.loads(command("plan", *POOL, "--pilot", tmp_path / "pilot", "--json").out)
+    assert found["estimate"]["device_s"] == pytest.approx(20 * (3 * 207.5 + 614.5 + 5 * 224) + 3 * 614.5, rel=0.01)
+    _, said, _ = pool("--pilot", tmp_path / "pilot", command=command)
+    assert "(assumed: for 5 of 9 configurations: 2,035 steps" in said
+
+
+def test_a_part_of_a_plan_that_has_begun_has_the_power_of_the_plan(command, monkeypatch, started, tmp_path):
+    """Six recipes were planned: two that are run first are judged among six."""
+    gpus(monkeypatch, 1)
+    out = ("--out", tmp_path / "run")
+    _, whole, _ = pool(*out, command=command)
+    assert command("run", *POOL, *out).code == 130  # it has written its plan
+    part = ("--only", "*-control-*,*-aa-*,*-recipe-*chunked*/delayed_scaling/*,*-recipe-*chunked*/rowwise_scaling/*")
+    code, said, _ = pool(*out, *part, command=command)
+    assert (code, "Holm over 6" in said, "one run of every recipe (2)" in said) == (0, True, True)
+    assert "100 in all looks" in said  # none of the planted fault
+    row = re.search(r" 20 183 [\d.]+ ([\d% ]+) \*", whole)
+    assert row
+    assert re.search(rf" 20 100 [\d.]+ {row[1]} \*", said)
+    assert "Holm over 2" in pool("--out", tmp_path / "other", *part, command=command)[1]
+
+
 def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fewest rounds that have 80 % power by the spread that is assumed, which is named with its source."""
     gpus(monkeypatch, 0)
@@ -415,7 +464,8 @@ def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch
     assert "60 bf16 runs, 20 of a recipe, 183 in all with the planted fault's looks after 8, 14, 20 rounds" in said
     assert "rounds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
     assert re.search(
-        r"time: at most 11\.4 GPU hours, 11\.4 h \(assumed: 2,035 steps of 4 x 22\.8 ms, .* 25 s of start", said
+        r"time: at most 11\.4 GPU hours, 11\.4 h; 4 min a run \(assumed: 2,035 steps of 4 x 22\.8 ms, .* 25 s of start",
+        said,
     )
 
 

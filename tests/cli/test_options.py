@@ -11,9 +11,10 @@ import pytest
 from in_process import Command, gpus
 
 from te_bench.cli import options, run
-from te_bench.experiments import environment, plan
+from te_bench.experiments import environment, host, plan
 from te_bench.experiments.run_options import OPTIONS, Options
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import load
 from te_bench.reports.convergence.planning import duration
 
 SUITES = "attention, convergence, curves, demo, fp8, layer, memory, nanogpt, quick, scaling, speed, stress"
@@ -252,3 +253,17 @@ def test_what_nobody_foresaw_is_no_verdict(command: Command, monkeypatch: pytest
     assert done.code == 70
     assert "RuntimeError: nobody foresaw this" in done.err
     assert "this is a fault of te-bench, and no result" in done.err
+
+
+def test_a_verdict_s_runs_go_on_on_a_host_with_other_cores_and_times_do_not(command, monkeypatch, started, tmp_path):
+    gpus(monkeypatch)
+    of = {"convergence": ("--preset", "gpt2-short", "--data", "random", "--underpowered"), "memory": ()}
+    for suite, asked in of.items():
+        for cores in (16, 32):
+            monkeypatch.setattr(host, "cores", lambda cores=cores: cores)
+            command("run", suite, *asked, "--device", "cuda", "--out", tmp_path / suite)
+    once, again, here, elsewhere = (run.environment for run in started)
+    assert once["id"] == again["id"]
+    assert [machine["details"]["cores"] for machine in (once, again)] == [16, 32]
+    assert len(load(tmp_path / "convergence").environments) == 1
+    assert here["id"] != elsewhere["id"]

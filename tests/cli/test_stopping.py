@@ -196,7 +196,29 @@ def test_the_rule_reads_the_journal_as_it_stands(tmp_path: Path) -> None:
     assert not any(map(stopping.stopping_rule("stress", journal, journal.plans[0].environment), trials))
 
 
+def test_within_a_time_no_trial_is_begun_that_would_end_later_and_a_rerun_goes_on(tmp_path: Path) -> None:
+    arguments = ("--recipes", "delayed_scaling", "--seeds", 4)
+    none = run(tmp_path, *arguments, "--within", "0.001s")
+    assert none.returncode == 4, none.stdout + none.stderr
+    assert (sum(outcomes(tmp_path).values(), Counter()), "15 trials would not have ended" in none.stdout) == ({}, True)
+    assert "go on: te-bench run convergence" in none.stdout
+    ended = run(tmp_path, *arguments, "--within", "1h")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "would not have ended" not in ended.stdout
+    assert sum(map(Counter.total, outcomes(tmp_path).values())) == 15
+
+
 # ---- a pilot
+
+
+def test_a_pilot_prints_no_loss_while_it_runs_and_a_plan_does(tmp_path: Path) -> None:
+    arguments = ("--recipes", "delayed_scaling", "--seeds", 3)
+    pilot, plan = (run(tmp_path / name, *arguments, *more) for name, more in (("a", ["--as-pilot"]), ("b", [])))
+    for done, told in ((pilot, False), (plan, True)):
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [line for line in done.stderr.splitlines() if line.startswith("[")]
+        assert lines
+        assert any("loss" in line for line in lines) == told
 
 
 def test_a_pilot_s_means_stay_hidden_and_its_runs_count_in_the_plan_that_follows(tmp_path: Path) -> None:

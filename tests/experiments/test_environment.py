@@ -13,7 +13,7 @@ import pynvml
 import pytest
 import torch
 
-from te_bench.experiments import environment
+from te_bench.experiments import environment, host
 from te_bench.experiments.spec import digest
 from te_bench.kernels import measured
 
@@ -46,6 +46,20 @@ def test_another_gpu_of_the_same_make_is_the_same_environment() -> None:
     assert identity("cuda") != identity("cuda", driver="590.1")
     assert identity("cuda") != identity("cpu")
     assert identity("cpu") == identity("cpu", name="NVIDIA H100")
+
+
+def test_losses_of_a_gpu_know_nothing_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(cores: int, driver: str = "580.1", **asked: Any) -> dict[str, Any]:
+        monkeypatch.setattr(host, "cores", lambda: cores)
+        return environment.capture(asked.pop("device", "cuda"), [gpu(driver=driver, **asked)], losses=True)
+
+    one = capture(16)
+    assert one["id"] == capture(32)["id"] == capture(16, "580.2")["id"] == digest(one["identity"])
+    assert (one["details"]["cores"], one["details"]["driver"]) == (16, "580.1")  # recorded
+    assert one["id"] != capture(16, name="NVIDIA H100")["id"]
+    assert capture(16, device="cpu")["id"] != capture(32, device="cpu")["id"]  # there the host computes
+    monkeypatch.setattr(environment, "code_hash", lambda: "other")
+    assert one["id"] != capture(16)["id"]
 
 
 def test_the_environment_is_that_of_the_gpus_that_were_chosen_which_are_of_one_model() -> None:

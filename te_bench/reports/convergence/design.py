@@ -14,8 +14,9 @@ import numpy as np
 
 from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
+from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning, pooled, power
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_plan
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
@@ -90,19 +91,22 @@ class Design:
     rounds: int
     ratio: int
     recipes: int
+    family: int  # of Holm's procedure: more recipes where this is a part of a plan that has begun
     margin: float
     alpha: float
     spread: RunSpread | None
     unused: str | None  # why records that are there tell no spread
     round_s: float | None  # all runs of a round but the broken one, one at a time
+    broken: int  # runs of the planted fault
     broken_s: float | None
     time_from: str | None  # where the seconds are assumed from
+    trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     pilot: bool
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
 
     def option(self, rounds: int) -> Option:
-        runs = rounds * (self.recipes + self.ratio) + min(rounds, BROKEN)
+        runs = rounds * (self.recipes + self.ratio) + min(rounds, self.broken)
         shown = None
         if self.spread is not None:
             shown = tuple(self.power(rounds, share * self.margin) for share in GAPS)
@@ -112,7 +116,7 @@ class Design:
         """Of one run at a time."""
         if self.round_s is None or self.broken_s is None:
             return None
-        return rounds * self.round_s + min(rounds, BROKEN) * self.broken_s
+        return rounds * self.round_s + min(rounds, self.broken) * self.broken_s
 
     def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
         """Of a recipe after Holm, the mean over all, by the spread that is planned for."""
@@ -122,7 +126,7 @@ class Design:
             self.spread.at_most,
             self.margin,
             ratio=self.ratio,
-            recipes=self.recipes,
+            recipes=self.family,
             gap=gap,
             alpha=self.alpha,
             draws=draws,
@@ -140,7 +144,7 @@ class Design:
             self.margin,
             ratio=self.ratio,
             share=power.POWER,
-            recipes=self.recipes,
+            recipes=self.family,
             gap=gap,
             alpha=self.alpha,
             most=MOST_ROUNDS,
@@ -165,10 +169,10 @@ class Design:
         """Why a run that would probably conclude nothing is not begun unless it is asked for, or None."""
         if self.pilot:
             return self._pilot_refused
-        if self.alpha / self.recipes < pooled.LEAST_ALPHA:
+        if self.alpha / self.family < pooled.LEAST_ALPHA:
             return (
-                f"--alpha {self.alpha:g}: a pool's test of {self.recipes} recipes knows no critical values below "
-                f"{self.recipes * pooled.LEAST_ALPHA:g}; give that or more"
+                f"--alpha {self.alpha:g}: a pool's test of {self.family} recipes knows no critical values below "
+                f"{self.family * pooled.LEAST_ALPHA:g}; give that or more"
             )
         if self.spread is None:
             return None
@@ -180,7 +184,7 @@ class Design:
         if needed is not None:
             cost = self.seconds(needed)
             ways.append(f"--seeds {needed}" + (f" ({self._hours(cost)})" if cost else ""))
-        hardest = self.alpha / self.recipes
+        hardest = self.alpha / self.family
         if self.rounds >= FEWEST:
             one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
             ways.append(f"--margin {self.spread.at_most * one:.2g}")
@@ -241,21 +245,21 @@ class Design:
         what = "pilot" if self.pilot else "design"
         said = [
             f"The {what}: {self.rounds} rounds, each of one run of every recipe ({self.recipes}) and {self.ratio} of "
-            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all "
-            "with the planted fault's",
+            f"bf16, of which one is an ulp away: {bf16} bf16 runs, {self.rounds} of a recipe, {self.planned.runs} in all"
+            + (" with the planted fault's" if self.broken else ""),
         ]
         if self.pilot:
             said.append("  its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
         else:
             said.append(
-                f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.recipes}, alpha {self.alpha:g}"
+                f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.family}, alpha {self.alpha:g}"
             )
-        if self.spread is None:
+        if self.spread is None and not self.pilot:
             said.append(
                 "  power: not known, for no record says how far runs of this training vary; a pilot tells: run the same "
                 "with --as-pilot --out DIR, then plan with --pilot DIR"
             )
-        else:
+        elif self.spread is not None:
             of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:g} df"
             said += [
                 f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned for {self.spread.at_most:.2g}, which "
@@ -271,7 +275,8 @@ class Design:
             said.append("  time: not known; --pilot DIR would tell")
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
-            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}{assumed}")
+            longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
+            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}")
         return said
 
     def _table(self) -> list[str]:
@@ -317,18 +322,26 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     if spread is None and earlier.timings:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
     ratio, kinds = int(judged["pool"]), _cells(trials)
+    recipes = {trial.cell for trial in kinds if trial.problem.get("arm") == "recipe"}
+    begun = first_plan(experiment, earlier.journal)
+    planned = map(trial_of, begun.trials if begun else ())
+    family = recipes | {trial.cell for trial in planned if trial.problem.get("arm") == "recipe"}
     seconds, time_from = _seconds(kinds, earlier, assumption)
+    trial_s = {trial.cell: time for trial, (_, time) in zip(kinds, seconds, strict=True)}
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
-        recipes=max(1, sum(trial.problem.get("arm") == "recipe" for trial in kinds)),
+        recipes=max(1, len(recipes)),
+        family=max(1, len(family)),
         margin=judged["margin"],
         alpha=judged["alpha"],
         spread=spread or (assumption.spread if assumption else None),
         unused=unused,
         round_s=_total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1}),
+        broken=BROKEN if any(trial.problem.get("arm") == "broken" for trial in kinds) else 0,
         broken_s=_total(seconds, {"broken": 1}),
         time_from=time_from,
+        trial_s=trial_s,
         machine=earlier.machine,
         pilot=bool(experiment.judgement.get("pilot")),
     )
@@ -342,14 +355,14 @@ def _cells(trials: Sequence[Trial]) -> list[Trial]:
 def _seconds(
     kinds: Sequence[Trial], earlier: EarlierRuns, assumption: Assumption | None
 ) -> tuple[list[tuple[str, float | None]], str | None]:
-    """(arm, seconds of a run) of each configuration, and where they are from if no record of this machine tells."""
+    """(arm, seconds of a run) of each configuration, and where those are from that no record of this machine tells."""
     taken = planning.seconds(kinds, earlier.records)
     arms = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
-    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda":
+    unknown = sum(time is None for _, time in arms)
+    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda" or not unknown:
         return arms, None
-    if all(time is not None for _, time in arms):
-        return arms, None
-    return [(arm, assumption.trial_s) for arm, _ in arms], assumption.trial_from
+    of = "" if unknown == len(arms) else f"for {unknown} of {len(arms)} configurations: "
+    return [(arm, assumption.trial_s if time is None else time) for arm, time in arms], of + assumption.trial_from
 
 
 def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Record, Scalar
-from te_bench.experiments.store import Journal, load, written
+from te_bench.experiments.store import Journal, Plan, load, written
 from te_bench.reports.analysis.rows import from_journals, trial_of
 from te_bench.reports.convergence.study import Study, studies
 
@@ -93,9 +93,15 @@ def has_begun(one: Experiment, journal: Journal | None) -> bool:
 
 def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Scalar]:
     """What this very experiment was first planned with in --out, by which it will be judged; empty for another."""
+    plan = first_plan(one, journal)
+    return {} if plan is None else plan.judgement
+
+
+def first_plan(one: Experiment, journal: Journal | None) -> Plan | None:
+    """The plan by which this very experiment will be judged, if it has begun; a pilot's only where it is one."""
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
         pilot = plan.judgement.get("pilot") and not one.judgement.get("pilot")
         if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and not pilot:
-            return plan.judgement
-    return {}
+            return plan
+    return None

@@ -1,6 +1,7 @@
 """What a convergence run can conclude in the time it is given, said before its first step."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class Forecast:
     seeds: int
     margin: float
     seconds: float | None
+    trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
 
@@ -88,14 +90,15 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
         outlook = planning.outlook(seeds=seeds, **by, recipes=arms.count("recipe"), spread=spread)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
-    taken = planning.seconds(experiment.trials, earlier.records).values()
-    total = None if None in taken else sum(time or 0.0 for time in taken)
+    taken = planning.seconds(experiment.trials, earlier.records)
+    total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
     return Forecast(
         outlook=outlook,
         unused=(unused or earlier.other_chips) if earlier.timings else None,
         seeds=seeds,
         margin=judgement["margin"],
         seconds=total,
+        trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},
         machine=earlier.machine,
     )
 

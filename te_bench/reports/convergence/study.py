@@ -81,6 +81,11 @@ class Run:
         timed = "share" not in self.row.trial.problem and self.row.trial.device != "cpu"
         return step_seconds(self.record.samples) if self.record and timed else None
 
+    @property
+    def host_cores(self) -> object:
+        """By which hosts are told apart, of which a study may have several: step times are compared within one."""
+        return self.record.device_state.get("host_cores") if self.record else None
+
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
         pairs = [(s, v) for s, v in zip(steps, values, strict=False) if finite(s) is not None and finite(v) is not None]

@@ -326,7 +326,8 @@ def _compare_beside(
 
 
 def _speedup(control: StudyArm, arm: StudyArm, seeds: Sequence[int], at: Sequence[float]) -> Speedup | None:
-    timed = [s for s in seeds if control.runs[s].step_s and arm.runs[s].step_s]
+    pairs = ((s, control.runs[s], arm.runs[s]) for s in seeds)
+    timed = [s for s, theirs, ours in pairs if theirs.step_s and ours.step_s and theirs.host_cores == ours.host_cores]
     if not timed:
         return None
     return capability_matched(

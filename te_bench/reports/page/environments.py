@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from te_bench.experiments.environment import OF_TIMES
 from te_bench.reports.analysis.measures import numbers
 from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Results, identity, printable
@@ -25,6 +26,7 @@ _STATE = (
     ("memory clock, MHz", "memory_clock_hz", 1e-6),
     ("temperature, °C", "temperature_c", 1.0),
     ("power, W", "power_w", 1.0),
+    ("cores of the host", "host_cores", 1.0),
     ("load average", "load_average", 1.0),
     ("cores that other programs took", "cpu_others", 1.0),
     ("CPU time that the host took away, %", "cpu_stolen", 100.0),
@@ -35,7 +37,7 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
     """An environment for reading: its settings, the state of its devices during the run, its packages."""
     body = results.environments[key]
     details = body.get("details") or {}
-    known = {**identity(body), **{k: v for k, v in details.items() if k not in ("packages", "gpus")}}
+    known = {**identity(body), **{k: v for k, v in details.items() if k not in ("packages", "gpus", *OF_TIMES)}}
     known = {k: known[k] for k in [*(k for k in _FIRST if k in known), *(k for k in known if k not in _FIRST)]}
     states = [row.record.device_state for row in results.rows if row.record and row.environment == key]
     packages = details.get("packages") or {}

@@ -321,6 +321,19 @@ def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
     assert behind.less_time == pytest.approx(1 - 0.9 * (1 + behind.more_steps / STEPS), abs=1e-3)
 
 
+def test_step_times_are_compared_within_a_host_and_losses_over_all(tmp_path: Path) -> None:
+    """Seeds 2 to 4 have bf16 on a host of 16 cores, where it took as long as on the other, and FP8 on one that is slow."""
+    records = study_records(seeds=range(5), sd=0.0002)
+    for place, one in enumerate(records):
+        elsewhere = one.trial.precision == "fp8" and one.trial.seed > 1
+        slow = {"time_s": [10 * second for second in one.samples["time_s"]]} if elsewhere else {}
+        state = {"host_cores": 32 if elsewhere else 16}
+        records[place] = dataclasses.replace(one, samples={**one.samples, **slow}, device_state=state)
+    delayed = judge_study(study_of(tmp_path / "run", records)).recipes[0]
+    assert delayed.judgement.comparison.n == 5
+    assert (delayed.speedup.step_time.n, round(delayed.speedup.step_time.value, 2)) == (2, 0.9)
+
+
 def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
     assert found.recipes[0].judgement.comparison is not None
