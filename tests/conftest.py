@@ -145,9 +145,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends answer as where Triton compiles: its interpreter does more, float32 for instance, and Gluon has none."""
     import triton
 
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    for backend in ("attention.backends.gluon", "gemm.backends.gluon", "gemm.backends.triton"):  # noted at their import
+    # Noted at their import, which comes first: Gluon's asks whether the functions that it takes from Triton are interpreted.
+    for backend in ("attention.backends.gluon", "gemm.backends.gluon", "gemm.backends.triton"):
         monkeypatch.setattr(f"te_bench.kernels.{backend}.INTERPRETED", False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
 
 
 @pytest.fixture

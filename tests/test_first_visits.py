@@ -48,6 +48,12 @@ def command(begins: str) -> list[str]:
     return shlex.split(found)[1:]
 
 
+def answers_in(page: str) -> list[str]:
+    """The lines of the answer that the page quotes."""
+    [block] = re.findall(r"^    Use te-bench .*\n(?:    .*\n)*", page, re.MULTILINE)
+    return [line.removeprefix("    ") for line in block.splitlines()]
+
+
 @pytest.fixture
 def visit(tmp_path: Path) -> Visit:
     return Visit(tmp_path)
@@ -102,7 +108,7 @@ def steps(folder: Path) -> dict[tuple[object, ...], float]:
 
 
 def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> None:
-    """README's picture, its command's answer, the table of answers and the records say the same; none is written."""
+    """README's picture and quoted answer, its command, the table of answers and the records agree; none is written."""
     pytest.importorskip("transformers")
     for name in ("examples", "results"):  # of the checkout that it has
         (visit.folder / name).symlink_to(ROOT / name)
@@ -121,6 +127,9 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     (now, step), (memory_now, memory), (rival, rivals) = (
         cell.split(between) for cell, between in ((times, " → "), (memories, " → "), (rival, ", "))
     )
+    quoted = [line for line in answers_in(README) if line != "[...]"]
+    assert len(quoted) > 5
+    assert [line for line in done.stdout.splitlines() if line in quoted] == quoted
     assert said.startswith(f"Use {advised}. {speedup} as fast as what you have (")
     assert f"{over} as fast as the best that was measured without te-bench ({rival} bf16, eager)" in said
     assert f"all by {advised}.**" in README  # the first screen: a sentence, and the picture by its words

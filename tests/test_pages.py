@@ -31,6 +31,34 @@ def test_readme_takes_a_minute_to_read() -> None:
     assert first < 10
 
 
+def test_what_runs_where_is_what_the_page_of_gpus_says() -> None:
+    """README's rows, by that page's; its columns, by a GPU of each."""
+    readme, gpus = (table(page, last) for page, last in (("README.md", "Blackwell"), ("docs/gpus.md", "CPU")))
+    rows = {
+        "attention, PyTorch's flash": ["attention: flash, PyTorch's"],
+        "attention, Triton": ["attention: triton"],
+        "attention, Gluon": ["attention: gluon"],
+        "norms, activations, AdamW": ["norms, activations: triton", "AdamW: triton"],
+        "FP8, delayed and current scaling": ["recipes: delayed_scaling, float8_current_scaling"],
+        "MXFP8, NVFP4": ["recipes: mxfp8_block_scaling, nvfp4_block_scaling"],
+    }
+    cards = {"CPU": "CPU", "Ampere": "A100", "Ada": "RTX 4090", "Hopper": "H200", "Blackwell": "B200"}
+    assert readme.keys() == rows.keys()
+    for row, cells in readme.items():
+        assert cells.keys() == cards.keys()
+        for of in rows[row]:
+            said = {gpu: cell for names, cell in gpus[of].items() for gpu in names.split(", ")}
+            assert cells == {name: said[gpu] for name, gpu in cards.items()}, row
+
+
+def table(page: str, last: str) -> dict[str, dict[str, str]]:
+    """{first cell of a row: {column: cell}} of a page's one table whose last column is `last`."""
+    text = (ROOT / page).read_text()
+    [found] = re.findall(rf"^(\|[^\n]*\| {last} \|\n(?:\|.*\n)+)", text, re.MULTILINE)
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in found.splitlines())
+    return {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_are_taken(page: Path) -> None:
     for command in commands(page):

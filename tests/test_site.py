@@ -34,9 +34,12 @@ RECORDS = "repository/results/h200"
 #: A page of each kind, by its place on the site; those that the site has not are made by `others`.
 KINDS = {
     "home": "index.html",
+    "readme": "repository/index.html",
     "how-to": "tutorial.html",
     "answer": "advise.html",
     "verdicts": "convergence.html",
+    "many gpus": "many-gpus.html",
+    "performance": "performance.html",
     "gallery": "gallery.html",
     "leaderboard": "leaderboard.html",
     "contributing": "repository/CONTRIBUTING.html",

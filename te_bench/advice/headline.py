@@ -7,8 +7,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from te_bench.advice.published import Answer, stored_answers
+from te_bench.advice.published import Answer, choice, stored_answers
 from te_bench.experiments.store import load, written
+from te_bench.reports.analysis.measures import of_processes
 from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.analysis.rows import identity
 from te_bench.reports.page import text
@@ -32,10 +33,13 @@ def headline(directory: Path) -> Headline:
 
 
 def _sentence(ours: Sequence[Answer], models: int) -> str:
-    """How much faster than what users have, then than each rival, and how many models have no rival's time."""
+    """How much faster than what users have, on what energy, how much faster than each rival, how many models have none."""
     faster = _between([one.speedup.value for one in ours if one.speedup])
     by = f"all by {use}" if (use := _use(ours)) else f"by {TE_BENCH}"
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
+    if energy := [100 * share for one in ours if (share := _energy(one))]:
+        between = text.span(f"{min(energy):.0f}", f"{max(energy):.0f}")
+        said += f" A step takes {between} % as much energy ({_models(len(energy))})."
     by_rival: dict[str, list[float]] = {}
     for one in ours:
         for rival, over in one.over_rivals.items():
@@ -67,6 +71,19 @@ def _where(ours: Iterable[Answer]) -> str:
     journals = [load(one.folder) for one in ours if written(one.folder)]
     gpus = {identity(known).get("gpu") for journal in journals for known in journal.environments.values()}
     return "".join(f", {gpu}" for gpu in sorted(filter(None, gpus)))
+
+
+def _energy(one: Answer) -> float | None:
+    """Of the advised step, as a share of what the user's takes; None where it was not counted of both."""
+    if not written(one.folder):
+        return None
+    ran = {choice(step): step["records"] for step in one.stored["steps"]}
+    ok = {record.trial.id: record for record in load(one.folder).records.values() if record.outcome == "ok"}
+    use, have = (
+        of_processes([ok[trial] for trial in ran.get(step, ()) if trial in ok], "energy_j") if step else None
+        for step in (one.use, one.have)
+    )
+    return use / have if use and have else None
 
 
 def _between(values: Sequence[float]) -> str:

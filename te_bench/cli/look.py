@@ -119,3 +119,7 @@ def doctor(
         width = max((len(name) for name in rows), default=0)
         for name, answer in rows.items():
             print(f"  {name:{width}}  {answer}")
+    if gpu is None:
+        from te_bench.cli import welcome
+
+        print(f"\nnext: {welcome.advise()} says what to train a model with here")

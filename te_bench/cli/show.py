@@ -27,7 +27,7 @@ def show(
         plugins.check("question", question, list(answers.QUESTIONS))
     report = load_report([run])
     plain = not _draws_blocks(getattr(sys.stdout, "encoding", None))
-    for line in answers.answer(report, question, ascii_only=plain):
+    for line in answers.answer(report, question, run=str(run), ascii_only=plain):
         print(line)
     if verbose:
         print("\n".join(["", *answers.specifications(report)]))

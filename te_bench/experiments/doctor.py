@@ -98,7 +98,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
         f"attention ({device}, fp32)": {name: backend(name, "fp32") for name in attention.names()},
         "precisions": {name: precision(name) for name in PRECISIONS},
         "FP8 recipes": recipes,
-        "peers": _peers(device, capability),
+        "rivals": rivals(device, capability),
         "modes": {name: mode(name) for name in MODES},
         **_operators(capability),
     }
@@ -129,7 +129,7 @@ def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | No
     )
 
 
-def _peers(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
+def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     """{package (what it is a rival in): answer}: other projects' code, asked for bf16, or FP8, on this machine."""
     from te_bench.kernels import attention, cross_entropy, norm
 

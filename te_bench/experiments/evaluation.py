@@ -217,7 +217,7 @@ def _check(
     plugins.check("device", device, list(DEVICES))
     plugins.check("split", split, list(SPLITS))
     if data is None and passages is None:
-        raise ValueError("nothing to evaluate on: give a data set for perplexity, passages for the last word, or both")
+        raise ValueError("nothing to evaluate on: --data for perplexity, --last-word for accuracy, or both")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"{max_tokens} tokens to score: give 1 or more")
     if data is not None:

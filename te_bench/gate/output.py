@@ -72,8 +72,12 @@ def _say_how_rare(gate: Gate) -> str:
     fewest = min(gate.timed.calls.values(), default=0)
     if not fewest:
         return ""
-    rare = f"what slows fewer than 1 in {max(fewest // 3, 1):,} can go unseen"
-    return f" Of each trial either side made at least {fewest:,} calls: {rare}."
+    made = f" Of each trial either side made at least {fewest:,} calls"
+    return (
+        f"{made}: what slows fewer than 1 in {fewest // 3:,} can go unseen."
+        if fewest >= 6
+        else f"{made}, too few to see what slows some."
+    )
 
 
 def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> dict[str, Value]:

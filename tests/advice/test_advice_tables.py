@@ -1,11 +1,13 @@
 """Tables and the headline of published advice, from advice.json of a simulated machine."""
 
+import dataclasses
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import journals
 import pytest
 from advice_machine import Machine, decided, gathered, question
 from typer.testing import CliRunner
@@ -115,6 +117,21 @@ def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
     undecided = {"undecided": "nothing is distinguished"}
     with pytest.raises(ValueError, match="no model is advised one"):
         headline.headline(changed(published, tmp_path / "none", quick=undecided, slow=undecided))
+
+
+def test_a_headline_has_the_energy_of_the_models_that_count_it(published: Path, tmp_path: Path) -> None:
+    of = changed(published, tmp_path / "of")
+    assert "energy" not in headline.headline(of).sentence
+    steps = {name: journals.step_record(journals.trial(mode=name), 10.0) for name in ("eager", "cudagraph")}
+    counted = {"eager": [200.0, 100.0, 90.0], "cudagraph": [40.0, 44.0, 90.0]}
+    records = [dataclasses.replace(r, samples={**r.samples, "energy_j": counted[n]}) for n, r in steps.items()]
+    journals.write(of / "quick", records)
+    path = of / "quick" / "advice.json"
+    advice = json.loads(path.read_text())
+    for step in advice["steps"]:
+        step["records"] = [steps[step["mode"]].trial.id] if step["mode"] in steps else []
+    path.write_text(json.dumps(advice))
+    assert " A step takes 44 % as much energy (one model). " in headline.headline(of).sentence
 
 
 def test_an_error_is_of_a_step_that_was_predicted_before(published: Path) -> None:

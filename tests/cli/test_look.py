@@ -53,7 +53,10 @@ def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
     found = json.loads(command("doctor", "--json").out)
     assert {"machine", "packages", "precisions", "modes"} <= set(found)
     assert any(section.startswith("attention (") for section in found)
-    assert "attention (" in command("doctor").out
+    shown = command("doctor").out
+    assert "attention (" in shown
+    assert "te-bench advise --model" in shown.splitlines()[-1]
+    assert "next:" not in command("doctor", "--gpu", "H200").out
     assert set(found["FP8 recipes"]) == set(plugins.names("te_bench.models.recipe"))
     assert all(answer.startswith("ok") for answer in found["FP8 recipes"].values())  # emulated where there is no GPU
 

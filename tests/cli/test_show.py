@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -87,10 +88,27 @@ def test_energy_of_steps_is_shown_the_least_first(command: Command, tmp_path: Pa
 def test_without_a_question_what_can_be_asked_and_verbose_says_every_setting(command: Command, ladder: Path) -> None:
     said = command("show", ladder).out
     assert said.startswith("Fastest: ")
-    assert said.endswith("te-bench show RUN fastest|memory|error|unsupported|energy\n")
+    assert " ".join(said.split()).endswith(f"Ask on: te-bench show {ladder} fastest|memory|error|unsupported|energy")
     said = " ".join(command("show", ladder, "fastest", "--verbose").out.split())
     assert "attention=cudnn, precision=bf16, mode=cudagraph" in said
     assert "padded_vocab=50304" in said
+
+
+def test_an_error_is_told_in_plain_digits_and_a_step_is_told_from_a_training(command: Command, tmp_path: Path) -> None:
+    near, beyond = journals.checked(("loss", 0.0098, 0.01)), journals.checked(("grad", 1.2, 1.1))
+    step = dataclasses.replace(journals.step_record(journals.trial(), 10.0), check=near)
+    training = dataclasses.replace(
+        journals.curve_record(journals.trial("training")), check=journals.checked(("loss", 0.1, 1.0))
+    )
+    run = journals.write(tmp_path / "near", [step, training])
+    lines = command("show", run, "error").out.splitlines()
+    names = [re.split(f"[{''.join(BLOCKS)}]", line)[0].strip() for line in lines if BLOCKS & set(line)]
+    assert [name.rpartition(", ")[2] for name in names] == ["train step", "training"]
+    assert " ".join(lines).startswith(f"Nearest to its limit: {names[0]}, loss: 0.00980 of at most 0.0100.")
+    run = journals.write(tmp_path / "beyond", [dataclasses.replace(step, outcome="failed_check", check=beyond)])
+    said = command("show", run, "error").out
+    assert said.startswith("Beyond its limit: ")
+    assert "grad: 1.20 of at most 1.10." in said
 
 
 def test_bad_input_is_one_sentence(command: Command, ladder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ MODULES = ("liger_kernel", "torchao", "transformer_engine", "transformer_engine_
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *modules: str, flash: bool) -> None:
-    """Of the peers these modules alone are there."""
+    """Of the rivals these modules alone are there."""
     find = importlib.util.find_spec
 
     def spec(name: str, *more: Any) -> Any:
@@ -32,22 +32,22 @@ def install(monkeypatch: pytest.MonkeyPatch, *modules: str, flash: bool) -> None
     monkeypatch.setattr(flash4, "INSTALLED", flash)
 
 
-def peers(device: str = "cpu", capability: tuple[int, int] | None = None) -> dict[str, str]:
-    return doctor._peers(device, capability)
+def rivals(device: str = "cpu", capability: tuple[int, int] | None = None) -> dict[str, str]:
+    return doctor.rivals(device, capability)
 
 
-def test_every_peer_that_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rival_that_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, flash=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for found in (peers(), peers("cuda", (9, 0))):
+    for found in (rivals(), rivals("cuda", (9, 0))):
         assert found.keys() == INSTALL.keys()
         for name, answer in found.items():
             assert answer.startswith(f"missing: pip install {INSTALL[name]}")
 
 
-def test_every_peer_that_is_there_says_why_a_cpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rival_that_is_there_says_why_a_cpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, *MODULES, flash=True)
-    found = peers()
+    found = rivals()
     assert found.keys() == INSTALL.keys()
     assert all(answer.startswith("needs an NVIDIA GPU") for answer in found.values()), found
 
@@ -55,17 +55,17 @@ def test_every_peer_that_is_there_says_why_a_cpu_is_not_enough(monkeypatch: pyte
 def test_on_a_gpu_that_can_each_is_asked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, *MODULES, flash=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert set(peers("cuda", (9, 0)).values()) == {"ok"}
+    assert set(rivals("cuda", (9, 0)).values()) == {"ok"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    old = peers("cuda", (8, 0))
+    old = rivals("cuda", (8, 0))
     assert old["flash-attn-4 (attention)"] == "compute capability 8.0 < 9.0"
     assert "8.9 or newer" in old["torchao (layer torchao_rowwise)"]
     assert old["liger-kernel (rmsnorm)"] == "ok"
     install(monkeypatch, "transformer_engine", flash=True)  # without the extension that it needs
-    assert peers("cuda", (9, 0))["transformer_engine (layer transformer_engine)"].startswith("missing: ")
+    assert rivals("cuda", (9, 0))["transformer_engine (layer transformer_engine)"].startswith("missing: ")
 
 
-def test_peers_are_in_a_section_of_their_own() -> None:
+def test_rivals_are_in_a_section_of_their_own() -> None:
     found = doctor.examine()
-    assert found["peers"].keys() == INSTALL.keys()
+    assert found["rivals"].keys() == INSTALL.keys()
     assert not {"torchao", "transformer_engine"} & found["packages"].keys()

@@ -95,6 +95,9 @@ def test_beside_a_regression_nothing_is_said_to_be_undecided() -> None:
 def test_how_rare_a_slow_call_may_be_and_go_unseen_is_told() -> None:
     shown = " ".join(" ".join(output.terminal(gate(timed=TimedPairs(calls={LONG: 90, LAYER: 400})))).split())
     assert "at least 90 calls: what slows fewer than 1 in 30 can go unseen" in shown
+    shown = " ".join(" ".join(output.terminal(gate(timed=TimedPairs(calls={LONG: 5})))).split())
+    assert "at least 5 calls, too few to see what slows some." in shown
+    assert "1 in 1 " not in shown
     assert output.to_json(gate(timed=TimedPairs(calls={LONG: 90})))["trials"][0]["calls"] == 90
 
 

@@ -1,4 +1,4 @@
-"""Does FP8 train like BF16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault.
+"""Does FP8 train like bf16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault.
 
 With --weights or --states: do weights and moments in fewer bits train like float32's?
 """

@@ -51,7 +51,7 @@ NORMAL_EXPONENT = tl.constexpr(-0.5 * LOG2E)
 # Rows, columns and warps of a tile: 256 columns of bf16 are whole 128-byte lines, 32 elements a thread.
 PLAIN = 16, 256, 4
 # Tiles as the quantisers', of half as many rows and warps: of the backward pass a processor has room for five such programs,
-# and for two of 8 warps (docs/performance.md). A gated backward pass has five tiles at once: 16 elements a thread.
+# and for two of 8 warps (benchmarks/NOTES.md). A gated backward pass has five tiles at once: 16 elements a thread.
 QUANTIZED: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
 GATED_BACKWARD: dict[str, Any] = {**QUANTIZED, "num_warps": 8}
 

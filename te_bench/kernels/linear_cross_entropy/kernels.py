@@ -19,7 +19,7 @@ from te_bench.kernels.tile import INTERPRETED as IN_PYTHON
 Constants = dict[str, object]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# The fastest of blocks of 1024 to 8192 and 4 to 32 warps, at 12288 x 50304 on an H200 (docs/performance.md).
+# The fastest of blocks of 1024 to 8192 and 4 to 32 warps, at 12288 x 50304 on an H200 (benchmarks/NOTES.md).
 ROW: Constants = {"BLOCK": 8192, "num_warps": 16}
 STATISTICS: Constants = {"BLOCK": 4096, "num_warps": 8}
 VECTOR = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16

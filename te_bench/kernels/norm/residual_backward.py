@@ -2,7 +2,7 @@
 """The backward kernels, in Triton, of a norm in a residual stream, and their launcher.
 
 The norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for the GEMMs
-that made the branch. The cast of that is a kernel of its own: one kernel for both was slower (docs/performance.md).
+that made the branch. The cast of that is a kernel of its own: one kernel for both was slower (benchmarks/NOTES.md).
 """
 
 import torch

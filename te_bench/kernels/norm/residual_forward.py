@@ -4,7 +4,7 @@
 The stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles, once for the
 sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make whole sectors
 of the transposed layout. Wide rows go by two kernels, for 32 of them a program are too few programs. Measured times:
-docs/performance.md.
+benchmarks/NOTES.md.
 """
 
 import functools
@@ -25,7 +25,7 @@ FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
 # In FP8; the fastest of a sweep on an H200.
 CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
 # Of so many columns and more: elements of a program of the first kernel, a whole row at least, and of one of its warps; and
-# the second's tile, the fastest of 24 on an H200 (docs/performance.md).
+# the second's tile, the fastest of 24 on an H200 (benchmarks/NOTES.md).
 WIDE, SUM_ELEMENTS, SUM_PER_WARP = 2048, 2048, 1024
 WIDE_CAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "num_warps": 4}
 

@@ -1,6 +1,7 @@
 """One question about a run, answered for a terminal: a sentence, and bars of characters below it, the best first."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,9 +40,9 @@ class Chart:
     bars: tuple[TextBar, ...]
 
 
-def answer(report: ReportResult, question: str | None, *, ascii_only: bool = False) -> list[str]:
-    """At most 24 lines of 80 characters; `question` is one of QUESTIONS, None for the run's answer as a whole."""
-    lines = _whole(report) if question is None else _answered(report, question, ascii_only)
+def answer(report: ReportResult, question: str | None, *, run: str = "RUN", ascii_only: bool = False) -> list[str]:
+    """At most 24 lines of 80 characters; `question` is one of QUESTIONS, None for the whole answer of the folder `run`."""
+    lines = _whole(report, run) if question is None else _answered(report, question, ascii_only)
     if ascii_only:  # before they are counted: a sign may take two characters
         plain = [line.translate(PLAIN).encode("ascii", "replace").decode() for line in lines]
         lines = [part for line in plain for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])]
@@ -61,15 +62,14 @@ def specifications(report: ReportResult) -> list[str]:
     return found
 
 
-def _whole(report: ReportResult) -> list[str]:
+def _whole(report: ReportResult, run: str) -> list[str]:
     results = report.results
     lines = [line for sentence in headlines(report) for line in _wrapped(sentence)]
     ended = _wrapped(
         f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok{report.unjudged}."
     )
-    ask = f"Ask on: te-bench show RUN {'|'.join(QUESTIONS)}"
-    room = HEIGHT - len(ended) - 1
-    return [*lines[:room], *ended, ask]
+    ask = _wrapped(f"Ask on: te-bench show {run} {'|'.join(QUESTIONS)}")
+    return [*lines[: HEIGHT - len(ended) - len(ask)], *ended, *ask]
 
 
 def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str]:
@@ -200,10 +200,17 @@ def _errors(result: GroupResult) -> list[Chart | str]:
     if not result.errors:
         return []
     worst = result.errors[0]
-    how = f"{text.scientific(worst.error)}, its limit is {text.scientific(worst.limit)}"
-    said: list[Chart | str] = [f"Nearest to its limit: {_named(worst.configuration)}, {worst.quantity}: {how}."]
-    found = ((_named(one.configuration), one.ratio) for one in result.errors if one.ratio is not None)
-    bars = tuple(TextBar(name=name, value=min(ratio, 1.0), shown=text.plain(ratio)) for name, ratio in found)
+    where = "Beyond" if worst.ratio is None or worst.ratio > 1 else "Nearest to"
+    how = f"{text.plain(worst.error)} of at most {text.plain(worst.limit)}"
+    named = Counter(_named(one.configuration) for one in result.errors)
+
+    def name(configuration: Configuration) -> str:
+        plain = _named(configuration)  # a step and a training may have the same
+        return plain if named[plain] == 1 else f"{plain}, {configuration.trial.workload.replace('_', ' ')}"
+
+    said: list[Chart | str] = [f"{where} its limit: {name(worst.configuration)}, {worst.quantity}: {how}."]
+    found = ((name(one.configuration), one.ratio) for one in result.errors if one.ratio is not None)
+    bars = tuple(TextBar(name=of, value=min(ratio, 1.0), shown=text.plain(ratio)) for of, ratio in found)
     return [*said, Chart(heading="Worst error / limit, above 1 a check fails", bars=bars)] if bars else said
 
 

@@ -3,7 +3,7 @@
 <!-- te-bench:table ../results/h200/nanogpt ladder -->
 <!-- /te-bench:table -->
 
-The table "headline" is a sentence and a picture, which is written into the folder.
+The table "headline" is a sentence and a picture, which is written into the folder; "sentence" is the sentence alone.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Headline:
 
 #: Tables and headlines of folders, by name.
 More = Mapping[str, Callable[[Path], Table | Sequence[Table] | Headline]]
-CAPABILITIES, GPUS, HEADLINE = "capabilities", "gpus", "headline"
+CAPABILITIES, GPUS, HEADLINE, SENTENCE = "capabilities", "gpus", "headline", "sentence"
 _END = "<!-- /te-bench:table -->"
 
 
@@ -84,10 +84,12 @@ def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool
 
 def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: str, more: More) -> str | Headline:
     """A headline, or all tables of one name of a run as Markdown, each under its group's title when there are several."""
-    if name == HEADLINE:
+    if name in (HEADLINE, SENTENCE):
         from te_bench.reports.page import readme_headline
 
         [result] = load(directory)
+        if name == SENTENCE:
+            return f"{readme_headline.sentence(result)}\n"
         return Headline(sentence=readme_headline.sentence(result), picture=readme_headline.figure(result))
     if name in more:
         made = more[name](directory)
@@ -100,7 +102,7 @@ def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: 
         return tables.markdown({CAPABILITIES: attention_capabilities, GPUS: gpus}[name].table())
     if name not in tables.TABLES:
         raise ValueError(
-            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, GPUS, HEADLINE])}."
+            f"unknown table {name!r}. Known: {', '.join([*tables.TABLES, *more, CAPABILITIES, GPUS, HEADLINE, SENTENCE])}."
         )
     found = [(result.group, table) for result in load(directory) for table in tables.tables_of(result, name)]
     if not found:

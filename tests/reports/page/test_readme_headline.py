@@ -52,6 +52,16 @@ def test_an_interval_stands_where_both_ran_in_several_processes(tmp_path):
     assert "[1.25, 1.25] as long.**" in readme_headline.sentence(run(tmp_path / "run", LADDER, seeds=3))
 
 
+def test_a_page_may_have_the_sentence_without_the_picture(tmp_path):
+    found, page = run(tmp_path / "run", LADDER), tmp_path / "README.md"
+    page.write_text("<!-- te-bench:table run sentence -->\n<!-- /te-bench:table -->\n")
+    assert embed(page, check=False)
+    assert readme_headline.sentence(found) in page.read_text()
+    assert "headline.svg" not in page.read_text()
+    assert not (tmp_path / "run/headline.svg").exists()
+    assert embed(page, check=True)
+
+
 def test_one_kind_alone_is_no_headline(tmp_path):
     with pytest.raises(ValueError, match="two kinds of training step or more; timed: 1"):
         readme_headline.sentence(run(tmp_path / "run", [(BASELINE, 25.0)]))

@@ -3,7 +3,7 @@
 Five products where backward_rows and backward_keys have seven. The price: programs add to dQ, in float32 and in no order,
 so the bits differ from run to run. Scores are transposed, as in backward_keys; dS also goes to shared
 memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of it. Its half leaves from
-registers, under dK's product, or AHEAD by shared memory and TMA, under the next block's scores (docs/attention.md).
+registers, under dK's product, or AHEAD by shared memory and TMA, under the next block's scores (benchmarks/NOTES.md).
 Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 

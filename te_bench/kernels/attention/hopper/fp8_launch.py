@@ -25,7 +25,7 @@ from te_bench.kernels.attention.hopper.launch import (
 )
 from te_bench.kernels.attention.portable.fp8_backward import quantize_dout
 
-#: In sweeps at T2048 to 16384, of heads of 128, the fastest or within 4 % of it (docs/attention.md).
+#: In sweeps at T2048 to 16384, of heads of 128, the fastest or within 4 % of it (benchmarks/NOTES.md).
 FORWARD = Plan(3, 128, 3, 2, 160)
 #: By whether causal. stages: of rows as they came; slots: of those in FP8.
 BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 3, 2, 240, sharing=4), False: Plan(2, 64, 2, 3, 240, sharing=ALL)}

@@ -21,7 +21,7 @@ from te_bench.kernels.attention.portable.launch import row_strides
 
 LOG2_E = 1.4426950408889634
 ROWS = 64  # of a warpgroup
-DELTA_ROWS = 16  # of a program; they divide ROWS. Fewer were faster (docs/attention.md)
+DELTA_ROWS = 16  # of a program; they divide ROWS. Fewer were faster (benchmarks/NOTES.md)
 ALL = sys.maxsize  # programs that share: as many as there are
 
 
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
         }  # fmt: skip
 
 
-#: By the width of the heads: in sweeps at 1024 to 16384 keys the fastest, or within 4 % of it (docs/attention.md). At D128,
+#: By the width of the heads: in sweeps of 1024 to 16384 keys fastest, or within 4 % of it (benchmarks/NOTES.md). At D128,
 #: where two warpgroups would take keys faster than they come from memory, four programs share a head's.
 FORWARD: Mapping[int, Plan] = {
     64: Plan(4, 64, 4, 2, 112),

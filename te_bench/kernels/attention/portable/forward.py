@@ -38,7 +38,7 @@ from te_bench.kernels.attention.portable.scores import (
 )
 from te_bench.kernels.tile import rounded
 
-#: By the wider of the two heads, in half precision: 64 and 128 by a sweep on an H200 (docs/attention.md), the others by
+#: By the wider of the two heads, in half precision: 64 and 128 by a sweep on an H200 (benchmarks/NOTES.md), the others by
 #: reasoning.
 FORWARD: Mapping[int, Tile] = {
     16: Tile(128, 64, 4, 3),

@@ -24,7 +24,7 @@ OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 
 
 #: By the wider of the two heads. Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128
-#: (docs/attention.md); 32 was not.
+#: (benchmarks/NOTES.md); 32 was not.
 FORWARD: Mapping[int, Tile] = {
     32: Tile(64, 128, 4, 2, 128),
     64: Tile(64, 128, 4, 2, 128),

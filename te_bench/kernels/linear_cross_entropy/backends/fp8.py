@@ -37,7 +37,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 
 # Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
-# (docs/performance.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
+# (benchmarks/NOTES.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
 # Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up. It may take as many as W in both
 # layouts, and one chunk alone as many as dW, which is made in their place: 8192 rows of 128256 x 4096 (Llama-3-8B) in bf16,
