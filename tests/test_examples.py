@@ -54,6 +54,7 @@ def test_te_linear_computes_in_fp8(device: str, main: Callable[..., Any], capsys
     assert "FP8 differs from torch.float32" in out
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("device", DEVICES)
 def test_hf_llama_learns_as_well_in_fp8(device, main, capsys):
     bf16, fp8 = main("hf_llama", ["--device", device])
@@ -348,6 +349,7 @@ def test_the_readme_s_program_trains_a_llama_in_fp8(device: str, capsys: pytest.
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in made["model"].parameters())
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_models_page_s_program_trains_a_folder_s_llama(device, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

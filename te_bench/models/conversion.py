@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from te_bench.kernels import compiler
 from te_bench.models import conversion_parts, fp8
 from te_bench.models.conversion_parts import Filter
 from te_bench.models.conversion_report import Conversion, ConvertedLayer, KeptLayer, OtherWeight, TeLayer
@@ -386,14 +387,20 @@ class _Autocasting(Mixed):
 
     _te_recipe: Recipe
 
-    # autocast's bookkeeping stays outside of the graphs of what is called.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         fp8.refuse_data_parallel()
+
+
+def _leave_autocasts_out_of_graphs() -> None:
+    """Their bookkeeping, not what is called."""
+    _Autocasting.__call__ = torch.compiler.disable(_Autocasting.__call__, recursive=False)  # type: ignore[method-assign]
+
+
+compiler.when_imported(_leave_autocasts_out_of_graphs)
 
 
 def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:

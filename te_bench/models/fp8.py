@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from te_bench.kernels import compiler
 from te_bench.models import kernel_choice
 from te_bench.models.recipe import DelayedScaling, Recipe
 
@@ -235,7 +236,6 @@ def recipe_of_attention() -> Recipe | None:
     return recipe if current.enabled and recipe is not None and recipe.fp8_dpa else None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _update(due: dict[Recipe, Any]) -> None:
     """One step of these recipes over their groups, of the states that were used, in the order in which modules were made."""
     for recipe, group in due.items():
@@ -244,6 +244,14 @@ def _update(due: dict[Recipe, Any]) -> None:
             _held.update(silent)
         found = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
         recipe.update([found[number] for number in sorted(found)], group)
+
+
+def _leave_updates_out_of_graphs() -> None:
+    global _update
+    _update = torch.compiler.disable(_update)
+
+
+compiler.when_imported(_leave_updates_out_of_graphs)
 
 
 @contextlib.contextmanager

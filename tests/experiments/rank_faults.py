@@ -6,6 +6,7 @@ python rank_faults.py compiled: those of steps that are compiled.
 import dataclasses
 import functools
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -252,6 +253,8 @@ if __name__ == "__main__" and sys.argv[1:]:
     gc.freeze()
     print(json.dumps(compiled()))
 elif __name__ == "__main__":
+    for name in ("torch._inductor", "torch.distributed.optim", "te_bench.training.parallel.fsdp2_tp"):
+        importlib.import_module(name)  # once for all ranks
     gc.freeze()  # ranks look for garbage with each model: not among what is imported
     ranks.PATIENCE_S = 4.0
     found = replies()

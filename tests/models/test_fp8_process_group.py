@@ -1,6 +1,7 @@
 """Two ranks: amaxes shared over their process group, and checkpoints of FSDP2 and DDP that training goes on from."""
 
 import gc
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -237,7 +238,8 @@ def test_training_goes_on_from_a_distributed_checkpoint(kind: str, ranks: Path) 
 
 
 if __name__ == "__main__":
-    te.Linear(32, 16, device="cpu")  # whose import, and torch.compile's, is paid here once
+    importlib.import_module("torch._dynamo")  # once for all ranks, as what a module imports
+    te.Linear(32, 16, device="cpu")
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported
     torch.multiprocessing.start_processes(_rank, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

@@ -7,6 +7,7 @@ FP8 gather bytes and multiply as te-bench's emulation does.
 import dataclasses
 import functools
 import gc
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -212,6 +213,8 @@ def without(trial: Trial, context: Context) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for name in ("torch._inductor.compile_fx", "torch.distributed.optim", "te_bench.training.parallel.tp", "networkx"):
+        importlib.import_module(name)  # once for all ranks; the first also by the profiler
     gc.freeze()
     context = Context()
     found = {"cases": ranks.run(TRIAL, context, cases)}

@@ -640,7 +640,11 @@ def at(world: int, cases: Callable[[Trial, Context], dict[str, Any]]) -> dict[st
     problem = {"model": "tiny", "block": 16, "vocab": 50, "padded_vocab": 64, "batch": ROWS}
     problem |= {"parallel": "ddp", "world": world}
     asked = Trial(workload="train_step", device="cpu", problem=problem, attention="manual")
-    for name in ("te_bench.training.parallel.fsdp2_tp", "torch.distributed.optim"):  # and FSDP2 and DTensor
+    for name in (
+        "te_bench.training.parallel.fsdp2_tp",
+        "torch.distributed.optim",
+        "torch._dynamo",
+    ):  # and FSDP2 and DTensor
         importlib.import_module(name)  # once for all ranks
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from te_bench.kernels import compiler
 from te_bench.kernels.attention import Backend, Problem, attend
 from te_bench.kernels.attention.backends.auto import DTYPES
 from te_bench.kernels.attention.packed import attend_packed
@@ -26,11 +27,13 @@ from te_bench.models.modules.parameters import Tracker, fork_rng
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks
 
 
-def _read_capability(index: int | None) -> tuple[int, int]:
+def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-_capability = torch.compiler.assume_constant_result(_read_capability)  # Dynamo asks once, while it traces
+compiler.when_imported(
+    lambda: torch.compiler.assume_constant_result(_capability)
+)  # asked once, while a graph is traced
 
 
 def check_format(where: str, qkv_format: str) -> str:

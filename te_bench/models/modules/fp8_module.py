@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from te_bench.kernels import compiler
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules.activations import FLOATS, is_recorded
@@ -142,8 +143,6 @@ class Fp8Module(Parallelised, nn.Module):
             )
         self._usual.clear()
 
-    # What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _prepare(self, traced: bool = False) -> None:
         """Have the state that the present autocast's recipe keeps, and counters where it counts.
 
@@ -429,3 +428,7 @@ def _expose() -> None:
 _expose()
 
 _NOTHING = Slot()
+
+
+# What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
+compiler.when_imported(lambda: torch.compiler.assume_constant_result(Fp8Module._prepare))

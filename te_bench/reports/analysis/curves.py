@@ -1,9 +1,11 @@
 """Loss curves: what each training of a comparison reached, and how far seeds alone move the BF16 one."""
 
 import bisect
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 
 from te_bench.experiments.spec import Record
@@ -26,13 +28,12 @@ class LossPoint:
     deviation: float | None  # sample standard deviation; None for one seed
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """One configuration of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
 
     configuration: Configuration
-    train: tuple[LossPoint, ...]
-    validation: tuple[LossPoint, ...]
+    drawn: tuple[Record, ...]  # whose curves `train` and `validation` are
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
     deviation: float | None  # sample standard deviation of that over seeds
     n: int  # seeds behind best
@@ -40,6 +41,14 @@ class Training:
     tokens: float | None  # trained on
     tokens_per_s: float | None
     batch: float | None  # the batch used, also where the plan said "max"
+
+    @cached_property  # a table needs none, and of long runs they take seconds
+    def train(self) -> tuple[LossPoint, ...]:
+        return points(self.drawn, "step", "time_s", "loss")
+
+    @cached_property
+    def validation(self) -> tuple[LossPoint, ...]:
+        return points(self.drawn, "val_step", "val_time_s", "val_loss")
 
     @property
     def diverged(self) -> bool:
@@ -104,8 +113,7 @@ def _training(configuration: Configuration) -> Training:
     timed = time if "share" not in configuration.trial.problem else None
     return Training(
         configuration=configuration,
-        train=points(drawn, "step", "time_s", "loss"),
-        validation=points(drawn, "val_step", "val_time_s", "val_loss"),
+        drawn=tuple(drawn),
         best=statistics.fmean(best) if best else None,
         deviation=statistics.stdev(best) if len(best) > 1 else None,
         n=len(best),
@@ -153,11 +161,14 @@ def _at(curve: Sequence[_Logged], step: float) -> _Logged:
 
 def _point(seen: Sequence[_Logged]) -> LossPoint:
     losses = [loss for _, _, loss in seen]
+    mean = statistics.fmean(losses)
+    # statistics.stdev computes in fractions, 0.1 ms a point
+    squares = math.fsum((loss - mean) ** 2 for loss in losses)
     return LossPoint(
         step=seen[0][0],
         time_s=statistics.fmean(time for _, time, _ in seen),
-        mean=statistics.fmean(losses),
+        mean=mean,
         low=min(losses),
         high=max(losses),
-        deviation=statistics.stdev(losses) if len(losses) > 1 else None,
+        deviation=math.sqrt(squares / (len(losses) - 1)) if len(losses) > 1 else None,
     )

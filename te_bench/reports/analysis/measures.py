@@ -57,6 +57,8 @@ def step_seconds(samples: Mapping[str, object]) -> float | None:
 
 
 def finite(value: object) -> float | None:
+    if type(value) is float:  # of a page millions
+        return value if math.isfinite(value) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None

@@ -18,6 +18,7 @@ Array = NDArray[np.float64]
 
 # So many cells and directions hold every look to its share of alpha within 2 %, as far as 1,000,000 simulations can tell.
 _CELLS = 2400
+_AT_ONCE = 60  # cells: their 0.2 MB an array stay in a processor's cache
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 
 
@@ -60,15 +61,20 @@ def _one_more(mass: Array, edges: Array, n: int) -> Array:
     """The distribution of psi over the cells after gap n + 1: each cell's mass goes to where the new gap moves it."""
     theta = math.pi / 2 * _NODES
     weights = _WEIGHTS * np.cos(theta) ** (n - 1)
-    sine = np.sin((edges[:-1] + edges[1:]) / 2)[:, None]
-    moved = np.arcsin(np.clip((math.sqrt(n) * sine * np.cos(theta) + np.sin(theta)) / math.sqrt(n + 1), -1, 1))
-    # shared between the two cells whose centres are nearest, in proportion
-    place = np.clip((moved - edges[0]) / (edges[1] - edges[0]) - 0.5, 0, _CELLS - 1)
-    left = np.minimum(place.astype(np.int64), _CELLS - 2)
-    share = mass[:, None] * (weights / weights.sum())
-    part = share * (place - left)
-    to_left = np.bincount(left.ravel(), (share - part).ravel(), _CELLS)
-    return np.asarray(to_left + np.bincount(left.ravel() + 1, part.ravel(), _CELLS))
+    weights /= weights.sum()
+    along, aside = math.sqrt(n / (n + 1)) * np.cos(theta), np.sin(theta) / math.sqrt(n + 1)
+    sine = np.sin((edges[:-1] + edges[1:]) / 2)
+    found = np.zeros(_CELLS + 1)
+    for some in (slice(at, at + _AT_ONCE) for at in range(0, _CELLS, _AT_ONCE)):
+        moved = np.arcsin(np.clip(np.multiply.outer(sine[some], along) + aside, -1, 1))
+        # shared between the two cells whose centres are nearest, in proportion
+        place = np.clip((moved - edges[0]) / (edges[1] - edges[0]) - 0.5, 0, _CELLS - 1)
+        left = np.minimum(place.astype(np.int64), _CELLS - 2)
+        share = np.multiply.outer(mass[some], weights)
+        part = share * (place - left)
+        found[:-1] += np.bincount(left.ravel(), (share - part).ravel(), _CELLS)
+        found[1:] += np.bincount(left.ravel(), part.ravel(), _CELLS)
+    return found[:-1]
 
 
 def _cut(mass: Array, edges: Array, budget: float) -> tuple[float, Array]:

@@ -88,7 +88,7 @@ def test_a_gradient_that_is_a_little_too_large_fails(precision, recipe, name, re
 
 
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
-@pytest.mark.parametrize("row", [0, 100, 255])
+@pytest.mark.parametrize("row", [0, 255])
 def test_one_row_of_256_that_is_zero_fails(precision, recipe, row, references):
     """In FP4, whose elements err by a third, one of the wrong sign: zeros are within that noise (docs/fp8.md)."""
     factor = -1 if in_fp4(recipe) else 0

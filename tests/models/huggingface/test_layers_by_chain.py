@@ -40,6 +40,7 @@ def passes(model: nn.Module, choice: recipe.Recipe | None) -> tuple[Tensor, dict
     return found
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("choice", [None, DELAYED, CURRENT], ids=["bf16", "delayed", "current"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_as_near_to_float32_as_layer_by_layer(family: str, choice: recipe.Recipe | None) -> None:
@@ -105,6 +106,7 @@ def test_what_it_has_not_goes_layer_by_layer(given: dict[str, Any]) -> None:
     assert goes_by_chain(model)
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     "inner", ["", ".self_attn", ".self_attn.k_proj", ".mlp", ".mlp.act_fn", ".mlp.up_proj", ".input_layernorm"]
 )
@@ -140,6 +142,7 @@ class Doubled(nn.Module):
         return (2 * made[0], *made[1:]) if isinstance(made, tuple) else 2 * made
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("name", "wrap", "by_chain"),
     [
@@ -210,6 +213,7 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("parts", "length", "checkpointed"),
     [("all", 1, False), ("all", 8, True), (LAYER_BY_LAYER, 8, False)],
@@ -313,6 +317,7 @@ def test_embedding_and_tied_head_have_one_gradient_made_for_both(
         assert_same(each, gradients, 1e-4)
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("choice", "accumulate", "tie"),
     [(None, 1, True), (DELAYED, 1, False), (DELAYED, 2, True), (CURRENT, 1, True)],

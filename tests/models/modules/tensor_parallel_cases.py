@@ -6,6 +6,7 @@ python tensor_parallel_cases.py FOLDER DEVICE N... writes "FOLDER/RANK of N.pt".
 import copy
 import functools
 import gc
+import importlib
 import io
 import sys
 from collections.abc import Callable
@@ -271,7 +272,8 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
 if __name__ == "__main__":
     path, device, *worlds = sys.argv[1:]
     method = "fork" if device == "cpu" else "spawn"
-    for make in MODULES.values():  # its import, and torch.compile's, is paid here once
+    importlib.import_module("torch._dynamo")  # once for all ranks, as what a module imports
+    for make in MODULES.values():
         make()
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported

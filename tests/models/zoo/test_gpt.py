@@ -315,6 +315,7 @@ def through_a_file(model: GPT) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     "duplicate",
     [lambda m: pickle.loads(pickle.dumps(m)), through_a_file, copy.deepcopy],

@@ -49,7 +49,7 @@ def a_pass(blocks: str | None, recipe: str | None) -> tuple[float, dict[str, Ten
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.usefixtures("third")
+@pytest.mark.usefixtures("third", "plain_heads")
 @pytest.mark.parametrize("recipe", [None, "delayed_scaling", "float8_current_scaling", "float8_block_scaling"])
 def test_its_fused_blocks_compute_what_its_modules_do(recipe: str | None) -> None:
     (ours, found), (loss, wanted) = a_pass("fused", recipe), a_pass(None, recipe)

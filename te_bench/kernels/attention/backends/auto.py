@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels import measured
+from te_bench.kernels import compiler, measured
 from te_bench.kernels.attention import (
     AUTO,
     Backend,
@@ -144,7 +144,7 @@ def _decide(
     return found.name
 
 
-_constant = torch.compiler.assume_constant_result(_decide)  # Dynamo asks while it traces, once a graph
+compiler.when_imported(lambda: torch.compiler.assume_constant_result(_decide))  # asked once a graph, while it is traced
 
 
 def forward(
@@ -192,8 +192,7 @@ def _chosen_for(
     drops = 1 if dropout > 0 else 0  # a branch, and `index`, make constants of what may vary: each a graph of its own
     if torch.compiler.is_compiling():
         sizes = tuple([operator.index(n) for n in sizes])
-    decide = _constant if torch.compiler.is_compiling() else _decide
-    return _backends[decide(q.device.type, q.device.index, q.dtype, causal, drops, mask, packed, left, right, *sizes)]
+    return _backends[_decide(q.device.type, q.device.index, q.dtype, causal, drops, mask, packed, left, right, *sizes)]
 
 
 BACKEND = Backend(

@@ -60,7 +60,8 @@ def _forward(
     return out.transpose(1, 2)
 
 
-forward = torch.compiler.disable(_forward)  # Dynamo can't trace the DSL's own compiler
+# Dynamo can't trace the DSL's own compiler. Asking imports Dynamo, 1.3 s, for which who lacks the package does not wait.
+forward = torch.compiler.disable(_forward) if INSTALLED else _forward
 
 BACKEND = Backend(
     forward=forward,
