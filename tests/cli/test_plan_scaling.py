@@ -96,6 +96,27 @@ def test_validation_shows_every_figure(command: Command) -> None:
     assert all(row["source"] in " ".join(text.replace("-\n    ", "-").split()) for row in rows)
 
 
+def test_the_pages_quote_what_is_predicted(command: Command) -> None:
+    def row(world: int, *more: str) -> dict[str, Any]:
+        asked = ("plan", "scaling", "--world", world, *more, "--json")
+        found: dict[str, Any] = json.loads(command(*asked).out)["rows"][-1]
+        return found
+
+    def gib(of: dict[str, Any]) -> str:
+        return f"{sum(of['memory_bytes'].values()) / 2**30:.0f}"
+
+    many = " ".join((ROOT / "docs/many-gpus.md").read_text().split())
+    divided, replicated = (row(8, "--model", "llama3-1b", "--parallel", mode) for mode in ("fsdp2", "ddp"))
+    faster = divided["tokens_per_s_per_gpu"] / replicated["tokens_per_s_per_gpu"] - 1
+    assert f"Llama 3.2 1B takes {gib(replicated)} GiB under `ddp`" in many
+    assert f"`fsdp2` is predicted {faster:.0%}".replace("%", " %") in many
+    eight = f"Llama 3 8B takes {gib(row(8, '--parallel', 'ddp'))} GiB under `ddp`, and {gib(row(8))} on each of 8 GPUs"
+    assert eight in many
+    most = row(1024, "--link", "400Gb/s")
+    said = f"does {most['tokens_per_s_per_gpu']:,.0f} tokens/s on each of 1,024 H200, {100 * most['efficiency']:.0f} %"
+    assert f"{said} of one alone" in " ".join((ROOT / "docs/plan-scaling.md").read_text().split())
+
+
 def test_the_page_has_the_table_of_today(command: Command) -> None:
     assert command("embed", "--check", ROOT / "docs/plan-scaling.md").code == 0
 

@@ -171,11 +171,12 @@ def _scaled(result: GroupResult) -> list[str]:
     if not measured:
         return []
     best = max(measured, key=lambda step: (step.world, step.tokens_per_s or 0.0))
-    each = "GPU" if best.configuration.trial.device == "cuda" else "process"
-    said = f"Most tokens a second of each {each} on {best.world}: {best.configuration.label}: "
-    said += text.count(best.tokens_per_s)
-    said += f", {text.percent(best.efficiency.value)} of one alone" if best.efficiency else ""
-    said += f", by a link of {text.plain(best.busbw / 1e9)} GB/s" if best.busbw else ""
+    one, several = ("GPU", "GPUs") if best.configuration.trial.device == "cuda" else ("process", "processes")
+    said = (
+        f"Most tokens/s on {best.world} {several}: {best.configuration.label}: {text.count(best.tokens_per_s)} on each"
+    )
+    said += f", {text.percent(best.efficiency.value)} of one {one} alone" if best.efficiency else ""
+    said += f", over a link of {text.plain(best.busbw / 1e9)} GB/s" if best.busbw else ""
     return [f"{said}, on {result.group.where}."]
 
 

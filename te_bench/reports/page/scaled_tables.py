@@ -54,34 +54,36 @@ def _percent(ratio: Ratio | None) -> str:
 
 
 def _notes(steps: Sequence[ScaledStep]) -> list[str]:
-    notes = ["Efficiency: tokens a second of each GPU against the same step on one, which has as many sequences."]
+    notes = [
+        "Efficiency: tokens/s of each GPU as a share of the same project's step on one GPU with as many sequences."
+    ]
     if any(step.efficiency and step.efficiency.low is not None for step in steps):
         notes.append("Its interval is a 95 % t-interval over paired seeds.")
     notes += _predictions(steps)
     traced = [step for step in steps if step.exposed_s is not None]
     if traced:
         waits = [step for step in traced if step.waiting_s is None and step.world > 1]
-        when = "once all ranks are there" if len(waits) < len(traced) else "waits for other ranks included"
-        some = f", waits for other ranks included in {len(waits)} of these rows" if 0 < len(waits) < len(traced) else ""
+        when = "once all ranks have begun" if len(waits) < len(traced) else "waits for other ranks included"
+        some = f" ({len(waits)} rows: waits for other ranks included)" if 0 < len(waits) < len(traced) else ""
         notes.append(
-            f"Collectives: while NCCL's kernels run, {when}{some}; exposed: while the GPU computes nothing beside them. By "
-            "the trace of three steps, the mean over ranks."
+            f"Collectives: how long NCCL's kernels run, {when}{some}. Exposed: how long of that the GPU computes nothing. "
+            "Both are means over ranks, by a trace of three steps."
         )
     if any(step.idle_s is not None for step in steps):
         notes.append(
-            "Idle: the rest of a step, in which a GPU waits for its host's launches or for another rank. A captured graph, "
-            "a larger batch or a faster host shortens it; a faster link does not."
+            "Idle: the rest of the step. The GPU waits for its host's launches or for another rank. A captured graph, a "
+            "larger batch or a faster host shortens it; a faster link does not."
         )
     if any("peak" in step.memory for step in steps):
-        notes.append("Peak: the most that PyTorch had allocated on the rank with the most.")
+        notes.append("Peak: the most memory that PyTorch had allocated, on the rank with the most.")
     if any(step.energy_per_token is not None for step in steps):
-        notes.append("mJ/token: of all GPUs of the trial, by their own counters.")
+        notes.append("mJ/token: energy of all the step's GPUs by their own counters, over all its tokens.")
     if any(step.busbw is not None for step in steps):
-        notes.append("Link: bus bandwidth of a large all-reduce over the trial's ranks, measured beside its steps.")
+        notes.append("Link: bus bandwidth of a large all-reduce over the step's ranks, as nccl-tests counts it.")
     if any(step.latency_s and step.configuration.trial.device == "cpu" for step in steps):
         notes.append(
-            "On a CPU each rank is a process of one thread, and they share its memory: their efficiency says nothing about "
-            "GPUs, and exposed communication is not measured."
+            "On a CPU each rank is a process of one thread, and all share its memory. Their efficiency says nothing about "
+            "GPUs. Exposed communication is not measured."
         )
     return notes
 
@@ -100,8 +102,11 @@ def _predictions(steps: Sequence[ScaledStep]) -> list[str]:
         if errors:
             many = f"{len(errors)} {what} step{'s' if len(errors) > 1 else ''}"
             median, worst = statistics.median(errors), max(errors, key=abs)
-            said.append(f"of {many} it is off by {median:+.0f} % in the median, {worst:+.0f} % at worst")
-    return [f"Predicted: by te-bench plan scaling, from the same step on one GPU; {', '.join(said)}."]
+            said.append(f"{median:+.0f} % in the median and {worst:+.0f} % at worst for {many}")
+    return [
+        "Predicted: by te-bench plan scaling, from the same step on one GPU. Its error, below 0 where it is too short: "
+        f"{'; '.join(said)}."
+    ]
 
 
 def memory(result: GroupResult) -> Table | None:
@@ -117,15 +122,16 @@ def memory(result: GroupResult) -> Table | None:
         }
         for step in held
     ]
-    notes = ["Of the rank that takes the most. Weights, gradients and optimizer states are counted."]
+    notes = ["Of the rank that holds the most. Weights, gradients and optimizer states are counted by their sizes."]
     if any("fp8_copies" in step.memory for step in held):
         notes.append(
-            "FP8 copies and operands: what an eager pass keeps in FP8 for its backward pass of weights, and of all else."
+            "FP8 copies: weights in FP8 that an eager pass keeps for its backward pass. FP8 operands: all else that it "
+            "keeps in FP8."
         )
     if any("peak" in step.memory for step in held):
         notes.append(
-            "Rest: of the peak, what is none of these: other activations, gathered weights, buckets and workspaces; more, "
-            "where the peak comes before all gradients are there."
+            "Rest: the peak less all these: other activations, gathered weights, buckets and workspaces. Where the peak "
+            "comes before all gradients are there, they take more than it says."
         )
     return table_of("scaling_memory", "Memory of a rank, MiB", shown, " ".join(notes))
 
