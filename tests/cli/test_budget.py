@@ -137,6 +137,24 @@ def test_what_a_time_holds_is_planned_by_how_long_each_configuration_takes(
     assert f"--within {within}s: {told}" in done.out
 
 
+def test_what_a_time_holds_is_of_the_trials_that_run_would_do(command: Command, tmp_path: Path) -> None:
+    """Neither one that was interrupted nor another machine's record is done."""
+    of, asked = trials(2, steps=None), ("--preset", "cpu", "--seeds", "2", "--out", tmp_path / "out", "--within", "1h")
+    here = environment.capture("cpu")
+    for body, left in (({**here, "id": "elsewhere"}, 8), (here, 6)):
+        records = [journals.record(of[0], body["id"]), journals.record(of[1], body["id"])]
+        interrupted = journals.record(of[2], body["id"], outcome="interrupted", reason="killed")
+        journals.write(tmp_path / "out", [*records, interrupted], suite="convergence", planned=of[3:], body=body)
+        assert f"--within 1h: {left} of the {left} trials" in plainly(command("plan", *CONVERGENCE, *asked).out)
+        told = json.loads(command("plan", *CONVERGENCE, *asked, "--json").out)["within"]
+        assert (told["seconds"], told["left"], told["ends"]) == (3600, left, left)
+
+
+def test_a_time_is_checked_before_anything_is_planned(command: Command) -> None:
+    done = command("plan", *CONVERGENCE, "--within", "banana", "--json")
+    assert (done.code, done.out, "--within banana: give a time" in done.err) == (2, "", True)
+
+
 def test_what_a_time_holds_is_not_guessed(command: Command) -> None:
     done = command("plan", *CONVERGENCE, "--within", "10min")
     assert "--within 10min: no record says how long these trials take" in done.out
