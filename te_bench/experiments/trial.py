@@ -16,7 +16,6 @@ from te_bench.experiments.spec import Trial, canonical_json
 from te_bench.experiments.throttling import Watch
 from te_bench.models.sources import lacks
 from te_bench.training.parallel import Indivisible
-from te_bench.training.step import CannotCapture
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def classify(error: Exception) -> tuple[str, str]:
     text = " ".join(str(error).split())[:500]
     if isinstance(error, NoResult):
         return error.outcome, text
-    if isinstance(error, Indivisible | CannotCapture):
+    if isinstance(error, Indivisible):
         return "unsupported", text
     if isinstance(error, torch.OutOfMemoryError):
         return "oom", f"GPU: {text}"

@@ -335,9 +335,10 @@ class TrainStep:
                 if isinstance(error, ValueError) and "CUDA graph" in str(error):  # te-bench's own attention says why
                     raise CannotCapture(f"mode cudagraph: {error}") from error
                 if isinstance(error, RuntimeError) and "captur" in str(error):
+                    said = str(error).strip().partition("\n")[0]
                     raise CannotCapture(
                         "mode cudagraph: the model waits for the GPU, or draws on it, within its pass, which no CUDA graph "
-                        "can hold: choose another mode"
+                        f"can hold: choose another mode (torch: {said})"
                     ) from error
                 raise
             self.captured_peak_bytes = torch.cuda.max_memory_allocated()

@@ -13,7 +13,6 @@ from te_bench.experiments import host
 from te_bench.experiments import trial as child
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
-from te_bench.training.step import CannotCapture
 
 WRONG = "Could not import module 'X'"
 KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss": [1.0]}, kernels=["k"])
@@ -23,7 +22,6 @@ KEPT = Measurement(check={"reference": "r"}, work={"tokens": 1}, samples={"loss"
     ("error", "outcome", "reason"),
     [
         (Unsupported("flash: head_dim 512 > 256"), "unsupported", "flash: head_dim 512 > 256"),
-        (CannotCapture("mode cudagraph: the model waits"), "unsupported", "mode cudagraph: the model waits"),
         (CheckFailed("dq: error 3 > 1", KEPT), "failed_check", "dq: error 3 > 1"),
         (Diverged("the loss is nan at step 3", KEPT), "diverged", "the loss is nan at step 3"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "oom", "GPU: CUDA out of memory. Tried"),

@@ -30,7 +30,7 @@ from te_bench.models import adopted
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.checkpointing import blocks_of
-from te_bench.training.step import TrainStep, autocast
+from te_bench.training.step import CannotCapture, TrainStep, autocast
 
 CHANGES = ("parts", "rival", "checkpointing")  # what is done to the model: the references are without
 #: Targets of a batch, at least, in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. Of few targets
@@ -61,6 +61,8 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         try:
             step, check, own = _checked(checked, inputs[: rows * accumulate], targets[: rows * accumulate], len(inputs))
             break
+        except CannotCapture as error:
+            raise Unsupported(str(error)) from None
         except torch.OutOfMemoryError:
             if world_of(trial) > 1:  # the other ranks may have had room, and go on
                 raise

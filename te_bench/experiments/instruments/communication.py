@@ -54,7 +54,7 @@ def since_all_began(
 ) -> list[Span]:
     """What is left of each span since its last rank began: as long as it took the rank that it took least.
 
-    of_ranks: every rank's `durations`. A name that ranks ran unlike often is left as it is.
+    of_ranks: `durations` of every rank; all are in each collective. A name that ranks ran unlike often is left as it is.
     """
     least = {
         name: [min(each) for each in zip(*(rank[name] for rank in of_ranks), strict=True)]

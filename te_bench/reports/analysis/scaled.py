@@ -126,6 +126,8 @@ def _predicted(alone: Configuration, configuration: Configuration) -> float | No
     name, mode, batch, tokens = (problem.get(key) for key in ("model", "parallel", "batch", "block"))
     if world == 1 or not seconds or trial.device != "cuda" or not isinstance(batch, int) or not isinstance(tokens, int):
         return None
+    if batch < world or tokens < 1:
+        return None
     if name not in shapes.known() or mode not in layout.MODES or trial.precision not in layout.PRECISIONS:
         return None
     over = layout.Layout(mode=mode, world=world, gpus_per_node=world, link=math.inf, tp=world if mode == "tp" else 1)

@@ -95,12 +95,25 @@ def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
 
 def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
     """At the ends of the lines, so far apart that they can be read."""
-    lowest = -top
-    for line, place in sorted(lines, key=lambda one: one[0][-1].speed):
-        last = line[-1]
-        lowest = max(last.speed, lowest + LABEL * top)
-        text = f"{100 * last.efficiency.value:.0f} %"
-        axes.annotate(text, (last.world * 1.09, lowest), color=COLOURS[place % len(COLOURS)], va="center", fontsize=8.8)
+    ordered = sorted(lines, key=lambda one: one[0][-1].speed)
+    for (line, place), height in zip(
+        ordered, apart([line[-1].speed for line, _ in ordered], LABEL * top, top), strict=True
+    ):
+        text = f"{100 * line[-1].efficiency.value:.0f} %"
+        where = (line[-1].world * 1.09, height)
+        axes.annotate(text, where, color=COLOURS[place % len(COLOURS)], va="center", fontsize=8.8)
+
+
+def apart(heights: Sequence[float], gap: float, top: float) -> list[float]:
+    """Rising heights, moved as little as it takes to be a gap apart and half a gap below the top."""
+    found: list[float] = []
+    for height in heights:
+        found.append(max([height, *(below + gap for below in found[-1:])]))
+    limit = top - gap / 2
+    for place in reversed(range(len(found))):
+        found[place] = min(found[place], limit)
+        limit = found[place] - gap
+    return found
 
 
 def _style(place: int) -> dict[str, Any]:

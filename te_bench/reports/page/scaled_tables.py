@@ -60,10 +60,12 @@ def _notes(steps: Sequence[ScaledStep]) -> list[str]:
     notes += _predictions(steps)
     traced = [step for step in steps if step.exposed_s is not None]
     if traced:
-        waits = "once all ranks are there" if all(step.waiting_s is not None for step in traced) else "waits included"
+        waits = [step for step in traced if step.waiting_s is None and step.world > 1]
+        when = "once all ranks are there" if len(waits) < len(traced) else "waits for other ranks included"
+        some = f", waits for other ranks included in {len(waits)} of these rows" if 0 < len(waits) < len(traced) else ""
         notes.append(
-            f"Collectives: while NCCL's kernels run, {waits}; exposed: while the GPU computes nothing beside them. By the "
-            "trace of three steps, the mean over ranks."
+            f"Collectives: while NCCL's kernels run, {when}{some}; exposed: while the GPU computes nothing beside them. By "
+            "the trace of three steps, the mean over ranks."
         )
     if any(step.idle_s is not None for step in steps):
         notes.append(

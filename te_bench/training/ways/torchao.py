@@ -1,13 +1,14 @@
 """torchtitan's with torchao's FP8 Linears: by a scale a tensor, weights and shared layers' inputs are sent in FP8.
 
-By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce before each pass, as
-they would after each update: so a captured step has it, whatever was done to the weights in between.
+By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce before a step's first
+pass, where torchao's users have it after each update: so a captured step holds it, too.
 
 Source: torchao 0.18.0, float8/fsdp_utils.py and float8/float8_tensor_parallel.py; torchtitan v0.2.2,
 models/llama3/infra/parallelize.py.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,9 +45,18 @@ class Sharded(torchtitan.Sharded):
                         config = dataclasses.replace(found.config, enable_fsdp_float8_all_gather=True)
                         setattr(parent, name, Float8Linear.from_float(found, config))
         super()._shard(model, multiplies_in)
-        model.register_forward_pre_hook(
-            lambda *_: precompute_float8_dynamic_scale_for_fsdp(model), prepend=True
-        )  # before any weight is gathered
+        self._scaled = False
+
+        def scale(*_: Any) -> None:
+            if not self._scaled:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+                self._scaled = torch.is_grad_enabled()  # after an evaluation others may change the weights
+
+        model.register_forward_pre_hook(scale, prepend=True)  # before any weight is gathered
+
+    def reduce(self, holders: Iterable[nn.Parameter]) -> None:
+        self._scaled = False
+        super().reduce(holders)
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]

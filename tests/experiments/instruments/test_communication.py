@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from te_bench.experiments.instruments import communication
+from te_bench.experiments.instruments import communication, profiling
 from te_bench.experiments.instruments.communication import COLLECTIVE, durations, exposed, since_all_began
 
 
@@ -32,6 +32,16 @@ def test_a_collective_begins_with_its_last_rank() -> None:
     assert of_ranks[0] == {"gather": [4, 1], "reduce": [3]}
     assert since_all_began(first, of_ranks) == [(3, 4), (3, 6), (7, 8)]
     assert since_all_began(second, of_ranks) == [(9, 12), (10, 11), (14, 15)]
+
+
+def test_a_step_s_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather that waits 3 s for the other rank and then takes 1, half of it beside a product of 2.5 s. Three steps."""
+    gather = "ncclDevKernel_AllGather_RING_LL"
+    spans = [(name, 10 * i + a, 10 * i + b) for i in range(3) for name, a, b in ((gather, 0, 4), ("gemm", 3.5, 6))]
+    monkeypatch.setattr(profiling, "kernel_spans", lambda _: spans)
+    found = communication.of_steps(lambda: None, "cuda", lambda mine: [mine, {gather: [1.0] * 3}])
+    assert found == pytest.approx({"compute_s": 2.5, "collectives_s": 1, "exposed_s": 0.5, "waiting_s": 3})
+    assert communication.of_steps(lambda: None, "cpu", lambda mine: [mine]) == {}
 
 
 def test_ranks_that_ran_unlike_often_keep_their_spans() -> None:

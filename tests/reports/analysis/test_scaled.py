@@ -7,6 +7,7 @@ import pytest
 from journals import record, step_record, trial
 
 from te_bench.reports.page import gallery, tables
+from te_bench.reports.page.scaled_figures import apart
 
 MIB = 2**20
 
@@ -107,8 +108,20 @@ def test_the_table_says_whether_waits_count_as_collectives(tmp_path, waiting):
     assert ("Idle, ms" in titles) is waiting
     if waiting:
         assert times.rows[1][titles.index("Idle, ms")].text == "39.0"
-    assert ("once all ranks are there" in times.note, "waits included" in times.note) == (waiting, not waiting)
+    assert ("once all ranks are there" in times.note) is waiting
+    assert ("waits for other ranks included" in times.note) is not waiting
     assert ("Idle: " in times.note) is waiting
+
+
+def test_labels_of_efficiency_stay_in_the_figure_and_apart():
+    assert apart([1, 5, 9], 1, 10) == [1, 5, 9]
+    assert apart([5, 5, 5.5], 1, 10) == [5, 6, 7]
+    assert apart([9, 9.1, 9.2, 9.3], 1, 10) == [6.5, 7.5, 8.5, 9.5]
+
+
+def test_a_batch_that_no_rank_has_is_read(tmp_path):
+    [_, two] = result_of(tmp_path, step(20, batch=0), step(25, 2, batch=0)).scaled
+    assert two.predicted_s is None
 
 
 def test_a_step_stands_beside_its_prediction(tmp_path):
