@@ -12,6 +12,7 @@ from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
+    from te_bench.experiments.store import Journal
     from te_bench.reports.convergence.design import Design
     from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
@@ -64,14 +65,10 @@ def resolve_with_seeds(
 
 def time_of(experiment: "Experiment", directory: Path) -> str:
     """What its trials take, one after the other: by the median of the same configuration's in DIR, process and all."""
-    from te_bench.experiments.store import load, written
     from te_bench.reports.convergence.planning import duration
 
-    taken: dict[str, list[float]] = {}
-    for record in load(directory).records.values() if written(directory) else ():
-        if record.outcome == "ok":
-            taken.setdefault(record.trial.cell, []).append(record.wall_s)
-    known = [statistics.median(taken[one.cell]) for one in experiment.trials if one.cell in taken]
+    taken = _seconds_of(_journal_of(directory).records.values())
+    known = [taken[one.cell] for one in experiment.trials if one.cell in taken]
     if not known:
         why = f"none of these trials has run in {directory}"
         return f"time: not known, for {why}; te-bench run says after each trial how long the others will take"
@@ -79,31 +76,46 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
+def _journal_of(directory: Path) -> "Journal":
+    """DIR's, empty where no run has begun there."""
+    from te_bench.experiments.store import Journal, load, written
+
+    return load(directory) if written(directory) else Journal()
+
+
+def _seconds_of(records: "Iterable[Record]") -> dict[str, float]:
+    """{configuration: the median of what its trials took that ended ok}."""
+    taken: dict[str, list[float]] = {}
+    for record in records:
+        if record.outcome == "ok":
+            taken.setdefault(record.trial.cell, []).append(record.wall_s)
+    return {cell: statistics.median(walls) for cell, walls in taken.items()}
+
+
 class Limit:
-    """What --within leaves time for, counted from the moment that this was made."""
+    """What --within leaves time for, counted from the moment that this was made.
 
-    def __init__(self, seconds: float, known: Mapping[str, float | None] | None = None):
-        """known: seconds of a trial by its configuration, before any has ended."""
-        self.seconds, self.began, self.known = seconds, time.monotonic(), dict(known or {})
+    `known`: seconds of a trial by its configuration, before any has ended. `left`: the trials that a run had no time for.
+    """
 
-    @classmethod
-    def of(cls, within: str) -> "Limit":
-        """Of 90s, 20min or 2h. Raises ValueError for anything else."""
+    def __init__(self, within: str):
+        """within: 90s, 20min or 2h; 0s begins nothing. Raises ValueError for anything else."""
         from te_bench.experiments.run_options import seconds
 
-        return cls(seconds(within, "--within"))
+        self.within, self.seconds, self.began = within, seconds(within, "--within", or_none=True), time.monotonic()
+        self.known: Mapping[str, float | None] = {}
+        self.left: list[Trial] = []
+        self._start_s = 0.0  # what te-bench took until it asked for the first trial
+        self._records: Mapping[Any, Record] = {}
 
     def of_trial(self, trial: "Trial", records: "Iterable[Record]") -> float | None:
         """As long as the configuration's trials took, else as is known of it, else as long as the longest of others."""
-        taken: dict[str, list[float]] = {}
-        for record in records:
-            if record.outcome == "ok":
-                taken.setdefault(record.trial.cell, []).append(record.wall_s)
-        medians = {cell: statistics.median(walls) for cell, walls in taken.items()}
-        return medians.get(trial.cell) or self.known.get(trial.cell) or max(medians.values(), default=None)
+        taken = _seconds_of(records)
+        return taken.get(trial.cell) or self.known.get(trial.cell) or max(taken.values(), default=None)
 
     def in_time(self, records: "Mapping[Any, Record]") -> "Callable[[Trial], bool]":
         """Whether a trial that begins at this moment would end in time; one that nothing is known of may begin."""
+        self._start_s, self._records = time.monotonic() - self.began, records
 
         def in_time(trial: "Trial") -> bool:
             left = self.began + self.seconds - time.monotonic()
@@ -111,29 +123,82 @@ class Limit:
 
         return in_time
 
+    def how_to_go_on(self, command: str) -> str | None:
+        """How many trials a run has left, and what does them, in a sentence: the same command only where it would."""
+        from te_bench.reports.convergence.planning import duration
 
-def what_ends(experiment: "Experiment", directory: Path, found: "Forecast | Design | None", within: str) -> str:
-    """How many of the trials that are left a run --within a time would end, in a sentence."""
-    from te_bench.experiments.store import load, written
-    from te_bench.reports.convergence.planning import duration
+        if not self.left:
+            return None
+        trials = _trials(len(self.left))
+        if not self.seconds:
+            return f"{trials} left: --within {self.within} begins none; to go on, give more time or leave it out"
+        left = f"{trials} would not have ended --within {self.within}"
+        shortest = min(self.of_trial(trial, self._records.values()) or 0.0 for trial in self.left)
+        if self._start_s + shortest <= self.seconds:
+            return f"{left}: to go on: {command}"
+        takes = f"the shortest takes {duration(shortest)}" if shortest else "no record says how long these take"
+        least = f"with its start te-bench needs --within at least {duration(self._start_s + shortest)}"
+        return f"{left}: {takes}, and {least}"
 
-    limit = Limit.of(within)
+
+def _trials(number: int) -> str:
+    return f"{number} trial{'s' * (number != 1)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sitting:
+    """What a run --within a time would do; None where no record says how long its trials take."""
+
+    seconds: float
+    left: int  # trials to do before it
+    ends: int | None  # of those
+    last_s: float | None  # when the last of these ends
+    shortest_s: float | None  # of those that are left
+
+    def sentence(self, within: str, on: str) -> str:
+        """on: where, as it is said after a time."""
+        from te_bench.reports.convergence.planning import duration
+
+        if not self.left:
+            return f"--within {within}: no trial is left"
+        if self.ends is None:
+            return f"--within {within}: no record says how long these trials take"
+        if self.last_s is None:
+            return (
+                f"--within {within}: no trial that is left ends; the shortest takes {duration(self.shortest_s or 0.0)}"
+            )
+        which = (
+            f"{self.ends} of the {self.left} trials that are left end" if self.left > 1 else "the one that is left ends"
+        )
+        return f"--within {within}: {which}{on}, the last after {duration(self.last_s)}"
+
+
+def what_ends(
+    experiment: "Experiment",
+    directory: Path,
+    found: "Forecast | Design | None",
+    limit: Limit,
+    environment_id: str | None,
+) -> Sitting:
+    """Of a run in the environment, None for the one that planned last in DIR."""
+    from te_bench.experiments import runner
+
+    journal = _journal_of(directory)
     limit.known = dict(found.trial_s) if found else {}
-    records = load(directory).records if written(directory) else {}
-    done = {record.trial.id for record in records.values()}
-    left = [trial for trial in experiment.trials if trial.id not in done]
-    seconds = {one.cell: limit.of_trial(one, records.values()) for one in left}
-    unknown = f"--within {within}: no record says how long these trials take"
-    if None in seconds.values():
-        return unknown
-    slots, on = (found.machine.slots, found.machine.on) if found else (1, ", one at a time")
-    busy, ends = [0.0] * slots, 0
-    for trial in left:
-        place = min(range(slots), key=busy.__getitem__)
-        if busy[place] + (seconds[trial.cell] or 0.0) <= limit.seconds:
-            busy[place] += seconds[trial.cell] or 0.0
+    here = environment_id or next((plan.environment for plan in reversed(journal.plans)), "")
+    left = runner.to_do(experiment.trials, journal, here, retry=False)
+    seconds = [limit.of_trial(one, journal.records.values()) for one in left]
+    known = [took for took in seconds if took is not None]
+    if len(known) < len(seconds):
+        return Sitting(seconds=limit.seconds, left=len(left), ends=None, last_s=None, shortest_s=None)
+    busy, ends = [0.0] * (found.machine.slots if found else 1), 0
+    for took in known:
+        place = min(range(len(busy)), key=busy.__getitem__)
+        if busy[place] + took <= limit.seconds:
+            busy[place] += took
             ends += 1
-    return f"--within {within}: {ends} of the {len(left)} trials that are left end{on}, the last after {duration(max(busy))}"
+    last_s, shortest_s = max(busy) if ends else None, min(known, default=None)
+    return Sitting(seconds=limit.seconds, left=len(left), ends=ends, last_s=last_s, shortest_s=shortest_s)
 
 
 def beforehand(experiment: "Experiment") -> str | None:
@@ -162,6 +227,33 @@ def trials_at_once(experiment: "Experiment", cores: int) -> int:
     return runner.at_once(experiment.trials, cores)
 
 
+def by_table(experiment: "Experiment") -> tuple[str, ...]:
+    """The operators whose backends its trials leave to the table of measured times, for environment.capture."""
+    from te_bench.kernels.attention import AUTO
+
+    return ("gemm", "attention") if any(trial.attention == AUTO for trial in experiment.trials) else ("gemm",)
+
+
+def environment_of(experiment: "Experiment", asked: "Options", gpus: str | None) -> str | None:
+    """The id of the environment that a run would be in; None for GPUs that are not here."""
+    from te_bench.experiments import environment
+
+    chosen = _gpus_here(asked.device, gpus)
+    if chosen is None:
+        return None
+    by, losses = by_table(experiment), experiment.of_losses
+    return str(environment.capture(asked.device, chosen, by_table=by, losses=losses)["id"])
+
+
+def _gpus_here(device: str, gpus: str | None) -> list[dict[str, Any]] | None:
+    """Those to run on, [] on a CPU; None where GPUs are planned for that are not here."""
+    from te_bench.experiments import environment
+
+    if device == "cuda" and not environment.nvidia_gpus():
+        return None
+    return environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
+
+
 def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cluster: int | None) -> "Machine":
     """The machine that a plan is for: GPUs that are not here may be planned for too, one, those of --gpus 0,1,2,3 or a
     cluster's.
@@ -170,10 +262,10 @@ def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cl
     from te_bench.reports.convergence.earlier_runs import Machine, chip_of
 
     device, share = asked.device, asked.share or 1
-    if device == "cuda" and not environment.nvidia_gpus():
+    chosen = _gpus_here(device, gpus)
+    if chosen is None:
         number = in_cluster or (1 if gpus is None or gpus == "all" else len(set(gpus.split(","))))
         return Machine(device=device, chip=None, slots=number * share, asked=gpus, share=share)
-    chosen = environment.visible_gpus() if device == "cuda" and gpus is None else find_gpus(device, gpus)
     here = environment.capture(device, chosen)["identity"]
     slots = (in_cluster or len(chosen)) * share or trials_at_once(experiment, here["cores"])
     return Machine(device=device, chip=chip_of(here), slots=slots, asked=gpus, share=share)

@@ -1,5 +1,6 @@
 """What there is, what would be run, and what this machine can do: list, plan, doctor."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,13 +76,19 @@ def plan(
     """
     from te_bench.experiments.plan import slow_on_a_cpu
 
+    limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
     experiment, forecast, refused = planned.resolve_with_seeds(
         suite, only, asked, out=directory, timings=timings, gpus=gpus
     )
+    sitting = None
+    if limit is not None:
+        here = planned.environment_of(experiment, asked, gpus)
+        sitting = planned.what_ends(experiment, directory, forecast, limit, here)
     if as_json:
         trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
         more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
+        more |= {} if sitting is None else {"within": dataclasses.asdict(sitting)}
         print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **more}, indent=2))
         return
     for trial in experiment.trials:
@@ -93,8 +100,8 @@ def plan(
         say(long, indent="    ")
     for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
         say(sentence, indent="    ")
-    if within is not None:
-        say(planned.what_ends(experiment, directory, forecast, within), indent="    ")
+    if within is not None and sitting is not None:
+        say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
     if slow := slow_on_a_cpu(experiment.trials, asked):
         say(f"warning: {slow}", indent="    ")
     if refused:

@@ -55,7 +55,10 @@ RayAddress = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="The Ray cluster of --on ray. Default: the one that runs here, if any."),
 ]
-_WITHIN = "Begin no trial that would end later than this, and leave it for the same command: 20min for instance."
+_WITHIN = (
+    "Begin no trial that would end later than this, 20min for instance, and leave it for the same command. One that no "
+    "record says the time of may begin; 0s begins none."
+)
 Within = Annotated[str | None, typer.Option(metavar="TIME", help=_WITHIN)]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.", callback=_some_time)]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")]

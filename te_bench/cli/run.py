@@ -70,10 +70,9 @@ def run(
     from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
     from te_bench.experiments.problems import world_of
     from te_bench.experiments.store import own
-    from te_bench.kernels.attention import AUTO
 
     check_on(on, ray_address, gpus)
-    limit = None if within is None else planned.Limit.of(within)
+    limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
@@ -93,8 +92,7 @@ def run(
             raise ValueError(refused)
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
-        auto = any(trial.attention == AUTO for trial in experiment.trials)
-        by_table = ("gemm", "attention") if auto else ("gemm",)
+        by_table = planned.by_table(experiment)
         at_once = functools.partial(planned.trials_at_once, experiment)
         cluster: Cluster | None = None
         if on is None:
@@ -123,7 +121,7 @@ def run(
             fresh=fresh,
             limit=limit,
         )
-    _finish(directory, ended, len(experiment.trials) - len(ended))
+    _finish(directory, ended, limit)
 
 
 def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, share: int | None) -> list[Any]:
@@ -166,7 +164,7 @@ def carry_out(
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
     slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
-    limit: leaves out what would not end in time. Of a pilot no loss is printed, for its means stay hidden.
+    limit: leaves what would not end in time, which it holds then. Of a pilot no loss is printed, for its means stay hidden.
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
@@ -194,7 +192,7 @@ def carry_out(
             called = _called(trials, [record.trial for record in store.journal.records.values()])
             found = (lambda record: "") if experiment.judgement.get("pilot") else _found
             with Progress(len(trials), done, len(slots), called, found, warned=warned) as progress:
-                runner.run(
+                late = runner.run(
                     trials,
                     store,
                     here,
@@ -212,6 +210,8 @@ def carry_out(
             )
             raise typer.Exit(exit_code(interrupt)) from None
         records = store.journal.records
+        if limit is not None:
+            limit.left = late
         return [records[trial.id, here] for trial in trials if (trial.id, here) in records]
 
 
@@ -242,11 +242,8 @@ def _found(record: "Record") -> str:
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 
 
-def _finish(directory: Path, records: "list[Record]", left: int) -> None:
-    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed.
-
-    left: how many --within has left for the same command.
-    """
+def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
+    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed."""
     from te_bench.reports.page import render, tables
 
     index = render.write_report([directory], directory / "report")
@@ -261,8 +258,9 @@ def _finish(directory: Path, records: "list[Record]", left: int) -> None:
         f"trials of this command: {', '.join(f'{number} {outcome}' for outcome, number in counts.most_common()) or 'none'}"
     )
     print(f"report: {index}")
+    left = None if limit is None else limit.how_to_go_on(f"te-bench {shlex.join(sys.argv[1:])}")
     if left:
-        print(f"{left} trials would not have ended --within that time: to go on: te-bench {shlex.join(sys.argv[1:])}")
+        print(left)
     _say_too_few_for_a_gate(directory, records)
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     to_find_out = {"arm", "lr_factor"}  # settings of trials that are run to see whether they diverge

@@ -75,8 +75,8 @@ def _a_mode(flag: str, value: str) -> None:
 # From what is said on the command line to an option's value.
 
 
-def seconds(budget: str, option: str = "--budget") -> float:
-    """Seconds of a --budget: 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for no time at all.
+def seconds(budget: str, option: str = "--budget", *, or_none: bool = False) -> float:
+    """Seconds of a --budget: 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for none unless or_none.
 
     A bare number is refused: who means minutes would get seconds. option: what the message begins with.
     """
@@ -87,8 +87,9 @@ def seconds(budget: str, option: str = "--budget") -> float:
         value = float(text[:-1] if unit else text) * (unit or 1.0)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:  # nor is NaN
-        raise ValueError(f"{option} {budget}: give a time greater than 0 with its unit: 90s, 10min or 2h")
+    if not 0 <= value < math.inf or not (value or or_none):  # nor is NaN
+        more = "" if or_none else " greater than 0"
+        raise ValueError(f"{option} {budget}: give a time{more} with its unit: 90s, 10min or 2h")
     if unit is None:
         raise ValueError(f"{option} {budget}: say the unit, {text}min or {text}s")
     return value

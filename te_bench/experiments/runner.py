@@ -109,33 +109,38 @@ def run(
     *,
     progress: Progress,
     retry: bool = False,
-    needless: Callable[[Trial], str | None] = lambda _: None,
-    in_time: Callable[[Trial], bool] = lambda _: True,
-) -> None:
-    """Run every trial that is `to_do`, once, each on the executor's next free place.
+    needless: Callable[[Trial], str | None],
+    in_time: Callable[[Trial], bool],
+) -> list[Trial]:
+    """Run every trial that is `to_do`, once, each on the executor's next free place; those that were left, in order.
 
-    needless(trial), asked when its turn comes, answers why it is not to be run any more: its outcome is "stopped".
-    in_time(trial), asked before that: a trial that is not in time lets those after it go first, and is left for a rerun.
+    needless(trial) answers why it is not to be run any more: its outcome is "stopped".
+    in_time(trial): one that is not in time lets those after it go first, and is left for a rerun, unless it is needless.
 
     Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
     rerun goes on.
     """
+
+    def is_spared(trial: Trial) -> bool:
+        if reason := needless(trial):
+            store.add(_stopped(trial, environment_id, reason))
+            progress(store.journal.records[trial.id, environment_id], None)
+        return bool(reason)
+
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
     with _Interrupts() as interrupts:
         try:
             while True:
                 while executor.free and (trial := _take_next(waiting, in_time)):
-                    if reason := needless(trial):
-                        store.add(_stopped(trial, environment_id, reason))
-                        progress(store.journal.records[trial.id, environment_id], None)
-                        continue
-                    executor.submit(trial, executor.free.pop(0))
-                    progress(None, trial)
-                if not executor.busy and (executor.free or not waiting):
+                    if not is_spared(trial):
+                        executor.submit(trial, executor.free.pop(0))
+                        progress(None, trial)
+                if not executor.busy and (executor.free or not any(map(in_time, waiting))):
                     break
                 for record in executor.ended():
                     store.add(record)
                     progress(record, None)
+            return [trial for trial in waiting if not is_spared(trial)]
         finally:
             interrupts.ignore()
             executor.kill()

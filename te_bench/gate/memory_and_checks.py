@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
-from te_bench.reports.analysis.rows import TIMED, Configuration, Group, Row, printable
+from te_bench.reports.analysis.rows import NOT_RUN, TIMED, Configuration, Group, Row, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import CAUGHT, GOOD, StudyVerdict
@@ -25,6 +25,7 @@ _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak res
 #: Counts of one step that Record.work holds where the workload took them: none may grow.
 COUNTS = {"launches": "kernel launches", "graph_breaks": "graph breaks", "recompiles": "recompiles"}
 _ENDED = ("ok", "stopped")  # outcomes that no fault brought about
+_UNENDED = ("interrupted", NOT_RUN)  # those that the same command goes on with
 _LONGEST = 60  # characters of a kernel's name
 
 
@@ -137,9 +138,9 @@ def _find_untimed(match: Match) -> Iterable[GateFinding]:
 
 def _is_worse(old: str, new: str) -> bool:
     """Whether the candidate has no result, or a wrong one, for a reason that the baseline does not share."""
-    if new in _ENDED or new == old:
+    if new in _ENDED or new == old or (new in _UNENDED and old in _UNENDED):
         return False
-    return old in (*_ENDED, "unsupported", "interrupted") or new in ("failed_check", "interrupted")
+    return old in (*_ENDED, "unsupported", *_UNENDED) or new in ("failed_check", *_UNENDED)
 
 
 def _failure(match: Match, rows: list[Row], outcome: str, before: str) -> GateFinding:

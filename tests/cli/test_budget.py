@@ -17,6 +17,7 @@ import journals
 import pytest
 from in_process import Command, Started, gpus
 
+from te_bench.cli import budget
 from te_bench.experiments import environment, plan, runner
 from te_bench.experiments.spec import Options, Record, Trial
 from te_bench.experiments.store import JOURNAL, PACKED, Store, load
@@ -135,6 +136,45 @@ def test_what_a_time_holds_is_planned_by_how_long_each_configuration_takes(
     asked = ("--device", "cuda", "--preset", "cpu", "--seeds", "2", "--timings", tmp_path / "pilot", "--gpus", gpus_)
     done = command("plan", *CONVERGENCE, *asked, "--within", f"{within}s")
     assert f"--within {within}s: {told}" in done.out
+
+
+def test_what_a_time_holds_is_of_the_trials_that_run_would_do(command: Command, tmp_path: Path) -> None:
+    """Neither one that was interrupted nor another machine's record is done."""
+    of, asked = trials(2, steps=None), ("--preset", "cpu", "--seeds", "2", "--out", tmp_path / "out", "--within", "1h")
+    here = environment.capture("cpu")
+    for body, left in (({**here, "id": "elsewhere"}, 8), (here, 6)):
+        records = [journals.record(of[0], body["id"]), journals.record(of[1], body["id"])]
+        interrupted = journals.record(of[2], body["id"], outcome="interrupted", reason="killed")
+        journals.write(tmp_path / "out", [*records, interrupted], suite="convergence", planned=of[3:], body=body)
+        assert f"--within 1h: {left} of the {left} trials" in plainly(command("plan", *CONVERGENCE, *asked).out)
+        told = json.loads(command("plan", *CONVERGENCE, *asked, "--json").out)["within"]
+        assert (told["seconds"], told["left"], told["ends"]) == (3600, left, left)
+
+
+@pytest.mark.parametrize(
+    ("start_s", "told"),
+    [
+        (2, "to go on: te-bench run x"),
+        (25, "the shortest takes 40 s, and with its start te-bench needs --within at least 65 s"),
+    ],
+)
+def test_the_same_command_is_advised_only_where_it_would_begin_a_trial(start_s, told, monkeypatch):
+    [one, *_] = trials()
+    now = 0.0
+    monkeypatch.setattr(budget.time, "monotonic", lambda: now)
+    limit = budget.Limit("60s")
+    now = start_s
+    fits = limit.in_time({one.id: dataclasses.replace(journals.record(one, "env"), wall_s=40.0)})
+    begins = fits(one)
+    now = 30.0
+    assert (begins, fits(one)) == (start_s == 2, False)
+    limit.left = [one]
+    assert limit.how_to_go_on("te-bench run x") == f"1 trial would not have ended --within 60s: {told}"
+
+
+def test_a_time_is_checked_before_anything_is_planned(command: Command) -> None:
+    done = command("plan", *CONVERGENCE, "--within", "banana", "--json")
+    assert (done.code, done.out, "--within banana: give a time" in done.err) == (2, "", True)
 
 
 def test_what_a_time_holds_is_not_guessed(command: Command) -> None:

@@ -1,6 +1,8 @@
 """A pool's looks: a run stops what they decided, te-bench verdict says what it stopped for, and a pilot stays hidden."""
 
+import dataclasses
 import json
+import re
 from collections import Counter, deque
 from pathlib import Path
 from typing import Any
@@ -201,11 +203,34 @@ def test_within_a_time_no_trial_is_begun_that_would_end_later_and_a_rerun_goes_o
     none = run(tmp_path, *arguments, "--within", "0.001s")
     assert none.returncode == 4, none.stdout + none.stderr
     assert (sum(outcomes(tmp_path).values(), Counter()), "15 trials would not have ended" in none.stdout) == ({}, True)
-    assert "go on: te-bench run convergence" in none.stdout
+    assert re.search(r"needs --within at least \d+ s$", none.stdout, re.MULTILINE)  # the same command would begin none
+    assert "go on: te-bench run convergence" not in none.stdout
+    assert "Unfinished: 15 of 15 trials to go" in none.stdout
+    assert "15 not run yet" in (tmp_path / "report" / "report.md").read_text()
     ended = run(tmp_path, *arguments, "--within", "1h")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "would not have ended" not in ended.stdout
     assert sum(map(Counter.total, outcomes(tmp_path).values())) == 15
+
+
+def test_within_less_than_any_trial_takes_says_what_the_shortest_does(tmp_path: Path) -> None:
+    arguments = ("--recipes", "delayed_scaling", "--seeds", 4)
+    assert run(tmp_path, *arguments, "--only", "*-broken-*").returncode == 0
+    with Store(tmp_path) as store:
+        ended = list(store.journal.records.values())
+        for one in ended:
+            store.add(dataclasses.replace(one, wall_s=1000.0))
+    none = run(tmp_path, *arguments, "--within", "5min")
+    left = 15 - len(ended)
+    said = f"{left} trials would not have ended --within 5min: the shortest takes 17 min, and with its start te-bench needs"
+    assert (none.returncode, said in none.stdout) == (4, True), none.stdout + none.stderr
+
+
+def test_within_no_time_writes_the_plan_and_begins_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "--recipes", "delayed_scaling", "--seeds", 4, "--within", "0s")
+    assert (done.returncode, load(tmp_path).records) == (4, {}), done.stdout + done.stderr
+    assert len(load(tmp_path).plans[0].trials) == 15
+    assert "15 trials left: --within 0s begins none" in done.stdout
 
 
 # ---- a pilot

@@ -100,6 +100,60 @@ def test_retry_repeats_once_what_did_not_end_ok_and_its_last_record_counts(tmp_p
     assert len(now) == len(first)
 
 
+def test_what_a_retry_has_no_time_for_is_told(tmp_path: Path) -> None:
+    where = ("--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path, "--only", "fault/segfault/*")
+    assert te_bench("run", "faults", *where, main=PLANTED, env=IDLE).returncode == 4
+    done = te_bench("run", "faults", *where, "--retry", "--within", "0.001s", main=PLANTED, env=IDLE)
+    assert (len(rows(tmp_path / "out")), done.returncode) == (1, 4)
+    assert "\n1 trial would not have ended --within 0.001s" in done.stdout
+
+
+class Idle:
+    """An executor whose free places stay free, and to which no other comes."""
+
+    busy = False
+
+    def __init__(self, *free: Any):
+        self.free = list(free)
+
+    def submit(self, trial: Trial, place: Any) -> None:
+        raise AssertionError(trial)
+
+    def ended(self) -> Iterator[Record]:
+        raise ValueError("no place came")
+
+    def kill(self) -> None:
+        pass
+
+
+def naps(number: int) -> list[Trial]:
+    return [Trial(workload="nap", device="cpu", problem={}, attention="manual", seed=seed) for seed in range(number)]
+
+
+def test_no_place_is_waited_for_once_no_trial_is_in_time(tmp_path: Path) -> None:
+    late: dict[str, Any] = {"progress": lambda *_: None, "needless": lambda _: None, "in_time": lambda _: False}
+    with Store(tmp_path) as store:
+        assert runner.run(naps(2), store, "e0", Idle(), **late) == naps(2)
+        with pytest.raises(ValueError, match="no place came"):
+            runner.run(naps(2), store, "e0", Idle(), **late | {"in_time": lambda _: True})
+
+
+def test_a_needless_trial_is_stopped_and_not_left_for_another_time(tmp_path: Path) -> None:
+    first, second = naps(2)
+    with Store(tmp_path) as store:
+        left = runner.run(
+            [first, second],
+            store,
+            "e0",
+            Idle(None),
+            progress=lambda *_: None,
+            needless=lambda trial: "decided" if trial == first else None,
+            in_time=lambda _: False,
+        )
+        ended = [(record.trial, record.outcome, record.reason) for record in store.journal.records.values()]
+        assert (left, ended) == ([second], [(first, "stopped", "decided")])
+
+
 def test_a_divergence_is_not_repeated_with_retry_either(tmp_path: Path) -> None:
     trials = [Trial(workload="nap", device="cpu", problem={"model": name}, attention="manual") for name in OUTCOMES]
     with Store(tmp_path) as store:

@@ -11,7 +11,8 @@ from te_bench.experiments.store import Journal, Plan, load, understood
 from te_bench.reports.analysis.naming import SHAPED, plain_names, specification
 from te_bench.reports.analysis.naming import printable as printable
 
-NOT_RUN = "not run; rerun the same command to go on"
+#: What became of a planned trial that has no record, and what to do.
+NOT_RUN, GO_ON = "not run yet", "rerun the same command to go on"
 #: Timed samples of a record, in seconds, and what each adds to its trial's name.
 TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
@@ -22,7 +23,7 @@ _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickst
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One planned trial and what came of it; `record` is None when the run ended before its turn came."""
+    """One planned trial and what came of it; `record` is None when it has not run yet."""
 
     run: str  # name of the run's directory
     suite: str
@@ -32,11 +33,11 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        return self.record.outcome if self.record else "interrupted"
+        return self.record.outcome if self.record else NOT_RUN
 
     @property
     def reason(self) -> str | None:
-        return self.record.reason if self.record else NOT_RUN
+        return self.record.reason if self.record else GO_ON
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,7 @@ class Results:
     def outcomes(self) -> dict[str, int]:
         """How many rows ended in each outcome, the outcomes that occur only."""
         found = [row.outcome for row in self.rows]
-        return {outcome: found.count(outcome) for outcome in OUTCOMES if outcome in found}
+        return {outcome: found.count(outcome) for outcome in (*OUTCOMES, NOT_RUN) if outcome in found}
 
 
 def load_results(directories: Sequence[Path]) -> Results:

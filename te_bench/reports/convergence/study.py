@@ -10,7 +10,7 @@ from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
 from te_bench.reports.analysis.repeat import commands_of
-from te_bench.reports.analysis.rows import Configuration, Group, Row, printable, trial_of
+from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
@@ -150,7 +150,7 @@ class Study:
     @property
     def to_go(self) -> int:
         """Planned runs that have not ended, or had been begun when te-bench was stopped."""
-        return sum(run.row.outcome == "interrupted" for arm in self.arms for run in arm.runs.values())
+        return sum(run.row.outcome in (NOT_RUN, "interrupted") for arm in self.arms for run in arm.runs.values())
 
     @property
     def reference(self) -> str:

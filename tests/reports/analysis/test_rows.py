@@ -9,17 +9,17 @@ from journals import environment, record, step_record, trial, write
 
 from te_bench.experiments.spec import OUTCOMES, canonical_json
 from te_bench.experiments.store import JOURNAL, Store
-from te_bench.reports.analysis.rows import NOT_RUN, environment_labels, load_results, printable
+from te_bench.reports.analysis.rows import environment_labels, load_results, printable
 
 LATER = "2026-11-20T13:00:00+00:00"
 
 
-def test_planned_trial_without_record_is_interrupted(tmp_path):
+def test_planned_trial_without_record_has_not_run_yet(tmp_path):
     done, missing = trial(attention="flash"), trial(attention="math")
     [group] = load_results([write(tmp_path / "run", [step_record(done, 10)], planned=[missing])]).groups
     rows = {configuration.trial.attention: configuration.rows[0] for configuration in group.configurations}
     outcomes = {name: (row.outcome, row.reason) for name, row in rows.items()}
-    assert outcomes == {"flash": ("ok", None), "math": ("interrupted", NOT_RUN)}
+    assert outcomes == {"flash": ("ok", None), "math": ("not run yet", "rerun the same command to go on")}
 
 
 def test_rows_are_the_plan_s_trials_in_its_environment(tmp_path):
@@ -51,10 +51,10 @@ def test_change_of_environment_keeps_both_groups_the_newest_first(tmp_path):
     directory = write(tmp_path / "run", [step_record(kept, 10)], planned=[left], baseline=kept.cell)
     newer = environment("env-b", torch="2.13.0")
     write(directory, [], planned=[kept, left], body=newer)
-    old, new = ("env-h200", [("math", "ok")]), ("env-b", [("math", "interrupted"), ("flash", "interrupted")])
+    old, new = ("env-h200", [("math", "ok")]), ("env-b", [("math", "not run yet"), ("flash", "not run yet")])
     assert _ends(directory) == [new, old]
     write(directory, [], planned=[kept])  # back in the first: there it can go on
-    assert _ends(directory) == [("env-h200", [("math", "ok"), ("flash", "interrupted")])]
+    assert _ends(directory) == [("env-h200", [("math", "ok"), ("flash", "not run yet")])]
 
 
 def _ends(directory):
@@ -70,7 +70,7 @@ def test_seeds_are_repetitions_of_one_cell(tmp_path):
     records = [step_record(seeds[0], 10), record(seeds[1], outcome="oom", reason="out of memory")]
     [group] = load_results([write(tmp_path / "run", records, planned=seeds)]).groups
     [configuration] = group.configurations
-    assert [row.outcome for row in configuration.rows] == ["ok", "oom", "interrupted"]
+    assert [row.outcome for row in configuration.rows] == ["ok", "oom", "not run yet"]
     assert (len(configuration.ok), configuration.outcome) == (1, "ok")
 
 
@@ -180,4 +180,4 @@ def test_what_cannot_be_shown_is_replaced():
 def test_outcomes_are_counted(tmp_path):
     results = load_results([journals.everything(tmp_path / "run")])
     assert sum(results.outcomes.values()) == len(results.rows)
-    assert set(results.outcomes) == set(OUTCOMES)
+    assert set(results.outcomes) == {*OUTCOMES, "not run yet"}

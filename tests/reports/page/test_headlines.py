@@ -156,7 +156,7 @@ def test_a_single_configuration_is_not_the_fastest_of_anything(tmp_path):
 
 def test_a_sweep_in_which_all_failed(tmp_path):
     failed = [record(trial(seed=seed), outcome="oom", reason="no memory") for seed in range(2)]
-    expected = "Nothing was measured: 0 of 3 trials ended ok (2 oom, 1 interrupted)."
+    expected = "Nothing was measured: 0 of 3 trials ended ok (2 oom, 1 not run yet)."
     assert sentences(tmp_path, failed, planned=[trial(attention="math")]) == [expected]
     expected = "Nothing was measured: 0 of 0 trials ended ok (none was planned)."
     assert sentences(tmp_path / "empty", []) == [expected]

@@ -82,8 +82,8 @@ def test_memory_on_a_cpu_is_resident(tmp_path):
 def test_failures_list_every_trial_that_is_not_ok(tmp_path):
     crashed = record(trial(), outcome="crashed", reason="signal 11")
     table = table_of(tmp_path, "failures", [crashed], planned=[trial(seed=1)])
-    assert [row[0] for row in texts(table)] == ["crashed", "interrupted"]
-    assert [row[2] for row in texts(table)] == ["signal 11", "not run; rerun the same command to go on"]
+    assert [row[0] for row in texts(table)] == ["crashed", "not run yet"]
+    assert [row[2] for row in texts(table)] == ["signal 11", "rerun the same command to go on"]
 
 
 #: Of convergence runs: test_verdict_tables.py.
