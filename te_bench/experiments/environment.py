@@ -34,7 +34,8 @@ PACKAGES = (
     "nvidia-ml-py",
 )
 #: Of the host of a GPU. They change times and no loss: the GPU draws the weights and computes, by kernels that the packages
-#: bring compiled; what the CPU adds, the batches, is whole numbers.
+#: bring compiled; what the CPU adds, batches and a Llama's rotary frequencies, has the same bits on each. Of a user's model
+#: that is for its own code to keep.
 OF_TIMES = ("driver", "cpu", "cores")
 #: The folders whose code can change a result; reports and the command line can't.
 MEASURING = ("kernels", "models", "training", "experiments")
