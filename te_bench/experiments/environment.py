@@ -33,8 +33,9 @@ PACKAGES = (
     "transformers",
     "nvidia-ml-py",
 )
-#: Of the host of a GPU. They change times and no loss: the GPU draws the weights and computes, by kernels that the packages
-#: bring compiled; what the CPU adds, the batches, is whole numbers.
+#: Of the host of a GPU, and in each record's `device_state`. They change times and no loss: the GPU draws the weights and
+#: computes, by kernels that the packages bring compiled; what the CPU adds, batches and a Llama's rotary frequencies, has
+#: the same bits on each. Of a user's model that is for its own code to keep.
 OF_TIMES = ("driver", "cpu", "cores")
 #: The folders whose code can change a result; reports and the command line can't.
 MEASURING = ("kernels", "models", "training", "experiments")
@@ -62,14 +63,12 @@ def capture(
     identity = {
         "device": device,
         "gpu": gpu,
-        "driver": gpus[0]["driver"] if cuda and gpus else None,
         "cuda": torch.get("cuda") if cuda else None,
         "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12") if cuda else None,
         "torch": torch.get("version"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "cpu": measured.machine_name("cpu"),
-        "cores": host.cores(),
+        **_of_times(gpus if cuda else ()),
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
@@ -91,14 +90,24 @@ def capture(
 def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
     """The same machine as losses know it: of a GPU's host OF_TIMES is recorded, and is no part of the identity.
 
-    So one study may run on hosts that differ in it, and its step times are compared within a host. On a CPU all stays: it
-    computes the losses.
+    So one study may run on hosts that differ in it: each record says of which it is, and step times are compared within a
+    host. On a CPU all stays: it computes the losses.
     """
     identity = dict(machine["identity"])
     if identity["device"] != "cuda":
         return machine
     details = {**machine["details"], **{name: identity.pop(name) for name in OF_TIMES}}
     return {"id": digest(identity), "identity": identity, "details": details}
+
+
+def of_times(device: str) -> dict[str, Any]:
+    """OF_TIMES of this host, as a record's `device_state` has them; the driver is None on a CPU."""
+    return _of_times(nvidia_gpus() if device == "cuda" else ())
+
+
+def _of_times(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    values = (gpus[0]["driver"] if gpus else None, measured.machine_name("cpu"), host.cores())
+    return dict(zip(OF_TIMES, values, strict=True))
 
 
 def _packages() -> tuple[str, ...]:

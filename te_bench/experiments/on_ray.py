@@ -109,6 +109,13 @@ class Host:
     resources: Mapping[str, float]
     machine: dict[str, Any] | None = None  # environment.capture's answer
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """Which host it is, as a record's `device_state` says it."""
+        assert self.machine is not None
+        known = {**self.machine["details"], **self.machine["identity"]}
+        return {"host": self.name, **{name: known[name] for name in environment.OF_TIMES}}
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -269,7 +276,7 @@ class RayExecutor:
         ref = task.options(scheduling_strategy=on(place.node)).remote(
             trial.to_json(), self._head, self._timeout_s, self._context
         )
-        self._running[ref] = _Submitted(trial, place, started, started_at)
+        self._running[ref] = _Submitted(trial, place, host.state, started, started_at)
 
     def ended(self) -> Iterator[Record]:
         """Raises ValueError where there has been no host for a minute."""
@@ -334,7 +341,7 @@ class RayExecutor:
         """Of a trial whose host did not say how it ended."""
         wall_s = time.perf_counter() - job.started
         said: dict[str, Any] = {"outcome": outcome, "reason": reason, "started_at": job.started_at, "wall_s": wall_s}
-        return Record(trial=job.trial, environment=self._head.environment, **said)
+        return Record(trial=job.trial, environment=self._head.environment, device_state=job.state, **said)
 
     def _record(self, ref: Any, job: "_Submitted") -> Record:
         """What became of a trial: its host's word, or why there is none."""
@@ -361,6 +368,7 @@ class RayExecutor:
 class _Submitted:
     trial: Trial
     place: Place
+    state: Mapping[str, Any]  # of its host, as a record's `device_state` has it
     started: float  # perf_counter
     started_at: str
 

@@ -19,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
 
-from te_bench.experiments import janitor
+from te_bench.experiments import environment, janitor
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, log_to, wait_for_any
@@ -182,6 +182,10 @@ class Supervisor:
         _remove_scratch()
         return _fork_server(on_cpu=self._on_cpu)
 
+    @functools.cached_property
+    def _host(self) -> dict[str, Any]:
+        return environment.of_times("cpu" if self._on_cpu else "cuda")
+
     @property
     def busy(self) -> bool:
         return bool(self._running)
@@ -195,7 +199,8 @@ class Supervisor:
         for job in _finished(self._running, self._timeout_s):
             self._running.remove(job)
             self.free.append(job.gpu)
-            yield _record(job, self._environment_id, self._timeout_s)
+            record = _record(job, self._environment_id, self._timeout_s)
+            yield replace(record, device_state={**record.device_state, **self._host})
 
     def kill(self) -> None:
         for job in self._running:

@@ -31,11 +31,12 @@ from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
     """(D / 2,) float32, on the CPU: theta^(-2 i / D), of which Llama 3.1 divides those of long waves by a factor.
 
-    Waves between the two limits go over from one to the other smoothly.
+    Waves between the two limits go over from one to the other smoothly. Every CPU has the same bits.
     """
     d = config.head_dim
-    exponents = torch.arange(0, d, 2, dtype=torch.float32, device="cpu") / d
-    frequencies = 1.0 / config.rope_theta**exponents
+    exponents = torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d
+    # A float32 power depends on a CPU's vector instructions; what follows is one rounding an operation, as IEEE 754 has it.
+    frequencies = 1.0 / (config.rope_theta**exponents).float()
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ Array = NDArray[np.float64]
 
 LAST = 0.25  # the share of training that the slope is fitted over, and the longest way that it is followed
 FEWEST_POINTS = 3  # two would fit any line
+APART = "no pair shares a host"
 
 Interval = tuple[float, float]
 
@@ -23,7 +25,8 @@ Interval = tuple[float, float]
 class Speedup:
     """What the gap costs in steps and what faster steps save; `reason` says why a figure is None.
 
-    Intervals are 95 %. `less_time` is a share of the control's time: 0.05 is 5 % less, below 0 is more.
+    Intervals are 95 %. `less_time` is a share of the control's time: 0.05 is 5 % less, below 0 is more. `step_time` leaves
+    out `across_hosts`, the pairs whose two runs were timed on hosts that differ.
     """
 
     gap: float  # mean of candidate - control
@@ -34,6 +37,16 @@ class Speedup:
     less_time: float | None = None
     less_time_interval: Interval | None = None
     reason: str | None = None
+    across_hosts: int = 0
+
+    @property
+    def within_hosts(self) -> str | None:
+        """How many pairs the step time is of, in words; None where it is of all."""
+        if not self.across_hosts:
+            return None
+        if self.step_time is None:
+            return APART
+        return f"{self.step_time.n} of {self.step_time.n + self.across_hosts} pairs share a host"
 
     @property
     def to_equal_loss(self) -> Ratio | None:
@@ -53,12 +66,14 @@ def capability_matched(
     *,
     control_step_s: Sequence[float],
     candidate_step_s: Sequence[float],
+    across_hosts: int = 0,
 ) -> Speedup:
     """1 - r (1 + gap / (|slope| N)): time saved to the control's final loss, N steps, r the ratio of the step times.
 
     control: (n, steps) validation losses, in nat, of the control's runs; candidate_final: the candidate's losses at the
     last of these steps, run i of both with the same seed. The step times are in seconds, one a process (its median:
-    steps of one process are no repetitions), pair by pair measured side by side; as many as there are.
+    steps of one process are no repetitions), pair by pair measured side by side; as many as there are. Pairs that were
+    timed on hosts that differ are not among them, and are counted by across_hosts.
 
     The slope is a line through the control's last quarter, a run at a time. A schedule that decays the learning rate
     flattens towards its end, and a longer run would have decayed later, so that slope is an approximation of what
@@ -74,31 +89,33 @@ def capability_matched(
     step_time = _step_time(candidate_step_s, control_step_s)
     gaps = finals - losses[:, -1]
     gap = float(gaps.mean())
+    known: dict[str, Any] = {"gap": gap, "step_time": step_time, "across_hosts": across_hosts}
     late = at >= (1 - LAST) * at[-1]
     if late.sum() < FEWEST_POINTS:
         few = f"the last quarter has {late.sum()} validation losses: evaluate {FEWEST_POINTS} times in it at least"
-        return Speedup(gap=gap, step_time=step_time, reason=few)
+        return Speedup(**known, reason=few)
     slopes = np.polyfit(at[late], losses[:, late].T, 1)[0]
     slope = float(slopes.mean())
     if slope >= 0:
         flat = f"the control's loss does not fall over the last quarter (slope {slope:+.2g} a step)"
-        return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{flat}: no steps make up a gap")
+        return Speedup(**known, slope=slope, reason=f"{flat}: no steps make up a gap")
     reach = LAST * at[-1] * -slope
     if abs(gap) > reach:
         far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
-        return Speedup(gap=gap, slope=slope, step_time=step_time, reason=f"{far}: its slope does not reach that far")
+        return Speedup(**known, slope=slope, reason=f"{far}: its slope does not reach that far")
     interval = fieller(gaps, -slopes)
     less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
     if interval is None:
         reason = (
             "no interval: one seed" if len(gaps) < 2 else "no interval: the slope is not told from 0 by these seeds"
         )
+    if step_time is None and across_hosts:
+        reason = APART
     return Speedup(
-        gap=gap,
+        **known,
         slope=slope,
         more_steps=-gap / slope,
         more_steps_interval=interval,
-        step_time=step_time,
         less_time=less_time,
         less_time_interval=less_interval,
         reason=reason,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from te_bench.experiments.environment import OF_TIMES
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
@@ -82,9 +83,13 @@ class Run:
         return step_seconds(self.record.samples) if self.record and timed else None
 
     @property
-    def host_cores(self) -> object:
-        """By which hosts are told apart, of which a study may have several: step times are compared within one."""
-        return self.record.device_state.get("host_cores") if self.record else None
+    def host(self) -> tuple[object, ...]:
+        """By what hosts are told apart, of which a study may have several: step times are compared within one.
+
+        Records that say none of it are of an environment whose identity does, and so of hosts alike.
+        """
+        state = self.record.device_state if self.record else {}
+        return tuple(state.get(name) for name in ("host", *OF_TIMES, "host_cores"))
 
     def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))

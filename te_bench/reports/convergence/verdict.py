@@ -326,16 +326,17 @@ def _compare_beside(
 
 
 def _speedup(control: StudyArm, arm: StudyArm, seeds: Sequence[int], at: Sequence[float]) -> Speedup | None:
-    pairs = ((s, control.runs[s], arm.runs[s]) for s in seeds)
-    timed = [s for s, theirs, ours in pairs if theirs.step_s and ours.step_s and theirs.host_cores == ours.host_cores]
+    timed = [s for s in seeds if control.runs[s].step_s and arm.runs[s].step_s]
     if not timed:
         return None
+    within = [s for s in timed if control.runs[s].host == arm.runs[s].host]
     return capability_matched(
         at,
         [losses_at(control, s, at) for s in seeds],
         [arm.finals[s] for s in seeds],
-        control_step_s=[control.runs[s].step_s or 0.0 for s in timed],
-        candidate_step_s=[arm.runs[s].step_s or 0.0 for s in timed],
+        control_step_s=[control.runs[s].step_s or 0.0 for s in within],
+        candidate_step_s=[arm.runs[s].step_s or 0.0 for s in within],
+        across_hosts=len(timed) - len(within),
     )
 
 

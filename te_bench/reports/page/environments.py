@@ -20,6 +20,7 @@ _THROTTLING = {
     0x80: "hardware power brake",
     0x100: "display clocks",
 }
+_OF_A_HOST = ("os", "kernel", "memory_bytes", *OF_TIMES)
 _FIRST = ("gpu", "cpu", "cores", "memory_bytes", "driver", "cuda", "cudnn", "torch", "triton", "python", "os", "code")
 _STATE = (
     ("SM clock, MHz", "sm_clock_hz", 1e-6),
@@ -37,9 +38,12 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
     """An environment for reading: its settings, the state of its devices during the run, its packages."""
     body = results.environments[key]
     details = body.get("details") or {}
-    known = {**identity(body), **{k: v for k, v in details.items() if k not in ("packages", "gpus", *OF_TIMES)}}
-    known = {k: known[k] for k in [*(k for k in _FIRST if k in known), *(k for k in known if k not in _FIRST)]}
     states = [row.record.device_state for row in results.rows if row.record and row.environment == key]
+    several = not details.keys().isdisjoint(OF_TIMES)  # hosts, of which the details are one's
+    hidden = ("packages", "gpus", *(_OF_A_HOST if several else ()))
+    known = {**identity(body), **{k: v for k, v in details.items() if k not in hidden}}
+    known |= {name: _listed(states, name) for name in OF_TIMES} if several else {}
+    known = {k: known[k] for k in [*(k for k in _FIRST if k in known), *(k for k in known if k not in _FIRST)]}
     packages = details.get("packages") or {}
     groups = [group for group in results.groups if group.environment == key]
     return {
@@ -54,6 +58,12 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
         "throttling": sorted({reason for state in states for reason in _throttling(state.get("throttle_reasons"))}),
         "packages": {printable(str(name)): printable(str(version)) for name, version in sorted(packages.items())},
     }
+
+
+def _listed(states: Sequence[Mapping[str, Any]], name: str) -> str | None:
+    """What the hosts of the records have, the range of numbers; None where no record says it."""
+    words = {str(state[name]) for state in states if state.get(name) is not None}
+    return _range(states, name, 1.0) or "; ".join(sorted(words)) or None
 
 
 def _range(states: Sequence[Mapping[str, Any]], sample: str, scale: float) -> str:

@@ -13,6 +13,7 @@ from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, blank, legend_below
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
+from te_bench.reports.page.verdict_tables import within_hosts
 
 SHOWN = 0.6  # the last share of bf16's training time: before it both fall too steeply for a gap to be seen
 
@@ -37,7 +38,7 @@ def _row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
     return {
         "Configuration": word(finding.arm.name),
         "To equal loss": speedup(speed.to_equal_loss),
-        "Step alone": speedup(None if speed.step_time is None else speed.step_time.inverse),
+        "Step alone": within_hosts(None if speed.step_time is None else speed.step_time.inverse, speed),
         "More steps": number(None if more is None else more / steps, text.percent),
         "95 % of them": word(None if ends is None else f"[{100 * ends[0] / steps:.1f}, {100 * ends[1] / steps:.1f}] %"),
         "Why not": word(speed.reason),
@@ -51,7 +52,8 @@ def _timed(found: StudyVerdict) -> list[ArmVerdict]:
 
 def figure(found: StudyVerdict) -> Figure | None:
     """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
-    drawn, control, whose = _timed(found), found.study.control, found.study.whose
+    drawn = [finding for finding in _timed(found) if finding.speedup and finding.speedup.step_time]
+    control, whose = found.study.control, found.study.whose
     curves = [_curve(arm) for arm in (control, *(finding.arm for finding in drawn)) if arm is not None]
     if control is None or not drawn or not curves[0]:
         return None

@@ -2,6 +2,8 @@
 
 from statistics import fmean
 
+from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
@@ -55,8 +57,15 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
         "Training loss": number(fmean(trained) if trained else None, text.loss),
         "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
-        "To equal loss": speedup(speed.to_equal_loss if speed else None),
+        "To equal loss": within_hosts(speed.to_equal_loss, speed) if speed else word(None),
     }
+
+
+def within_hosts(ratio: Ratio | None, speed: Speedup) -> Value:
+    """A ratio that rests on step times, with the pairs that it is of where some ran on two hosts; where all did, that."""
+    if speed.step_time is None:
+        return word(speed.within_hosts)
+    return speedup(ratio, f" ({speed.within_hosts})" if speed.within_hosts else "")
 
 
 def reasons(found: StudyVerdict) -> Table | None:

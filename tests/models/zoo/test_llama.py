@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,16 @@ def shaken(model: Llama) -> Llama:
 def a_batch(batch: int = 4, length: int = 24) -> tuple[Tensor, Tensor]:
     both = torch.randint(0, 50, (2, batch, length), generator=torch.Generator().manual_seed(1))
     return both[0], both[1]
+
+
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if isinstance(config, LlamaConfig)])
+def test_frequencies_have_the_same_bits_on_every_cpu(name: str) -> None:
+    """The power, nearest in float32, under 1: float32 powers of AVX and of none differ in qwen3-0.6b's."""
+    small: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    config = dataclasses.replace(CONFIGS[name], block_size=2, rope_scaling=None, **small)
+    powers = [config.rope_theta ** (i / config.head_dim) for i in range(0, config.head_dim, 2)]
+    expected = (np.float32(1) / np.array(powers, np.float32)).tolist()
+    assert Llama(config, attention="manual").rotary[1].tolist() == [*expected, *expected]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -321,17 +321,53 @@ def test_faster_steps_less_a_gap_are_time_saved(tmp_path: Path) -> None:
     assert behind.less_time == pytest.approx(1 - 0.9 * (1 + behind.more_steps / STEPS), abs=1e-3)
 
 
-def test_step_times_are_compared_within_a_host_and_losses_over_all(tmp_path: Path) -> None:
-    """Seeds 2 to 4 have bf16 on a host of 16 cores, where it took as long as on the other, and FP8 on one that is slow."""
+HOST = {"cpu": "AMD EPYC 9654", "driver": "580.1", "cores": 16, "host_cores": 16}
+
+
+def on_hosts(directory: Path, here: dict[str, Any], there: dict[str, Any], first: int) -> Path:
+    """A run of which the FP8 trials of seeds from `first` on were elsewhere, and took ten times as long."""
     records = study_records(seeds=range(5), sd=0.0002)
     for place, one in enumerate(records):
-        elsewhere = one.trial.precision == "fp8" and one.trial.seed > 1
+        elsewhere = one.trial.precision == "fp8" and one.trial.seed >= first
         slow = {"time_s": [10 * second for second in one.samples["time_s"]]} if elsewhere else {}
-        state = {"host_cores": 32 if elsewhere else 16}
+        state = there if elsewhere else here
         records[place] = dataclasses.replace(one, samples={**one.samples, **slow}, device_state=state)
-    delayed = judge_study(study_of(tmp_path / "run", records)).recipes[0]
+    return write_study(directory / "run", records)
+
+
+@pytest.mark.parametrize(
+    ("here", "differs"),
+    [
+        ({"host_cores": 16}, {"host_cores": 32}),  # all that records of an earlier te-bench say
+        *((HOST, differs) for differs in ({"cpu": "Xeon"}, {"driver": "580.2"}, {"cores": 8}, {"host_cores": 32})),
+        ({**HOST, "host": "a"}, {"host": "b"}),
+    ],
+)
+def test_step_times_are_compared_within_a_host_and_losses_over_all(
+    tmp_path: Path, here: dict[str, Any], differs: dict[str, Any]
+) -> None:
+    run = on_hosts(tmp_path, here, {**here, **differs}, first=2)
+    delayed = judge_study(study_at(run)).recipes[0]
     assert delayed.judgement.comparison.n == 5
     assert (delayed.speedup.step_time.n, round(delayed.speedup.step_time.value, 2)) == (2, 0.9)
+    for name, column in (("verdict", "To equal loss"), ("equal_loss", "Step alone")):
+        assert cell(run, name, "delayed scaling", column).endswith("] (2 of 5 pairs share a host)")
+
+
+def test_pairs_of_which_none_shares_a_host_are_said_to_be(tmp_path: Path) -> None:
+    run = on_hosts(tmp_path, HOST, {**HOST, "driver": "580.2"}, first=0)
+    found = judge_study(study_at(run)).recipes[0]
+    assert (found.speedup.step_time, found.speedup.less_time) == (None, None)
+    for name, column in (("verdict", "To equal loss"), ("equal_loss", "Step alone"), ("equal_loss", "Why not")):
+        assert cell(run, name, "delayed scaling", column) == "no pair shares a host"
+    written = render.write_report([run], tmp_path / "report").parent
+    assert not list(written.rglob("verdict_time*"))  # no time of theirs is drawn beside another host's
+
+
+def cell(run: Path, table: str, name: str, title: str) -> str:
+    [found] = tables.tables_of(load_report([run]).groups[0], table)
+    place = [column.title for column in found.columns].index(title)
+    return next(row[place].text for row in found.rows if row[0].text == name)
 
 
 def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:

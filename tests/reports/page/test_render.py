@@ -208,6 +208,19 @@ def test_device_state_and_throttling_are_told(tmp_path):
     assert "<dt>throttling</dt><dd>hardware thermal slowdown; software power cap</dd>" in content(out)
 
 
+def test_a_study_over_hosts_shows_what_they_were_and_no_host_as_if_of_all(tmp_path):
+    hosts = [{"driver": "580.1", "cpu": "EPYC", "cores": 16}, {"driver": "580.2", "cpu": "Xeon", "cores": 8}]
+    known = environment()
+    identity = {k: v for k, v in known["identity"].items() if k not in hosts[0]}
+    details = {**known["details"], **hosts[1], "os": "Debian 12", "kernel": "6.1.0", "memory_bytes": 2**40}
+    body = {**known, "identity": identity, "details": details}
+    records = [record(trial(seed=i), device_state=state) for i, state in enumerate(hosts)]
+    page = content(write_report([write(tmp_path / "run", records, body=body)], tmp_path / "out").parent)
+    shown = {"driver": "580.1; 580.2", "cpu": "EPYC; Xeon", "cores": "8 to 16"}
+    assert all(f"<dt>{name}</dt><dd>{value}</dd>" in page for name, value in shown.items())
+    assert not any(of_one in page for of_one in ("Debian 12", "6.1.0", "1024.0 GiB"))
+
+
 def test_out_that_cannot_be_written_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     directory = write(tmp_path / "run", [step_record(trial(), 10)])
