@@ -125,11 +125,12 @@ class Limit:
 
     def how_to_go_on(self, command: str) -> str | None:
         """How many trials a run has left, and what does them, in a sentence: the same command only where it would."""
+        from te_bench.reports.analysis.naming import count_trials
         from te_bench.reports.convergence.planning import duration
 
         if not self.left:
             return None
-        trials = _trials(len(self.left))
+        trials = count_trials(len(self.left))
         if not self.seconds:
             return f"{trials} left: --within {self.within} begins none; to go on, give more time or leave it out"
         left = f"{trials} would not have ended --within {self.within}"
@@ -139,10 +140,6 @@ class Limit:
         takes = f"the shortest takes {duration(shortest)}" if shortest else "no record says how long these take"
         least = f"with its start te-bench needs --within at least {duration(self._start_s + shortest)}"
         return f"{left}: {takes}, and {least}"
-
-
-def _trials(number: int) -> str:
-    return f"{number} trial{'s' * (number != 1)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

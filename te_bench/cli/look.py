@@ -128,5 +128,6 @@ def doctor(
             print(f"  {name:{width}}  {answer}")
     if gpu is None:
         from te_bench.cli import welcome
+        from te_bench.experiments import environment
 
-        print(f"\nnext: {welcome.advise()} says what to train a model with here")
+        print(f"\nnext: {welcome.advise(bool(environment.nvidia_gpus()))} says what to train a model with here")

@@ -203,11 +203,11 @@ def carry_out(
                     in_time=(lambda _: True) if limit is None else limit.in_time(store.journal.records),
                 )
         except KeyboardInterrupt as interrupt:
+            from te_bench.reports.analysis.naming import count_trials
+
             left = len(runner.to_do(trials, store.journal, here, retry=retry))
             again = shlex.join(word for word in sys.argv[1:] if word != "--fresh")
-            print(
-                f"\nStopped with {left} {'trial' if left == 1 else 'trials'} to go{unchanged}. To go on: te-bench {again}"
-            )
+            print(f"\nStopped with {count_trials(left)} to go{unchanged}. To go on: te-bench {again}")
             raise typer.Exit(exit_code(interrupt)) from None
         records = store.journal.records
         if limit is not None:

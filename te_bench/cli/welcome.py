@@ -24,7 +24,7 @@ def lines() -> list[str]:
         f"  runs    {runs or 'none in this folder'}",
         "",
         "Next:",
-        *(f"  {command:<45} {what}" for command, what in _next(bool(runs))),
+        *(f"  {command:<45} {what}" for command, what in _next(bool(gpus), bool(runs))),
     ]
 
 
@@ -53,15 +53,15 @@ def _runs() -> str:
     return f"{named} and {len(latest) - LATEST} more" if len(latest) > LATEST else named
 
 
-def advise() -> str:
-    """The first question to ask of this machine."""
-    return f"te-bench advise --model {'gpt2 --budget 3min' if environment.nvidia_gpus() else 'tiny'}"
+def advise(gpu: bool) -> str:
+    """The first question to ask of a machine, with or without a GPU."""
+    return f"te-bench advise --model {'gpt2 --budget 3min' if gpu else 'tiny'}"
 
 
-def _next(ran: bool) -> list[tuple[str, str]]:
+def _next(gpu: bool, ran: bool) -> list[tuple[str, str]]:
     seen = [("te-bench show DIR", "the answers of a run")] if ran else []
     return [
-        (advise(), "what to train a model with"),
+        (advise(gpu), "what to train a model with"),
         ("te-bench demo", "a minute: a first report"),
         *seen,
         ("te-bench doctor", "what runs here, and why not"),

@@ -29,6 +29,7 @@ from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
 from te_bench.gate.question import Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
+from te_bench.reports.analysis.naming import count_trials
 from te_bench.reports.analysis.rows import TIMED, printable
 from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_atomically
@@ -250,7 +251,7 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
     if cells is None or gate is None:
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.trials.values())
-    trials = f"{len(cells)} {'trial' if len(cells) == 1 else 'trials'}{' that may be slower' if suspect else ''}"
+    trials = f"{count_trials(len(cells))}{' that may be slower' if suspect else ''}"
     more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
     return f"round {number + 1}: {trials}: {', '.join(gate.names[cell] for cell in cells[:MOST_NAMED])}{more}"
 

@@ -28,5 +28,6 @@ def known() -> dict[str, DecoderConfig]:
 
 def model(name: str, tokens: int | None = None) -> DecoderConfig:
     """The configuration by its name, with sequences of so many tokens. Raises ValueError for another name."""
-    plugins.check("model", name, sorted(known()))
-    return known()[name] if tokens is None else dataclasses.replace(known()[name], block_size=tokens)
+    found = known()
+    plugins.check("model", name, sorted(found))
+    return found[name] if tokens is None else dataclasses.replace(found[name], block_size=tokens)

@@ -42,6 +42,11 @@ _PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
 _BLOCK_FORMATS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 
 
+def count_trials(number: int) -> str:
+    """1 trial, 2 trials."""
+    return f"{number} trial{'' if number == 1 else 's'}"
+
+
 def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
     """A name for each of the trials that are compared with each other, by their keys; no two that differ share one.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from te_bench.experiments.store import Journal, Key, Line, Plan, Store, lines, load, written
+from te_bench.reports.analysis.naming import count_trials
 from te_bench.reports.analysis.rows import differences, identity, printable, trial_of
 
 
@@ -131,7 +132,7 @@ def _note_plan_differences(first: _Run, run: _Run) -> list[str]:
     for (mine, its), (a, b) in zip((names, names[::-1]), ((first, run), (run, first)), strict=True):
         if more := [name for key, name in its.items() if key not in mine]:
             shown = f"{more[0]}{f' and {len(more) - 1} more' if len(more) > 1 else ''}"
-            said.append(printable(f"{b.name} plans {_count_trials(len(more))} that {a.name} does not: {shown}"))
+            said.append(printable(f"{b.name} plans {count_trials(len(more))} that {a.name} does not: {shown}"))
     return said
 
 
@@ -152,9 +153,5 @@ def _note_repeats(runs: Sequence[_Run]) -> list[str]:
     if not (number := sum(len(different) > 1 for different in measured.values())):
         return []
     return [
-        f"{_count_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"
+        f"{count_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"
     ]
-
-
-def _count_trials(number: int) -> str:
-    return f"{number} trial{'' if number == 1 else 's'}"
