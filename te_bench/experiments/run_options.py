@@ -327,7 +327,7 @@ def fewer_bits(options: Options) -> dict[str, str]:
 
 
 def check_ranks(options: Options) -> None:
-    """Raise ValueError unless a mode and its number of ranks are both said, and of a mode with groups, and no other, theirs."""
+    """Raise ValueError unless a mode has its number of ranks, and a mode with groups, and no other, theirs."""
     shard, parallel, world = options.shard, options.parallel, options.gpus_per_trial
     if (world is None) != (parallel is None):
         raise ValueError("--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both")
