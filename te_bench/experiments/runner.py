@@ -149,7 +149,7 @@ def run(
                     break
                 for record in executor.ended():
                     store.add(record)
-                    trunk = running.pop(record.trial.id)
+                    trunk = running.pop(record.trial.id, None)
                     grown |= {trunk} if record.outcome == "ok" else set()
                     progress(record, None)
             return [trial for trial in waiting if not is_spared(trial)]

@@ -66,6 +66,12 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
         for model in ("gpt2", "llama-114m")
     ),
     (
+        {"model": "tiny", "steps": 150, "branch_at": 75, "batch": 8, "learning_rate": 1e-3, "order": None},
+        Spread(
+            sd=0.00012 / math.sqrt(2), correlation=0.0, pairs=6, assumed="FP8 from step 75 on, on a CPU, 2026-11-28"
+        ),
+    ),
+    (
         {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
         Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
     ),

@@ -231,11 +231,8 @@ def scope_of(trial: Trial) -> str | None:
     p = TrainingProblem.of(trial)
     if p.branch_at is None or p.steps is None:
         return None
-    return (
-        f"in the last {1 - p.branch_at / p.steps:.0%} of training (from step {p.branch_at:,} of {p.steps:,})".replace(
-            "%", " %"
-        )
-    )
+    share = 100 * (1 - p.branch_at / p.steps)
+    return f"in the last {share:.0f} % of training (from step {p.branch_at:,} of {p.steps:,})"
 
 
 def studies(group: Group) -> tuple[Study, ...]:
@@ -256,7 +253,7 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     problem = configurations[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
     scope = scope_of(configurations[0].trial)
-    title += f", FP8 {scope}" if scope else ""
+    title += f", FP8 from step {problem['branch_at']:,} on" if scope else ""
     plans = _plans(group, configurations)
     judgement, notes = _judgement(plans)
     notes += [
@@ -266,8 +263,8 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     ]
     if scope:
         notes.append(
-            f"each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps: independent of each other are the "
-            "trunks, and of FP8 in those steps the verdict says nothing"
+            f"Each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps: independent of each other are "
+            "the trunks, and of FP8 in those steps the verdict says nothing"
         )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:
