@@ -82,5 +82,5 @@ def graft(step: TrainStep, trial: Trial, trunk: Trunk, once: Callable[[], object
 def _digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
-        found.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        found.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
