@@ -196,3 +196,21 @@ def test_two_that_want_a_trunk_at_the_same_time_train_it_once(tmp_path: Path) ->
     assert all(one.took_s >= 0.1 for one in found)
     other = trunks.find(arm_trial("control", 1), tmp_path, grown)
     assert other.folder != found[0].folder
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("unchecked")
+def test_captured_steps_go_on_from_a_trunk_of_captured_steps(arm: Any, context: Context) -> None:
+    """Into the very tensors that the graph reads, and with the masks that an unbranched run would draw."""
+
+    def on_a_gpu(one: Trial) -> Trial:
+        return dataclasses.replace(one, device="cuda", mode="cudagraph", attention="flash")
+
+    asked = {"block": 64, "dropout": 0.1, "steps": 20, "branch_at": 10}
+    straight = training.run(on_a_gpu(arm("control", **{**asked, "branch_at": None})), context).samples
+    arms = [arm("control", **asked), arm("aa", **asked), arm("recipe", "delayed_scaling", **asked)]
+    found = [training.run(on_a_gpu(one), context) for one in arms]
+    assert len({one.work["trunk"]["sha256"] for one in found}) == 1
+    assert found[0].samples["trunk_loss"] + found[0].samples["loss"] == pytest.approx(straight["loss"], rel=1e-3)
+    first = [one.samples["loss"][0] for one in found]
+    assert first == pytest.approx([first[0]] * len(first), abs=0.02)
