@@ -19,6 +19,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # tiny models, for which a second one waits
 BRANCH_AT = 5
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 0.0, "warmup": 2, "steps": 9, "eval_every": 3, "eval_tokens": 64}
