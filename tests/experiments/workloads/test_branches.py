@@ -92,14 +92,14 @@ def test_a_control_that_branches_ends_where_one_that_does_not_ends(arm: Any, con
 
 
 @pytest.mark.usefixtures("plain_heads", "unchecked")
-@pytest.mark.parametrize("problem", [{}, FUSED], ids=["modules", "fused"])
+@pytest.mark.parametrize("problem", [{}, {"dropout": 0.5}, FUSED], ids=["modules", "dropout", "fused"])
 def test_all_arms_go_on_from_one_trunk(arm: Any, context: Context, problem: Any) -> None:
     arms = [arm("control", **problem), arm("aa", **problem)]
     arms += [
         arm("recipe", name, **problem) for name in ("delayed_scaling", "float8_current_scaling", "rowwise_scaling")
     ]
     arms += [arm("broken", "float8_current_scaling", **problem)]
-    arms += [arm("recipe", "float8_current_scaling", **{**problem, "head": "fp8"})] if problem else []
+    arms += [arm("recipe", "float8_current_scaling", **{**problem, "head": "fp8"})] if "head" in problem else []
     assert all(trunk_of(one) == trunk_of(arms[0]) for one in arms)
     found = [training.run(one, context) for one in arms]
     assert [one.work["trunk"]["trained"] for one in found] == [True, *[False] * (len(arms) - 1)]
@@ -109,7 +109,7 @@ def test_all_arms_go_on_from_one_trunk(arm: Any, context: Context, problem: Any)
             name: found[0].samples[name] for name in found[0].samples if name.startswith("trunk_")
         }
     first = [one.samples["loss"][0] for one in found]
-    assert first == pytest.approx([first[0]] * len(first), abs=0.02)  # of the same weights and batch
+    assert first == pytest.approx([first[0]] * len(first), abs=0.02)  # of the same weights, batch and masks
     ends = [tuple(one.samples["loss"][1:]) for one in found]
     assert len(set(ends)) == len(ends)  # A/A's, too, whose weights are moved where it begins
 
