@@ -1,5 +1,6 @@
 """Synthetic convergence runs with known truth: an arm's gap, the noise between seeds, and what goes wrong on which seed."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,26 @@ def run_record(arm: str, seed: int, gap: float, noise: float, outcome: str = "ok
                 samples[f"saturated:{name}"] = [0.0, 1e-6, 1e-5, 1e-4]
                 samples[f"underflowed:{name}"] = [1e-3 * (layer + 1)] * 4
     reason = f"the loss is nan at step {end}" if outcome == "diverged" else None
-    return record(of, outcome=outcome, reason=reason, samples=samples, work={"tokens": 16384, "batch": 64})
+    done = record(of, outcome=outcome, reason=reason, samples=samples, work={"tokens": 16384, "batch": 64})
+    branch_at = of.problem.get("branch_at")
+    return done if branch_at is None else _branched(done, int(str(branch_at)))
+
+
+def _branched(whole: Record, branch_at: int) -> Record:
+    """What a branch of this run records, of a trunk that all of its seed share."""
+    own: dict[str, Any] = {}
+    for at, of_them in (
+        ("step", ("loss", "grad_norm", "time_s")),
+        ("val_step", ("val_loss", "val_time_s", "val_loss_native")),
+    ):
+        steps = whole.samples[at]
+        first = sum(step < branch_at + (at == "val_step") for step in steps)
+        for name in (at, *of_them):
+            own[name] = whole.samples[name][first:]
+            if name in ("step", "loss", "grad_norm", "val_step", "val_loss"):
+                own[f"trunk_{name}"] = whole.samples[name][:first]
+    trunk = {"sha256": f"trunk {whole.trial.seed}", "trained": whole.trial.problem["arm"] == "control", "took_s": 1.0}
+    return dataclasses.replace(whole, samples={**whole.samples, **own}, work={**whole.work, "trunk": trunk})
 
 
 def study_records(

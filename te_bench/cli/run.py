@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
 
 INCOMPLETE = 4
+TRUNKS = "trunks"
 
 
 @with_options
@@ -106,7 +107,7 @@ def run(
             )
             cluster = find_hosts(wanted)
             machine, slots = cluster.machine, cluster.places
-        context = Context(cache=asked.cache, checkpoints=checkpoints)
+        context = Context(cache=asked.cache, checkpoints=checkpoints, trunks=trunks_of(directory, machine["id"]))
         if limit is not None:
             limit.known = dict(forecast.trial_s) if forecast else {}
         ended = carry_out(
@@ -122,6 +123,13 @@ def run(
             limit=limit,
         )
     _finish(directory, ended, limit)
+
+
+def trunks_of(directory: Path, environment_id: str) -> Path:
+    """Where the run's branches share their trunks: of one environment, as its records are."""
+    from te_bench.experiments.store import own
+
+    return own(directory / TRUNKS).resolve() / environment_id
 
 
 def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, share: int | None) -> list[Any]:

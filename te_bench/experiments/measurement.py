@@ -15,6 +15,7 @@ class Context:
 
     cache: Path | None = None  # of token files; None is the default one
     checkpoints: Path | None = None  # where trained models go, as TRIAL-ID.pt; None keeps none
+    trunks: Path | None = None  # where branches share their trunks, see experiments.trunks; None: each trains its own
     check: bool = True  # False in later rounds of a gate, whose first has checked the same trial
 
 

@@ -290,7 +290,11 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
 
 
 def interleave(trials: list[Trial]) -> tuple[Trial, ...]:
-    """Rivals vary fastest, repetitions slowest, every other round backwards (A B, B A), so that drift hits all alike."""
+    """Rivals vary fastest, repetitions slowest, every other round backwards (A B, B A), so that drift hits all alike.
+
+    Of branches the control always comes first, which trains the trunk.
+    """
     by_seed = groupby(sorted(trials, key=lambda t: t.seed), key=lambda t: t.seed)
     rounds = [list(group) for _, group in by_seed]
-    return tuple(trial for number, group in enumerate(rounds) for trial in (group if number % 2 == 0 else group[::-1]))
+    backwards = [number % 2 == 1 and group[0].problem.get("branch_at") is None for number, group in enumerate(rounds)]
+    return tuple(t for group, back in zip(rounds, backwards, strict=True) for t in (group[::-1] if back else group))

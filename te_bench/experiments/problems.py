@@ -24,6 +24,7 @@ Settings = dict[str, Any]
 #: How a trial's name shows a setting, in this order; of what is not here the id alone tells.
 _SHOWN = {
     **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype"), ""),
+    "branch_at": "from",
     "batch": "b",
     "sequence": "s",
     "block": "t",
@@ -153,7 +154,7 @@ class StepProblem(TrialProblem):
     accumulate: int | None = None  # micro-batches of a step
     data: str = "random"
     threads: int | None = None  # of a CPU's torch
-    perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
+    perturb_ulp: int | None = None  # units in the last place by which the weights are moved that it begins with
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
     parallel: str | None = None  # a mode of training.parallel; None: one process
@@ -259,6 +260,7 @@ class TrainingProblem(StepProblem):
     memory_limit_gib: float | None = None
     share: int | None = None  # trials at a time on the GPU, where there are several
     arm: Literal["control", "aa", "recipe", "broken"] | None = None  # what it is in a study of convergence
+    branch_at: int | None = None  # steps of the bf16 trunk that it goes on from; None: it begins with the first step
     lr_factor: float | None = None  # what learning_rate was multiplied by
 
 
@@ -367,6 +369,19 @@ def is_step(trial: "Trial") -> bool:
 def source_of(trial: "Trial") -> "Source | None":
     """Where the user's model comes from whose step the trial is; None for any other trial."""
     return StepProblem.of(trial).source if is_step(trial) else None
+
+
+def trunk_of(trial: "Trial") -> "Trial | None":
+    """The training whose first `branch_at` steps the trial goes on from, its study's bf16 control; None where it has none.
+
+    It differs in what an arm is: precision, recipe, fault, the weights' perturbation and an FP8 head.
+    """
+    if trial.problem.get("branch_at") is None:
+        return None
+    shared = {name: value for name, value in trial.problem.items() if name not in ("perturb_ulp", "fault")}
+    head = {"head": "chunked"} if shared.get("head") == "fp8" else {}
+    control = {**shared, **head, "arm": "control"}
+    return dataclasses.replace(trial, problem=control, precision="bf16", recipe=None)
 
 
 def world_of(trial: "Trial") -> int:

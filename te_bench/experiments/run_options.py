@@ -52,6 +52,14 @@ def _probability(flag: str, value: float) -> None:
         raise ValueError(f"{flag} {value:g}: give a probability between 0 and 0.5, such as 0.05")
 
 
+def _a_branch(flag: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(
+            f"{flag} {value}: bf16 trains that many steps before FP8 does: give 1 or more, or leave it out for FP8 from the "
+            "first step"
+        )
+
+
 def _a_model(flag: str, value: str) -> None:
     from te_bench.models.sources import check
 
@@ -225,6 +233,12 @@ class Options:
         float,
         check=_probability,
         unheeded="gives no verdict on convergence",
+    )
+    branch_at: int | None = _option(
+        "Judge FP8 from this step on only: bf16 trains up to there, and each configuration goes on from its weights.",
+        metavar="STEP",
+        check=_a_branch,
+        unheeded="trains every run from its first step",
     )
     as_pilot: bool | None = _option(
         "Run the first rounds of a plan for their spread alone; their means stay hidden.",

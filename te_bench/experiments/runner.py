@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from te_bench.experiments import environment, janitor
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
+from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.processes import Ended, ProcessCall, end_with_parent, log_to, wait_for_any
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, Store, own
@@ -116,6 +117,7 @@ def run(
 
     needless(trial) answers why it is not to be run any more: its outcome is "stopped".
     in_time(trial): one that is not in time lets those after it go first, and is left for a rerun, unless it is needless.
+    A branch waits, and lets others go first, while another trial may be training its trunk.
 
     Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
     rerun goes on.
@@ -128,17 +130,27 @@ def run(
         return bool(reason)
 
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
+    ended = [record.trial for record in store.journal.records.values() if record.outcome == "ok"]
+    grown, running = {_trunk(trial) for trial in ended}, dict[str, str | None]()  # trunks; of each trial that runs
+
+    def may_begin(trial: Trial) -> bool:
+        trunk = _trunk(trial)
+        return in_time(trial) and (trunk is None or trunk in grown or trunk not in running.values())
+
     with _Interrupts() as interrupts:
         try:
             while True:
-                while executor.free and (trial := _take_next(waiting, in_time)):
+                while executor.free and (trial := _take_next(waiting, may_begin)):
                     if not is_spared(trial):
+                        running[trial.id] = _trunk(trial)
                         executor.submit(trial, executor.free.pop(0))
                         progress(None, trial)
                 if not executor.busy and (executor.free or not any(map(in_time, waiting))):
                     break
                 for record in executor.ended():
                     store.add(record)
+                    trunk = running.pop(record.trial.id, None)
+                    grown |= {trunk} if record.outcome == "ok" else set()
                     progress(record, None)
             return [trial for trial in waiting if not is_spared(trial)]
         finally:
@@ -146,10 +158,15 @@ def run(
             executor.kill()
 
 
-def _take_next(waiting: deque[Trial], in_time: Callable[[Trial], bool]) -> Trial | None:
-    """Take out the first trial that is in time; None where none is."""
+def _trunk(trial: Trial) -> str | None:
+    control = trunk_of(trial)
+    return None if control is None else control.id
+
+
+def _take_next(waiting: deque[Trial], may_begin: Callable[[Trial], bool]) -> Trial | None:
+    """Take out the first trial that may begin; None where none may."""
     for place, trial in enumerate(waiting):
-        if in_time(trial):
+        if may_begin(trial):
             del waiting[place]
             return trial
     return None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.experiments.measurement import Unsupported, require
 from te_bench.experiments.problems import StepProblem, source_of
@@ -270,8 +270,7 @@ def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
     if dtypes and (trial.precision in ("fp32", "fp16") or p.optimizer is not None):
         what = trial.precision if p.optimizer is None else f"optimizer {p.optimizer}"
         raise Unsupported(f"{what}: the model's parameters are {', '.join(map(str, dtypes))}; it wants float32")
-    if p.perturb_ulp is not None:
-        adopted.perturb(made.module, trial.seed, p.perturb_ulp)
+    perturb(made.module, trial)
     how: dict[str, Any] = {"dropout": p.dropout != 0, "kernel": kernel, "parts": p.parts}
     if p.against is not None:
         return Adopted(made, rival=p.against.adoption, **how)
@@ -296,9 +295,19 @@ def build(trial: Trial) -> Decoder:
         p.against.build(model)
     if p.weights is not None:
         model.halve()
-    if p.perturb_ulp is not None:
-        model.perturb(trial.seed, p.perturb_ulp)
+    perturb(model, trial)
     return model
+
+
+def perturb(model: nn.Module, trial: Trial) -> None:
+    """Move the weights by as many units in the last place as the trial says: by the same whatever they are."""
+    ulps = StepProblem.of(trial).perturb_ulp
+    if ulps is None:
+        return
+    if isinstance(model, Decoder):
+        model.perturb(trial.seed, ulps)
+    else:
+        adopted.perturb(model.module if isinstance(model, Adopted) else model, trial.seed, ulps)
 
 
 def model_of(trial: Trial) -> Decoder | Adopted:

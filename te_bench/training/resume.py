@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from te_bench.models.modules.fp8_module import PREFIX
+from te_bench.models.modules.fp8_module import PREFIX, Fp8Module
 from te_bench.training.step import TrainStep
 
 METADATA = ".metadata"  # torch.distributed.checkpoint writes it last: a folder that has it is whole
@@ -47,8 +47,10 @@ def save(step: TrainStep, folder: Path, number: int) -> None:
     state_dict_saver.save(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
 
 
-def load(step: TrainStep, folder: Path) -> int:
+def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     """Put `step` where the checkpoint's was, in place; the number of steps it had made.
+
+    begin_fp8: its FP8 begins here. The checkpoint may be of a step in bf16, and scales are as those of a new model.
 
     The step is made as the one that was saved was: the same model, recipe and optimizer. Ranks may be more or fewer, and
     `parallel` another. A rank that there was goes on with its random state, another begins a new one. Read what you trust
@@ -57,6 +59,8 @@ def load(step: TrainStep, folder: Path) -> int:
     """
     saved = _contents(folder)
     state = _state(step, saved)
+    if begin_fp8:
+        saved, state = ({name: of[name] for name in of if not _is_fp8(name)} for of in (saved, state))
     state["seed"] = torch.zeros((), dtype=torch.int64)
     mine = {name: state.pop(name) for name in [name for name in state if name.startswith(RANDOM)]}
     _require_same(state, saved, folder)
@@ -69,6 +73,10 @@ def load(step: TrainStep, folder: Path) -> int:
     state_dict_loader.load(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
     # Weights and moments are loaded where they are, as a captured graph needs them; what is a copy is handed over.
     step.model.load_state_dict({name.removeprefix(MODEL): scale for name, scale in scales.items()}, strict=False)
+    if begin_fp8:
+        for module in step.model.modules():
+            if isinstance(module, Fp8Module):
+                module.begin_recipe_state()
     if step.scaler.is_enabled():
         form = step.scaler.state_dict()
         step.scaler.load_state_dict({name: type(form[name])(state[f"{SCALER}{name}"].item()) for name in form})

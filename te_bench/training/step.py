@@ -387,13 +387,16 @@ class TrainStep:
 
 
 def train(
-    step: TrainStep, batches: Callable[[int], tuple[Tensor, Tensor]], progress: Callable[[int], float | None]
+    step: TrainStep,
+    batches: Callable[[int], tuple[Tensor, Tensor]],
+    progress: Callable[[int], float | None],
+    first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (step, loss) until `progress(step)` answers None; the loss stays on the device, unread.
+    """Yield (step, loss) from step `first` until `progress(step)` answers None; the loss stays on the device, unread.
 
     batches(k) is the batch of step k; progress(k) in 0..1 places step k on the learning-rate schedule.
     """
-    number = 0
+    number = first
     while (at := progress(number)) is not None:
         step.set_rate(step.optim.rate(number, at))
         yield number, step(*batches(number))

@@ -597,3 +597,63 @@ def test_a_plan_goes_on_where_its_pilot_ended(command: Command, started: list[St
     assert [plan.judgement.get("pilot") for plan in load(tmp_path / "out").plans] == [True, None]
     refused = command(*asked, "--seeds", 6, "--margin", 0.001)  # a run that has begun is not refused
     assert refused.code == 130
+
+
+def branch_ended(trial: Trial) -> Record:
+    """A branch, or the control with its trunk."""
+    whole = ended(trial)
+    at = int(str(trial.problem["branch_at"]))
+    step_s, trunk_s = STEP_S[trial.recipe], 0.1 * at if trial.problem["arm"] == "control" else 0.0
+    samples = {name: whole.samples[name][at:] for name in ("step", "loss", "time_s")}
+    trunk = {"sha256": f"{trial.seed}", "trained": bool(trunk_s), "took_s": trunk_s}
+    took = BESIDE_S + trunk_s + len(samples["step"]) * step_s
+    return dataclasses.replace(whole, samples={**whole.samples, **samples}, work={"trunk": trunk}, wall_s=took)
+
+
+def test_a_plan_of_branches_says_what_they_prove_and_counts_each_trunk_once(command: Command, tmp_path: Path) -> None:
+    asked = ("--preset", "cpu", "--branch-at", "100")
+    pilot = write(tmp_path / "pilot", [branch_ended(trial) for trial in trials(branch_at=20)])
+    done = command("plan", *CONVERGENCE, *asked, "--pilot", pilot)
+    said = plainly(done.out)
+    assert (
+        "judged is FP8 in the last 33 % of training (from step 100 of 150) alone; it says nothing of FP8 before" in said
+    )
+    assert "6 trunks in bf16, one a seed" in said
+    assert "power: not known" in said  # another preset's whole trainings tell nothing of it
+    found = planned(command, *asked, "--pilot", pilot)
+    a_seed = 4 * BESIDE_S + 150 * 0.1 + 50 * (0.1 + 0.2 + 0.3)
+    assert found["estimate"]["device_s"] == pytest.approx(6 * a_seed)
+    assert found["judged"] == "FP8 in the last 33 % of training (from step 100 of 150)"
+    budget_ = ("--budget", f"{7.1 * a_seed}s", "--pilot", pilot)
+    assert planned(command, *asked, *budget_)["judgement"]["seeds"] == 7
+    few = command("plan", *CONVERGENCE, *asked, "--budget", f"{5 * a_seed}s", "--pilot", pilot)
+    assert (few.code, "a verdict needs 6 seeds" in plainly(few.err)) == (2, True)
+
+
+def test_a_run_of_too_few_trunks_is_refused(command: Command, tmp_path: Path) -> None:
+    asked = ("run", *CONVERGENCE, "--preset", "cpu", "--branch-at", "100", "--out", tmp_path / "out")
+    done = command(*asked, "--seeds", "5")
+    assert (done.code, plainly(done.err)) == (
+        2,
+        "te-bench: --seeds 5: a plan of branches takes 6 trunks, one a seed; give 6 or more",
+    )
+    for bad, why in ((0, "give 1 or more"), (150, "the training has 150 steps")):
+        done = command(*asked, "--branch-at", bad)
+        assert (done.code, why in plainly(done.err), len(done.err.splitlines())) == (2, True, 1)
+
+
+def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:
+    asked = ("--preset", "cpu", "--branch-at", "100")
+    shown = plainly(command("plan", *CONVERGENCE, *asked, "--as-pilot").out)
+    assert "a pilot: its losses tell the spread alone" in shown
+    draw = random.Random(3)
+    records = []
+    for trial in trials(seeds=None, steps=None, branch_at=100, as_pilot=True):
+        gap = draw.gauss(0, 0.001) + (0.5 if trial.problem["arm"] == "broken" else 0.0)
+        one = branch_ended(trial)
+        records.append(dataclasses.replace(one, samples={**one.samples, "val_loss": [3.0 + gap]}))
+    pilot = write(tmp_path / "pilot", records, pilot=True, seeds=6, steps=150)
+    told = planned(command, *asked, "--pilot", pilot)["conclusion"]["spread"]
+    assert (told["assumed"], told["pairs"]) == (None, 6)
+    hidden = command("verdict", pilot)
+    assert (hidden.code, "these runs are a pilot" in plainly(hidden.out)) == (4, True)

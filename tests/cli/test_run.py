@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,21 @@ def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     told = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "One transformer layer, fair" in told
     assert "(another mask)" in told
+
+
+def test_branches_of_several_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_path: Path) -> None:
+    """Which may be deleted: whoever needs it then trains it again, and says so."""
+    of_it = ("--device", "cpu", "--preset", "cpu", "--steps", 20, "--branch-at", 10, "--data", "random", "--seeds", 1)
+    asked = ("run", "convergence", *of_it, "--recipes", "float8_current_scaling", "--underpowered", "--out", tmp_path)
+    for only in ("*-control-*", "*-aa-*"):
+        done = te_bench(*asked, "--only", only)
+        assert done.returncode == 0, done.stdout + done.stderr
+    [kept] = (tmp_path / "trunks").glob("*/*/curve.json")
+    shutil.rmtree(kept.parent)
+    assert te_bench(*asked, "--only", "*-recipe-*").returncode == 0
+    found = {row["trial"]["problem"]["arm"]: row for row in rows(tmp_path)}
+    trunks = {arm: row["work"]["trunk"] for arm, row in found.items()}
+    assert {arm: trunk["trained"] for arm, trunk in trunks.items()} == {"control": True, "aa": False, "recipe": True}
+    assert len({trunk["sha256"] for trunk in trunks.values()}) == 1  # on a CPU
+    assert kept.parent.name == found["control"]["trial"]["id"]
+    assert {row["samples"]["trunk_loss"][-1] for row in found.values()} == {found["aa"]["samples"]["trunk_loss"][-1]}

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import journals
 import psutil
 import pytest
 from driving import IDLE, PLANTED, Run, eventually, rows, running, te_bench
@@ -139,6 +140,49 @@ def test_no_place_is_waited_for_once_no_trial_is_in_time(tmp_path: Path) -> None
         assert runner.run(naps(2), store, "e0", Idle(), **late) == naps(2)
         with pytest.raises(ValueError, match="no place came"):
             runner.run(naps(2), store, "e0", Idle(), **late | {"in_time": lambda _: True})
+
+
+class Noting:
+    """An executor of so many places that ends the trial first that began last, and notes what ran beside what."""
+
+    def __init__(self, places: int):
+        self.free, self.running, self.begun = list(range(places)), list[Trial](), list[set[tuple[int, str]]]()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running)
+
+    def submit(self, trial: Trial, place: Any) -> None:
+        self.running.append(trial)
+        self.begun.append({(one.seed, str(one.problem["arm"])) for one in self.running})
+
+    def ended(self) -> Iterator[Record]:
+        self.free.append(0)
+        yield journals.record(self.running.pop(), "e0")
+
+    def kill(self) -> None:
+        pass
+
+
+def test_a_branch_waits_while_another_trains_its_trunk_and_lets_others_go_first(tmp_path: Path) -> None:
+    wanted = [
+        Trial(workload="training", device="cpu", problem={"arm": arm, "branch_at": 5}, attention="flash", seed=seed)
+        for seed in range(3)
+        for arm in ("control", "aa", "recipe")
+    ]
+    how: dict[str, Any] = {"progress": lambda *_: None, "needless": lambda _: None, "in_time": lambda _: True}
+    with Store(tmp_path) as store:
+        executor = Noting(2)
+        assert runner.run(wanted, store, "e0", executor, **how) == []
+        assert executor.begun[:2] == [{(0, "control")}, {(0, "control"), (1, "control")}]
+        assert executor.begun[2] == {(0, "control"), (1, "aa")}  # seed 1's trunk is there, and seed 0's is not
+        assert executor.begun[-1] >= {(0, "aa")} or executor.begun[-1] >= {(0, "recipe")}
+        assert len(store.journal.records) == 9
+    with Store(tmp_path / "again") as store:
+        store.add(journals.record(wanted[0], "e0"))  # of an earlier sitting
+        executor = Noting(2)
+        runner.run(wanted, store, "e0", executor, **how)
+        assert executor.begun[1] == {(0, "aa"), (0, "recipe")}
 
 
 def test_a_needless_trial_is_stopped_and_not_left_for_another_time(tmp_path: Path) -> None:

@@ -93,6 +93,25 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> N
     assert losses[1] == losses[2] == losses[0]
 
 
+@pytest.mark.parametrize("optimizer", [None, "reference"])
+def test_fp8_may_begin_where_bf16_ended(tmp_path: Path, optimizer: str | None) -> None:
+    """Its scales are as those of a model that has seen nothing, where they were, whatever they were."""
+    trunk, other = (a_step(SINGLE, precision, optimizer=optimizer) for precision in ("bf16", "fp8"))
+    trunk(*batch(0))
+    resume.save(trunk, tmp_path / "at", 1)
+    other.gradients(*batch(1))
+    before = {id(p) for p in other.model.parameters()}
+    with pytest.raises(ValueError, match=r"has no model\..*fp8_"):
+        resume.load(other, tmp_path / "at")
+    assert resume.load(other, tmp_path / "at", begin_fp8=True) == 1
+    fresh = a_step(SINGLE, "fp8", optimizer=optimizer)
+    assert resume.load(fresh, tmp_path / "at", begin_fp8=True) == 1
+    assert [step(*batch(1)).item() for step in (other, other)] == [step(*batch(1)).item() for step in (fresh, fresh)]
+    assert {id(p) for p in other.model.parameters()} == before
+    state, clean = other.model.state_dict(), fresh.model.state_dict()
+    assert all(torch.equal(value, clean[name]) for name, value in state.items())
+
+
 class WithAnUnusedWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()

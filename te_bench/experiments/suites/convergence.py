@@ -33,19 +33,44 @@ BROKEN = 3  # runs of the broken arm beside a pool: its gap is a thousand times 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
 
+#: Fewest of a verdict on branches, whose runs are pairs whatever the preset, one a trunk: of fewer trunks the claim would
+#: rest on a spread that is hardly known.
+TRUNKS = 6
+#: As SEEDS. By the spread that a plan assumes, where one is there.
+BRANCH_SEEDS = {"gpt2": 18, "llama": 18}
+
 HEEDS = frozenset(
-    {"model", "batch", "recipes", "steps", "tokens", "margin", "alpha", "preset", "as_pilot", "fused", "share"}
+    {
+        "model",
+        "batch",
+        "recipes",
+        "steps",
+        "tokens",
+        "margin",
+        "alpha",
+        "preset",
+        "branch_at",
+        "as_pilot",
+        "fused",
+        "share",
+    }
 )
 
 
 def experiment(options: Options) -> Experiment:
     preset = presets.preset_of(options)
+    branch = options.branch_at is not None
     problem = presets.problem_of(options)
-    if options.as_pilot and preset not in POOLED:
+    problem |= _branched(options, preset, problem["steps"])
+    pooled = preset in POOLED and not branch
+    if options.as_pilot and not pooled and not branch:
         raise ValueError(f"--as-pilot: preset {preset} compares runs by pairs; take one of {', '.join(sorted(POOLED))}")
-    seeds = suite_trials.seeds(options, PILOT if options.as_pilot else SEEDS[preset])
+    usual, pilot = SEEDS[preset], PILOT
+    if branch:
+        usual, pilot = BRANCH_SEEDS.get(preset, max(TRUNKS, usual)), TRUNKS
+    seeds = suite_trials.seeds(options, pilot if options.as_pilot else usual)
     ways = _ways(options, preset)
-    ratio = best_ratio(len(ways)) if preset in POOLED else None
+    ratio = best_ratio(len(ways)) if pooled else None
     if ratio is None:
         trials = [trial for seed in seeds for trial in _arms(options, problem, ways, seed)]
     else:
@@ -70,7 +95,26 @@ def experiment(options: Options) -> Experiment:
 
 def _question(options: Options) -> str:
     fewer = run_options.fewer_words(run_options.fewer_bits(options))
+    if options.branch_at is not None:
+        return f"does FP8 from step {options.branch_at:,} on train like BF16"
     return f"do {' and '.join(fewer)} train like float32" if fewer else ASKED
+
+
+def _branched(options: Options, preset: str, steps: int) -> Settings:
+    """What --branch-at sets. Raises ValueError for what does not go with it."""
+    if options.branch_at is None:
+        return {}
+    flag = f"--branch-at {options.branch_at}"
+    if options.branch_at >= steps:
+        raise ValueError(f"{flag}: the training has {steps} steps, and FP8 is to have some; give fewer")
+    if run_options.fewer_bits(options):
+        raise ValueError(f"{flag} beside --weights or --states: it judges FP8 that begins there; leave one of them out")
+    if options.parallel is not None:
+        raise ValueError(f"{flag} beside --parallel: a trunk is of a step on one GPU; leave one of them out")
+    if options.fused and preset not in presets.FUSED:
+        fused = " or ".join(sorted(presets.FUSED))
+        raise ValueError(f"{flag} beside --fused: all go on from one step, by modules or fused; take --preset {fused}")
+    return {"branch_at": options.branch_at}
 
 
 def best_ratio(recipes: int) -> int:

@@ -5,28 +5,31 @@ which a compiled model is compiled.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
 probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
 of the elements.
-work: batch, tokens and windows; ran (checks.what_ran); tries of batch "max"; on a GPU launches, the kernels of one step
-(eager: of a step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles.
+Of a branch all of these are from its first step on, and trunk_step, trunk_loss and so on are of the trunk before it.
+work: batch, tokens and windows; ran (checks.what_ran); tries of batch "max"; trunk, of a branch: the SHA-256 of the weights
+that it began with, whether this trial trained them, and took_s, how long it did so or waited; on a GPU launches, the kernels
+of one step (eager: of a step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles.
 """
 
 import dataclasses
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from te_bench.experiments import trial_model
+from te_bench.experiments import trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainingProblem, ranks_of
+from te_bench.experiments.problems import TrainingProblem, ranks_of, trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 from te_bench.models.adopted import Adopted
-from te_bench.training import checkpoints, data
+from te_bench.training import checkpoints, data, resume
 from te_bench.training import corpus as corpora
 from te_bench.training.evaluation import evaluate
 from te_bench.training.step import TrainStep, train
@@ -35,38 +38,49 @@ LOG_EVERY = 10  # steps between reads of the loss: each read waits for the devic
 #: Of the steps: from here on slopes and bands are read from the curve, so all its points see the same tokens.
 LATE = 0.75
 COMPILING = 2  # first steps, whose time is not training time
+TRUNK = ("step", "loss", "grad_norm", "val_step", "val_loss")  # samples of a trunk that its branches record
 
 
 def run(trial: Trial, context: Context) -> Measurement:
     p = TrainingProblem.of(trial)
+    if p.branch_at is not None and context.trunks is None:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(trial, dataclasses.replace(context, trunks=Path(folder)))
     work: dict[str, object] = {}
     if p.batch == "max":
         batch, tries = max_batch.largest(trial)
         work = {"batch": batch, "tries": tries}
         trial = dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
     trial_model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
-    compilation.begin(trial)
     corpus = None if p.data == corpora.RANDOM else corpora.load(str(p.corpus), cache=context.cache)
+    trunk = _trunk(trial, context, corpus)
+    compilation.begin(trial)
     sizes = trial_model.sizes_of(trial)
     optim = trial_model.optim_of(trial)
     rows = {**sizes, "batch": sizes["batch"] * optim.accumulate}
     at = trial_model.batches_of(trial, corpus)
+    first = p.branch_at or 0
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
     memory.reset(trial.device)
     torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
+    if trunk is not None:
+        # A captured step takes no other batch than its own.
+        few = _few(at(first), optim.accumulate, trial) if trial.mode == "eager" else at(first)
+        weights = trunks.graft(step, trial, trunk, lambda: step.gradients(*few))
+        work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
 
     probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
-    curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]))
+    curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]), first=first)
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
     work |= ranks_of(trial)
     reason = None
-    for number, loss in train(step, at, curve.progress):
+    for number, loss in train(step, at, curve.progress, first):
         reason = curve.add(number, loss)
         if reason:
             break
     if reason is None:
         reason = curve.finish()
-    samples = {**curve.samples(), **memory.peak(trial.device, step)}
+    samples = {**curve.samples(), **memory.peak(trial.device, step), **_before(trunk)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
@@ -80,6 +94,43 @@ def run(trial: Trial, context: Context) -> Measurement:
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
     tokens = few[0].numel() // optim.accumulate // step.parallel.replicas
     return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
+
+
+def _trunk(trial: Trial, context: Context, corpus: corpora.Corpus | None) -> trunks.Trunk | None:
+    """What a branch goes on from; None of a trial that begins with the first step. Raises Diverged where bf16 breaks."""
+    control = trunk_of(trial)
+    if control is None:
+        return None
+    assert context.trunks is not None
+    found = trunks.find(control, context.trunks, lambda folder: _grow(control, corpus, folder))
+    memory.reset(trial.device)
+    return found
+
+
+def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[str, list[Any]]:
+    """Train the control's first steps as it would itself, and write where they led to; what they sampled.
+
+    The step is not checked: the control's own is, which goes on from here.
+    """
+    branch_at = TrainingProblem.of(control).branch_at
+    assert branch_at is not None
+    at, step = trial_model.batches_of(control, corpus), trial_model.step_of(control)
+    torch.manual_seed(step.parallel.seed(control.seed))
+    curve = _Curve(control, step, corpus, probe=at(0), end=branch_at)
+    reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress))
+    reason = next((reason for reason in reasons if reason), None) or curve.read()
+    if reason:
+        raise Diverged(f"the trunk, in bf16: {reason}", Measurement(samples=_named(curve.samples())))
+    resume.save(step, folder, branch_at)
+    return curve.samples()
+
+
+def _before(trunk: trunks.Trunk | None) -> dict[str, list[Any]]:
+    return {} if trunk is None else _named(trunk.samples)
+
+
+def _named(samples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    return {f"trunk_{name}": samples[name] for name in TRUNK if name in samples}
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
@@ -125,10 +176,21 @@ def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[T
 class _Curve:
     """The running record of one training: what was lost when, by the training clock."""
 
-    def __init__(self, trial: Trial, step: TrainStep, corpus: corpora.Corpus | None, probe: tuple[Tensor, Tensor]):
+    def __init__(
+        self,
+        trial: Trial,
+        step: TrainStep,
+        corpus: corpora.Corpus | None,
+        probe: tuple[Tensor, Tensor],
+        *,
+        first: int = 0,
+        end: int | None = None,
+    ):
+        """first: its first step; end: the one before which it stops, where that is not the schedule's."""
         self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
         self.problem = p = TrainingProblem.of(trial)
-        self.steps = p.steps
+        self.steps, self.end = p.steps, p.steps if end is None else end
+        self.clocked = first + COMPILING
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1
@@ -147,7 +209,7 @@ class _Curve:
     def progress(self, number: int) -> float | None:
         """Where step `number` stands between 0 and 1, or None when training is over."""
         if self.steps is not None:
-            return number / self.steps if number < self.steps else None
+            return number / self.steps if number < (self.end or 0) else None
         at = self.elapsed / (self.problem.budget_s or 0)
         return at if at < 1 else None
 
@@ -156,19 +218,19 @@ class _Curve:
         self.number = number
         norm = self.step.grad_norm
         self.pending.append((number, loss, loss if norm is None else norm))
-        if number == COMPILING - 1:
+        if number == self.clocked - 1:
             self._wait()
             self.mark = time.perf_counter()
         every, every_s = self.problem.eval_every, self.problem.eval_every_s
         due = bool(every and (number + 1) % every == 0)
         if self.problem.budget_s is None and (number + 1) % LOG_EVERY and not due:
             return None  # under a budget every step is read: it must end on time, and slow steps make a read cheap
-        reason = self._read()
+        reason = self.read()
         due = due or bool(every_s and self.elapsed - self.last_eval_s >= every_s)
         return self._evaluate() if reason is None and due else reason
 
     def finish(self) -> str | None:
-        reason = self._read()
+        reason = self.read()
         if reason is None and (not self.val_step or self.val_step[-1] != self.number + 1):
             reason = self._evaluate()
         return reason
@@ -188,11 +250,11 @@ class _Curve:
         if self.trial.device == "cuda":
             torch.cuda.synchronize()
 
-    def _read(self) -> str | None:
+    def read(self) -> str | None:
         """Bring the pending losses to the host, each at the time the training clock now shows."""
         self._wait()
         now = time.perf_counter()
-        if self.number >= COMPILING:
+        if self.number >= self.clocked:
             self.elapsed += now - self.mark
         self.mark = now
         pending, self.pending = self.pending, []

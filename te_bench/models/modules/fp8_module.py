@@ -326,6 +326,15 @@ class Fp8Module(Parallelised, nn.Module):
         found = state.tensors() if state is not None and state.real else self._loaded
         return {name: tensor.detach() for name, tensor in found.items()}
 
+    def begin_recipe_state(self) -> None:
+        """Put what the recipe keeps back to where a new module has it, in place: a captured graph reads it there."""
+        self._loaded = {}
+        self.forget_weights()
+        if self._state is not None and self._state.real:
+            fresh = self._state.recipe.make_state(self._n_gemms, self._state.device)
+            assert fresh is not None
+            self._state.load(fresh.tensors())
+
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:

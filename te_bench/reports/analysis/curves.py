@@ -109,7 +109,10 @@ def _training(configuration: Configuration) -> Training:
     steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
-    tokens = last * per_step if last is not None and per_step is not None else None
+    trunk = finite(configuration.trial.problem.get("branch_at")) or 0.0  # steps that no clock of a branch counts
+    tokens, clocked = (
+        (last - before) * per_step if last is not None and per_step is not None else None for before in (0.0, trunk)
+    )
     timed = time if "share" not in configuration.trial.problem else None
     return Training(
         configuration=configuration,
@@ -119,7 +122,7 @@ def _training(configuration: Configuration) -> Training:
         n=len(best),
         steps_done=last,
         tokens=tokens,
-        tokens_per_s=tokens / timed if tokens and timed else None,
+        tokens_per_s=clocked / timed if clocked and timed else None,
         batch=finite(work.get("batch")),
     )
 

@@ -17,7 +17,7 @@ NOT_RUN, GO_ON = "not run yet", "rerun the same command to go on"
 TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
 #: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
-_COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "budget_s")
+_COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "branch_at", "budget_s")
 _OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
 
 

@@ -8,6 +8,7 @@ from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import design_of
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
+from te_bench.reports.convergence.forecast import fewest_seeds
 
 
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
@@ -28,7 +29,9 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
         raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))
     assert asked.budget_s is not None
     seed_s = sum(time or 0.0 for time in taken.values())
-    most = planning.seeds_within(asked.budget_s, slots=machine.slots, seed_s=seed_s, where=machine.on)
+    most = planning.seeds_within(
+        asked.budget_s, slots=machine.slots, seed_s=seed_s, where=machine.on, fewest=fewest_seeds(one)
+    )
     if asked.seeds is not None and asked.seeds > most:
         needed = planning.duration(asked.seeds * seed_s / machine.slots)
         raise ValueError(

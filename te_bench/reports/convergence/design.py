@@ -49,7 +49,15 @@ class Assumption:
     of: Mapping[str, Scalar]  # what of the problem must agree
     spread: RunSpread
     trial_s: float | None = None
+    fixed_s: float = 0.0  # of these, what is beside the steps
     trial_from: str = ""
+
+    def seconds(self, trial: Trial) -> float | None:
+        """Of a run that may be a branch."""
+        steps, all_steps = planning.steps_of(trial), trial.problem.get("steps")
+        if self.trial_s is None or steps is None or not isinstance(all_steps, int):
+            return None
+        return self.fixed_s + (self.trial_s - self.fixed_s) * steps / all_steps
 
 
 ASSUMED = (
@@ -64,6 +72,7 @@ ASSUMED = (
         # Start and check: the median of convergence-short's fused FP8 trials, wall less training. Evaluations: 18.6 M tokens
         # twice, at 0.35 us each, by which the broken recipe's took longer in convergence than in convergence-short.
         trial_s=224.0,
+        fixed_s=38.0,
         trial_from="2,035 steps of 4 x 22.8 ms, GPT-2 124M's of results/h200/convergence on an H200, 25 s of start and "
         "check, and 13 s of evaluations",
     ),
@@ -316,7 +325,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     judged = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds", "pool")}
     trials = experiment.trials
     control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
-    assumption = next((a for a in ASSUMED if all(control.problem.get(key) == of for key, of in a.of.items())), None)
+    assumption = assumption_of(control)
     spread = run_spread(earlier.studies, control)
     unused = None
     if spread is None and earlier.timings:
@@ -345,6 +354,10 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         machine=earlier.machine,
         pilot=bool(experiment.judgement.get("pilot")),
     )
+
+
+def assumption_of(control: Trial) -> Assumption | None:
+    return next((a for a in ASSUMED if all(control.problem.get(key) == of for key, of in a.of.items())), None)
 
 
 def _cells(trials: Sequence[Trial]) -> list[Trial]:

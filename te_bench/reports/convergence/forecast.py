@@ -5,10 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_bench.experiments.spec import Experiment
+from te_bench.experiments.spec import Experiment, Trial
+from te_bench.experiments.suites.convergence import TRUNKS
+from te_bench.models import cost
+from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
+from te_bench.reports.convergence.design import assumption_of
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
+from te_bench.reports.convergence.study import scope_of
+
+TRUNK_BYTES = 12  # a parameter's: float32, with its two moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +30,24 @@ class Forecast:
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
+    scope: str | None = None  # of branches: what part of training they are of
+    trunk_bytes: int | None = None  # of a branch's trunk on disk; None where nothing tells
+    time_from: str | None = None  # where the seconds are assumed from
+    pilot: bool = False
 
     def to_json(self) -> dict[str, Any]:
         conclusion = None if self.outlook is None else dataclasses.asdict(self.outlook)
-        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds)}
+        scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
+        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **scope}
 
     @property
     def refused(self) -> str | None:
         """Why a run of so little power is not begun unless it is asked for, or None."""
         outlook = self.outlook
-        if outlook is None or not outlook.underpowered:
+        if self.scope is not None and self.seeds < TRUNKS:
+            what = "plan of branches" if not self.pilot else "pilot of branches"
+            return f"--seeds {self.seeds}: a {what} takes {TRUNKS} trunks, one a seed; give {TRUNKS} or more"
+        if outlook is None or self.pilot or not outlook.underpowered:
             return None
         cautious = outlook.cautious
         ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
@@ -50,10 +65,15 @@ class Forecast:
         """What is said of it, a line each, those of details indented."""
         outlook = self.outlook
         said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
-        if outlook is None:
+        if self.scope is not None:
+            said += self._of_branches()
+        if self.pilot:
+            said.append("  a pilot: its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
+        elif outlook is None:
+            pilot = "--seeds 5" if self.scope is None else "--as-pilot"
             said.append(
                 "  power: not known, for no record says how far gaps of this training vary; a pilot tells: run the same "
-                "with --seeds 5 --out DIR, then plan with --pilot DIR"
+                f"with {pilot} --out DIR, then plan with --pilot DIR"
             )
         else:
             spread = outlook.spread
@@ -70,13 +90,25 @@ class Forecast:
         said.append(f"  time: {self._time()}")
         return said
 
+    def _of_branches(self) -> list[str]:
+        """What they are, what they prove and what they leave on the disk, a line each."""
+        megabytes = 0.0 if self.trunk_bytes is None else self.trunk_bytes / 1e6
+        size = f"{megabytes / 1000:.2g} GB" if megabytes >= 1000 else f"{megabytes:.2g} MB"
+        each = f", {size} each" if megabytes else ""
+        return [
+            f"  judged is FP8 {self.scope} alone; it says nothing of FP8 before",
+            f"  {self.seeds} trunks in bf16, one a seed, from whose end each configuration goes on. They stay in DIR/trunks"
+            f"{each}; delete them when the verdict is there",
+        ]
+
     def _time(self) -> str:
         if self.seconds is None:
             return "not known; --pilot DIR of a pilot would tell"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        minutes = self.seconds / machine.share / 60
-        return f"about {minutes:.3g} {'GPU' if machine.device == 'cuda' else 'CPU'} minutes{elapsed}"
+        minutes, unit = self.seconds / machine.share / 60, "GPU" if machine.device == "cuda" else "CPU"
+        took = f"{minutes / 60:.3g} {unit} hours" if self.scope and minutes >= 60 else f"{minutes:.3g} {unit} minutes"
+        return f"about {took}{elapsed}" + (f" (assumed: {self.time_from})" if self.time_from else "")
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
@@ -91,6 +123,11 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         outlook = planning.outlook(seeds=seeds, **by, recipes=arms.count("recipe"), spread=spread)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records)
+    scope, time_from = scope_of(control), None
+    assumed = assumption_of(control) if scope and control.device == "cuda" and None in taken.values() else None
+    if assumed is not None:
+        time_from = assumed.trial_from
+        taken |= {trial.name: assumed.seconds(trial) for trial in experiment.trials if taken[trial.name] is None}
     total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
     return Forecast(
         outlook=outlook,
@@ -100,7 +137,24 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         seconds=total,
         trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},
         machine=earlier.machine,
+        scope=scope,
+        trunk_bytes=_trunk_bytes(control) if scope else None,
+        time_from=time_from,
+        pilot=bool(experiment.judgement.get("pilot")),
     )
+
+
+def fewest_seeds(experiment: Experiment) -> int:
+    """That a verdict takes."""
+    branches = any(trial.problem.get("branch_at") is not None for trial in experiment.trials)
+    return TRUNKS if branches else planning.FEWEST_SEEDS
+
+
+def _trunk_bytes(control: Trial) -> int | None:
+    """Of one of te-bench's own models."""
+    model, width = control.problem["model"], control.problem["padded_vocab"]
+    known = configs()
+    return TRUNK_BYTES * cost.parameters(known[model], int(str(width))) if model in known else None
 
 
 def _source(spread: Spread) -> str:

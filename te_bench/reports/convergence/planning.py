@@ -52,6 +52,25 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
             assumed="four configurations of results/h200/convergence-short and -dpa",
         ),
     ),
+    *(
+        (
+            {"model": model, "steps": 2035, "branch_at": 1200, "batch": 12, "accumulate": 4, "learning_rate": 3e-4},
+            Spread(
+                sd=0.0025 / math.sqrt(2),
+                correlation=0.0,
+                pairs=5,
+                assumed="the final gaps of four recipes in results/h200/convergence, less what their gaps at step 1,200 "
+                "foretell, at twice the rate; no branch has been run",
+            ),
+        )
+        for model in ("gpt2", "llama-114m")
+    ),
+    (
+        {"model": "tiny", "steps": 150, "branch_at": 75, "batch": 8, "learning_rate": 1e-3, "order": None},
+        Spread(
+            sd=0.00012 / math.sqrt(2), correlation=0.0, pairs=6, assumed="FP8 from step 75 on, on a CPU, 2026-11-28"
+        ),
+    ),
     (
         {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
         Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
@@ -164,7 +183,9 @@ def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
 
 def _assumed(control: Trial) -> Spread | None:
     held = control.problem
-    return next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
+    branch = "branch_at"  # whose gaps are others than those of a training from the first step
+    alike = (known for of, known in ASSUMED if all(held.get(key) == of.get(key) for key in (*of, branch)))
+    return next(alike, None)
 
 
 def _spread(control: StudyArm, recipes: Sequence[StudyArm]) -> Spread | None:
@@ -173,7 +194,7 @@ def _spread(control: StudyArm, recipes: Sequence[StudyArm]) -> Spread | None:
     base = control.finals
     for arm in recipes:
         finals = arm.finals
-        seeds = [seed for seed in finals if seed in base]
+        seeds = [seed for seed in finals if seed in base and arm.runs[seed].trunk == control.runs[seed].trunk]
         if len(seeds) < FEWEST_PAIRS:
             continue
         a, b = (np.array([side[seed] for seed in seeds]) for side in (finals, base))
@@ -196,8 +217,15 @@ def pace(record: Record) -> Pace | None:
     step_s = step_seconds(record.samples)
     if record.outcome not in ("ok", "diverged") or step_s is None:
         return None
-    taken = numbers(record.samples["step"])[-1] + 1
-    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - taken * step_s))
+    steps = numbers(record.samples["step"])
+    taken, trunk_s = steps[-1] - steps[0] + 1, float(record.work.get("trunk", {}).get("took_s", 0.0))
+    return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - trunk_s - taken * step_s))
+
+
+def steps_of(trial: Trial) -> int | None:
+    """Those that a plan counts for it: a branch's own, and its trunk's for the control, which comes first."""
+    p = TrainingProblem.of(trial)
+    return p.steps if p.steps is None or p.arm == "control" else p.steps - (p.branch_at or 0)
 
 
 #: Of the problem, what a training's seconds depend on beside the number of its steps.
@@ -220,20 +248,20 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     for record in records:
         if known := pace(record):
             paces.setdefault(_work(record.trial), []).append(known)
-    alike = {trial.name: (paces.get(_work(trial), ()), TrainingProblem.of(trial).steps) for trial in trials}
+    alike = {trial.name: (paces.get(_work(trial), ()), steps_of(trial)) for trial in trials}
     return {name: median([one.seconds(steps) for one in found if steps]) for name, (found, steps) in alike.items()}
 
 
-def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "") -> int:
+def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "", fewest: int = FEWEST_SEEDS) -> int:
     """floor(budget slots / seconds of all arms of one seed), of as many trials at once as there are slots.
 
-    where: said after a time that they take. Raises ValueError for a budget that is too small for FEWEST_SEEDS.
+    where: said after a time that they take. Raises ValueError for a budget that is too small for the `fewest`.
     """
     seeds = int(budget_s * slots / seed_s)
-    if seeds < FEWEST_SEEDS:
+    if seeds < fewest:
         raise ValueError(
-            f"--budget {duration(budget_s)}: a verdict needs {FEWEST_SEEDS} seeds, which take about "
-            f"{duration(FEWEST_SEEDS * seed_s / slots)}{where}"
+            f"--budget {duration(budget_s)}: a verdict needs {fewest} seeds, which take about "
+            f"{duration(fewest * seed_s / slots)}{where}"
         )
     return seeds
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from te_bench.experiments.environment import OF_TIMES
+from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
@@ -42,11 +43,13 @@ class Run:
     def stability(self) -> Stability | None:
         """What the training loss and the gradient norm went through; None for a run that logged nothing."""
         samples = self.record.samples if self.record else {}
-        steps, losses = samples.get("step") or [], samples.get("loss") or []
-        if not steps:
+        if not samples.get("step"):
             return None
-        # A value that was not finite is null in the journal.
-        norms = [float("nan") if x is None else x for x in samples.get("grad_norm") or []]
+        steps, losses, norms = (  # of a branch with its trunk's, by which a rise is seen
+            [*(samples.get(f"trunk_{name}") or []), *(samples.get(name) or [])]
+            for name in ("step", "loss", "grad_norm")
+        )
+        norms = [float("nan") if x is None else x for x in norms]  # what was not finite is null in the journal
         return stability(steps, losses, norms if len(norms) == len(steps) else ())
 
     @property
@@ -75,6 +78,12 @@ class Run:
             x for at, x in zip(steps, losses, strict=False) if finite(x) is not None and at >= (1 - LATE) * steps[-1]
         ]
         return sum(late) / len(late) if late and self.final is not None else None
+
+    @property
+    def trunk(self) -> str | None:
+        """The SHA-256 of the weights that a branch began with; None of a training from the first step."""
+        told = self.record.work.get("trunk") if self.record else None
+        return None if told is None else str(told["sha256"])
 
     @property
     def step_s(self) -> float | None:
@@ -193,6 +202,16 @@ class Study:
         return int(self.number("seeds") or len(self.seeds))
 
     @property
+    def branch_at(self) -> int | None:
+        """The steps in bf16 that each pair has in common, its trunk; None where FP8 trains from the first step on."""
+        return None if self.control is None else TrainingProblem.of(self.control.trial).branch_at
+
+    @property
+    def scope(self) -> str | None:
+        """What part of training the verdict is of; None where it is of all."""
+        return None if self.control is None else scope_of(self.control.trial)
+
+    @property
     def assumption(self) -> str:
         """What the error rate of its verdicts rests on."""
         return skewed.ASSUMPTION if self.pool is None else pooled.ASSUMPTION
@@ -205,6 +224,15 @@ class Study:
     def number(self, setting: str) -> float | None:
         """A number of the plan's judgement."""
         return finite(self.judgement.get(setting))
+
+
+def scope_of(trial: Trial) -> str | None:
+    """What part of training the trial's study judges FP8 in: "in the last 41 % of training (from step 1,200 of 2,035)"."""
+    p = TrainingProblem.of(trial)
+    if p.branch_at is None or p.steps is None:
+        return None
+    share = 100 * (1 - p.branch_at / p.steps)
+    return f"in the last {share:.0f} % of training (from step {p.branch_at:,} of {p.steps:,})"
 
 
 def studies(group: Group) -> tuple[Study, ...]:
@@ -224,6 +252,8 @@ def studies(group: Group) -> tuple[Study, ...]:
 def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     problem = configurations[0].trial.problem
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
+    scope = scope_of(configurations[0].trial)
+    title += f", FP8 from step {problem['branch_at']:,} on" if scope else ""
     plans = _plans(group, configurations)
     judgement, notes = _judgement(plans)
     notes += [
@@ -231,6 +261,11 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
         "configuration after a look; a study of its own has another --out"
         for one in _added(plans, configurations)
     ]
+    if scope:
+        notes.append(
+            f"Each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps: independent of each other are "
+            "the trunks, and of FP8 in those steps the verdict says nothing"
+        )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:
         seeds *= finite(judgement.get("pool")) or 1

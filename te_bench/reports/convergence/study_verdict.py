@@ -83,7 +83,7 @@ class StudyVerdict:
         if self.void:
             return f"No verdict: {self.void}."
         like = self.study.reference
-        said = {
+        words = {
             Verdict.EQUIVALENT: ("trains", "train", f" like {like} (final loss within {self.margin:g} nat)"),
             Verdict.NON_INFERIOR: ("is", "are", f" not worse than {like} by {self.margin:g} nat"),
             Verdict.INFERIOR: ("ends", "end", f" more than {self.margin:g} nat above {like}"),
@@ -91,12 +91,13 @@ class StudyVerdict:
             Verdict.INCONCLUSIVE: ("is", "are", " undecided"),
         }
         parts = []
-        for verdict, (one, several, what) in said.items():
+        for verdict, (one, several, what) in words.items():
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
                 verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
                 parts.append(f"{verdict}: {'; '.join(names)} {verb}{what}")
-        return ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
+        said = ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
+        return said if self.study.scope is None else f"FP8 {self.study.scope}: {said} This says nothing of FP8 before."
 
     def _named(self, found: ArmVerdict) -> str:
         needed, name = found.judgement.seeds_needed, found.arm.name

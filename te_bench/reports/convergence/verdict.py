@@ -10,6 +10,7 @@ from statistics import fmean
 
 import numpy as np
 
+from te_bench.experiments.suites.convergence import TRUNKS
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict, compare, copies, judge
@@ -57,7 +58,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         void=void,
         unfinished=unfinished,
         exploration=bool(notes),
-        notes=(*study.notes, *notes, *_note_outliers(control, (*recipes, aa))),
+        notes=(*study.notes, *notes, *_note_trunks(study, control), *_note_outliers(control, (*recipes, aa))),
     )
 
 
@@ -78,6 +79,15 @@ def _of_pilot(study: Study, margin: float, alpha: float) -> StudyVerdict:
         exploration=False,
         notes=study.notes,
     )
+
+
+def _note_trunks(study: Study, control: StudyArm) -> list[str]:
+    apart = {arm.name: _of_two_trunks(arm, control) for arm in study.arms}
+    return [
+        f"{name}, {_seeds(seeds)}: left out, for the trunk was trained again and is not the one that bf16 went on from"
+        for name, seeds in apart.items()
+        if seeds
+    ]
 
 
 def _note_outliers(control: StudyArm, findings: Sequence[ArmVerdict | None]) -> list[str]:
@@ -122,9 +132,15 @@ def _setting(study: Study, name: str, asked: float | None, default: float, notes
 
 
 def paired_seeds(arm: StudyArm, control: StudyArm) -> tuple[int, ...]:
-    """The seeds on which both ended, and neither diverged on the way."""
-    broken = {*arm.diverged, *control.diverged}
-    return tuple(seed for seed in arm.finals if seed in control.finals and seed not in broken)
+    """The seeds on which both ended, neither diverged on the way and, of branches, both went on from the same weights."""
+    apart = {*arm.diverged, *control.diverged, *_of_two_trunks(arm, control)}
+    return tuple(seed for seed in arm.finals if seed in control.finals and seed not in apart)
+
+
+def _of_two_trunks(arm: StudyArm, control: StudyArm) -> list[int]:
+    """The seeds whose runs went on from other weights: a trunk that was lost and trained again is another on a GPU."""
+    both = [seed for seed in arm.finals if seed in control.finals]
+    return [seed for seed in both if arm.runs[seed].trunk != control.runs[seed].trunk]
 
 
 def why_diverged(arm: StudyArm) -> str | None:
@@ -201,6 +217,8 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | Non
         few = min(len(arm.finals), len(control.finals))
         return None if few > 1 else f"{few} run: the noise between runs cannot be known from fewer than 2"
     n = len(paired_seeds(arm, control))
+    if study.branch_at is not None and n < TRUNKS:
+        return f"{n} pairs that share a trunk: a verdict on branches takes {TRUNKS} trunks"
     return None if n > 1 else f"{n} pair of seeds: the noise between seeds cannot be known from fewer than 2"
 
 
@@ -300,7 +318,8 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         judgement=judgement,
         native=native,
         trained=trained,
-        speedup=None if c is None or not at else _speedup(control, arm, seeds, at),  # survivors are a biased choice
+        # Survivors are a biased choice; and what faster steps save, a branch has in a part of its training alone.
+        speedup=None if c is None or not at or study.branch_at else _speedup(control, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), _mean_gaps(ours, theirs)),
         missing=_missing_seeds(study, arm, control) if study.pool is None else _unfinished(study, arm, judgement),

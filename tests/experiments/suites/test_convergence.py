@@ -10,6 +10,7 @@ import pytest
 
 from te_bench import plugins
 from te_bench.experiments import plan, presets
+from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
 from te_bench.models.configs import configs
@@ -344,3 +345,46 @@ def test_a_fault_that_is_not_there_or_has_no_recipe_is_refused() -> None:
         plan.check(dataclasses.replace(broken, problem={**broken.problem, "fault": "e5m2_foward"}))
     with pytest.raises(ValueError, match="a fault is planted into a recipe; choose precision fp8"):
         plan.check(dataclasses.replace(broken, precision="bf16", recipe=None))
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "cpu-pool", "cpu"])
+def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
+    """Of presets with a pool, too; and without the option nothing is another trial than it was."""
+    experiment = resolve(preset=preset, branch_at=75, fused=None)
+    assert "pool" not in experiment.judgement
+    seeds = range(int(str(experiment.judgement["seeds"])))
+    assert len(seeds) >= convergence.TRUNKS
+    for seed in seeds:
+        arms = [trial for trial in experiment.trials if trial.seed == seed]
+        assert arms[0].problem["arm"] == "control"  # which trains the trunk
+        assert {trunk_of(trial).id for trial in arms} == {arms[0].id}
+        assert Counter(trial.problem["arm"] for trial in arms) == {
+            "control": 1, "aa": 1, "broken": 1, "recipe": len(arms) - 3,
+        }  # fmt: skip
+    assert len({trial.seed for trial in experiment.trials}) == len(seeds)
+    assert all(trial.problem["branch_at"] == 75 for trial in experiment.trials)
+    assert experiment.title.startswith("Convergence: does FP8 from step 75 on train like BF16?")
+    assert all("branch_at" not in trial.problem for trial in resolve(preset=preset).trials)
+    assert trunk_of(resolve(preset=preset).trials[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"branch_at": 0}, r"^--branch-at 0: bf16 trains that many steps before FP8 does: give 1 or more"),
+        ({"branch_at": -3}, r"^--branch-at -3: bf16 trains that many steps"),
+        ({"branch_at": 150}, r"^--branch-at 150: the training has 150 steps, and FP8 is to have some; give fewer"),
+        ({"branch_at": 40, "steps": 40}, r"^--branch-at 40: the training has 40 steps"),
+        ({"branch_at": 75, "states": "bf16"}, r"^--branch-at 75 beside --weights or --states: it judges FP8"),
+        ({"branch_at": 75, "fused": True}, r"^--branch-at 75 beside --fused: .* take --preset gpt2 or llama"),
+        ({"branch_at": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--branch-at 75 beside --parallel: a trunk"),
+    ],
+)
+def test_a_branch_that_cannot_be_is_refused_in_a_sentence(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        resolve(preset="cpu", **asked)
+
+
+def test_other_suites_have_no_branches() -> None:
+    with pytest.raises(ValueError, match="--branch-at: the suite stress trains every run from its first step"):
+        resolve("stress", branch_at=75)

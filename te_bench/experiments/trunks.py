@@ -1,0 +1,86 @@
+"""The trunk that the branches of a study share: the first steps of its bf16 control, trained once and kept.
+
+    DIR/TRIAL/              a checkpoint of training.resume, and curve.json, the samples up to there
+    DIR/TRIAL.lock
+
+TRIAL is the control's id, which has the seed in it. Whoever needs a trunk that is not there trains it, and others wait for
+the lock. A folder by that name is whole: it is written under another one, which the next to hold the lock removes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks.gradients import settle
+from te_bench.experiments.spec import Trial
+from te_bench.training import resume
+from te_bench.training.step import TrainStep
+
+CURVE = "curve.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trunk:
+    """A trunk that is there. `samples`: what its training sampled; `trained`: by this trial; took_s: so, or waiting."""
+
+    folder: Path
+    samples: Mapping[str, list[Any]]
+    trained: bool
+    took_s: float
+
+
+def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[Any]]]) -> Trunk:
+    """The control's trunk; `grow` trains one that is not in `folder`: it writes a checkpoint, and answers samples."""
+    began, trained = time.perf_counter(), False
+    own = folder / control.id
+    with _locked(own):
+        if not own.exists():
+            half = own.with_suffix(".half")
+            shutil.rmtree(half, ignore_errors=True)  # of a trial that died
+            samples = grow(half)
+            (half / CURVE).write_text(json.dumps(samples))
+            half.rename(own)
+            trained = True
+    samples = json.loads((own / CURVE).read_text())
+    return Trunk(folder=own, samples=samples, trained=trained, took_s=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The kernel drops the lock with the process, so that a kill leaves none behind."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def graft(step: TrainStep, trial: Trial, trunk: Trunk, once: Callable[[], object]) -> str:
+    """Put the arm's step to the trunk's end; the SHA-256 of the weights there, before any of them is moved.
+
+    once: a pass over the batch of the branch's first step, which changes no weight. FP8 begins here as it does with a
+    checked trial's first step: scales that a recipe keeps have settled on the weights.
+    """
+    once()  # a captured step is loaded into where its graph reads
+    resume.load(step, trunk.folder, begin_fp8=True)
+    weights = _digest(step.model)
+    with torch.random.fork_rng(["cuda"] if trial.device == "cuda" else []):  # dropout goes on from the trunk's masks
+        trial_model.perturb(step.model, trial)
+        settle(trial.recipe, once)
+    return weights
+
+
+def _digest(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        found.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()

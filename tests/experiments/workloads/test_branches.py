@@ -1,0 +1,217 @@
+"""Branches of a study: what they share with the trunk, that each goes on exactly from its end, and a trunk that is lost."""
+
+import dataclasses
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence_runs import arm_trial
+
+from te_bench.experiments import trunks
+from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.instruments import profiling
+from te_bench.experiments.measurement import Context, Diverged
+from te_bench.experiments.problems import trunk_of
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import training
+from te_bench.training import corpus as corpora
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # tiny models, for which a second one waits
+BRANCH_AT = 5
+TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
+TINY |= {"learning_rate": 3e-3, "min_learning_rate": 0.0, "warmup": 2, "steps": 9, "eval_every": 3, "eval_tokens": 64}
+TINY |= {"evaluate": "both", "order": "once"}
+FUSED = {"head": "chunked", "optimizer": "reference", "blocks": "fused"}
+
+
+@pytest.fixture
+def arm(tmp_path: Path) -> Any:
+    """arm("recipe", "delayed_scaling") of a study that branches, or does not: branch_at=None."""
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 200)
+    corpus = corpora.prepare(f"text:{text}", "bytes", cache=tmp_path / "cache")
+
+    def of(kind: str, recipe: str | None = None, **problem: Any) -> Trial:
+        own = {"aa": {"perturb_ulp": 1}, "broken": {"fault": "flushed_gradients"}}.get(kind, {})
+        problem = {
+            **TINY,
+            "data": "text:text.txt",
+            "corpus": corpus.key,
+            "branch_at": BRANCH_AT,
+            "arm": kind,
+            **own,
+            **problem,
+        }
+        return Trial(
+            workload="training",
+            device="cpu",
+            problem={name: value for name, value in problem.items() if value is not None},
+            attention="math" if problem.get("dropout") else "flash",
+            precision="bf16" if recipe is None else "fp8",
+            recipe=recipe,
+            protocol="curve",
+            seed=3,
+        )
+
+    return of
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(cache=tmp_path / "cache", trunks=tmp_path / "trunks")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings without their checks, which are most of the time of so short ones."""
+    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
+    monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
+    monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
+
+
+@pytest.mark.usefixtures("plain_heads", "unchecked")
+@pytest.mark.parametrize(
+    "problem",
+    [{}, {"dropout": 0.2}, {"accumulate": 2}, FUSED, {**FUSED, "accumulate": 2}, {"optimizer": "reference"}],
+    ids=["modules", "dropout", "micro-batches", "fused", "fused, micro-batches", "table"],
+)
+def test_a_control_that_branches_ends_where_one_that_does_not_ends(arm: Any, context: Context, problem: Any) -> None:
+    """Bit for bit, whether it trained the trunk itself or found it: weights, moments, rate, batches and masks go on."""
+    straight = training.run(arm("control", branch_at=None, **problem), context).samples
+    for trained in (True, False):
+        found = training.run(arm("control", **problem), context)
+        assert found.work["trunk"]["trained"] is trained
+        assert found.samples["step"] == list(range(BRANCH_AT, 9))
+        for name in ("loss", "grad_norm"):
+            assert found.samples[f"trunk_{name}"] + found.samples[name] == straight[name]
+        assert found.samples["trunk_val_step"] + found.samples["val_step"] == straight["val_step"] == [3, 6, 9]
+        assert found.samples["trunk_val_loss"] + found.samples["val_loss"] == straight["val_loss"]
+
+
+@pytest.mark.usefixtures("plain_heads", "unchecked")
+@pytest.mark.parametrize("problem", [{}, {"dropout": 0.5}, FUSED], ids=["modules", "dropout", "fused"])
+def test_all_arms_go_on_from_one_trunk(arm: Any, context: Context, problem: Any) -> None:
+    arms = [arm("control", **problem), arm("aa", **problem)]
+    arms += [
+        arm("recipe", name, **problem) for name in ("delayed_scaling", "float8_current_scaling", "rowwise_scaling")
+    ]
+    arms += [arm("broken", "float8_current_scaling", **problem)]
+    arms += [arm("recipe", "float8_current_scaling", **{**problem, "head": "fp8"})] if "head" in problem else []
+    assert all(trunk_of(one) == trunk_of(arms[0]) for one in arms)
+    found = [training.run(one, context) for one in arms]
+    assert [one.work["trunk"]["trained"] for one in found] == [True, *[False] * (len(arms) - 1)]
+    assert len({one.work["trunk"]["sha256"] for one in found}) == 1
+    for one in found:
+        assert {name: one.samples[name] for name in one.samples if name.startswith("trunk_")} == {
+            name: found[0].samples[name] for name in found[0].samples if name.startswith("trunk_")
+        }
+    first = [one.samples["loss"][0] for one in found]
+    assert first == pytest.approx([first[0]] * len(first), abs=0.02)  # of the same weights, batch and masks
+    ends = [tuple(one.samples["loss"][1:]) for one in found]
+    assert len(set(ends)) == len(ends)  # A/A's, too, whose weights are moved where it begins
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize("problem", [{}, FUSED], ids=["modules", "fused"])
+def test_the_scales_of_a_branch_begin_with_it(
+    arm: Any, context: Context, problem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the check has passed through the model before, whose weights were those of the beginning."""
+    one = arm("recipe", "delayed_scaling", **problem)
+    checked = training.run(one, context).samples
+    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
+    assert training.run(one, context).samples["loss"] == checked["loss"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_without_a_folder_each_trains_a_trunk_of_its_own(arm: Any, context: Context) -> None:
+    kept, own = (training.run(arm("control"), dataclasses.replace(context, trunks=at)) for at in (context.trunks, None))
+    assert own.work["trunk"]["trained"]
+    assert own.samples["loss"] == kept.samples["loss"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_trunk_that_is_lost_is_trained_again_and_said_to_be(arm: Any, context: Context) -> None:
+    first = training.run(arm("control"), context).work["trunk"]
+    assert context.trunks is not None
+    shutil.rmtree(context.trunks)
+    again = training.run(arm("aa"), context).work["trunk"]
+    assert (first["trained"], again["trained"]) == (True, True)
+    assert first["sha256"] == again["sha256"]  # on a CPU; on a GPU the hash tells them apart
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_trunk_that_breaks_is_a_divergence_of_bf16_and_leaves_nothing(arm: Any, context: Context) -> None:
+    with pytest.raises(Diverged, match=r"^the trunk, in bf16: the .*loss is (nan|inf)") as caught:
+        training.run(arm("recipe", "delayed_scaling", learning_rate=1e30, grad_clip=0.0), context)
+    assert caught.value.measurement.samples["trunk_loss"]
+    assert context.trunks is not None
+    assert [path.suffix for path in context.trunks.iterdir()] == [".lock"]
+
+
+def grown(folder: Path) -> dict[str, list[float]]:
+    folder.mkdir(parents=True)
+    (folder / "state").write_text("whole")
+    return {"loss": [1.0]}
+
+
+def test_one_that_dies_while_it_writes_leaves_no_half_trunk(tmp_path: Path) -> None:
+    control = arm_trial("control", 0)
+
+    def dies(folder: Path) -> Any:
+        folder.mkdir(parents=True)
+        (folder / "state").write_text("ha")
+        raise KeyboardInterrupt
+
+    for _ in range(2):  # a second one finds what the first has left
+        with pytest.raises(KeyboardInterrupt):
+            trunks.find(control, tmp_path, dies)
+        assert not (tmp_path / control.id).exists()
+    found = trunks.find(control, tmp_path, grown)
+    assert (found.folder / "state").read_text() == "whole"
+    assert (found.trained, found.samples) == (True, {"loss": [1.0]})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [control.id, f"{control.id}.lock"]
+
+
+def test_two_that_want_a_trunk_at_the_same_time_train_it_once(tmp_path: Path) -> None:
+    control, times, found = arm_trial("control", 0), [], []
+
+    def slowly(folder: Path) -> Any:
+        times.append(time.monotonic())
+        time.sleep(0.2)
+        return grown(folder)
+
+    def want() -> None:
+        found.append(trunks.find(control, tmp_path, slowly))
+
+    threads = [threading.Thread(target=want) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(times) == 1
+    assert sorted(one.trained for one in found) == [False, False, True]
+    assert all(one.took_s >= 0.1 for one in found)
+    other = trunks.find(arm_trial("control", 1), tmp_path, grown)
+    assert other.folder != found[0].folder
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("unchecked")
+def test_captured_steps_go_on_from_a_trunk_of_captured_steps(arm: Any, context: Context) -> None:
+    """Into the very tensors that the graph reads, and with the masks that an unbranched run would draw."""
+
+    def on_a_gpu(one: Trial) -> Trial:
+        return dataclasses.replace(one, device="cuda", mode="cudagraph", attention="flash")
+
+    asked = {"block": 64, "dropout": 0.1, "steps": 20, "branch_at": 10}
+    straight = training.run(on_a_gpu(arm("control", **{**asked, "branch_at": None})), context).samples
+    arms = [arm("control", **asked), arm("aa", **asked), arm("recipe", "delayed_scaling", **asked)]
+    found = [training.run(on_a_gpu(one), context) for one in arms]
+    assert len({one.work["trunk"]["sha256"] for one in found}) == 1
+    assert found[0].samples["trunk_loss"] + found[0].samples["loss"] == pytest.approx(straight["loss"], rel=1e-3)
+    first = [one.samples["loss"][0] for one in found]
+    assert first == pytest.approx([first[0]] * len(first), abs=0.02)
