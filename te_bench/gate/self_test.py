@@ -20,7 +20,7 @@ import numpy as np
 
 from te_bench.experiments.spec import Options
 from te_bench.gate import checkouts, places, revisions
-from te_bench.gate.decision import FEWEST, regressions
+from te_bench.gate.decision import FEWEST, GateVerdict, decide
 from te_bench.gate.neighbours import first_timed
 from te_bench.gate.places import Place
 from te_bench.gate.question import Question
@@ -240,7 +240,8 @@ def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float,
     for _ in range(gates):
         drawn = {name: generator.choice(pairs, size=most).T.tolist() for name, pairs in known.items()}
         ratios, means = ({name: kinds[i] for name, kinds in drawn.items() if i < len(kinds)} for i in (0, 1))
-        found += bool(regressions(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks))
+        decided = decide(ratios, means=means or None, margin=margin, alpha=alpha, looks=looks)
+        found += any(one.verdict is GateVerdict.REGRESSION for one in decided.judgements.values())
     return found / gates
 
 
