@@ -7,7 +7,7 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md many-gpus.md results.md performance.md attention.md gate.md convergence.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables clean
+.PHONY: demo test docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables reports clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench demo
@@ -47,6 +47,10 @@ check-tables: .venv/demo.done
 # The tables of these pages, from the records under results/ and the backends' own words.
 tables: .venv/demo.done
 	$(BIN)/te-bench embed $(PAGES)
+
+# The reports under results/, drawn again from their journals, in two minutes. On another machine an index.html may differ in last digits.
+reports: .venv/demo.done
+	for report in results/*/*/report; do $(BIN)/te-bench report $${report%/report} > /dev/null || exit 1; done
 
 # docs/ with a reference and a gallery of results/, as a site in site/: open site/index.html, no server is needed.
 docs: .venv/docs.done

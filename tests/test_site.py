@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import CHROMIUM, NO_CHROMIUM, Browser, browser, served
+from matplotlib import pyplot
 
 from te_bench.gate import output
 from te_bench.gate.decision import decide
@@ -177,6 +178,22 @@ def test_every_kind_of_page_looks_right(
 
 
 @in_chromium
+@pytest.mark.parametrize(("width", "line"), [(1280, 40), (400, 110)])
+def test_the_gallery_shows_a_line_and_its_links_for_each_run(
+    url: str, chromium: Browser, width: int, line: int
+) -> None:
+    chromium.open(f"{url}/gallery.html", width)
+    heights = chromium.run("[...document.querySelectorAll('.entry')].map((entry) => entry.offsetHeight)")
+    assert len(heights) > 20
+    assert max(heights) < line
+    links = "[...document.querySelectorAll('.entry')].map((entry) => entry.querySelector('.links a').checkVisibility())"
+    assert chromium.run(links) == [True] * len(heights)
+    chromium.run("document.querySelectorAll('.suite').forEach((suite) => { suite.open = false; })")
+    chromium.settle()
+    assert chromium.run("document.documentElement.scrollHeight") < 3000
+
+
+@in_chromium
 def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromium: Browser) -> None:
     chromium.open(f"{url}/gallery.html", 1280)
     everything = chromium.run(ENTRIES)
@@ -192,10 +209,18 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
     assert len(rows) == 4
     assert {(row["model"], row["kind"]) for row in rows} == {("llama3-1b", "te-bench FP8")}
     assert chromium.run("document.querySelector('.filters output').value") == "4 configurations in 1 entry"
+    shown = "[...document.querySelectorAll('.gpu:not([hidden]) > .suite:not([hidden]) > summary')].length"
+    assert chromium.run(shown) == 1
     address = "?GPU=NVIDIA+H100+80GB+HBM3&Model=llama3-1b&Configuration=te-bench+fp8"
     assert chromium.run("location.search") == address
     chromium.run("document.querySelector('.filters').reset()")
     chromium.settle()
+    chromium.run(f"{CHOOSE}('.filters', 'Suite', 'attention')")
+    assert chromium.run("location.search") == "?Suite=attention"
+    assert 0 < len(chromium.run(ENTRIES)) < len(everything)
+    chromium.run("document.querySelector('.filters').reset()")
+    chromium.settle()
+    assert not any(entry[1] for entry in chromium.run(ENTRIES))
     assert [entry[2:] for entry in chromium.run(ENTRIES)] == [entry[2:] for entry in everything]
     for side in ("From", "To"):
         chromium.run(f"{CHOOSE}('.differences', '{side}', 'c99a9d6a3a5d2758')")
@@ -207,6 +232,37 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
     assert ["gpu", "NVIDIA H100 80GB HBM3", "NVIDIA H200"] in differences
     assert all(old != new for _, old, new in differences)
     assert chromium.said == []
+
+
+@in_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_table_that_goes_on_beyond_the_screen_has_a_shade_at_that_edge(
+    site: Path, url: str, chromium: Browser, dark: bool
+) -> None:
+    chromium.open(f"{url}/attention.html", 400, dark=dark)
+    chromium.wait_for("document.querySelector('.md-typeset__scrollwrap') !== null")
+
+    def edges(cut: bool, scrolled: str) -> tuple[bool, bool]:
+        """Whether the left and the right edge of the first table that is cut, or is not, differ from the ground."""
+        chosen = f"(each) => (each.scrollWidth > each.clientWidth) === {str(cut).lower()}"
+        found = chromium.run(f"""((table) => {{
+          table.scrollLeft = {scrolled};
+          const box = table.getBoundingClientRect();
+          return [box.left, box.right, box.top + scrollY];
+        }})([...document.querySelectorAll(".md-typeset__scrollwrap")].find({chosen}))""")
+        left, right, top = map(round, found)
+        chromium.settle()
+        chromium.picture(picture := site.parent / "shade.png")
+        pixels = pyplot.imread(picture)[top + 4, :, :3]
+        at_left, at_right = (
+            bool(abs(pixels[x] - pixels[(left + right) // 2]).max() > 0.1) for x in (left + 1, right - 2)
+        )
+        return at_left, at_right
+
+    assert edges(False, "0") == (False, False)
+    assert edges(True, "0") == (False, True)
+    assert edges(True, "table.scrollWidth / 3") == (True, True)
+    assert edges(True, "table.scrollWidth") == (True, False)
 
 
 @in_chromium

@@ -8,21 +8,22 @@ const settings = (id) =>
   new Map([...document.querySelectorAll(`#environment-${id} dl > div`)].map((line) => [...line.children].map((cell) => cell.textContent)));
 
 function filter() {
-  const [gpu, model, words] = ["GPU", "Model", "Configuration"].map((name) => filters.elements[name].value.trim());
+  const [gpu, suite, model, words] = ["GPU", "Suite", "Model", "Configuration"].map((name) => filters.elements[name].value.trim());
   const wanted = words.toLowerCase().split(/\s+/);
   let shown = 0;
   for (const entry of entries) {
     let here = 0;
     for (const row of entry.querySelectorAll("tbody tr")) {
       const text = `${row.dataset.kind} ${row.cells[0].textContent}`.toLowerCase();
-      const fits = (!gpu || entry.dataset.gpu === gpu) && (!model || row.dataset.model === model);
+      const fits = (!gpu || entry.dataset.gpu === gpu) && (!suite || entry.dataset.suite === suite) && (!model || row.dataset.model === model);
       row.hidden = !(fits && wanted.every((word) => text.includes(word)));
       here += !row.hidden;
     }
     entry.hidden = here === 0;
-    if (model || words) entry.querySelector("details").open = true;
+    entry.querySelector("details").open = Boolean(model || words);
     shown += here;
   }
+  for (const group of document.querySelectorAll(".gallery :is(.suite, .gpu)")) group.hidden = !group.querySelector(".entry:not([hidden])");
   const left = entries.filter((entry) => !entry.hidden).length;
   filters.querySelector("output").value =
     `${shown} configuration${shown === 1 ? "" : "s"} in ${left} ${left === 1 ? "entry" : "entries"}`;
@@ -50,7 +51,8 @@ function compare() {
 
 function openTarget() {
   const target = document.getElementById(location.hash.slice(1));
-  if (target?.matches("details")) target.open = true;
+  for (let element = target; element; element = element.parentElement) if (element.matches("details")) element.open = true;
+  target?.scrollIntoView();
 }
 
 for (const [name, value] of new URLSearchParams(location.search)) if (filters.elements[name]) filters.elements[name].value = value;

@@ -86,8 +86,9 @@ def _answer_again() -> None:
 
 def _gallery() -> str:
     lead = (
-        "One entry for each run whose journal is under results/, made from these journals. An entry names its command, the"
-        " commit of its code, its environment and its report. Two environments are compared [at the end](#environments).\n\n"
+        "One line for each run whose journal is under results/, with links to its report and its journal. A click on a line"
+        " shows its command, the commit of its code, its environment and every configuration. Two environments are compared"
+        " [at the end](#environments).\n\n"
     )
     entries = published.gallery(ROOT / "results", f"{AWAY}results", Path(MADE.name) / "results")
     return f'{lead}{entries}\n<script src="site/gallery.js"></script>\n'

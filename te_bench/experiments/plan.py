@@ -63,6 +63,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
+    run_options.check_ranks(options)  # after the suite, which may take none at all
     experiment = _asked_of_steps(adoption.adapt(experiment, options), options)
     for trial in experiment.trials:
         check(trial)

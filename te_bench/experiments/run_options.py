@@ -306,8 +306,6 @@ def check(options: Options) -> None:
     for name in sorted(WITH_MODEL):
         if getattr(options, name) is not None and options.model is None:
             raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
-    if (options.gpus_per_trial is None) != (options.parallel is None):
-        raise ValueError("--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both")
     if options.gather is not None and options.parallel not in GATHERING:
         raise ValueError(
             f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
@@ -318,7 +316,6 @@ def check(options: Options) -> None:
     if reason := bits.unsupported(fewer.get("weights"), fewer.get("states"), ranks=options.parallel is not None):
         flags = " ".join(f"--{name} {value}" for name, value in fewer.items())
         raise ValueError(f"{flags}: {reason}; leave --parallel out")
-    _check_shard(options.shard, options.parallel, options.gpus_per_trial)
     if options.steps is not None and options.tokens is not None:
         raise ValueError(f"--steps {options.steps} and --tokens {options.tokens} both say how long to train: give one")
 
@@ -329,8 +326,11 @@ def fewer_bits(options: Options) -> dict[str, str]:
     return {name: value for name, value in said.items() if value not in (None, WHOLE)}
 
 
-def _check_shard(shard: int | None, parallel: str | None, world: int | None) -> None:
-    """Raise ValueError unless a mode with groups, and no other, is told how many ranks one has, a proper part of them."""
+def check_ranks(options: Options) -> None:
+    """Raise ValueError unless a mode has its number of ranks, and a mode with groups, and no other, theirs."""
+    shard, parallel, world = options.shard, options.parallel, options.gpus_per_trial
+    if (world is None) != (parallel is None):
+        raise ValueError("--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both")
     if parallel not in parallels.GROUPED:
         if shard is not None:
             modes = " or ".join(parallels.GROUPED)

@@ -19,6 +19,8 @@ from te_bench.reports.convergence.planning import duration
 
 SUITES = "attention, convergence, curves, demo, fp8, layer, memory, nanogpt, quick, scaling, speed, stress"
 TOGETHER = "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both"
+OF_SCALING = "the suite scaling has ddp, fsdp2, tp on each number of GPUs; leave it out and choose trials by --only"
+PREDICTED = "or predict a step by te-bench plan scaling --world N"
 OF_SHARD = "--shard 2 goes with --gpus-per-trial N --parallel fsdp2+tp or hsdp: no other mode"
 OF_4 = "--parallel hsdp: how many of --gpus-per-trial 4 share the weights is --shard 2; got 3"
 OF_8 = "--parallel hsdp: how many of --gpus-per-trial 8 share the weights is --shard 2 or 4"
@@ -34,6 +36,16 @@ USAGE = [
     ),
     (["run", "speed", "--gpus-per-trial", "2"], TOGETHER),
     (["run", "speed", "--parallel", "ddp"], TOGETHER),
+    *(
+        ([verb, "scaling", *words], f"{words[0]}: {OF_SCALING} '*-{mode}-x2/*', {PREDICTED}")
+        for verb, words, mode in (
+            ("plan", ("--parallel", "fsdp2"), "fsdp2"),
+            ("run", ("--parallel", "tp", "--gpus-per-trial", "2"), "tp"),
+            ("plan", ("--parallel", "hsdp"), "fsdp2"),
+            ("plan", ("--gpus-per-trial", "2"), "fsdp2"),
+            ("run", ("--shard", "2"), "fsdp2"),
+        )
+    ),
     (
         ["run", "fp8", "--gpus-per-trial", "2", "--parallel", "ddp", "--gather", "fp8"],
         "--gather fp8 goes with --gpus-per-trial N --parallel fsdp2 or hsdp: no other mode gathers weights",

@@ -12,6 +12,7 @@ import dataclasses
 from te_bench.experiments import suite_trials
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
+from te_bench.experiments.run_options import OPTIONS
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import speed
 from te_bench.models import rivals
@@ -40,11 +41,15 @@ LEFT_OUT = (
 
 
 def experiment(options: Options) -> Experiment:
-    if options.parallel is not None:
-        raise ValueError(
-            "--parallel: the suite scaling has every mode on each number of GPUs; leave it out, or choose trials by "
-            "--only '*-ddp-x2/*'"
-        )
+    modes = [mode for mode in MODES if mode]
+    for name in ("parallel", "gpus_per_trial", "shard"):
+        if getattr(options, name) is not None:
+            mode = options.parallel if options.parallel in modes else "fsdp2"
+            raise ValueError(
+                f"{OPTIONS[name].flag}: the suite scaling has {', '.join(modes)} on each number of GPUs; "
+                f"leave it out and choose trials by --only '*-{mode}-x2/*', or predict a step by te-bench plan scaling "
+                "--world N"
+            )
     cuda = options.device == "cuda"
     usual: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
     if not cuda:

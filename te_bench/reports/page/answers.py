@@ -160,12 +160,13 @@ def _attention(result: GroupResult) -> list[Chart]:
                 shown=f"{text.milliseconds(total.value)} ms{_interval(ratio)}",
             )
             times.setdefault((in_fp8(time.configuration.trial.attention), shape), []).append((total.value, bar))
-    peer = kernel_name(result.attention.peer) if result.attention.peer else "no peer"
+    peer = result.attention.peer
+    over = f", and its speed-up over {kernel_name(peer)}" if peer else ""
     charts = []
     for fp8, what in ((False, "The fastest of each shape"), (True, "In FP8, which computes with other numbers")):
         best = tuple(min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
         if best:
-            charts.append(Chart(heading=f"{what}, both passes, and its speed-up over {peer}", bars=best))
+            charts.append(Chart(heading=f"{what}, both passes{over}", bars=best))
     return charts
 
 

@@ -73,7 +73,7 @@ def _panel(axes: Axes, one: TimeSeries, order: Sequence[HistoryPoint]) -> None:
             xytext=(3, -2),
             textcoords="offset points",
         )
-        size.set(va="top", fontsize=7.8, color=COLOURS[1])
+        size.set(va="top", fontsize=7.8)
     axes.set_title("\n".join(text.folded(one.name, NAME)), loc="left", fontsize=8.8)
     axes.margins(y=0.25)
     axes.tick_params(axis="y", labelsize=8)

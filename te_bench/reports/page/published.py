@@ -74,14 +74,15 @@ def gallery(results: Path, base: str, made: Path | None = None) -> str:
 
     base: where the page finds what lies under `results`, and under `made`.
     """
-    found = sorted(runs(results, made), key=lambda run: not run.listed)  # the sides of gates last
+    found = list(runs(results, made))
     bodies = {key: body for run in found for key, body in run.results.environments.items()}
     names = environment_labels(bodies)
     entries = [_entry(run, group, names) for run in found for group in run.results.groups]
     shown = {key: run.results for run in found for key in run.results.environments}
     environments = [shown_environment(shown[key], key) | {"name": names[key]} for key in sorted(names, key=names.get)]  # type: ignore[arg-type]
     rows = [row for entry in entries for row in entry["rows"]]
-    columns = {"GPU": (entries, "gpu"), "Model": (rows, "model"), "Configuration": (rows, "kind")}
+    columns = {"GPU": (entries, "gpu"), "Suite": (entries, "suite")}
+    columns |= {"Model": (rows, "model"), "Configuration": (rows, "kind")}
     filters = {title: sorted({one[key] for one in of}) for title, (of, key) in columns.items()}
     content = {"entries": entries, "environments": environments, "filters": filters, "n": len(rows), "base": base}
     return template.rendered("gallery.html.j2", content).decode()
@@ -97,6 +98,7 @@ def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
         "folder": run.folder,
         "title": group.title,
         "gpu": group.gpu or "CPU",
+        "suite": "gate" if "the gate's answer" in run.files else group.suite,
         "day": max((row.record.started_at[:10] for row in rows if row.record), default=text.MISSING),
         "n_ok": sum(row.outcome == "ok" for row in rows),
         "n_planned": len(rows),

@@ -74,7 +74,7 @@ def _throughput(panels: Panels, what: str) -> Figure:
     worlds = sorted({point.world for lines in panels.values() for line in lines.values() for point in line})
     several[0].set_xscale("log", base=2)
     several[0].set_xticks(worlds, list(map(str, worlds)))
-    several[0].set_xlim(worlds[0] * 0.9, worlds[-1] * 1.22)  # room for the last efficiencies
+    several[0].set_xlim(worlds[0] * 0.9, worlds[-1] * 1.24)  # room for the last efficiencies
     several[0].minorticks_off()
     several[0].set_ylim(0, top)
     several[-1].set_xlabel(what)
@@ -94,14 +94,14 @@ def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
 
 
 def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
-    """At the ends of the lines, so far apart that they can be read."""
+    """At the ends of the lines, each beside its line's mark, so far apart that they can be read."""
     ordered = sorted(lines, key=lambda one: one[0][-1].speed)
     for (line, place), height in zip(
         ordered, apart([line[-1].speed for line, _ in ordered], LABEL * top, top), strict=True
     ):
-        text = f"{100 * line[-1].efficiency.value:.0f} %"
-        where = (line[-1].world * 1.09, height)
-        axes.annotate(text, where, color=COLOURS[place % len(COLOURS)], va="center", fontsize=8.8)
+        text, where = f"{100 * line[-1].efficiency.value:.0f} %", (line[-1].world * 1.08, height)
+        axes.plot(*where, **_style(place))
+        axes.annotate(text, where, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.8)
 
 
 def apart(heights: Sequence[float], gap: float, top: float) -> list[float]:

@@ -14,7 +14,7 @@ Script = Callable[[str], Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "fp8 delayed_scaling", "fp8 float8_current_scaling_dpa"])
 def test_honest_steps_stay_well_within_their_limits(script: Script, name: str) -> None:
-    """Three seeds of the 200 that the script takes: the farthest of those are at 0.6 of a limit (docs/method.md)."""
+    """Three seeds of the 200 that the script takes: the farthest of those are at 0.6 of a limit (benchmarks/NOTES.md)."""
     sweep = script("check_margins")
     trial = dict(sweep.configurations("cpu", "tiny"))[name]
     worst, reasons = sweep.margins(dataclasses.replace(trial, seed=seed) for seed in range(3))

@@ -5,6 +5,7 @@ import re
 
 import journals
 import pytest
+from contrast import faint_texts
 from journals import record, step_record, trial
 
 from te_bench.reports.group_result import load_report
@@ -67,6 +68,7 @@ def test_a_rival_stands_beside_its_own_step_on_one_gpu_under_its_name(tmp_path):
     assert [row[0].text.startswith("torchtitan") for row in times.rows] == [False, True, False, True]
     [drawing] = gallery.figures_of(result, "")
     assert all(f">{said}<" in drawing.inline for said in ("torchtitan, bf16", "te-bench, bf16", "fsdp2, compile"))
+    assert faint_texts(drawing.inline) == []
 
 
 def test_ranks_are_added_up_or_averaged_and_the_fullest_shown(tmp_path):

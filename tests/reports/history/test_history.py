@@ -8,6 +8,7 @@ from typing import Any
 
 import journals
 import pytest
+from contrast import faint_texts
 
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Journal, load
@@ -222,6 +223,7 @@ def page(found: History, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_holds_its_figures_and_fetches_nothing(page: Path) -> None:
     html = page.read_text()
     assert "<svg" in html
+    assert faint_texts(html) == []
     assert "15abababab" in html
     assert "http" not in html.replace("http://www.w3.org/", "").replace("http-equiv", "")
     assert {path.name for path in (page.parent / "figures").iterdir()} == {"history-1.svg", "history-1.png"}

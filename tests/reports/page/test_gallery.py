@@ -2,6 +2,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from contrast import faint_texts
 from journals import (
     HOSTILE,
     STEP_KERNELS,
@@ -57,6 +58,7 @@ def test_inline_svg_follows_the_page_s_colour(drawings, kind):
     inline = drawings[kind].inline
     assert "currentColor" in inline
     assert INK not in inline
+    assert faint_texts(inline) == []
     for svg, ground in ((inline, "none"), (drawings[kind].svg.decode(), "#ffffff")):
         assert re.search(r'id="[^"]*\bpatch_1">.*?style="([^"]*)"', svg, re.DOTALL)[1] == f"fill: {ground}"
     assert "<style" not in inline

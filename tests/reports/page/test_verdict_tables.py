@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from contrast import faint_texts
 from convergence_runs import JUDGEMENT, TRUTH, run_record, study_records, write_study
 from journals import only_group, result_of
 
@@ -134,6 +135,7 @@ def test_names_in_a_headline_are_told_apart(tmp_path: Path) -> None:
 
 def test_the_gap_by_step_has_a_panel_an_arm_with_a_a_first(drawings: dict[str, Drawing]) -> None:
     drawn = drawings["verdict_gap"].inline
+    assert [name for name, drawing in drawings.items() if faint_texts(drawing.inline)] == []
     panels = re.findall(r">([^<>]*) \(mean of \d+", drawn)
     assert panels[0] == "bf16, A/A"
     assert set(panels[1:]) >= {"delayed scaling", "rowwise scaling"}

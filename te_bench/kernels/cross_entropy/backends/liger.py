@@ -1,4 +1,4 @@
-"""Liger-Kernel's fused cross-entropy, an optional peer: `pip install liger-kernel`.
+"""Liger-Kernel's fused cross-entropy, an optional rival: `pip install liger-kernel`.
 
 Its one kernel overwrites the logits with their gradient in the forward pass. It waits for the GPU twice, once to count the
 targets that are not ignored and once to compare the loss's gradient with 1, so a CUDA graph can't capture it; the loss is

@@ -1,4 +1,4 @@
-"""Liger-Kernel's Triton norms, an optional peer: `pip install liger-kernel`. They have no FP8 output.
+"""Liger-Kernel's Triton norms, an optional rival: `pip install liger-kernel`. They have no FP8 output.
 
 Written against liger-kernel 0.8.5: ops/layer_norm.py and ops/rms_norm.py, whose functions run without autograd.
 """
