@@ -82,38 +82,6 @@ def make(layers=1, width=32, dropout=0.0):
     return Model(width=width, layers=layers, dropout=dropout)
 
 
-def with_targets():
-    return WithTargets()
-
-
-def random():
-    return Random()
-
-
-def drops():
-    return Drops()
-
-
-def penalised():
-    return Penalised()
-
-
-def doubtful():
-    return Doubtful()
-
-
-def masked():
-    return Masked()
-
-
-def passing():
-    return Passing()
-
-
-def pixels():
-    return Pixels()
-
-
 def odd():
     return Model(width=30)
 
@@ -152,14 +120,6 @@ def no_number():
     model = Model()
     torch.nn.init.constant_(model.head.bias, float("nan"))
     return model
-
-
-def encoder():
-    return Encoder()
-
-
-def short():
-    return Short()
 
 
 def draw(batch, tokens, generator, device):

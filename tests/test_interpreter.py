@@ -82,21 +82,3 @@ def test_a_conversion_is_tritons_own_bit_for_bit(source, target, rounding, turne
         assert ours.dtype == right.dtype
         assert ours.shape == right.shape
         assert np.array_equal(ours, right)
-
-
-@pytest.mark.parametrize("element", [tl.float32, tl.pointer_type(tl.float32), tl.pointer_type(tl.float32, const=True)])
-@pytest.mark.parametrize("shape", [[16], [8, 4], [tl.constexpr(8), 4]])
-def test_a_type_and_a_tensor_of_it_are_tritons_own(element: tl.dtype, shape: list[Any]) -> None:
-    for _ in range(2):  # made, and known
-        ours, right = tl.block_type(element, shape), object.__new__(tl.block_type)
-        tl.block_type.__init__.__wrapped__(right, element, shape)
-        assert vars(ours).keys() == vars(right).keys()
-        assert ours == right
-        assert (ours.name, ours.numel, ours.element_ty) == (right.name, right.numel, element)
-        tensor, plain = tl.tensor(None, ours), object.__new__(tl.tensor)
-        tl.tensor.__init__.__wrapped__(plain, None, right)
-        assert vars(tensor).keys() == vars(plain).keys()
-        assert list(tensor.shape) == list(plain.shape)
-        assert (tensor.numel, tensor.dtype, tensor.type) == (plain.numel, plain.dtype, plain.type)
-    with pytest.raises(ValueError, match="power of 2"):
-        tl.block_type(element, [3])

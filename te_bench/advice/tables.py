@@ -9,7 +9,7 @@ from pathlib import Path
 
 from te_bench.advice.published import Answer, choice, stored_answers
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
+from te_bench.reports.page.table import Table, Value, filled, number, speedup, word
 
 
 def answers(directory: Path) -> Table:
@@ -43,7 +43,7 @@ def answers(directory: Path) -> Table:
         "Best rival: the fastest of that, torch.compile, torchao and Liger, as many as were measured. "
         "Over it: how many times as fast the advised step is, without an interval because most rivals ran once."
     )
-    return _table("advice", caption, rows, " ".join([note, *_untimed(found)]), text_columns=1 if same else 2)
+    return filled("advice", caption, rows, " ".join([note, *_untimed(found)]), text_columns=1 if same else 2)
 
 
 def errors(directory: Path) -> Table:
@@ -70,13 +70,7 @@ def errors(directory: Path) -> Table:
         raise ValueError(f"{directory} holds no step that was predicted before it was measured")
     median, worst = statistics.median(wrong), max(wrong)
     note = f"{len(wrong)} steps: median error {text.percent(median)}, worst {text.percent(worst)}."
-    return _table("advice_errors", "Predicted and measured steps", rows, note, text_columns=2)
-
-
-def _table(name: str, caption: str, rows: Sequence[dict[str, Value]], note: str, text_columns: int) -> Table:
-    table = table_of(name, caption, rows, note, text_columns)
-    assert table is not None  # an answer is a row
-    return table
+    return filled("advice_errors", "Predicted and measured steps", rows, note, text_columns=2)
 
 
 def _change(now: float | None, advised: float | None, show: Callable[[float | None], str]) -> Value:

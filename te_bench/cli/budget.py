@@ -108,18 +108,22 @@ class Limit:
         self._start_s = 0.0  # what te-bench took until it asked for the first trial
         self._records: Mapping[Any, Record] = {}
 
-    def of_trial(self, trial: "Trial", records: "Iterable[Record]") -> float | None:
+    def of_trial(self, trial: "Trial", taken: Mapping[str, float]) -> float | None:
         """As long as the configuration's trials took, else as is known of it, else as long as the longest of others."""
-        taken = _seconds_of(records)
         return taken.get(trial.cell) or self.known.get(trial.cell) or max(taken.values(), default=None)
 
     def in_time(self, records: "Mapping[Any, Record]") -> "Callable[[Trial], bool]":
         """Whether a trial that begins at this moment would end in time; one that nothing is known of may begin."""
         self._start_s, self._records = time.monotonic() - self.began, records
+        taken, counted = dict[str, float](), -1
 
         def in_time(trial: "Trial") -> bool:
+            nonlocal taken, counted
+            ended = sum(record.outcome == "ok" for record in records.values())
+            if ended != counted:  # of all trials that wait only the first one asked has the medians made
+                taken, counted = _seconds_of(records.values()), ended
             left = self.began + self.seconds - time.monotonic()
-            return left > 0 and (self.of_trial(trial, records.values()) or 0.0) <= left
+            return left > 0 and (self.of_trial(trial, taken) or 0.0) <= left
 
         return in_time
 
@@ -134,7 +138,8 @@ class Limit:
         if not self.seconds:
             return f"{trials} left: --within {self.within} begins none; to go on, give more time or leave it out"
         left = f"{trials} would not have ended --within {self.within}"
-        shortest = min(self.of_trial(trial, self._records.values()) or 0.0 for trial in self.left)
+        taken = _seconds_of(self._records.values())
+        shortest = min(self.of_trial(trial, taken) or 0.0 for trial in self.left)
         if self._start_s + shortest <= self.seconds:
             return f"{left}: to go on: {command}"
         takes = f"the shortest takes {duration(shortest)}" if shortest else "no record says how long these take"
@@ -184,7 +189,8 @@ def what_ends(
     limit.known = dict(found.trial_s) if found else {}
     here = environment_id or next((plan.environment for plan in reversed(journal.plans)), "")
     left = runner.to_do(experiment.trials, journal, here, retry=False)
-    seconds = [limit.of_trial(one, journal.records.values()) for one in left]
+    taken = _seconds_of(journal.records.values())
+    seconds = [limit.of_trial(one, taken) for one in left]
     known = [took for took in seconds if took is not None]
     if len(known) < len(seconds):
         return Sitting(seconds=limit.seconds, left=len(left), ends=None, last_s=None, shortest_s=None)

@@ -46,7 +46,8 @@ def neighbours(
     machine = environment.capture(on, chosen)
 
     def supervise() -> Supervisor:
-        return Supervisor(out, machine["id"], [], timeout_s=timeout, context=Context(), on_cpu=on == "cpu")
+        state = environment.of_times(machine)
+        return Supervisor(out, machine["id"], [], state=state, timeout_s=timeout, context=Context(), on_cpu=on == "cpu")
 
     found = measured.measure(trial, where, supervise, out, rounds=rounds, say=lambda line: print(line, flush=True))
     print("\n".join(measured.sentences(found)))

@@ -176,7 +176,7 @@ def carry_out(
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
-    from te_bench.experiments import on_ray, runner
+    from te_bench.experiments import environment, on_ray, runner
     from te_bench.experiments.progress import Progress
     from te_bench.experiments.store import Plan, Store
     from te_bench.reports.convergence import stopping
@@ -194,8 +194,9 @@ def carry_out(
         if cluster is not None:
             executor = on_ray.RayExecutor(cluster, directory, timeout_s=timeout, context=context)
         else:
-            on_cpu = all(trial.device == "cpu" for trial in trials)
-            executor = runner.Supervisor(directory, here, slots, timeout_s=timeout, context=context, on_cpu=on_cpu)
+            how: dict[str, Any] = {"timeout_s": timeout, "context": context}
+            how |= {"state": environment.of_times(machine), "on_cpu": all(trial.device == "cpu" for trial in trials)}
+            executor = runner.Supervisor(directory, here, slots, **how)
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
             found = (lambda record: "") if experiment.judgement.get("pilot") else _found

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,7 +68,9 @@ def capture(
         "torch": torch.get("version"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        **_of_times(gpus if cuda else ()),
+        "driver": gpus[0]["driver"] if cuda and gpus else None,
+        "cpu": measured.machine_name("cpu"),
+        "cores": host.cores(),
         "threads": None if cuda else _threads(),
         "code": code_hash(),
     }
@@ -100,14 +102,10 @@ def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
     return {"id": digest(identity), "identity": identity, "details": details}
 
 
-def of_times(device: str) -> dict[str, Any]:
-    """OF_TIMES of this host, as a record's `device_state` has them; the driver is None on a CPU."""
-    return _of_times(nvidia_gpus() if device == "cuda" else ())
-
-
-def _of_times(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    values = (gpus[0]["driver"] if gpus else None, measured.machine_name("cpu"), host.cores())
-    return dict(zip(OF_TIMES, values, strict=True))
+def of_times(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """OF_TIMES of a captured machine, as a record's `device_state` has them; the driver is None on a CPU."""
+    known = {**machine["details"], **machine["identity"]}
+    return {name: known[name] for name in OF_TIMES}
 
 
 def _packages() -> tuple[str, ...]:

@@ -113,8 +113,7 @@ class Host:
     def state(self) -> dict[str, Any]:
         """Which host it is, as a record's `device_state` says it."""
         assert self.machine is not None
-        known = {**self.machine["details"], **self.machine["identity"]}
-        return {"host": self.name, **{name: known[name] for name in environment.OF_TIMES}}
+        return {"host": self.name, **environment.of_times(self.machine)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +360,7 @@ class RayExecutor:
             own(path).write_text(log)
         record = Record.from_json(found)
         assert record.trial == job.trial
-        return record
+        return replace(record, device_state={**record.device_state, **job.state})
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,10 @@ def capture(device: str, by_table: Collection[str], threads: str | None, losses:
 def carry_out(
     trial: Mapping[str, Any], head: Head, timeout_s: float, context: Context
 ) -> tuple[dict[str, Any], str | None]:
-    """Run the trial in a process of its own: its record in JSON, and its log where it did not end ok."""
+    """Run the trial in a process of its own: its record in JSON, but for the host, and its log where it did not end ok."""
     import ray
 
     as_on_the_head(head.threads)
-    name = os.uname().nodename
     if (differs := other_code(head)) is not None:
         reason = f"{differs}: install the same there; {RERUN}"
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -69,9 +68,8 @@ def carry_out(
         tempfile.tempdir = session
     with tempfile.TemporaryDirectory(prefix="te-bench-") as folder:
         wanted = Trial.from_json(trial)
-        supervisor = runner.Supervisor(
-            Path(folder), head.environment, [], timeout_s=timeout_s, context=context, on_cpu=wanted.device == "cpu"
-        )
+        how: dict[str, Any] = {"timeout_s": timeout_s, "context": context, "on_cpu": wanted.device == "cpu"}
+        supervisor = runner.Supervisor(Path(folder), head.environment, [], state={}, **how)
         try:
             supervisor.submit(wanted, held_gpus() if wanted.device == "cuda" else None)
             while not (records := list(supervisor.ended())):
@@ -79,8 +77,7 @@ def carry_out(
         finally:
             supervisor.kill()
         log = Path(folder) / runner.LOGS / f"{wanted.id}.log"
-        found = {**records[0].to_json(), "device_state": {**records[0].device_state, "host": name}}
-        return found, log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else None
+        return records[0].to_json(), log.read_text(errors="replace")[-LOG_TAIL:] if log.exists() else None
 
 
 def _unrun(trial: Trial, head: Head, reason: str, now: str) -> Record:

@@ -25,7 +25,7 @@ from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
 
-from te_bench.experiments import environment, janitor
+from te_bench.experiments import janitor
 from te_bench.experiments.host import oom_kills
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.problems import trunk_of
@@ -183,25 +183,22 @@ class Supervisor:
         environment_id: str,
         gpus: Sequence[str | None],
         *,
+        state: Mapping[str, Any],
         timeout_s: float,
         context: Context,
         on_cpu: bool,
     ):
-        """directory: where logs/ goes. on_cpu: whether no trial wants a GPU."""
+        """directory: where logs/ goes. state: of the host, for each record. on_cpu: whether no trial wants a GPU."""
         self.free = list(gpus)
         self._running: list[RunningTrial] = []
         self._logs, self._environment_id = directory / LOGS, environment_id
-        self._timeout_s, self._context, self._on_cpu = timeout_s, context, on_cpu
+        self._state, self._timeout_s, self._context, self._on_cpu = state, timeout_s, context, on_cpu
 
     @functools.cached_property
     def _server(self) -> Any:
         own(self._logs).mkdir(exist_ok=True)
         _remove_scratch()
         return _fork_server(on_cpu=self._on_cpu)
-
-    @functools.cached_property
-    def _host(self) -> dict[str, Any]:
-        return environment.of_times("cpu" if self._on_cpu else "cuda")
 
     @property
     def busy(self) -> bool:
@@ -217,7 +214,7 @@ class Supervisor:
             self._running.remove(job)
             self.free.append(job.gpu)
             record = _record(job, self._environment_id, self._timeout_s)
-            yield replace(record, device_state={**record.device_state, **self._host})
+            yield replace(record, device_state={**record.device_state, **self._state})
 
     def kill(self) -> None:
         for job in self._running:

@@ -126,14 +126,6 @@ def decide(
     return GateDecision(margin=margin, alpha=alpha, trials=judged, family=family)
 
 
-def regressions(
-    ratios: Ratios, *, means: Ratios | None = None, margin: float, alpha: float, looks: Sequence[int]
-) -> set[str]:
-    """What `decide` calls a REGRESSION, trials and FAMILY, by a third of its work: of thousands of simulated gates."""
-    check_test(margin, alpha)
-    return set(holm(_series(ratios, means, margin, alpha, looks, ended=False), TrialRatios.slower).made)
-
-
 def check_test(margin: float, alpha: float, mde: float | None = None) -> None:
     """Raises ValueError for a margin or mde outside of (0, 1] and an alpha outside of (0, 0.5)."""
     for option, share in (("margin", margin), ("mde", mde)):

@@ -13,7 +13,7 @@ from te_bench.gate.decision import FAMILY, MEAN_MARGINS, GateJudgement, GateVerd
 from te_bench.gate.looks import MeasuredRatio
 from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_file
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 
@@ -267,10 +267,9 @@ def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> list[str]:
     made, failed = {"markdown": markdown, "junit": junit, "json": _dump}, list[str]()
     for form, path in files:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, made[form](gate).encode())
-        except OSError as error:
-            failed.append(f"cannot write {path}: {error.strerror}. Choose another --{form}.")
+            write_file(path, made[form](gate).encode(), f"--{form}")
+        except ValueError as error:
+            failed.append(str(error))
     return failed
 
 

@@ -32,7 +32,7 @@ from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
 from te_bench.reports.analysis.naming import count_trials
 from te_bench.reports.analysis.rows import TIMED, printable
 from te_bench.reports.convergence.planning import duration
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_file
 
 QUESTION, LOG = "question.json", "trials.log"
 MOST_NAMED = 2  # trials of a round, in the line that announces it
@@ -271,7 +271,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:
-    try:
-        write_atomically(path, json.dumps(value, default=list).encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --out.") from error
+    write_file(path, json.dumps(value, default=list).encode(), "--out")

@@ -1,4 +1,4 @@
-"""What one training step of a decoder, and a pass of one layer, must at least compute, move and hold. No torch.
+"""What one training step of a decoder must at least compute, move and hold. No torch.
 
 Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
 stream are float32, as under autocast, or as is said; all else is bf16 or, where a GEMM of a recipe reads it, FP8 in two
@@ -16,7 +16,6 @@ from te_bench.models.configs import DecoderConfig, Shape
 BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / BLOCK}
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
-WEIGHTS = "weights"
 
 #: Elements of a model's FP8 weights from which on each lasts in one layout, and dgrad turns it. No model has as many: it is
 #: off. 2**29 is meant, where a second layout takes 0.5 GiB. By that Llama 3.2 1B took 23.95 in place of 27.79 GiB (H200,
@@ -108,37 +107,6 @@ def _outer_elementwise(s: Shape) -> int:
     """Of the last norm and the embedding."""
     embedding = (4 + 4) + (4 + 4 + 4)
     return s.hidden * (NORM + 10 + embedding)
-
-
-def layer(
-    s: Shape, *, sequence: int, batch: int, fp8: bool, causal: bool = True, mlp: bool = False
-) -> tuple[Cost, ...]:
-    """The least of a forward and backward pass of a layer of that shape alone, all bf16 but its GEMMs, without an optimizer.
-
-    Gradients are added to those that are there, as the quickstart has it, and weights cast anew. mlp: the second norm and
-    the MLP alone, without a residual. The input needs no gradient beyond that of its norm.
-    """
-    n = sequence * batch
-    up, attended = (2 if s.gated else 1) * s.ffn, s.heads * s.head_dim
-    weights = s.hidden * (up + s.ffn) if mlp else s.weights
-    cast = (2 + 2) * fp8  # bf16 read, FP8 written in both layouts
-    norm, norm_backward, added = 2 + 2, 2 + 2 + 2, 2 + 2  # added: a branch read, the sum written
-    if mlp:
-        stream, heads = norm + norm_backward + cast, 0  # that of the output's gradient
-    else:
-        second = norm + added + norm_backward + 2
-        # Cast: the output's gradient and the inner stream's.
-        stream = norm + norm_backward + second + (2 + added) + 2 * cast
-        heads = (attended + s.qkv) * cast + _turned(s, fp8)  # attention's output, the gradients of q, k and v
-    activation = (2 * up + 2 * s.ffn) + (2 * s.ffn + 2 * up + 2 * up) if fp8 or s.gated else 0
-    flop = 6 * n * weights
-    costs = (
-        Cost(kind=GEMM, bf16_flop=0 if fp8 else flop, fp8_flop=flop if fp8 else 0),
-        Cost(kind=ATTENTION, bf16_flop=(4 + 10) * n * sequence * attended // (2 if causal else 1)),
-        Cost(kind=ELEMENTWISE, bytes=n * (s.hidden * stream + heads + activation)),
-        Cost(kind=WEIGHTS, bytes=weights * (cast + (2 + 2 + 2))),
-    )
-    return tuple(cost for cost in costs if not (mlp and cost.kind == ATTENTION))
 
 
 IN_BF16 = ("mxfp8", "nvfp4")  # granularities whose recipes keep bf16: they emulate

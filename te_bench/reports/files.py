@@ -29,3 +29,12 @@ def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
             write_atomically(out / name, data)
     except OSError as error:
         raise ValueError(f"cannot write the {what} to {out}: {error.strerror}. Choose another --out.") from error
+
+
+def write_file(path: Path, data: bytes, option: str) -> None:
+    """Write a file and the folders above it. Raises ValueError, with the option that names it, when it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}. Choose another {option}.") from error

@@ -172,6 +172,19 @@ def test_the_same_command_is_advised_only_where_it_would_begin_a_trial(start_s, 
     assert limit.how_to_go_on("te-bench run x") == f"1 trial would not have ended --within 60s: {told}"
 
 
+def test_what_trials_took_is_summed_up_once_for_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    medians: list[list[float]] = []
+    monkeypatch.setattr(statistics, "median", lambda walls: medians.append(walls) or walls[0])
+    waiting = trials(9)
+    records = {(one.id, "env"): journals.record(one, "env") for one in waiting[:8]}
+    fits = budget.Limit("1h").in_time(records)
+    assert all(map(fits, waiting))
+    assert len(medians) == 4  # configurations
+    records[waiting[8].id, "env"] = journals.record(waiting[8], "env")
+    assert all(map(fits, waiting))
+    assert len(medians) == 8
+
+
 def test_a_time_is_checked_before_anything_is_planned(command: Command) -> None:
     done = command("plan", *CONVERGENCE, "--within", "banana", "--json")
     assert (done.code, done.out, "--within banana: give a time" in done.err) == (2, "", True)

@@ -13,7 +13,7 @@ from in_process import Command
 from journals import environment, step_record, trial, write
 
 from te_bench.cli.gate import fraction
-from te_bench.gate import output
+from te_bench.reports import files
 
 
 def run(
@@ -131,17 +131,17 @@ def test_what_cannot_be_written_is_known_before_anything_is_measured(command: Co
 
 
 def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_path, monkeypatch):
-    files = ("--markdown", tmp_path / "bad", "--json", tmp_path / "good")
-    write_all = output.write_atomically
+    forms = ("--markdown", tmp_path / "bad", "--json", tmp_path / "good")
+    write_all = files.write_atomically
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "bad":
             raise OSError(28, "No space left on device")
         write_all(path, content)
 
-    monkeypatch.setattr(output, "write_atomically", full)
+    monkeypatch.setattr(files, "write_atomically", full)
     for slower, code in ((1.05, 1), (1.0, 2)):
-        done = gate(*files, slower=slower)
+        done = gate(*forms, slower=slower)
         said = f"cannot write {tmp_path / 'bad'}: No space left on device. Choose another --markdown.\n"
         assert (done.code, done.err) == (code, said)
         assert json.loads((tmp_path / "good").read_text())["exit_code"] == code % 2

@@ -60,10 +60,9 @@ def test_losses_of_a_gpu_know_nothing_of_its_host(monkeypatch: pytest.MonkeyPatc
     assert capture(16, device="cpu")["id"] != capture(32, device="cpu")["id"]  # there the host computes
     monkeypatch.setattr(environment, "code_hash", lambda: "other")
     assert one["id"] != capture(16)["id"]
-    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [gpu(driver="580.2")])
     here = {"cpu": measured.machine_name("cpu"), "cores": 16}
-    assert environment.of_times("cuda") == here | {"driver": "580.2"}
-    assert environment.of_times("cpu") == here | {"driver": None}
+    assert environment.of_times(one) == here | {"driver": "580.1"}
+    assert environment.of_times(capture(16, device="cpu")) == here | {"driver": None}
 
 
 def test_the_environment_is_that_of_the_gpus_that_were_chosen_which_are_of_one_model() -> None:

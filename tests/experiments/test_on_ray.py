@@ -247,7 +247,7 @@ def test_a_full_disk_on_the_head_ends_the_sweep_and_loses_nothing(cluster: Any, 
     assert (again.returncode, f"{len(kept)} of 8 trials are already in" in again.stdout) == (0, True), again
     assert rows(out)[: len(kept)] == kept
     assert sorted(row["trial"]["problem"]["number"] for row in rows(out)) == list(range(8))
-    here = {"host": os.uname().nodename, **environment.of_times("cpu")}
+    here = {"host": os.uname().nodename, **environment.of_times(environment.capture("cpu"))}
     states = [row["device_state"] for row in rows(out)]
     assert {row["outcome"] for row in rows(out)} == {"ok"}
     assert [{name: state[name] for name in here} for state in states] == [here] * 8
@@ -281,7 +281,7 @@ def test_lost_nodes_workers_and_drivers_are_rows_to_repeat(cluster: Any, tmp_pat
     killed = f"the process that starts trials on {host} was killed; rerun to repeat it"
     assert by_node == killed or by_node.startswith(f"the host {host} was lost"), by_node
     assert by_worker == killed
-    assert {row["device_state"]["cpu"] for row in rows(out)} == {environment.of_times("cpu")["cpu"]}
+    assert {row["device_state"]["cpu"] for row in rows(out)} == {environment.capture("cpu")["identity"]["cpu"]}
 
     done = te_bench(*command, "--timeout", "1", env=ON_RAY)
     assert outcomes(out)[4:] == ["timeout"] * 4, done

@@ -22,8 +22,7 @@ import psutil
 import pytest
 from driving import IDLE, PLANTED, Run, eventually, rows, running, te_bench
 
-from te_bench.experiments import runner
-from te_bench.experiments.environment import OF_TIMES, of_times
+from te_bench.experiments import environment, runner
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Store, load
 
@@ -61,7 +60,8 @@ def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: 
     assert len(written) == len(FAULTS)
     assert written[-1] is by_fault["sound-after"]
     states = [row["device_state"] for row in written]  # of those that left no reply too
-    assert [{name: state[name] for name in OF_TIMES} for state in states] == [of_times("cpu")] * len(FAULTS)
+    here = environment.of_times(environment.capture("cpu"))
+    assert [{name: state[name] for name in here} for state in states] == [here] * len(FAULTS)
     for fault, (outcome, reason) in FAULTS.items():
         said = by_fault[fault]["reason"]
         assert said is None if reason is None else re.search(reason, said), said

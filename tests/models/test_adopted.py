@@ -94,7 +94,7 @@ def test_what_holds_no_loss_is_refused(out: Any) -> None:
 
 def test_every_way_of_taking_targets_gives_the_same_loss() -> None:
     """A scalar beside logits is no loss where forward got no targets."""
-    models = [model(name) for name in ("make", "with_targets", "penalised", "passing")]
+    models = [model(name) for name in ("make", "WithTargets", "Penalised", "Passing")]
     x, y = models[0].made.draw(2, 8, seed=0, device="cpu")
     [loss] = {own(x, y).item() for own in models}
     assert loss > 0
@@ -103,7 +103,7 @@ def test_every_way_of_taking_targets_gives_the_same_loss() -> None:
 
 
 def test_functions_feed_and_judge_a_model_that_reads_no_tokens() -> None:
-    pixels = model("pixels", inputs="own:draw", loss="own:squares")
+    pixels = model("Pixels", inputs="own:draw", loss="own:squares")
     x, y = pixels.made.draw(2, 8, seed=3, device="cpu")
     assert x.shape == y.shape == (2, 8, 16)
     assert torch.equal(x, pixels.made.draw(2, 8, seed=3, device="cpu")[0])
@@ -114,7 +114,7 @@ def test_functions_feed_and_judge_a_model_that_reads_no_tokens() -> None:
 def test_gemms_are_counted_call_by_call_and_a_first_layer_makes_no_dgrad() -> None:
     for converted, gemms in (
         (model("make", converted=True), 15),
-        (model("pixels", converted=True, inputs="own:draw", loss="own:squares"), 5),
+        (model("Pixels", converted=True, inputs="own:draw", loss="own:squares"), 5),
     ):
         with converted.autocast(), converted.counted():
             converted(*converted.made.draw(2, 16, seed=0, device="cpu"))
@@ -158,7 +158,7 @@ def test_a_right_step_passes_its_check(more: dict[str, Any]) -> None:
 
 
 def test_a_kink_forbids_to_hold_rows_apart() -> None:
-    found = check(step(of("pixels", inputs="own:draw", loss="own:squares")))
+    found = check(step(of("Pixels", inputs="own:draw", loss="own:squares")))
     assert found["reference"].endswith("no row apart, for relu has a kink")
     rows = [
         [q["name"] for q in of_one["quantities"] if "worst row" in q["name"]]
@@ -223,8 +223,8 @@ def test_attention_that_is_a_little_wrong_fails(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "more", "sentence"),
     [
-        ("random", {}, "something random that te-bench cannot turn off"),
-        ("drops", {}, r"te-bench cannot turn off \(dropout with a rate in the code"),
+        ("Random", {}, "something random that te-bench cannot turn off"),
+        ("Drops", {}, r"te-bench cannot turn off \(dropout with a rate in the code"),
         ("unlike", {}, "makes other weights each time"),
         ("odd", {"recipe": "float8_current_scaling"}, "no Linear of it that FP8 could compute: .*not divisible by 16"),
         (
@@ -381,19 +381,19 @@ def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, t
         ("frozen", {}, "it has no weights that are trained"),
         ("weight_in_a_list", {}, r"Aside has a weight \(16, 16\) that is no nn.Parameter of it, so that no optimizer"),
         ("nothing", {}, "own has no nothing"),
-        ("pixels", {}, "no nn.Embedding that would say its vocabulary: give --inputs"),
-        ("pixels", {"inputs": "own:one_tensor"}, "own:one_tensor: it returned a tensor .*; return two tensors"),
-        ("pixels", {"inputs": "own:draw"}, "no loss: give --loss"),
+        ("Pixels", {}, "no nn.Embedding that would say its vocabulary: give --inputs"),
+        ("Pixels", {"inputs": "own:one_tensor"}, "own:one_tensor: it returned a tensor .*; return two tensors"),
+        ("Pixels", {"inputs": "own:draw"}, "no loss: give --loss"),
         (
-            "pixels",
+            "Pixels",
             {"inputs": "own:draw", "loss": "own:squares_apart"},
             r"^own:squares_apart: it returned a tensor \(1, 1\) of float32; return the loss, a floating-point tensor \(\)$",
         ),
-        ("doubtful", {}, r"returned tuple with 2 tensors that could be logits \(1, 8, V\): give --loss"),
+        ("Doubtful", {}, r"returned tuple with 2 tensors that could be logits \(1, 8, V\): give --loss"),
         (
-            "masked",
+            "Masked",
             {},
-            "own:masked: its forward needs 'mask' .* targets, target, labels, label or y: .*--inputs and --loss",
+            "own:Masked: its forward needs 'mask' .* targets, target, labels, label or y: .*--inputs and --loss",
         ),
         ("make layer=2", {}, "it takes no argument 'layer'; its arguments: layers, width, dropout"),
     ],
@@ -406,14 +406,14 @@ def test_a_model_that_cannot_train_is_refused_in_a_sentence(
 
 
 def test_attention_inside_of_multi_head_attention_is_counted() -> None:
-    facts = probe.find_out(of("encoder"), 8)
+    facts = probe.find_out(of("Encoder"), 8)
     assert (facts.sdpa, facts.scores) == (3, 3 * 2 * 8 * 8)
 
 
 def test_a_model_is_asked_with_as_many_tokens_as_it_is_to_train_with() -> None:
-    assert probe.find_out(of("short"), 80).tried == 80
-    with pytest.raises(ValueError, match="own:short: its forward of 81 tokens raised RuntimeError: "):
-        probe.find_out(of("short"), 81)
+    assert probe.find_out(of("Short"), 80).tried == 80
+    with pytest.raises(ValueError, match="own:Short: its forward of 81 tokens raised RuntimeError: "):
+        probe.find_out(of("Short"), 81)
     assert probe.find_out(of("depends_on_numbers"), 4096).tried == sources.TRIED  # with real numbers no more
 
 

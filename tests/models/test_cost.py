@@ -14,7 +14,7 @@ from te_bench.kernels.linear_cross_entropy.backends import chunked
 from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
 from te_bench.models import cost, decoder
 from te_bench.models import recipe as recipes
-from te_bench.models.configs import CONFIGS, DecoderConfig, LlamaConfig, Shape
+from te_bench.models.configs import CONFIGS, DecoderConfig, LlamaConfig
 from te_bench.models.cost import ATTENTION, ELEMENTWISE, GEMM, LOSS, OPTIMIZER, Cost
 from te_bench.models.zoo.gpt import GPT
 from te_bench.training.step import TrainStep
@@ -218,66 +218,3 @@ def test_gpt2s_bytes_by_hand() -> None:
     )
     assert sum(plain.values()) < 5.5 * 2**30
     assert sum(ours.values()) == pytest.approx(5.324 * 2**30, rel=1e-3)
-
-
-QUICKSTART = {
-    "s": Shape(
-        layers=1,
-        hidden=4096,
-        ffn=16384,
-        heads=32,
-        groups=32,
-        head_dim=128,
-        vocab=1,
-        length=2048,
-        activation="gelu",
-        norm="layernorm",
-        tied=False,
-        learned_positions=True,
-        vectors=4 * 4096 + 3 * 4096 + 4096 + 16384 + 4096,
-        last_vectors=0,
-    ),
-    "sequence": 2048,
-    "batch": 4,
-}
-
-
-def test_the_quickstarts_layer_by_hand() -> None:
-    """The facts: GEMMs of 9.9 and causal attention of 0.41 TFLOP, to which its backward adds a product computed again."""
-    found = {c.kind: c for c in cost.layer(**QUICKSTART, fp8=True)}
-    assert found[GEMM].fp8_flop == 6 * 8192 * 12 * 4096**2
-    assert found[GEMM].bf16_flop == 0
-    assert found[ATTENTION].bf16_flop == pytest.approx(0.4123e12 * 7 / 6, rel=1e-3)
-    tokens, wide = 8192 * 4096, 8192 * 16384
-    forward = (2 + 2) + (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2 + 2)  # norm; context's cast; sum, norm; sum
-    backward = (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2) + 3 * (2 + 2) + (2 + 2 + 2)
-    assert found[ELEMENTWISE].bytes == tokens * (forward + backward) + wide * ((2 + 2) + (2 + 2 + 2))
-    assert found[cost.WEIGHTS].bytes == 12 * 4096**2 * ((2 + 2) + (2 + 2 + 2))
-    assert sum(c.bytes for c in cost.layer(**QUICKSTART, fp8=False)) == 2_281_701_376
-
-
-def test_the_mlp_is_two_thirds_of_the_gemms_and_has_no_attention() -> None:
-    whole, alone = (cost.layer(**QUICKSTART, fp8=True, mlp=mlp) for mlp in (False, True))
-    assert [c.kind for c in alone] == [GEMM, ELEMENTWISE, cost.WEIGHTS]
-    assert 3 * alone[0].fp8_flop == 2 * whole[0].fp8_flop
-    assert alone[1].bytes == 8192 * (4096 * (4 + 6 + 4) + 16384 * 10)
-
-
-def test_llama_3_8b_s_layer_by_hand() -> None:
-    """218 M weights; SwiGLU reads two times 14,336 features and writes one, in bf16 too; 40 heads turn."""
-    shape, n = CONFIGS["llama3-8b"].shape, 8192
-    fp8, bf16 = (
-        {c.kind: c for c in cost.layer(shape, sequence=8192, batch=1, fp8=quantized)} for quantized in (True, False)
-    )
-    weights = 4096 * (6144 + 4096 + 3 * 14336)
-    assert (fp8[GEMM].fp8_flop, bf16[GEMM].bf16_flop) == (6 * n * weights,) * 2
-    assert fp8[ATTENTION].bf16_flop == 14 * n * 8192 * 4096 // 2
-    assert (fp8[cost.WEIGHTS].bytes, bf16[cost.WEIGHTS].bytes) == (10 * weights, 6 * weights)
-    forward = (2 + 2) + (2 + 2 + 2 + 2) + (2 + 2 + 2)  # norm; sum, norm; sum
-    backward = (2 + 2 + 2) + (2 + 2 + 2 + 2)  # of the norms, of the second with the stream's gradient added
-    swiglu, turned = (2 * 2 + 2) + (2 + 2 * 2 + 2 * 2), (2 + 2) * (32 + 8) * 128
-    assert bf16[ELEMENTWISE].bytes == n * (4096 * (forward + backward) + 14336 * swiglu + 2 * turned)
-    casts = (2 + 2) * (
-        4096 + 4096 + 4096 + 6144
-    )  # of attention's output and of the gradients; those of q and k as they turn
-    assert fp8[ELEMENTWISE].bytes == bf16[ELEMENTWISE].bytes + n * (casts - turned)

@@ -294,6 +294,23 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()  # it would have
 
 
+def sized(**changes: Any) -> dict[str, Any]:
+    content = nanogpts(a_model())
+    return content | {"model_args": {**content["model_args"], **changes}}
+
+
+def filled(**changes: Any) -> dict[str, Any]:
+    model = a_model()
+    return nanogpts(model, model={**model.state_dict(), **changes})
+
+
+def made(**own: Any) -> dict[str, Any]:
+    return nanogpts(a_model(), te_bench={"format": 1, **own})
+
+
+C_FC = "transformer.h.1.mlp.c_fc.weight"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -301,19 +318,61 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
         (b"hello world" * 10, "no file of torch.save"),
         (b"\x80\x04cos\nsystem\n(S'false'\ntR.", "no file of torch.save"),
         (None, r"cannot read .*ckpt\.pt: No such file or directory. Give nanoGPT's ckpt"),
+        (torch.ones(3), "holds Tensor, not a dictionary"),
+        ({}, "no model and no model_args: it holds nothing"),
+        ({"state_dict": {}, "epoch": 3}, "it holds state_dict, epoch. Give nanoGPT's"),
+        ({"model": {}}, "has no model_args: it holds model"),
+        ({"model": torch.ones(3), "model_args": {}}, "has no model:"),
+        (made(format=99), "another version of te-bench"),
+        (made(recipe=3), "recipe is 3"),
+        (made(gelu="relu"), "gelu is 'relu': give none or tanh"),
+        (made(tokenizer="chars"), "'chars' has no state"),
+        (made(tokenizer="words"), "unknown tokenizer 'words'"),
+        (nanogpts(a_model(), fp8=[1]), "fp8 part"),
+        (sized(n_layer=0), "n_layer is 0"),
+        (sized(n_layer=10**7), "n_layer is 10000000: give an integer from 1 to"),
+        (sized(n_embd=10**12), "n_embd is 1000000000000: give an integer from 1 to"),
+        (sized(n_head="4"), "n_head is '4'"),
+        (sized(vocab_size=None), "vocab_size is None"),
+        (sized(block_size=True), "block_size is True"),
+        (sized(n_head=5), "no multiple of n_head 5"),
+        (sized(bias=1), "bias is 1"),
+        (sized(dropout=1.5), "dropout is 1.5"),
+        (sized(dropout="0"), "dropout is '0'"),
+        (sized(rotary=True), "a GPTConfig has no rotary"),
+        (sized(n_layer=1), r"transformer\.h\.1\.\S+ is unknown.*; and 1 more"),
+        (sized(n_layer=3), r"transformer\.h\.2\.\S+ is missing.*; and 1 more"),
+        (sized(block_size=25), r"wpe\.weight is torch\.float32 \[24, 32\], not floating point \[25, 32\]"),
+        (sized(vocab_size=50), r"wte\.weight is torch\.float32 \[51, 32\], not floating point \[50, 32\]"),
+        (sized(bias=True), "bias is missing"),
+        (
+            filled(**{C_FC: torch.ones(32, 128)}),
+            rf"{C_FC} is torch\.float32 \[32, 128\], not floating point \[128, 32\]",
+        ),
+        (filled(**{C_FC: 3}), rf"{C_FC} is int, not"),
+        (filled(**{f"_orig_mod.{C_FC}": torch.ones(128, 32)}), "there twice"),
+        (filled(**{"lm_head.weight": torch.ones(51, 32)}), "lm_head.weight differs, but head and token embedding are"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, content: bytes | None, said: str) -> None:
-    if content is not None:
-        (tmp_path / "ckpt.pt").write_bytes(content)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, content: Any, said: str) -> None:
+    file = tmp_path / "ckpt.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
     with pytest.raises(ValueError, match=said):
-        checkpoints.load(tmp_path / "ckpt.pt")
-
-
-def test_a_torn_file_is_named(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="or damaged"):
         checkpoints.load(file)
+
+
+def test_a_torn_file_and_others_of_a_folder_are_named(file: Path, tmp_path: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+    for path, said in (
+        (file, "or damaged"),
+        (tmp_path, r"no config\.json"),
+        (tmp_path / "model.safetensors", "its folder"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            checkpoints.load(path)
 
 
 def test_scales_of_another_model_are_named(file: Path) -> None:
@@ -324,80 +383,3 @@ def test_scales_of_another_model_are_named(file: Path) -> None:
     found.build(attention="manual")
     with pytest.raises(ValueError, match="its fp8 part is of another model; evaluate it without a recipe"):
         found.build(attention="manual", recipe=recipes.load("delayed_scaling"))
-
-
-def test_folders_and_safetensors_without_sizes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        checkpoints.load(tmp_path)
-    with pytest.raises(ValueError, match="give its folder"):
-        checkpoints.load(tmp_path / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (torch.ones(3), "holds Tensor, not a dictionary"),
-        ({}, "no model and no model_args: it holds nothing"),
-        ({"state_dict": {}, "epoch": 3}, "it holds state_dict, epoch. Give nanoGPT's"),
-        ({"model": {}}, "has no model_args: it holds model"),
-        ({"model": torch.ones(3), "model_args": {}}, "has no model:"),
-        (nanogpts(a_model(), te_bench={"format": 99}), "another version of te-bench"),
-        (nanogpts(a_model(), te_bench={"format": 1, "recipe": 3}), "recipe is 3"),
-        (nanogpts(a_model(), te_bench={"format": 1, "gelu": "relu"}), "gelu is 'relu': give none or tanh"),
-        (nanogpts(a_model(), te_bench={"format": 1, "tokenizer": "chars"}), "'chars' has no state"),
-        (nanogpts(a_model(), te_bench={"format": 1, "tokenizer": "words"}), "unknown tokenizer 'words'"),
-        (nanogpts(a_model(), fp8=[1]), "fp8 part"),
-    ],
-)
-def test_other_layouts_are_named(tmp_path: Path, content: Any, said: str) -> None:
-    torch.save(content, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=said):
-        checkpoints.load(tmp_path / "ckpt.pt")
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"n_layer": 0}, "n_layer is 0"),
-        ({"n_layer": 10**7}, "n_layer is 10000000: give an integer from 1 to"),
-        ({"n_embd": 10**12}, "n_embd is 1000000000000: give an integer from 1 to"),
-        ({"n_head": "4"}, "n_head is '4'"),
-        ({"vocab_size": None}, "vocab_size is None"),
-        ({"block_size": True}, "block_size is True"),
-        ({"n_head": 5}, "no multiple of n_head 5"),
-        ({"bias": 1}, "bias is 1"),
-        ({"dropout": 1.5}, "dropout is 1.5"),
-        ({"dropout": "0"}, "dropout is '0'"),
-        ({"rotary": True}, "a GPTConfig has no rotary"),
-        ({"n_layer": 1}, r"transformer\.h\.1\.\S+ is unknown.*; and 1 more"),
-        ({"n_layer": 3}, r"transformer\.h\.2\.\S+ is missing.*; and 1 more"),
-        ({"block_size": 25}, r"wpe\.weight is torch\.float32 \[24, 32\], not floating point \[25, 32\]"),
-        ({"vocab_size": 50}, r"wte\.weight is torch\.float32 \[51, 32\], not floating point \[50, 32\]"),
-        ({"bias": True}, r"bias is missing"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    content = nanogpts(a_model())
-    content["model_args"] |= changes
-    torch.save(content, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=said):
-        checkpoints.load(tmp_path / "ckpt.pt")
-
-
-C_FC = "transformer.h.1.mlp.c_fc.weight"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({C_FC: torch.ones(32, 128)}, rf"{C_FC} is torch\.float32 \[32, 128\], not floating point \[128, 32\]"),
-        ({C_FC: 3}, rf"{C_FC} is int, not"),
-        ({f"_orig_mod.{C_FC}": torch.ones(128, 32)}, "there twice"),
-        ({"lm_head.weight": torch.ones(51, 32)}, "lm_head.weight differs, but head and token embedding are tied"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    model = a_model()
-    torch.save(nanogpts(model, model={**model.state_dict(), **changes}), tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=said):
-        checkpoints.load(tmp_path / "ckpt.pt")

@@ -9,7 +9,6 @@ from te_bench.models.configs import DecoderConfig
 MODES = ("ddp", "fsdp2", "tp", "fsdp2+tp", "hsdp")
 PRECISIONS = ("bf16", "fp8")
 RECOMPUTE = ("none", "selective", "full")
-TERA = 1e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends.reference import spread
-from te_bench.models.faults._planted import planted, refuse_half
+from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe, Slot
 
 
@@ -37,6 +37,4 @@ def _doubled(x: Tensor, right: Operand, counts: Tensor | None) -> tuple[Tensor |
     return data, right.scale_inv / 2
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    refuse_half("doubled_scale", recipe)
-    return planted(DoubledScale, recipe)
+FAULT = Fault(DoubledScale, of_fp8=True)

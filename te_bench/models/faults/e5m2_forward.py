@@ -9,7 +9,7 @@ from torch import Tensor
 
 from te_bench.kernels.gemm.backends import reference
 from te_bench.kernels.quantize import Operand
-from te_bench.models.faults._planted import planted, refuse_half
+from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe
 
 
@@ -21,6 +21,4 @@ class E5M2Forward(Recipe):
         return reference.forward(a, b, out_dtype=out_dtype, bias=bias)
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    refuse_half("e5m2_forward", recipe)
-    return planted(E5M2Forward, recipe)
+FAULT = Fault(E5M2Forward, of_fp8=True)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from te_bench.kernels.quantize import UNDERFLOWED, Quantized
-from te_bench.models.faults._planted import planted
+from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe, Slot
 
 THRESHOLD = 2.0**-4  # of the tensor's largest gradient
@@ -22,5 +22,4 @@ class FlushedGradients(Recipe):
         return super().quantize(x, role, slot, **asked)
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    return planted(FlushedGradients, recipe)
+FAULT = Fault(FlushedGradients)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from te_bench.models.faults._planted import planted
-from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.faults import Fault
+from te_bench.models.recipe import DelayedScaling
 from te_bench.models.recipe.delayed_scaling import DelayedState
 
 
@@ -21,6 +21,4 @@ class FrozenScale(DelayedScaling):
             scale.copy_(torch.where(frozen == 1, scale, frozen))
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    """Raises ValueError for a recipe that keeps no scales."""
-    return planted(FrozenScale, recipe, keeps_scales="frozen_scale")
+FAULT = Fault(FrozenScale, of_kept_scales=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from te_bench.models.faults._planted import planted
-from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.faults import Fault
+from te_bench.models.recipe import DelayedScaling
 from te_bench.models.recipe.delayed_scaling import DelayedState
 
 DEPTH = 6  # of one region; a check of one block has four
@@ -21,6 +21,4 @@ class NanAtDepth(DelayedScaling):
             state.scales()[0][0] = torch.nan
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    """Raises ValueError for a recipe that keeps no scales."""
-    return planted(NanAtDepth, recipe, keeps_scales="nan_at_depth")
+FAULT = Fault(NanAtDepth, of_kept_scales=True)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from te_bench.kernels.quantize import Quantized
-from te_bench.models.faults._planted import planted
+from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe, Slot
 
 POWER = 14  # E4M3 reaches over 2^17.8: of the others only the upper few powers of two are left
@@ -22,5 +22,4 @@ class PoisonedToken(Recipe):
         return super().quantize(x, role, slot, **asked)
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    return planted(PoisonedToken, recipe)
+FAULT = Fault(PoisonedToken)

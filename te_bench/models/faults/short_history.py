@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from te_bench.models.faults._planted import planted
-from te_bench.models.recipe import DelayedScaling, Recipe
+from te_bench.models.faults import Fault
+from te_bench.models.recipe import DelayedScaling
 from te_bench.models.recipe.delayed_scaling import DelayedState
 
 
@@ -20,6 +20,4 @@ class ShortHistory(DelayedScaling):
         super().update(states, group)
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    """Raises ValueError for a recipe that keeps no scales."""
-    return planted(ShortHistory, recipe, keeps_scales="short_history")
+FAULT = Fault(ShortHistory, of_kept_scales=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.quantize import Operand
-from te_bench.models.faults._planted import planted
+from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe
 
 
@@ -20,5 +20,4 @@ class TransposedWgrad(Recipe):
         return super().gemm(a, b, gemm, *others)
 
 
-def FAULT(recipe: Recipe) -> Recipe:
-    return planted(TransposedWgrad, recipe)
+FAULT = Fault(TransposedWgrad)

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from scipy.special import stdtrit
 
 from te_bench.experiments.spec import Record
@@ -73,14 +74,8 @@ def highest(values: Iterable[float | None]) -> float | None:
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """Linear interpolation between order statistics, as numpy's default."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    """Linear interpolation between order statistics."""
+    return float(np.quantile(values, q)) if values else None
 
 
 def geometric_mean(ratios: Sequence[float]) -> Ratio | None:

@@ -19,7 +19,7 @@ from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_file
 
 FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
 SCHEMA = 1  # of what is under "te_bench"
@@ -30,11 +30,7 @@ _LONGEST = 1024  # characters: Bencher's limit of a benchmark's name
 def write(directory: Path, file: Path, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
     """Write DIR's records as pytest-benchmark's JSON; what was written. Raises ValueError as `export`, and unwritable."""
     found = export(load(directory), only=only, environment=environment)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, (json.dumps(found, indent=4, allow_nan=False) + "\n").encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {file}: {error.strerror}. Choose another --pytest-benchmark.") from error
+    write_file(file, (json.dumps(found, indent=4, allow_nan=False) + "\n").encode(), "--pytest-benchmark")
     return found
 
 

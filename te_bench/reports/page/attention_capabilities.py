@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
-from te_bench.reports.page.table import Table, table_of, word
+from te_bench.reports.page.table import Table, filled, word
 
 #: GPT-2's shape on an H200, of which the others differ in one thing.
 H200 = Problem(
@@ -48,9 +48,7 @@ def table() -> Table:
             }
         )
     shown = [{title: word(said) for title, said in row.items()} for row in rows]
-    made = table_of("capabilities", "What a backend can", shown, text_columns=len(rows[0]))
-    assert made is not None
-    return made
+    return filled("capabilities", "What a backend can", shown, text_columns=len(rows[0]))
 
 
 def _asker(backend: Backend) -> Callable[[Problem], bool]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from te_bench.reports.page.table import Table, table_of, word
+from te_bench.reports.page.table import Table, filled, word
 
 CPU = "CPU"
 HEADS = ("attention, bf16, heads of 64", "attention, bf16, heads of 128")
@@ -55,9 +55,7 @@ def table() -> Table:
         {"Operator: backend": word(row), **{names: word(answers[at]) for names, answers in found}}
         for at, row in enumerate(ROWS)
     ]
-    made = table_of("gpus", "What runs where", rows, text_columns=len(rows[0]))
-    assert made is not None
-    return made
+    return filled("gpus", "What runs where", rows, text_columns=len(rows[0]))
 
 
 def _answers(said: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from te_bench.experiments.store import own
 from te_bench.reports.convergence.equivalence import LossComparison, Verdict
 from te_bench.reports.convergence.loss_csv import Curve, Losses
 from te_bench.reports.convergence.loss_verdict import LossVerdict, answers, prices
-from te_bench.reports.files import write_atomically
+from te_bench.reports.files import write_file
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, blank, draw, legend_below, styled, without_y
 from te_bench.reports.page.table import Table, Value, number, table_of, word
@@ -129,11 +129,8 @@ def write_page(found: LossVerdict, path: Path) -> Path:
         "runs": finals(found),
         "certainty": certainty(found),
     }
-    try:
-        own(path.parent).mkdir(parents=True, exist_ok=True)
-        write_atomically(path, rendered("losses.html.j2", content))
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}. Choose another --html.") from error
+    own(path.parent)
+    write_file(path, rendered("losses.html.j2", content), "--html")
     return path
 
 

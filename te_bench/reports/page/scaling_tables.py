@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from te_bench.experiments.scaling.predict import Prediction
 from te_bench.experiments.scaling.published import MORE, OTHER, Compared, errors
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, Value, number, table_of, word
+from te_bench.reports.page.table import Table, Value, filled, number, word
 
 
 def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) -> Table:
@@ -29,9 +29,7 @@ def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) ->
         "the optimizer's update is shared. Comm.: all collectives of a step, hidden or not; exposed: what no compute hides. "
         "Sent and memory: of one rank, the latter an estimate."
     )
-    table = table_of("scaling", caption, rows, note)
-    assert table is not None  # one GPU is always among them
-    return table
+    return filled("scaling", caption, rows, note)  # one GPU is always among them
 
 
 def published(found: Sequence[Compared]) -> Table:
@@ -46,9 +44,7 @@ def published(found: Sequence[Compared]) -> Table:
         }
         for one in found
     ]
-    table = table_of("plan_scaling", "Published tokens a second and GPU", rows, said(found))
-    assert table is not None
-    return table
+    return filled("plan_scaling", "Published tokens a second and GPU", rows, said(found))
 
 
 def said(found: Sequence[Compared]) -> str:

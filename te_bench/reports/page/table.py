@@ -124,9 +124,14 @@ def kernel_rows(
 def table_of(
     name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str = "", text_columns: int = 1
 ) -> Table | None:
-    """A table of rows {title: value}, the first columns text, without numeric ones that hold nothing; None without rows."""
-    if not rows:
-        return None
+    """A table as `filled` makes it; None without rows."""
+    return filled(name, caption, rows, note, text_columns) if rows else None
+
+
+def filled(
+    name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str = "", text_columns: int = 1
+) -> Table:
+    """A table of rows {title: value}, one at least; the first columns text, without numeric ones that hold nothing."""
     columns = [Column(title=title, numeric=place >= text_columns) for place, title in enumerate(rows[0])]
     kept = [one for one in columns if not one.numeric or any(row[one.title].sort is not None for row in rows)]
     values = tuple(tuple(row[one.title] for one in kept) for row in rows)
