@@ -33,9 +33,7 @@ BROKEN = 3  # runs of the broken arm beside a pool: its gap is a thousand times 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
 
-HEEDS = frozenset(
-    {"model", "batch", "recipes", "steps", "tokens", "margin", "alpha", "preset", "as_pilot", "fused", "share"}
-)
+HEEDS = frozenset({"model", "recipes", "margin", "alpha", "preset", "as_pilot", "fused", "share"}) | presets.TRAINING
 
 
 def experiment(options: Options) -> Experiment:
@@ -44,7 +42,7 @@ def experiment(options: Options) -> Experiment:
     if options.as_pilot and preset not in POOLED:
         raise ValueError(f"--as-pilot: preset {preset} compares runs by pairs; take one of {', '.join(sorted(POOLED))}")
     seeds = suite_trials.seeds(options, PILOT if options.as_pilot else SEEDS[preset])
-    ways = _ways(options, preset)
+    ways = _ways(options, preset, problem)
     ratio = best_ratio(len(ways)) if preset in POOLED else None
     if ratio is None:
         trials = [trial for seed in seeds for trial in _arms(options, problem, ways, seed)]
@@ -84,16 +82,14 @@ def best_ratio(recipes: int) -> int:
 Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
 
 
-def _ways(options: Options, preset: str) -> list[Way]:
+def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     """What is judged: recipes; with --weights or --states bf16, which then has them as the recipes that are named."""
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
-        accumulate = presets.PRESETS[preset].get("accumulate", 1)
+        accumulate = problem.get("accumulate", 1)
         if reason := fewer_bits.unsupported(fewer.get("weights"), fewer.get("states"), accumulate=accumulate):
-            raise ValueError(
-                f"--weights: preset {preset}: {reason}, as --preset gpt2-short has, or give --states alone"
-            )
+            raise ValueError(f"--weights: preset {preset}: {reason}, by --accumulate 1, or give --states alone")
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = presets.recipes_of(options)

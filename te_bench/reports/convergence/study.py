@@ -17,6 +17,8 @@ from te_bench.reports.convergence.stability import Stability, stability
 
 LATE = 0.1  # the share of training whose mean is its end
 KINDS = ("control", "aa", "recipe", "broken")
+#: Settings beside the course that a study's arms share, and how a title says them.
+SETTINGS = {"batch": "batch", "accumulate": "micro-batches", "learning_rate": "learning rate", "warmup": "warm-up"}
 
 
 @dataclass(frozen=True)
@@ -210,20 +212,29 @@ class Study:
 def studies(group: Group) -> tuple[Study, ...]:
     """The convergence arms of a group, those that share data, schedule and batch together.
 
-    Raises ValueError for two control arms where one is wanted.
+    Studies of one title say in it which settings they have. Raises ValueError for two control arms where one is wanted.
     """
     together: dict[tuple[object, ...], list[Configuration]] = {}
     for configuration in group.of("training"):
         problem = configuration.trial.problem
         if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
-            settings = tuple(problem.get(key) for key in ("batch", "accumulate", "learning_rate"))
+            settings = tuple(problem.get(key) for key in SETTINGS)
             together.setdefault((*configuration.course, *settings), []).append(configuration)
-    return tuple(_study(group, configurations) for configurations in together.values())
+    titles = _titles([configurations[0].trial.problem for configurations in together.values()])
+    return tuple(_study(group, *one) for one in zip(titles, together.values(), strict=True))
 
 
-def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
-    problem = configurations[0].trial.problem
-    title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
+def _titles(problems: Sequence[Mapping[str, Scalar]]) -> list[str]:
+    titles = [printable(f"{p.get('model')}, {p.get('data')}, {p.get('steps')} steps") for p in problems]
+    found = []
+    for title, problem in zip(titles, problems, strict=True):
+        alike = [other for other, its in zip(problems, titles, strict=True) if its == title]
+        differ = [key for key in SETTINGS if len({other.get(key) for other in alike}) > 1]
+        found.append(", ".join([title, *(f"{SETTINGS[key]} {problem.get(key) or 1}" for key in differ)]))
+    return found
+
+
+def _study(group: Group, title: str, configurations: Sequence[Configuration]) -> Study:
     plans = _plans(group, configurations)
     judgement, notes = _judgement(plans)
     notes += [
