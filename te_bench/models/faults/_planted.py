@@ -6,7 +6,11 @@ from te_bench.models.recipe import DelayedScaling, Recipe
 
 
 def refuse_half(fault: str, recipe: Recipe) -> None:
-    """Raise ValueError for a recipe whose operands are half precision's: no scale and no FP8 format is left in them."""
+    """Raise ValueError for a recipe some of whose operands are half precision's: no scale and no FP8 format is in them."""
+    if recipe.bf16_wgrad:
+        raise ValueError(
+            f"{fault}: wgrad of {type(recipe).__name__}(bf16_wgrad=True) has no scales; leave bf16_wgrad out"
+        )
     if recipe.by_half_gemms:
         raise ValueError(
             f"{fault}: {type(recipe).__name__} multiplies in half precision, without scales or FP8; take flushed_gradients"

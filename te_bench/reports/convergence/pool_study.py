@@ -77,6 +77,8 @@ def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int)
     if c is None:
         first = pooled.looks(study.rounds)[0]
         why = f"fewer than {first} of {study.rounds} rounds have ended, and the first look is after {first}"
+        if study.rounds < pooled.FEWEST:
+            why = f"a plan of {study.rounds} rounds: the spread cannot be known from fewer than {pooled.FEWEST}"
         return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
     verdict = claims.verdict(c.alpha)
     needed = _needed(c, study.pool or 1, c.alpha / family)

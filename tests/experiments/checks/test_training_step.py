@@ -27,7 +27,7 @@ from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
-RECIPES = [name for name in recipes.names() if not recipes.load(name).bf16_last]
+RECIPES = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
 IN_FP8 = [name for name in RECIPES if not recipes.load(name).by_half_gemms]
 CURRENT = "float8_current_scaling"
 V, VP = 250, 256
