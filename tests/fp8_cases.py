@@ -12,6 +12,7 @@ RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=3),
     "current": recipe.Float8CurrentScaling(),
     "row": recipe.RowwiseScaling(),
+    "row, bf16 wgrad": recipe.RowwiseScaling(bf16_wgrad=True),
     "block": recipe.Float8BlockScaling(),
     "none": None,
 }

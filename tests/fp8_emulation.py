@@ -37,12 +37,13 @@ def scale_of(amax: Tensor, name: str, power_of_two: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Fp8:
-    """A recipe's numbers: formats, what shares a scale, and delayed scales by (role, gemm)."""
+    """A recipe's numbers: formats, what shares a scale, delayed scales by (role, gemm), whether wgrad is in FP8, too."""
 
     forward: str = "e4m3"
     backward: str = "e5m2"
     granularity: str = "tensor"
     power_of_two: bool = False
+    wgrad: bool = True
     scales: dict[tuple[str, int], float] | None = field(default=None, compare=False)
 
     def through(self, x: Tensor, role: str, gemm: int) -> Tensor:
@@ -79,6 +80,8 @@ class _Gemm(torch.autograd.Function):
         if fp8 is None:
             return dy @ w, dy.t() @ x, None, None
         dx = fp8.through(dy, "grad_output", gemm) @ fp8.through(w.t(), "weight", gemm).t()
+        if not fp8.wgrad:
+            return dx, dy.t() @ x, None, None
         dw = fp8.through(dy.t(), "grad_output", gemm) @ fp8.through(x.t(), "input", gemm).t()
         return dx, dw, None, None
 

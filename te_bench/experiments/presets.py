@@ -96,6 +96,9 @@ _ONE_THREAD: Settings = {"threads": 1}
 TINY_HIDDEN = 64  # features
 TINY_PARAMETERS = 2**18
 
+#: Options of a training that `problem_of` obeys.
+TRAINING = frozenset({"batch", "accumulate", "steps", "tokens", "learning_rate", "warmup"})
+
 FEWEST_STEPS = 20  # of --tokens: who asks for fewer means a sequence's length, which it is in other suites
 
 
@@ -126,18 +129,22 @@ def recipes_of(options: Options) -> tuple[str, ...]:
 
 
 def problem_of(options: Options) -> Settings:
-    """The problem that all arms share: the preset's, with the model, batch, data and length that the user asks for."""
+    """The problem that all arms share: the preset's, with the model, data and training that the user asks for."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     problem["model"] = suite_trials.named(options, problem["model"])
     if options.batch is not None:
         problem["batch"] = options.batch
+    if options.accumulate is not None and options.accumulate != problem.get("accumulate", 1):
+        problem["accumulate"] = options.accumulate
+    if options.learning_rate is not None:
+        problem["min_learning_rate"] *= options.learning_rate / problem["learning_rate"]
+        problem["learning_rate"] = options.learning_rate
     model, block = problem["model"], problem["block"]
     data = options.data_for(model, "stdlib")
     plain = {"cpu": "bytes", "cpu-pool": "bytes", "char": "bytes" if data == "stdlib" else "chars"}
     steps = _steps(options, problem)
     every = max(1, steps * problem["eval_every"] // problem["steps"])
-    warmup = min(problem["warmup"], steps // 5)
     corpus = suite_trials.corpus_problem(options, model, data, plain.get(preset, "bpe:50257"), block)
     if problem.get("order") == "once" and corpus["corpus"] is not None:
         rows = steps * problem["batch"] * problem.get("accumulate", 1)
@@ -147,7 +154,7 @@ def problem_of(options: Options) -> Settings:
         **problem,
         "steps": steps,
         "eval_every": every,
-        "warmup": warmup,
+        "warmup": _warmup(options, problem, steps),
         **(_ONE_THREAD if options.device == "cpu" and _is_tiny(options, model) else {}),
         **_sharing(options),
         **({**fused_parts(options), "head": "chunked"} if preset in FUSED else {}),
@@ -185,6 +192,15 @@ def _steps(options: Options, problem: Settings) -> int:
             f"{steps} step{'s' * (steps > 1)} of {a_step:,} tokens; give {FEWEST_STEPS * a_step} or more, or --steps"
         )
     return steps
+
+
+def _warmup(options: Options, problem: Settings, steps: int) -> int:
+    """The steps that were asked for, else the preset's or a fifth of the run. Raises ValueError for a whole run of them."""
+    if options.warmup is None:
+        return min(problem["warmup"], steps // 5)
+    if options.warmup >= steps:
+        raise ValueError(f"--warmup {options.warmup}: a run has {steps} steps; give fewer")
+    return options.warmup
 
 
 def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> Trial:

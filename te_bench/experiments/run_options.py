@@ -47,6 +47,16 @@ def _nats(flag: str, value: float) -> None:
         raise ValueError(f"{flag} {value:g}: give nats greater than 0; no two losses are ever equal")
 
 
+def _a_rate(flag: str, value: float) -> None:
+    if not 0 < value < math.inf:  # nor is NaN
+        raise ValueError(f"{flag} {value:g}: give a number greater than 0, such as 3e-4")
+
+
+def _none_or_more(flag: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{flag} {value}: give 0, for none, or more")
+
+
 def _probability(flag: str, value: float) -> None:
     if not 0 < value < 0.5:
         raise ValueError(f"{flag} {value:g}: give a probability between 0 and 0.5, such as 0.05")
@@ -220,6 +230,25 @@ class Options:
         "Tokens of a sequence. Of convergence and stress: training tokens of each run, in place of --steps.",
         check=_one_or_more,
         unheeded="chooses itself how long its sequences are",
+    )
+    learning_rate: float | None = _option(
+        "Largest learning rate of each run; where it does not decay to 0, the least one keeps its ratio to it.",
+        float,
+        metavar="RATE",
+        check=_a_rate,
+        unheeded="chooses its learning rates itself",
+    )
+    warmup: int | None = _option(
+        "Steps over which the learning rate rises, fewer than a run has.",
+        metavar="STEPS",
+        check=_none_or_more,
+        unheeded="chooses its learning rates itself",
+    )
+    accumulate: int | None = _option(
+        "Micro-batches of a training step, each of --batch sequences.",
+        metavar="N",
+        check=_one_or_more,
+        unheeded="chooses its batches itself",
     )
     margin: float | None = _option(
         "Largest gap in final loss that counts as none.",

@@ -124,6 +124,8 @@ def _require_fast(trial: Trial, config: DecoderConfig) -> None:
             **machine,
         )
         require(f"head {p.head}", linear_cross_entropy.load(p.head).unsupported(problem))
+        if p.head == "fp8" and trial.recipe is not None and (reason := recipes.load(trial.recipe).lacks_fp8_head()):
+            raise Unsupported(f"head fp8: {reason}; choose chunked")
 
 
 def _machine(trial: Trial) -> dict[str, Any]:

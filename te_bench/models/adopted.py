@@ -363,14 +363,19 @@ class Adopted(nn.Module):
         found = () if self.conversion is None or self.recipe is None else self.conversion.parts
         return [f"module.{part.name}" for part in found if part.parameters]
 
+    def _blocks_in_fp8(self, layers: str) -> int:
+        """How many blocks below a list's name multiply in FP8: a recipe may keep some."""
+        return len({name.removeprefix(layers).partition(".")[0] for name in self.converted if name.startswith(layers)})
+
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
         """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one.
 
-        An MLP that is a part has two products, gate and up together, a fused layer four; a head without logits counts for
-        nothing here.
+        One fewer where the recipe leaves wgrad in the activations' precision. An MLP that is a part has two products, gate
+        and up together, a fused layer four; a head without logits counts for nothing here.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
+        each = 2 if self.recipe is not None and self.recipe.bf16_wgrad else 3
         done = [] if self.conversion is None else [part for part in self.conversion.parts if part.after is not None]
         mlps, heads, chains = (
             [f"module.{part.name}".rstrip(".") for part in done if part.part == kind]
@@ -378,17 +383,18 @@ class Adopted(nn.Module):
         )
         mlps = [name for name in mlps if not name.startswith(tuple(f"{chain}." for chain in chains))]
         inside = tuple(f"{name}." for name in (*mlps, *chains))
+        mlps = [name for name in mlps if any(one.startswith(f"{name}.") for one in self.converted)]
         linears = [name for name in self.converted if name not in heads and not name.startswith(inside)]
 
         def count(products: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
             self.rows |= {x.numel() // x.shape[-1] for x in arguments[:1]}
-            self.gemms += 3 * products if arguments and arguments[0].requires_grad else 3 * products - 1
+            self.gemms += each * products - (not (arguments and arguments[0].requires_grad))
 
-        def count_chain(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def count_chain(blocks: int, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             given = module.te_given(arguments, named)
             tokens, x = given.get("input_ids"), given.get("inputs_embeds")
             self.rows |= {tokens.numel()} if x is None else {x.numel() // x.shape[-1]}
-            self.gemms += 3 * 4 * len(module.layers)  # qkv, proj, up, down; layer by layer they are more
+            self.gemms += each * 4 * blocks  # qkv, proj, up, down; layer by layer they are more
             self.fused |= module.te_fuses(given)
 
         handles = [
@@ -397,7 +403,10 @@ class Adopted(nn.Module):
             for name in names
         ]
         handles += [
-            self.get_submodule(name).register_forward_pre_hook(count_chain, with_kwargs=True) for name in chains
+            self.get_submodule(name).register_forward_pre_hook(
+                functools.partial(count_chain, self._blocks_in_fp8(f"{name}.layers.")), with_kwargs=True
+            )
+            for name in chains
         ]
         try:
             yield

@@ -85,11 +85,11 @@ def convert(
     parts: of "linear", "norm", "mlp", "rotary", "attention", "head" one or several, or "all"; None is linear and norm. The
     others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs and attentions, too,
     and for lm_head whether its part may be in FP8.
-    With `recipe` the Linears that it keeps (bf16_last) stay, calling the model enters te.autocast(recipe=recipe) by itself,
-    and torch.compile(fullgraph=True) can't take it; without, your own te.autocast around it decides. Converting twice is
-    harmless, and the second report tells of the first's layers too. Whatever is raised, nothing has changed: ValueError for
-    a model that is itself such a layer, for a recipe that the model's device cannot run, and for one on a model whose class
-    no other can be made of or that Lightning would train without calling it.
+    With `recipe` the Linears that it keeps (bf16_first, bf16_last) stay, calling the model enters te.autocast(recipe=recipe)
+    by itself, and torch.compile(fullgraph=True) can't take it; without, your own te.autocast around it decides. Converting
+    twice is harmless, and the second report tells of the first's layers too. Whatever is raised, nothing has changed:
+    ValueError for a model that is itself such a layer, for a recipe that the model's device cannot run, and for one on a
+    model whose class no other can be made of or that Lightning would train without calling it.
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
@@ -120,7 +120,8 @@ def convert(
         for _, parent, attribute, layer in places:
             if id(layer) in converted:
                 _swap(parent, attribute, converted[id(layer)][0], undo)
-        others = tuple(conversion_parts.convert(model, asked, filter, undo, left))
+        fp8_head = recipe is None or recipe.lacks_fp8_head() is None
+        others = tuple(conversion_parts.convert(model, asked, filter, undo, left, fp8_head))
         for module in model.modules():
             _checkpoint_in_fp8(module, undo)
             _let_resize(module, undo)

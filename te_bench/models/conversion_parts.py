@@ -45,12 +45,14 @@ def convert(
     filter: Filter | None,
     undo: contextlib.ExitStack,
     left: Collection[str] = (),
+    fp8_head: bool = True,
 ) -> Iterator[ConvertedPart]:
     """Replace the parts that are asked for, and tell of each what it is now, or why it stays.
 
-    left: the names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8.
+    left: the names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8. fp8_head:
+    whether the recipe has all three GEMMs of a head in FP8.
     """
-    heads = functools.partial(_heads, left=left)
+    heads = functools.partial(_heads, left=left, fp8_head=fp8_head)
     convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
     convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "blocks": _blocks, "head": heads}
     for part, convertor in convertors.items():
@@ -105,7 +107,7 @@ def _blocks(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack)
 
 
 def _heads(
-    model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack, left: Collection[str]
+    model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack, left: Collection[str], fp8_head: bool
 ) -> Iterator[ConvertedPart]:
     from te_bench.models.huggingface import head
 
@@ -113,7 +115,7 @@ def _heads(
         if not type(inner).__module__.startswith("transformers.") or not hasattr(inner, "lm_head"):
             continue
         where = f"{name}.lm_head" if name else "lm_head"
-        in_fp8 = where not in left and (filter is None or filter(where, inner.lm_head))
+        in_fp8 = fp8_head and where not in left and (filter is None or filter(where, inner.lm_head))
         entry = _attempt("head", where, inner, None, functools.partial(head.convert, in_fp8=in_fp8), undo)
         own = entry.after is not None and inner._te_head_in_fp8 and not isinstance(inner.lm_head, Linear)
         yield replace(entry, parameters=inner.lm_head.weight.numel()) if own else entry

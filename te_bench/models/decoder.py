@@ -101,6 +101,8 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"blocks fused: no kernel has dropout {config.dropout}; set dropout 0, or leave blocks out"
             )
+        if head == "fp8" and recipe is not None and (reason := recipe.lacks_fp8_head()):
+            raise ValueError(f"head fp8: {reason}; choose chunked")
         self.config, self.recipe, self.blocks = config, recipe, blocks
         self.heads = None if head is None else {True: load_head(head), False: load_head("chunked")}
         self.warned: set[str] = set()  # why passes were not fused

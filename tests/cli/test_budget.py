@@ -250,7 +250,17 @@ def test_a_gpu_that_is_shared_has_as_many_trials(command, monkeypatch, started, 
     assert (len(set(alone)), len(alone), sorted(shared)) == (2, 2, sorted(3 * alone))
 
 
-@pytest.mark.parametrize("more", [(), ("--fused",), ("--device", "cuda", "--preset", "cpu", "--share", "3")], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("--fused",),
+        ("--batch", 4, "--accumulate", 2, "--learning-rate", 2e-3, "--warmup", 70, "--steps", 80),
+        ("--weights", "bf16", "--states", "fp8"),
+        ("--device", "cuda", "--preset", "cpu", "--share", "3"),
+    ],
+    ids=str,
+)
 def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(more, command, monkeypatch, tmp_path):
     gpus(monkeypatch, 1)
     done = command("plan", *CONVERGENCE, *more, "--budget", "1h", "--out", "my run")
@@ -268,13 +278,16 @@ def test_without_records_the_pilot_to_run_is_said_and_running_it_is_enough(more,
 
 
 def test_the_pilot_of_a_pool_is_the_beginning_of_its_run(command: Command, tmp_path: Path) -> None:
-    asked = (*CONVERGENCE, "--preset", "cpu-pool", "--budget", "1h")
+    settings = ("--preset", "cpu-pool", "--steps", "40", "--learning-rate", "0.002", "--warmup", "10")
+    asked = (*CONVERGENCE, *settings, "--budget", "1h")
     done = command("plan", *asked, "--out", "my run")
     said = shlex.split(done.err.splitlines()[1])
     assert said[-3:] == ["--as-pilot", "--out", "my run"]
     assert done.err.splitlines()[-1].endswith("again with --out 'my run'")
-    write(tmp_path / "my run", [ended(t) for t in trials(None, None, preset="cpu-pool", as_pilot=True)], pilot=True)
-    again = planned(command, "--preset", "cpu-pool", "--budget", "1h", "--out", "my run")
+    first = json.loads(command("plan", *said[2:], "--json").out)["trials"]
+    write(tmp_path / "my run", [ended(Trial.from_json(_fields(trial))) for trial in first], pilot=True)
+    again = planned(command, *settings, "--budget", "1h", "--out", "my run")
+    assert {trial["id"] for trial in first} <= {trial["id"] for trial in again["trials"]}
     assert again["judgement"]["seeds"] > 3
 
 
@@ -377,8 +390,9 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0, .*; 80 % takes 11 seeds", flat)
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --pilot DIR of a pilot would tell" in flat
-    other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", "--steps", "77").out)
-    assert "power: not known, for no record says how far gaps of this training vary" in other
+    for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
+        other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", f"--{option}", value).out)
+        assert "power: not known, for no record says how far gaps of this training vary" in other
 
     shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
     own = {0: 0.0002, 1: 0.0002, 2: -0.0002, 3: -0.0002}
@@ -510,6 +524,9 @@ def test_the_presets_with_a_pool_follow_their_plan(command: Command, monkeypatch
         assert 0.8 <= found["conclusion"]["power"][0] < 0.9
         assert len(found["trials"]) == rounds * 9 + 3
         assert found["conclusion"]["bf16_runs"] == 3 * rounds
+    for option, value in (("learning-rate", 6e-4), ("warmup", 100)):  # of the same time, and of another spread
+        code, said, _ = pool(f"--{option}", value, command=command)
+        assert (code, "not known" in said.partition("time:")[0], "11.4 GPU hours" in said) == (0, True, True)
     code, said, _ = pool(command=command)
     assert code == 0
     assert "spread of single runs: sd 0.004 nat, assumed: that of GPT-2 124M's training losses" in said

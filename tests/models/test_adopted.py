@@ -121,6 +121,28 @@ def test_gemms_are_counted_call_by_call_and_a_first_layer_makes_no_dgrad() -> No
         assert converted.gemms == gemms
 
 
+def test_what_a_recipe_leaves_out_of_fp8_is_not_counted() -> None:
+    """Of five Linears without a weight gradient in FP8 two GEMMs each."""
+    made = adopted.make(of("make"), attention=adopted.OWN, device="cpu", seed=0)
+    found = adopted.Adopted(made, recipe=recipe.RowwiseScaling(bf16_wgrad=True))
+    with found.autocast(), found.counted():
+        found(*found.made.draw(2, 16, seed=0, device="cpu"))
+    assert found.gemms == 10
+
+
+@pytest.mark.parametrize("name", ["float8_current_scaling_bf16_wgrad", "float8_current_scaling_bf16_first"])
+def test_a_converted_model_with_a_part_in_bf16_passes_and_its_record_says_so(name: str, tmp_path: Path) -> None:
+    """Of two layers of seven Linears, two of the MLP's as one; a head of the recipe's or, for wgrad, in half precision."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    llama = {"model_type": "llama", "vocab_size": 64, "max_position_embeddings": 32, **sizes}
+    trial = step(of_config(llama, tmp_path), recipe=name)
+    problem = {**trial.problem, "parts": "all", "block": 32, "batch": 4}
+    found = train_step.run(dataclasses.replace(trial, problem=problem), Context())
+    ran = found.work["ran"]
+    assert (ran["gemm_fp8"], ran["head_fp8"]) == ((16, 0) if name.endswith("wgrad") else (18, 1))
+
+
 def test_a_large_model_is_described_without_its_memory() -> None:
     made = adopted.described(of("huge"))
     assert sum(p.numel() for p in made.module.parameters()) > 10**12

@@ -86,11 +86,18 @@ LLAMA = LlamaConfig(
 )  # fmt: skip
 QWEN = dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_word_embeddings=True)
 #: Recipes of all blocks.
-WHOLE = [name for name in recipes.names() if not recipes.load(name).bf16_last]
+WHOLE = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
 #: recipe -> what `memory` is told of it.
 RECIPES: dict[str | None, dict[str, Any]] = {
     None: {"fp8": False},
-    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in WHOLE},
+    **{
+        name: {
+            "fp8": True,
+            "known": False,
+            **{of: getattr(recipes.load(name), of) for of in ("granularity", "bf16_wgrad")},
+        }
+        for name in WHOLE
+    },
     DELAYED: {"fp8": True},
 }
 

@@ -176,6 +176,7 @@ def refusals() -> dict[str, str]:
         found[mode] = refusal(lambda m=mode: a_step(parallel.load("tp", **OVERLAP), LLAMA, "fp32", mode=m))  # type: ignore[misc]
     odd = dataclasses.replace(LLAMA, intermediate_size=72)
     asked = {"rows": (LLAMA, RowwiseScaling()), "emulated": (LLAMA, Float8CurrentScaling(emulate=True))}
+    asked["bf16 wgrad"] = (LLAMA, Float8CurrentScaling(bf16_wgrad=True))
     for name, (config, recipe) in {**asked, "odd": (odd, RECIPES["current"])}.items():
         made = functools.partial(a_step, parallel.load("tp", **OVERLAP), config, "fp8", recipe)
         found[name] = refusal(made)

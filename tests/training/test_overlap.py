@@ -96,6 +96,7 @@ def test_a_compiled_step_is_one_graph_that_overlaps(found: Any) -> None:
         ),
         ("compile-reduce-overhead", "choose mode eager or compile, not compile-reduce-overhead"),
         ("rows", f"RowwiseScaling has more than one scale a tensor, or casts in a way of its own; {LEAVE}"),
+        ("bf16 wgrad", f"Float8CurrentScaling(bf16_wgrad=True) reads all ranks' rows uncast for wgrad; {LEAVE}"),
         ("emulated", f"Float8CurrentScaling(emulate=True) multiplies by no GEMM of cuBLASLt's; {LEAVE}"),
         ("odd", f"a rank's share of a weight is 72 x 32, and in FP8 both must be multiples of 16; {LEAVE}"),
         ("unshared", f"torch lets these GPUs share no memory (said by a test); {LEAVE}"),

@@ -52,6 +52,8 @@ class _Linear(torch.autograd.Function):
         rounded = functools.partial(_rounded, recipe=ctx.recipe)
         come = functools.partial(rounded, role="grad_output", given=ctx.gradient_scale)
         dx = come(dy) @ rounded(weight.t(), "weight").to(dy.dtype).t()
+        if getattr(ctx.recipe, "bf16_wgrad", False):
+            return dx, (dy.t() @ x).to(weight.dtype), None, None
         dw = come(dy.t(), tokens=True) @ rounded(x.t(), "input", tokens=True).t()
         return dx, dw.to(weight.dtype), None, None
 

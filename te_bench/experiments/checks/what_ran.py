@@ -38,7 +38,7 @@ Range = tuple[int, int | None]  # the least and the most that is right; None: ho
 Expected = dict[str, Range]
 
 LINEARS = 4  # of a layer: query, key and value together, the projection, and the MLP's two
-PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad
+PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad, the last of which a recipe may leave in half precision
 SOME: Range = (1, None)
 NONE: Range = (0, 0)
 
@@ -203,6 +203,8 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     expected: Expected = {"gemm_fp8": NONE, "block_format_casts": NONE, "fused_blocks": fused}
     if trial.precision == "fp8":
         expected["block_format_casts" if _by_half_gemms(trial) else "gemm_fp8"] = (least, None)
+        if _has_half_wgrad(trial):
+            expected["gemm_half"] = (least // (PASSES - 1), None)
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
         expected["gemm_half"] = SOME  # its own code may leave autocast
     chosen = f"optimizer_{p.optimizer or 'torch'}"
@@ -274,6 +276,10 @@ def _by_half_gemms(trial: Trial) -> bool:
     return trial.recipe is not None and recipes.load(trial.recipe).by_half_gemms
 
 
+def _has_half_wgrad(trial: Trial) -> bool:
+    return trial.recipe is not None and recipes.load(trial.recipe).bf16_wgrad
+
+
 def _plus(expected: Expected, part: str, times: int) -> Expected:
     least, most = expected[part]
     return {**expected, part: (least + times, None if most is None else most + times)}
@@ -286,7 +292,8 @@ def _gemms(trial: Trial, linears: int) -> Expected:
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
     casts = PASSES * linears if _by_half_gemms(trial) else 0  # of x, W and dy
     expected["block_format_casts"] = (casts, casts)
-    return _plus(expected, _linears(trial), PASSES * linears)
+    plain = linears if _has_half_wgrad(trial) else 0
+    return _plus(_plus(expected, _plain(trial), plain), _linears(trial), PASSES * linears - plain)
 
 
 @functools.cache

@@ -39,21 +39,9 @@ TRUNKS = 6
 #: As SEEDS. By the spread that a plan assumes, where one is there.
 BRANCH_SEEDS = {"gpt2": 18, "llama": 18}
 
-HEEDS = frozenset(
-    {
-        "model",
-        "batch",
-        "recipes",
-        "steps",
-        "tokens",
-        "margin",
-        "alpha",
-        "preset",
-        "branch_at",
-        "as_pilot",
-        "fused",
-        "share",
-    }
+HEEDS = (
+    frozenset({"model", "recipes", "margin", "alpha", "preset", "branch_at", "as_pilot", "fused", "share"})
+    | presets.TRAINING
 )
 
 
@@ -69,7 +57,7 @@ def experiment(options: Options) -> Experiment:
     if branch:
         usual, pilot = BRANCH_SEEDS.get(preset, max(TRUNKS, usual)), TRUNKS
     seeds = suite_trials.seeds(options, pilot if options.as_pilot else usual)
-    ways = _ways(options, preset)
+    ways = _ways(options, preset, problem)
     ratio = best_ratio(len(ways)) if pooled else None
     if ratio is None:
         trials = [trial for seed in seeds for trial in _arms(options, problem, ways, seed)]
@@ -128,16 +116,14 @@ def best_ratio(recipes: int) -> int:
 Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
 
 
-def _ways(options: Options, preset: str) -> list[Way]:
+def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     """What is judged: recipes; with --weights or --states bf16, which then has them as the recipes that are named."""
     if fewer := run_options.fewer_bits(options):
         if options.fused:
             raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
-        accumulate = presets.PRESETS[preset].get("accumulate", 1)
+        accumulate = problem.get("accumulate", 1)
         if reason := fewer_bits.unsupported(fewer.get("weights"), fewer.get("states"), accumulate=accumulate):
-            raise ValueError(
-                f"--weights: preset {preset}: {reason}, as --preset gpt2-short has, or give --states alone"
-            )
+            raise ValueError(f"--weights: preset {preset}: {reason}, by --accumulate 1, or give --states alone")
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = presets.recipes_of(options)

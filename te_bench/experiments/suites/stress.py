@@ -7,7 +7,7 @@ FACTORS = (1, 4, 16, 64, 256)  # a tiny GPT breaks between 4 and 16 in every pre
 SEEDS = 6  # the fewest whose smallest and largest hold the median in 95 % of cases
 #: Faults of scale, planted at the usual rate where FAULTY is measured: a ladder that holds under them would see no break.
 FAULTS, FAULTY = ("nan_at_depth", "poisoned_token"), "delayed_scaling"
-HEEDS = frozenset({"model", "batch", "recipes", "steps", "tokens", "preset"})
+HEEDS = frozenset({"model", "recipes", "preset"}) | presets.TRAINING
 
 
 def experiment(options: Options) -> Experiment:

@@ -53,9 +53,10 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """x (M, N) in both orientations, of one layout. What was not asked for is None, together with its scale_inv.
+    """x (M, N) in both orientations. What was not asked for is None, together with its scale_inv.
 
-    data (M, N) is laid out as (rows, K) = (M, N), data_t (N, M) as (rows, K) = (N, M).
+    data (M, N) is laid out as (rows, K) = (M, N), data_t (N, M) as (rows, K) = (N, M). layout_t: of data_t, where it is
+    another than data's.
     """
 
     data: Any
@@ -63,6 +64,7 @@ class Quantized(NamedTuple):
     data_t: Any
     scale_inv_t: Any
     layout: Layout
+    layout_t: Layout | None = None
 
     def by_rows(self) -> Operand:
         """x (M, N), for a GEMM that contracts N."""
@@ -70,7 +72,7 @@ class Quantized(NamedTuple):
 
     def by_columns(self) -> Operand:
         """x's transpose (N, M), for a GEMM that contracts M."""
-        return Operand(self.data_t, self.scale_inv_t, self.layout)
+        return Operand(self.data_t, self.scale_inv_t, self.layout_t or self.layout)
 
 
 def check_layouts(rowwise: bool, columnwise: bool) -> None:

@@ -35,6 +35,8 @@ class Fault:
             raise ValueError(
                 f"{name}: {kind.__name__} multiplies in half precision, without scales or FP8; take flushed_gradients"
             )
+        if self.of_fp8 and recipe.bf16_wgrad:
+            raise ValueError(f"{name}: wgrad of {kind.__name__}(bf16_wgrad=True) has no scales; leave bf16_wgrad out")
         if self.of_kept_scales and not isinstance(recipe, DelayedScaling):
             raise ValueError(f"{name}: {kind.__name__} keeps no scale from step to step; take delayed_scaling")
         key = self.wrong, kind

@@ -127,7 +127,7 @@ def _product(
         bias = torch.cat([bias, *(other.bias for other in beside)])
     weights = part.weights
     recipe = fp8.current.recipe
-    kept = recipe is not None and recipe.bf16_last > 0 and type(module) is nn.Linear
+    kept = recipe is not None and recipe.keeps_blocks and type(module) is nn.Linear
     if kept or not fp8.current.enabled:
         weight = Stacked.apply(dtype, *weights) if beside else weight.to(dtype)
         return Projection(None, None), weight, None if bias is None else bias.to(dtype)

@@ -88,10 +88,9 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
         given["inputs_embeds"], weight = tied(table, None, given.pop("input_ids"), padding)
     outputs = model.base_model(**given, return_dict=True)
     options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
-    loss = causal_loss(
-        outputs.last_hidden_state, weight, labels, in_fp8=model._te_head_in_fp8 and fp8.current.enabled, copy=copy,
-        **options,
-    )  # fmt: skip
+    recipe = fp8.current.recipe
+    in_fp8 = model._te_head_in_fp8 and fp8.current.enabled and not (recipe is not None and recipe.bf16_wgrad)
+    loss = causal_loss(outputs.last_hidden_state, weight, labels, in_fp8=in_fp8, copy=copy, **options)
     made = CausalLMOutputWithPast(
         loss=loss, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,

@@ -46,6 +46,8 @@ def unshared(group: str) -> str | None:
 def lacks(recipe: Recipe) -> str | None:
     """Why no operator of symmetric memory multiplies as the recipe does, or None."""
     name = type(recipe).__name__
+    if recipe.bf16_wgrad:
+        return f"{name}(bf16_wgrad=True) reads all ranks' rows uncast for wgrad"
     if recipe.by_given_scale() is None:
         return f"{name} has more than one scale a tensor, or casts in a way of its own"
     return f"{name}(emulate=True) multiplies by no GEMM of cuBLASLt's" if recipe.emulate else None

@@ -23,8 +23,9 @@ def recipe_of(p: LayerConfig) -> recipes.Recipe | None:
 
 def unsupported(p: LayerConfig) -> str | None:
     recipe = recipe_of(p)
-    if recipe is not None and recipe.bf16_last:
-        return f"bf16_last {recipe.bf16_last:.3g}: a layer by itself is none of a model's last blocks; leave it at 0"
+    for end in ("first", "last"):
+        if recipe is not None and (share := getattr(recipe, f"bf16_{end}")):
+            return f"bf16_{end} {share:.3g}: a layer by itself is none of a model's {end} blocks; leave it at 0"
     return None if recipe is None else recipe.unsupported(p.device, p.capability)
 
 

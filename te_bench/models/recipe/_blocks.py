@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable
 
 
-def in_last_blocks(names: Iterable[str], share: float) -> frozenset[str]:
-    """Of dotted names those in the last ceil(share x blocks) blocks, and those in no block, a head's; none of a share of 0.
+def in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset[str]:
+    """Of dotted names those in the first and last ceil(share x blocks) blocks; with the last those in no block, a head's.
 
-    A block is a number in a name, such as 3 in transformer.h.3.mlp; of several lists of modules the longest counts. Raises
-    ValueError where the share is above 0 and no name has a number.
+    A block is a number in a name, such as 3 in transformer.h.3.mlp; of several lists of modules the longest counts. A share
+    of 0 has none. Raises ValueError where a share is above 0 and no name has a number.
     """
-    if not share:
+    if not first and not last:
         return frozenset()
     found: dict[str, dict[int, set[str]]] = {}
     outside = set[str]()
@@ -22,8 +22,13 @@ def in_last_blocks(names: Iterable[str], share: float) -> frozenset[str]:
         else:
             outside.add(name)
     if not found:
-        raise ValueError(f"bf16_last={share}: the model's layers are in no numbered blocks; leave it at 0")
+        said = f"bf16_last={last}" if last else f"bf16_first={first}"
+        raise ValueError(f"{said}: the model's layers are in no numbered blocks; leave it at 0")
     blocks = max(found.values(), key=len)
-    number = max(1, math.ceil(share * len(blocks) - 1e-9))  # 0.07 x 100 blocks is 7, and a float above it
-    last = sorted(blocks)[-number:]
-    return frozenset(outside).union(*(blocks[number] for number in last))
+
+    def whole(share: float) -> int:  # 0.07 x 100 blocks is 7, and a float above it
+        return max(1, math.ceil(share * len(blocks) - 1e-9)) if share else 0
+
+    numbers = sorted(blocks)
+    ends = {*numbers[: whole(first)], *numbers[len(numbers) - whole(last) :]}
+    return frozenset(outside if last else ()).union(*(blocks[number] for number in ends))

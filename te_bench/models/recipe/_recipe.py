@@ -15,10 +15,10 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
-from te_bench.kernels.quantize import Backend, Operand, Quantized
+from te_bench.kernels.quantize import TENSOR, Backend, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.models.recipe._blocks import in_last_blocks
+from te_bench.models.recipe._blocks import in_end_blocks
 
 DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
@@ -139,12 +139,14 @@ class Recipe:
     """The base of all recipes. `emulate` computes in PyTorch what FP8 hardware would, on any device.
 
     bf16_last: the share of a model's blocks, the last ones, whose Linears stay in the activations' precision, rounded up to
-    whole blocks, and with them Linears in no block, a head. te.convert(model, recipe) and te_bench's own models heed it, for
-    te.autocast knows no blocks. Raises ValueError for what is not from 0 to 1.
+    whole blocks, and with them Linears in no block, a head. bf16_first: the same of the first blocks, without a head.
+    te.convert(model, recipe) and te_bench's own models heed both, for te.autocast knows no blocks. Raises ValueError for
+    what is not from 0 to 1.
     """
 
     emulate: bool = field(default=False, kw_only=True)
     bf16_last: float = field(default=0.0, kw_only=True)
+    bf16_first: float = field(default=0.0, kw_only=True)
 
     granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row" or "block"; "mxfp8" or "nvfp4"
     by_half_gemms: ClassVar[bool] = (
@@ -153,6 +155,7 @@ class Recipe:
     # Not annotated: a dataclass would put what it knows as a ClassVar before the fields of its subclasses.
     fp8_format = Format.HYBRID
     power_of_two = False  # whether scales are powers of two
+    bf16_wgrad = False  # whether wgrad multiplies x and dy themselves, in their own precision
     fp8_dpa = False  # whether attention computes in FP8, too: kernels/attention/backends/manual_fp8.py says how
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -203,8 +206,20 @@ class Recipe:
 
     def keeps(self, names: Iterable[str]) -> frozenset[str]:
         """Of a model's Linears, by name, those that stay in the activations' precision."""
-        self._reject(not 0 <= self.bf16_last <= 1, "bf16_last", "a share of the blocks, 0 to 1")
-        return in_last_blocks(names, self.bf16_last)
+        for setting in ("bf16_first", "bf16_last"):
+            self._reject(not 0 <= getattr(self, setting) <= 1, setting, "a share of the blocks, 0 to 1")
+        return in_end_blocks(names, self.bf16_first, self.bf16_last)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether `keeps` may name any."""
+        return self.bf16_first > 0 or self.bf16_last > 0
+
+    def lacks_fp8_head(self) -> str | None:
+        """Why a head whose three GEMMs are in FP8 is not what the recipe asks for, or None."""
+        if self.bf16_wgrad:
+            return "the recipe keeps weight gradients in the activations' precision"
+        return "the recipe keeps the head in the activations' precision" if self.bf16_last else None
 
     def by_given_scale(self) -> "Recipe | None":
         """What casts by a scale that is given as this recipe does by the tensor's own; None where none does."""
@@ -246,9 +261,16 @@ class Recipe:
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """D = a @ b.T + bias, (M, K) and (N, K) -> (M, N); only fprop accumulates fast.
 
-        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/measured.json). Raises
-        ValueError for layouts that no GEMM here multiplies: a recipe that makes them multiplies them itself.
+        By cuBLASLt, or by what was measured to be faster at this shape on this GPU (kernels/measured.json); with bf16_wgrad
+        wgrad as a Linear without FP8 has it. Raises ValueError for layouts that no GEMM here multiplies: a recipe that makes
+        them multiplies them itself.
         """
+        if self.bf16_wgrad and gemm == "wgrad":
+            if a.layout.scales is not None or b.layout.scales is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: bf16_wgrad=True, but its quantize casts what wgrad reads; leave bf16_wgrad out"
+                )
+            return torch.mm(a.data, b.data.t()).to(out_dtype)
         multiply = gemm_reference.forward if self._emulated(a.data) else policy.forward
         return multiply(a, b, out_dtype=out_dtype, fast_accum=gemm == "fprop", bias=bias)
 
@@ -258,6 +280,15 @@ class Recipe:
         if device != "cuda" or self.emulate or lack is None:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
+
+    def _itself(self, role: str, columnwise: bool) -> bool:
+        """Whether the columns that are asked for are those of the tensor itself."""
+        return columnwise and self.bf16_wgrad and role != "weight"
+
+    @staticmethod
+    def _with_itself(q: Quantized, x: Tensor) -> Quantized:
+        """q with x's own columns. Detached, as a view of what autograd has made x would hold x's graph, and x be in it."""
+        return q._replace(data_t=x.detach().t(), scale_inv_t=None, layout_t=Layout(x.dtype, TENSOR, None))
 
     def _emulated(self, x: Tensor) -> bool:
         return self.emulate or not x.is_cuda

@@ -14,13 +14,15 @@ class Float8CurrentScaling(Recipe):
     """scale = FP8_MAX / amax(x), 1 where amax is 0, infinite or NaN; split accumulation in dgrad and wgrad.
 
     power_of_two rounds scales down to powers of two. fp8_dpa: attention, too, with a scale a head, in E4M3
-    both ways whatever the format. Raises ValueError for Format.E5M2.
+    both ways whatever the format. bf16_wgrad: the weight gradient is that of x and dy themselves, in their own precision; x
+    is kept for it uncast, two bytes an element in bf16. Raises ValueError for Format.E5M2.
     Source: Transformer Engine, Float8CurrentScaling.
     """
 
     fp8_format: Format = Format.HYBRID
     power_of_two: bool = False
     fp8_dpa: bool = field(default=False, kw_only=True)
+    bf16_wgrad: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check_format()
@@ -32,20 +34,24 @@ class Float8CurrentScaling(Recipe):
     def by_given_scale(self) -> Recipe | None:
         kind = type(self)  # a subclass may cast in a way of its own
         usual = kind.quantize is Float8CurrentScaling.quantize and kind.dtype is Recipe.dtype
-        return DelayedScaling(fp8_format=self.fp8_format, emulate=self.emulate) if usual else None
+        if not usual or self.bf16_wgrad:
+            return None
+        return DelayedScaling(fp8_format=self.fp8_format, emulate=self.emulate)
 
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        return self._quantizer(x).tensor(
+        itself = self._itself(role, columnwise)
+        q = self._quantizer(x).tensor(
             x,
             self.dtype(role),
-            rowwise=rowwise,
-            columnwise=columnwise,
+            rowwise=rowwise or itself,
+            columnwise=columnwise and not itself,
             power_of_two=self.power_of_two,
             counts=slot.counts,
             column_sum=column_sum,
         )
+        return self._with_itself(q, x) if itself else q
 
 
 RECIPE = Float8CurrentScaling()

@@ -1,6 +1,6 @@
 """Row-wise current scaling: every row of every GEMM operand is scaled by its own amax."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -15,11 +15,14 @@ class RowwiseScaling(Recipe):
     """scale[i] = FP8_MAX / amax(row i), of the operand as its GEMM contracts it: the two layouts have their own scales.
 
     E4M3 throughout by default: a row's range is narrow. power_of_two as torchao's recipe has it, so that both layouts
-    round alike. Raises ValueError for Format.E5M2. Source: torchao.float8, "rowwise".
+    round alike. bf16_wgrad: the weight gradient is that of x and dy themselves, in their own precision; x is kept for it
+    uncast, two bytes an element in bf16. Raises ValueError for Format.E5M2. Source: torchao.float8, "rowwise" and
+    "rowwise_with_gw_hp".
     """
 
     fp8_format: Format = Format.E4M3
     power_of_two: bool = True
+    bf16_wgrad: bool = field(default=False, kw_only=True)
 
     granularity: ClassVar[str] = "row"
 
@@ -31,14 +34,16 @@ class RowwiseScaling(Recipe):
     ) -> Quantized:
         if column_sum is not None:
             column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
-        return self._quantizer(x).row(
+        itself = self._itself(role, columnwise)
+        q = self._quantizer(x).row(
             x,
             self.dtype(role),
-            rowwise=rowwise,
-            columnwise=columnwise,
+            rowwise=rowwise or itself,
+            columnwise=columnwise and not itself,
             power_of_two=self.power_of_two,
             counts=slot.counts,
         )
+        return self._with_itself(q, x) if itself else q
 
 
 RECIPE = RowwiseScaling()

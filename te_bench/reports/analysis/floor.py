@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.experiments.problems import TrainStepProblem
+from te_bench.experiments.suite_trials import ON_REQUEST
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.models.cost import Cost
@@ -120,10 +121,13 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
 
 
 def _costs(configuration: Configuration) -> tuple[Cost, ...]:
-    """What the trial's step must do; nothing where no formula is known: of a user's model, a precision, or several ranks."""
+    """What the trial's step must do; nothing where no formula is known: of a user's model, a precision, several ranks.
+
+    Nor is any of a recipe that computes more than the blocks' Linears in FP8, or less.
+    """
     trial = configuration.trial
     config, precision = configs().get(str(trial.problem.get("model"))), trial.precision
-    if config is None or precision not in ("bf16", "fp8") or "world" in trial.problem:
+    if config is None or precision not in ("bf16", "fp8") or "world" in trial.problem or trial.recipe in ON_REQUEST:
         return ()
     p = TrainStepProblem.of(trial)
     return cost.step(

@@ -2,8 +2,10 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import design_of
@@ -59,12 +61,10 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     pooled = "pool" in one.judgement  # a pool's pilot tells the spread too, and its rounds are the first of the plan
     folder = str(out) if pooled else f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", asked.device]
-    share = None if asked.share is None else str(asked.share)
-    named = ("--gpus", machine.asked), ("--model", asked.model), ("--preset", asked.preset), ("--share", share)
-    for option, value in named:
-        words += [] if value is None else [option, value]
-    words += ["--fused"] if asked.fused else []
-    words += [] if asked.recipes is None else ["--recipes", ",".join(asked.recipes)]
+    words += [] if machine.asked is None else ["--gpus", machine.asked]
+    # A pilot of pairs is shorter than the run, and its schedule costs no time.
+    less = {"as_pilot": None} | ({} if pooled else dict.fromkeys(("steps", "tokens", "warmup")))
+    words += run_options.words(replace(asked, **less))
     for model, data in asked.data.items():
         words += ["--data", f"{model}={data}" if model else data]
     words += [] if asked.cache is None else ["--cache", str(asked.cache)]

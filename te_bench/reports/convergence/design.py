@@ -47,6 +47,7 @@ class Assumption:
     """What a plan is made with where no pilot tells: a spread, and seconds of a run on one GPU."""
 
     of: Mapping[str, Scalar]  # what of the problem must agree
+    schedule: Mapping[str, Scalar]  # what must besides, for the spread
     spread: RunSpread
     trial_s: float | None = None
     fixed_s: float = 0.0  # of these, what is beside the steps
@@ -62,7 +63,8 @@ class Assumption:
 
 ASSUMED = (
     Assumption(
-        of={"steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 3e-4},
+        of={"steps": 2035, "batch": 12, "accumulate": 4},
+        schedule={"learning_rate": 3e-4, "warmup": 400},
         spread=RunSpread(
             sd=0.0040,
             df=20,
@@ -77,7 +79,8 @@ ASSUMED = (
         "check, and 13 s of evaluations",
     ),
     Assumption(
-        of={"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3, "order": "once"},
+        of={"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "order": "once"},
+        schedule={"learning_rate": 1e-3, "warmup": 15},
         spread=RunSpread(sd=0.014, df=12, assumed="16 runs of this preset on a CPU, 2026-11-26"),
     ),
 )
@@ -326,6 +329,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     trials = experiment.trials
     control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
     assumption = assumption_of(control)
+    assumed = assumption.spread if assumption and _agrees(control, assumption.schedule) else None
     spread = run_spread(earlier.studies, control)
     unused = None
     if spread is None and earlier.timings:
@@ -344,7 +348,7 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         family=max(1, len(family)),
         margin=judged["margin"],
         alpha=judged["alpha"],
-        spread=spread or (assumption.spread if assumption else None),
+        spread=spread or assumed,
         unused=unused,
         round_s=_total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1}),
         broken=BROKEN if any(trial.problem.get("arm") == "broken" for trial in kinds) else 0,
@@ -357,7 +361,11 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
 
 
 def assumption_of(control: Trial) -> Assumption | None:
-    return next((a for a in ASSUMED if all(control.problem.get(key) == of for key, of in a.of.items())), None)
+    return next((assumption for assumption in ASSUMED if _agrees(control, assumption.of)), None)
+
+
+def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:
+    return all(trial.problem.get(key) == value for key, value in settings.items())
 
 
 def _cells(trials: Sequence[Trial]) -> list[Trial]:

@@ -72,7 +72,7 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
         ),
     ),
     (
-        {"model": "tiny", "steps": 150, "batch": 8, "learning_rate": 1e-3},
+        {"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "learning_rate": 1e-3, "warmup": 15},
         Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
     ),
 )

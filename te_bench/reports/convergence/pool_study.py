@@ -23,6 +23,7 @@ from te_bench.reports.convergence.equivalence import (
     copies,
     outliers,
 )
+from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study, StudyArm
 
 HOPELESS = 0.05  # the chance of a verdict, by the gap so far, below which the rounds to come are not worth running
@@ -77,6 +78,9 @@ def _judged(study: Study, c: LossComparison | None, claims: Claims, family: int)
     if c is None:
         first = pooled.looks(study.rounds)[0]
         why = f"fewer than {first} of {study.rounds} rounds have ended, and the first look is after {first}"
+        if study.rounds < FEWEST:
+            rounds = f"{study.rounds} round{'s' * (study.rounds > 1)}"
+            why = f"a plan of {rounds}: of fewer than {FEWEST} no spread is known"
         return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=why, family=family)
     verdict = claims.verdict(c.alpha)
     needed = _needed(c, study.pool or 1, c.alpha / family)

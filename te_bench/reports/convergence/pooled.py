@@ -78,7 +78,12 @@ class Look:
 
 
 def looks_at(candidate: Sequence[float] | Array, pool: Sequence[float] | Array, rounds: int, ratio: int) -> list[Look]:
-    """The looks that the runs have reached; both in the order of their rounds, the pool `ratio` runs a round."""
+    """The looks that the runs have reached; both in the order of their rounds, the pool `ratio` runs a round.
+
+    A plan of fewer rounds than FEWEST has none.
+    """
+    if rounds < FEWEST:
+        return []
     ours, theirs = (np.asarray(runs, dtype=np.float64) for runs in (candidate, pool))
     found = []
     for n in looks(rounds):

@@ -48,11 +48,12 @@ class StressLadder:
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
-    """A ladder for each model and length."""
+    """A ladder for each model, length, batch and schedule."""
     together: dict[tuple[object, ...], list[Configuration]] = {}
     for configuration in group.of("training"):
         if "lr_factor" in configuration.trial.problem:
-            together.setdefault(configuration.course, []).append(configuration)
+            settings = (_rate(configuration), *map(configuration.trial.problem.get, ("batch", "accumulate", "warmup")))
+            together.setdefault((*configuration.course, *settings), []).append(configuration)
     return tuple(map(_ladder, together.values()))
 
 
@@ -86,12 +87,18 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
     problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
-        rate=float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"])),
+        rate=_rate(configurations[0]),
         factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
         results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
         breaking=breaking,
         unseen=tuple(name for name in by_name if name in faults & set(breaking) and breaking[name].median[0] > 0),
     )
+
+
+def _rate(configuration: Configuration) -> float:
+    """The learning rate at factor 1."""
+    problem = configuration.trial.problem
+    return float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"]))
 
 
 def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run]]:

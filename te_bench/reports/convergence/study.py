@@ -18,6 +18,8 @@ from te_bench.reports.convergence.stability import Stability, stability
 
 LATE = 0.1  # the share of training whose mean is its end
 KINDS = ("control", "aa", "recipe", "broken")
+#: Settings beside the course that a study's arms share, and how a title says them.
+SETTINGS = {"batch": "batch", "accumulate": "micro-batches", "learning_rate": "learning rate", "warmup": "warm-up"}
 
 
 @dataclass(frozen=True)
@@ -238,22 +240,37 @@ def scope_of(trial: Trial) -> str | None:
 def studies(group: Group) -> tuple[Study, ...]:
     """The convergence arms of a group, those that share data, schedule and batch together.
 
-    Raises ValueError for two control arms where one is wanted.
+    Studies of one title say in it which settings they have. Raises ValueError for two control arms where one is wanted.
     """
     together: dict[tuple[object, ...], list[Configuration]] = {}
     for configuration in group.of("training"):
         problem = configuration.trial.problem
         if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
-            settings = tuple(problem.get(key) for key in ("batch", "accumulate", "learning_rate"))
+            settings = tuple(problem.get(key) for key in SETTINGS)
             together.setdefault((*configuration.course, *settings), []).append(configuration)
-    return tuple(_study(group, configurations) for configurations in together.values())
+    titles = _titles([configurations[0].trial.problem for configurations in together.values()])
+    return tuple(_study(group, *one) for one in zip(titles, together.values(), strict=True))
 
 
-def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
-    problem = configurations[0].trial.problem
+def _titles(problems: Sequence[Mapping[str, Scalar]]) -> list[str]:
+    titles = [_title(problem) for problem in problems]
+    found = []
+    for title, problem in zip(titles, problems, strict=True):
+        alike = [other for other, its in zip(problems, titles, strict=True) if its == title]
+        differ = [key for key in SETTINGS if len({other.get(key) for other in alike}) > 1]
+        found.append(", ".join([title, *(f"{SETTINGS[key]} {problem.get(key) or 1}" for key in differ)]))
+    return found
+
+
+def _title(problem: Mapping[str, Scalar]) -> str:
     title = printable(f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps")
-    scope = scope_of(configurations[0].trial)
-    title += f", FP8 from step {problem['branch_at']:,} on" if scope else ""
+    branch = problem.get("branch_at")
+    return title if branch is None else f"{title}, FP8 from step {branch:,} on"
+
+
+def _study(group: Group, title: str, configurations: Sequence[Configuration]) -> Study:
+    trial = configurations[0].trial
+    scope = scope_of(trial)
     plans = _plans(group, configurations)
     judgement, notes = _judgement(plans)
     notes += [
@@ -263,8 +280,8 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     ]
     if scope:
         notes.append(
-            f"Each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps: independent of each other are "
-            "the trunks, and of FP8 in those steps the verdict says nothing"
+            f"Each pair goes on from one trunk, bf16's first {trial.problem['branch_at']:,} steps: independent of each "
+            "other are the trunks, and of FP8 in those steps the verdict says nothing"
         )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:

@@ -35,6 +35,13 @@ ROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "recipe: rowwise_scaling": (("FP8 recipe", "rowwise_scaling"),),
     "recipe: float8_block_scaling": (("FP8 recipe", "float8_block_scaling"),),
     "recipe: float8_current_scaling_dpa": (("FP8 recipe", "float8_current_scaling_dpa"),),
+    "recipes: current and row-wise scaling with a part in bf16": tuple(
+        ("FP8 recipe", name)
+        for name in (
+            *(f"float8_current_scaling_bf16_{part}" for part in ("end", "first", "wgrad")),
+            "rowwise_scaling_bf16_wgrad",
+        )
+    ),
     "recipes: mxfp8_block_scaling, nvfp4_block_scaling": tuple(
         ("FP8 recipe", name) for name in ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
     ),

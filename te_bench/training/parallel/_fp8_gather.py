@@ -110,6 +110,10 @@ class Fp8Gather:
             raise Indivisible(
                 f"gather fp8: {name} has more than one scale a weight; choose per-tensor scaling, or leave it out"
             )
+        if recipe.bf16_wgrad:
+            raise Indivisible(
+                "gather fp8: the recipe keeps wgrad out of FP8, and casts by no given scale; leave it out"
+            )
         self._cast = recipe.by_given_scale()
         if self._cast is None:
             raise Indivisible(f"gather fp8: {type(recipe).__name__} casts in a way of its own; leave it out")

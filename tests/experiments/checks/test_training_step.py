@@ -27,7 +27,7 @@ from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
-RECIPES = [name for name in recipes.names() if not recipes.load(name).bf16_last]
+RECIPES = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
 IN_FP8 = [name for name in RECIPES if not recipes.load(name).by_half_gemms]
 CURRENT = "float8_current_scaling"
 V, VP = 250, 256
@@ -88,6 +88,8 @@ FAST = {"head": "chunked", "optimizer": "reference"}
 def test_true_fast_steps_pass(precision: str, recipe: str, problem: dict[str, Any]) -> None:
     if precision == "fp32" and problem["head"] == "fp8":
         return  # its yardstick is bf16's
+    if precision == "fp8" and problem["head"] == "fp8" and recipes.load(recipe).lacks_fp8_head():
+        return  # no such step
     trial = a_trial(precision, RECIPES.index(recipe) % 2, recipe, **problem)
     step = trial_model.step_of(trial)
     assert step.table is not None

@@ -33,7 +33,7 @@ TINY = {"model": "tiny", "batch": 2, "block": 16, "vocab": 60, "padded_vocab": 6
 TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="bf16")
 LAYER = {"layer": "te_layer", "variant": "fair", "hidden": 64, "ffn": 128, "heads": 4, "sequence": 16, "batch": 2}
 LAYER |= {"dropout": 0.0, "mask": "causal"}
-RECIPES = [name for name in recipes.names() if not recipes.load(name).bf16_last]
+RECIPES = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
 FAST = {"blocks": "fused", "optimizer": "reference"}
 LINEARS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")  # of a block
 
@@ -88,7 +88,8 @@ def gemms(ran: dict[str, int]) -> tuple[int, ...]:
 def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> None:
     ran = observed(a_trial(recipe))
     emulated = 24 if recipes.load(recipe).by_half_gemms else 0
-    assert gemms(ran) == (24 - emulated, 3 + emulated, 0)  # 8 Linears, a head
+    half = emulated + 8 * recipes.load(recipe).bf16_wgrad
+    assert gemms(ran) == (24 - half, 3 + half, 0)  # 8 Linears, a head
     assert ran["block_format_casts"] == emulated
     assert ran["optimizer_torch"] >= 1
     assert ran["fused_blocks"] == ran["compiled"] == ran["head_chunked"] == 0
@@ -96,13 +97,22 @@ def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> 
 
 @pytest.mark.parametrize(("recipe", "count"), [*zip(RECIPES, itertools.cycle([1, 2, 4, 8]), strict=False)])
 def test_an_fp8_step_with_linears_in_bf16_fails(recipe: str, count: int) -> None:
-    emulated = recipes.load(recipe).by_half_gemms
-    what = "casts to MXFP8 or NVFP4: 24" if emulated else "GEMMs in FP8: 24"
-    with pytest.raises(CheckFailed, match=f"{what} expected, {24 - 3 * count} ran") as caught:
+    emulated, each = recipes.load(recipe).by_half_gemms, 2 if recipes.load(recipe).bf16_wgrad else 3
+    what = "casts to MXFP8 or NVFP4" if emulated else "GEMMs in FP8"
+    with pytest.raises(CheckFailed, match=f"{what}: {8 * each} expected, {(8 - count) * each} ran") as caught:
         observed(a_trial(recipe), lambda step: in_bf16(step.model, count))
     found = caught.value.measurement
     assert found.samples == {}
-    assert found.work["ran"]["gemm_half"] == (27 if emulated else 3 + 3 * count)
+    assert found.work["ran"]["gemm_half"] == (27 if emulated else 27 - (8 - count) * each)
+
+
+def test_a_weight_gradient_in_fp8_under_the_name_of_bf16_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, step_of = a_trial("rowwise_scaling_bf16_wgrad"), trial_model.step_of
+    for more in ({}, FAST):
+        assert gemms(observed(a_trial("rowwise_scaling_bf16_wgrad", **more)))[0] == 16
+    monkeypatch.setattr(trial_model, "step_of", lambda _: step_of(a_trial("rowwise_scaling")))
+    with pytest.raises(CheckFailed, match="GEMMs in FP8: 16 expected, 24 ran; GEMMs in half precision: 11 expected, 3"):
+        observed(asked)
 
 
 def test_blocks_that_a_recipe_keeps_in_bf16_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +120,9 @@ def test_blocks_that_a_recipe_keeps_in_bf16_are_counted_apart(monkeypatch: pytes
     for trial in (kept, a_trial("nvfp4_block_scaling_bf16_end", **FAST)):
         ran = observed(trial)
         assert (ran["block_format_casts"], ran["gemm_half"]) == (12, 27)
+    for name in ("first", "end"):
+        for more in ({}, FAST):
+            assert observed(a_trial(f"float8_current_scaling_bf16_{name}", **more))["gemm_fp8"] == 12
     step_of = trial_model.step_of
     monkeypatch.setattr(trial_model, "step_of", lambda _: step_of(a_trial("nvfp4_block_scaling")))
     with pytest.raises(CheckFailed, match="casts to MXFP8 or NVFP4: 12 expected, 24 ran"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from te_bench import plugins
 from te_bench.experiments import plan, presets
 from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Experiment, Options, Trial
@@ -17,8 +16,7 @@ from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name
 
 EMULATED = ("mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end")
-RECIPES = [name for name in plugins.names("te_bench.models.recipe") if not name.endswith("_dpa")]
-RECIPES = [name for name in RECIPES if name not in EMULATED]
+RECIPES = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "rowwise_scaling"]
 #: What may differ between the arms of one seed, and nothing else.
 ARM = ("arm", "perturb_ulp", "fault")
 
@@ -102,6 +100,39 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
         with pytest.raises(ValueError, match=f"--weights: preset {preset}: .* micro-batches .* or give --states alone"):
             resolve(device="cuda", preset=preset, weights="bf16")
         assert resolve(device="cuda", preset=preset, weights="float32", states="bf16").trials  # as without --weights
+
+
+@pytest.mark.parametrize("suite", ["convergence", "stress"])
+def test_rate_warm_up_and_micro_batches_are_the_users(suite: str) -> None:
+    """gpt2-short: 300 steps of 12 sequences, 60 of warm-up to 6e-4, one micro-batch."""
+    usual = {"learning_rate": 6e-4, "min_learning_rate": 0.0, "warmup": 60, "accumulate": 1, "steps": 300}
+
+    def first(**asked: Any) -> dict[str, Any]:
+        found = resolve(suite, device="cuda", preset="gpt2-short", **asked).trials
+        assert {t.problem["warmup"] for t in found} == {found[0].problem["warmup"]}
+        return {key: found[0].problem.get(key) for key in usual}
+
+    assert first() == usual
+    assert first(learning_rate=1e-3) == {**usual, "learning_rate": 1e-3}
+    assert first(warmup=0) == {**usual, "warmup": 0}
+    assert first(steps=100) == {**usual, "steps": 100, "warmup": 20}
+    assert first(steps=100, warmup=60) == {**usual, "steps": 100}  # as it was said, more than a fifth
+    assert first(accumulate=4) == {**usual, "accumulate": 4}
+    assert first(accumulate=4, tokens=100 * 4 * 12 * 1024)["steps"] == 100
+
+
+def test_what_the_preset_has_said_again_is_the_same_trial() -> None:
+    for preset, said in (
+        ("cpu", {"learning_rate": 1e-3, "warmup": 15, "accumulate": 1}),
+        ("gpt2", {"learning_rate": 3e-4, "warmup": 400, "accumulate": 4}),
+    ):
+        usual, again = (resolve(preset=preset, seeds=1, **more).trials for more in ({}, said))
+        assert [trial.id for trial in usual] == [trial.id for trial in again]
+
+
+def test_weights_in_bf16_take_a_preset_of_micro_batches_when_told_one() -> None:
+    found = resolve(device="cuda", preset="gpt2", weights="bf16", states="bf16", accumulate=1, seeds=1).trials
+    assert {trial.problem["accumulate"] for trial in found} == {1}
 
 
 def test_tokens_of_a_sequence_are_no_length_of_a_training() -> None:
@@ -305,6 +336,23 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
     [
         ("convergence", {"steps": 0}, "--steps 0: give 1 or more"),
         ("convergence", {"tokens": -1}, "--tokens -1: give 1 or more"),
+        ("convergence", {"learning_rate": 0.0}, "--learning-rate 0: give a number greater than 0, such as 3e-4"),
+        ("convergence", {"learning_rate": -1e-3}, "--learning-rate -0.001: give a number greater than 0"),
+        ("convergence", {"learning_rate": float("nan")}, "--learning-rate nan: give a number greater than 0"),
+        ("stress", {"learning_rate": float("inf")}, "--learning-rate inf: give a number greater than 0"),
+        ("convergence", {"warmup": -1}, "--warmup -1: give 0, for none, or more"),
+        ("convergence", {"warmup": 150}, "--warmup 150: a run has 150 steps; give fewer"),
+        ("stress", {"warmup": 30, "steps": 20}, "--warmup 30: a run has 20 steps; give fewer"),
+        ("convergence", {"accumulate": 0}, "--accumulate 0: give 1 or more"),
+        (
+            "convergence",
+            {"accumulate": 2, "weights": "bf16"},
+            "--weights: preset cpu: gradients of 2 micro-batches would be summed in bf16, which loses small ones; take 1, "
+            "by --accumulate 1, or give --states alone",
+        ),
+        ("curves", {"learning_rate": 1e-3}, "--learning-rate: the suite curves chooses its learning rates itself"),
+        ("curves", {"warmup": 5}, "--warmup: the suite curves chooses its learning rates itself; leave it out"),
+        ("curves", {"accumulate": 2}, "--accumulate: the suite curves chooses its batches itself; leave it out"),
         ("convergence", {"steps": 5, "tokens": 5}, "--steps 5 and --tokens 5 both say how long to train: give one"),
         ("convergence", {"margin": 0.0}, "--margin 0: give nats greater than 0"),
         ("convergence", {"margin": float("nan")}, "--margin nan: give nats greater than 0"),

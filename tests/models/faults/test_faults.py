@@ -29,7 +29,7 @@ KEPT = ("frozen_scale", "nan_at_depth", "short_history")  # those that recipes k
 PLANTED = [(fault, name) for fault in faults.names() for name in recipes.names()]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in KEPT or name == "delayed_scaling"]
 OF_SCALES = ("doubled_scale", "e5m2_forward")
-IN_FP8 = [name for name in recipes.names() if not recipes.load(name).by_half_gemms]
+IN_FP8 = [name for name in recipes.names() if not (recipes.load(name).by_half_gemms or recipes.load(name).bf16_wgrad)]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in OF_SCALES or name in IN_FP8]
 
 
@@ -109,6 +109,8 @@ def test_a_doubled_scale_is_exactly_twice_the_right_one(name: str, role: str) ->
 def test_a_fault_of_scales_is_refused_where_operands_have_none(fault: str) -> None:
     with pytest.raises(ValueError, match="multiplies in half precision, without scales or FP8"):
         faults.load(fault)(recipes.NVFP4BlockScaling())
+    with pytest.raises(ValueError, match=r"wgrad of RowwiseScaling.* has no scales; leave bf16_wgrad out"):
+        faults.load(fault)(recipes.RowwiseScaling(bf16_wgrad=True))
 
 
 @pytest.mark.parametrize("name", IN_FP8)

@@ -107,6 +107,7 @@ CASES = [
     ("fp8", CURRENT, 2e-2),
     ("fp8", "float8_block_scaling", 2e-2),
     ("fp8", "rowwise_scaling", 2e-2),
+    ("fp8", "rowwise_scaling_bf16_wgrad", 2e-2),
 ]
 
 

@@ -123,6 +123,20 @@ def test_a_head_that_the_recipe_keeps_is_not_in_fp8() -> None:
     torch.testing.assert_close(model(**inputs("llama")).loss, make("llama")(**inputs("llama")).loss)
 
 
+def test_a_head_whose_weight_gradient_is_to_be_in_bf16_is_not_in_fp8() -> None:
+    """The FP8 head casts for all three GEMMs, whether te.convert was told the recipe or an autocast has it."""
+    asked, exact = recipe.Float8CurrentScaling(bf16_wgrad=True), make("llama")(**inputs("llama")).loss
+    told, untold = make("llama"), convert()
+    report = te.convert(told, asked, parts="head")
+    assert report.parts[0].after == "the loss without logits"
+    with te.autocast(recipe=asked):
+        losses = [told(**inputs("llama")).loss, untold(**inputs("llama")).loss]
+    for loss in losses:
+        torch.testing.assert_close(loss, exact)
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        assert not torch.equal(untold(**inputs("llama")).loss, exact)
+
+
 def test_what_has_a_bias_stays() -> None:
     model = make("llama")
     model.lm_head = nn.Linear(32, 64)

@@ -28,6 +28,7 @@ RECIPES: dict[str, recipe.Recipe] = {
     "delayed": DELAYED,
     "current": CURRENT,
     "rowwise": recipe.RowwiseScaling(),
+    "bf16 wgrad": recipe.Float8CurrentScaling(bf16_wgrad=True),
     "fault": faults.load("e5m2_forward")(CURRENT),
     "block": recipe.Float8BlockScaling(),
 }

@@ -250,6 +250,8 @@ def test_a_layer_by_itself_is_none_of_the_last_blocks(name: str) -> None:
         found = layers.load(name).unsupported(changed(**{**FP8, **changes}))
         assert found is not None
         assert "bf16_last 0.167: a layer by itself is none of a model's last blocks" in found
+    found = layers.load(name).unsupported(changed(**FP8, settings={"bf16_first": 0.5}))
+    assert "bf16_first 0.5: a layer by itself is none of a model's first blocks" in found
 
 
 def test_transformer_engine_is_built_as_ours_and_its_recipe_gets_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

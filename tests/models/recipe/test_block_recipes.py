@@ -194,6 +194,19 @@ def test_a_recipe_keeps_whole_blocks_from_the_last_and_the_head(share: float, ke
     assert found == expected | ({"head"} if kept else set())
 
 
+def test_the_first_blocks_are_kept_without_the_head_and_beside_the_last() -> None:
+    first = recipe.RowwiseScaling(bf16_first=1 / 6).keeps(BLOCKS)
+    assert {name.split(".")[2] for name in first} == {"0", "1"}
+    both = recipe.RowwiseScaling(bf16_first=1 / 6, bf16_last=1 / 6).keeps(BLOCKS)
+    assert both == first | recipe.RowwiseScaling(bf16_last=1 / 6).keeps(BLOCKS)
+    assert "head" in both - first
+    assert recipe.RowwiseScaling(bf16_first=1.0, bf16_last=1.0).keeps(BLOCKS) == set(BLOCKS) - {"experts.0"}
+    with pytest.raises(ValueError, match=r"bf16_first=0\.5: the model's layers are in no numbered blocks"):
+        recipe.RowwiseScaling(bf16_first=0.5).keeps(["up", "down"])
+    with pytest.raises(ValueError, match="bf16_first=-1 is not possible: a share of the blocks, 0 to 1"):
+        recipe.RowwiseScaling(bf16_first=-1).keeps(["blocks.0"])
+
+
 def test_a_share_of_the_blocks_is_that_many_whatever_floats_make_of_it() -> None:
     for blocks in (6, 25, 100):
         names = [f"h.{number}" for number in range(blocks)]
@@ -218,5 +231,8 @@ def test_convert_and_models_leave_the_last_blocks_in_bf16() -> None:
     assert {entry.reason for entry in report.kept} == {"kept by the recipe"}
     assert isinstance(model[0][0], te.Linear)
     config = configs()["tiny"]
-    for made, fp8 in ((decoder.build(config, recipe=asked), 4), (decoder.build(config, recipe=NVFP4BlockScaling()), 8)):
-        assert sum(isinstance(module, te.Linear) for module in made.modules()) == fp8
+    for made, fp8 in ((asked, 4), (NVFP4BlockScaling(), 8), (NVFP4BlockScaling(bf16_first=0.5, bf16_last=0.5), 0)):
+        model = decoder.build(config, recipe=made)
+        assert sum(isinstance(module, te.Linear) for module in model.modules()) == fp8
+    blocks = decoder.build(config, recipe=NVFP4BlockScaling(bf16_first=0.5)).transformer.h
+    assert [isinstance(block.mlp.c_fc, te.Linear) for block in blocks] == [False, True]

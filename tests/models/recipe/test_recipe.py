@@ -27,9 +27,11 @@ IN_FP8 = [name for name in recipe.names() if not recipe.load(name).by_half_gemms
 
 
 def test_names() -> None:
-    expected = ["delayed_scaling", "float8_block_scaling", "float8_current_scaling", "float8_current_scaling_dpa"]
-    expected += ["mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end", "rowwise_scaling"]
-    assert recipe.names() == expected
+    current = "float8_current_scaling"
+    parts = [f"{current}_bf16_{part}" for part in ("end", "first", "wgrad")]
+    expected = ["delayed_scaling", "float8_block_scaling", current, *parts, f"{current}_dpa"]
+    expected += ["mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end"]
+    assert recipe.names() == [*expected, "rowwise_scaling", "rowwise_scaling_bf16_wgrad"]
     for name in recipe.names():
         assert recipe.load(name).unsupported("cpu", None) is None
         assert recipe.load(name).fp8_dpa == name.endswith("_dpa"), "off unless asked for"
@@ -52,6 +54,9 @@ def test_quantising_and_multiplying_is_nearly_multiplying(name: str) -> None:
         ours_b = qb.by_rows() if gemm == "fprop" else qb.by_columns()
         out = asked.gemm(ours_a, ours_b, gemm, torch.float32)
         noise = 20 * torch.log10(exact.norm() / (out - exact).norm()).item()
+        if gemm == "wgrad" and asked.bf16_wgrad:
+            assert noise > 120, "float32's own"
+            continue
         theory = 24.6 if E5M2 in (asked.dtype(left), asked.dtype(right)) else 28.5
         assert noise == pytest.approx(theory, abs=1.0), gemm
 
@@ -94,6 +99,8 @@ def test_what_no_given_scale_can_cast_says_so() -> None:
     assert delayed.by_given_scale() is delayed
     for name in ("rowwise_scaling", "float8_block_scaling"):
         assert recipe.load(name).by_given_scale() is None
+    for made in (recipe.Float8CurrentScaling, recipe.RowwiseScaling):
+        assert made(bf16_wgrad=True).by_given_scale() is None, "wgrad reads what no scale made"
     for fault in ("e5m2_forward", "doubled_scale", "flushed_gradients"):
         assert faults.load(fault)(recipe.Float8CurrentScaling()).by_given_scale() is None, "it casts in its own way"
 
@@ -118,7 +125,7 @@ def test_bias_gradients_are_summed_in_float32(name: str) -> None:
     assert total.tolist() == [4095.0] * 16
 
 
-@pytest.mark.parametrize("name", IN_FP8)
+@pytest.mark.parametrize("name", [name for name in IN_FP8 if not recipe.load(name).bf16_wgrad])
 def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
@@ -131,6 +138,31 @@ def test_fast_accumulation_is_for_fprop_alone(name: str, monkeypatch: pytest.Mon
     for gemm in GEMMS:
         asked.gemm(q.by_rows(), q.by_rows(), gemm, torch.float32)
     assert list(seen.values()) == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", [recipe.Float8CurrentScaling, recipe.RowwiseScaling])
+def test_a_weight_gradient_in_bf16_is_never_that_of_an_fp8_copy(kind: Any) -> None:
+    """A subclass that casts in its own way is told, and not multiplied in FP8 under the name of bf16."""
+    asked, x = kind(bf16_wgrad=True), torch.randn(48, 32).bfloat16()
+    g = torch.randn(48, 16).bfloat16()
+    q, dy = (
+        asked.quantize(t, role, Slot(), rowwise=True, columnwise=True) for t, role in ((x, "input"), (g, "grad_output"))
+    )
+    for made, t, role in ((q, x, "input"), (dy, g, "grad_output")):
+        base = kind().quantize(t, role, Slot(), rowwise=True, columnwise=False)
+        assert torch.equal(made.data.view(torch.uint8), base.data.view(torch.uint8))
+        assert torch.equal(made.data_t, t.t())
+    assert torch.equal(asked.gemm(dy.by_columns(), q.by_columns(), "wgrad", torch.float32), (g.t() @ x).float())
+    weight = asked.quantize(x, "weight", Slot(), rowwise=True, columnwise=True)
+    assert weight.data_t.dtype.itemsize == 1  # dgrad reads it
+
+    class Own(kind):  # type: ignore[misc]
+        def quantize(self, *arguments: Any, **layouts: Any) -> Any:
+            return kind().quantize(*arguments, **layouts)
+
+    own = Own(bf16_wgrad=True).quantize(x, "input", Slot(), rowwise=True, columnwise=True)
+    with pytest.raises(ValueError, match="bf16_wgrad=True, but its quantize casts what wgrad reads"):
+        Own(bf16_wgrad=True).gemm(dy.by_columns(), own.by_columns(), "wgrad", torch.float32)
 
 
 def test_what_a_gpu_must_have() -> None:

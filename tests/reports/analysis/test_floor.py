@@ -109,6 +109,13 @@ def test_nothing_is_made_up(tmp_path, records):
     assert step_figures.against_floor(result) is None
 
 
+@pytest.mark.parametrize("recipe", ["rowwise_scaling_bf16_wgrad", "float8_current_scaling_dpa", "nvfp4_block_scaling"])
+def test_a_recipe_that_has_more_or_less_in_fp8_than_the_linears_has_no_floor(tmp_path, recipe):
+    others = [dataclasses.replace(one, trial=dataclasses.replace(FP8, recipe=recipe)) for one in steps()[1:]]
+    [only] = result_of(tmp_path, [steps()[0], *others, ceilings_record()]).floor.breakdowns
+    assert only.step.configuration.trial.precision == "bf16"
+
+
 def test_no_fp8_floor_without_an_fp8_ceiling(tmp_path):
     samples = {"copy_s": [1e-3], "gemm_bf16_s": [2e-3]}
     [only] = result_of(tmp_path, [*steps(), ceilings_record(samples=samples)]).floor.breakdowns

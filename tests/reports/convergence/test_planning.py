@@ -67,7 +67,7 @@ def test_neither_a_recipe_s_gap_nor_another_training_s_spread_is_our_spread(tmp_
     studies = [[study_of(tmp_path / f"{n}", study_records(one, seeds=range(5)))] for n, one in enumerate(truths)]
     near, far = (planning.spread(study, arm_trial("control", 0)) for study in studies)
     assert near.gap_sd == pytest.approx(far.gap_sd)
-    for change in ({"steps": 800}, {"learning_rate": 2e-3}, {"batch": 32}):
+    for change in ({"steps": 800}, {"learning_rate": 2e-3}, {"batch": 32}, {"warmup": 7}, {"accumulate": 2}):
         assert planning.spread(studies[0], arm_trial("control", 0, **change)) is None
     assert planning.unlike([], arm_trial("control", 0)) is None
     said = planning.unlike(studies[0], arm_trial("control", 0, steps=800))

@@ -198,6 +198,16 @@ def test_a_run_that_is_missing_ends_the_rounds_that_are_looked_at():
     assert "the first look is after 5" in judged.reason
 
 
+def test_a_plan_of_too_few_rounds_is_inconclusive_and_says_so():
+    """A try of two rounds has a report: its losses, and no claim."""
+    for rounds in (1, 2):
+        one = study(np.random.default_rng(4), [0, 9], rounds=rounds)
+        found = [*pool_study.judge_recipes(one, MARGIN, 0.05, {}).values(), pool_study.judge_aa(one, MARGIN, 0.05)]
+        for judged in found:
+            assert (judged.verdict, judged.comparison) == (Verdict.INCONCLUSIVE, None)
+            assert judged.reason == f"a plan of {rounds} round{'s' * (rounds > 1)}: of fewer than 3 no spread is known"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

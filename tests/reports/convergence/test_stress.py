@@ -36,6 +36,19 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
     return found
 
 
+def test_ladders_of_one_directory_that_begin_at_other_rates_are_apart(tmp_path: Path) -> None:
+    records = [
+        run_record("control", seed, 0.01, 0.0, "ok", lr_factor=factor, learning_rate=rate * factor, batch=batch)
+        for rate, batch in ((1e-3, 8), (3e-3, 8), (1e-3, 16))
+        for factor in FACTORS
+        for seed in range(3)
+    ]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    found = stress_ladders(group)
+    assert [ladder.rate for ladder in found] == [1e-3, 3e-3, 1e-3]
+    assert all(ladder.factors == FACTORS for ladder in found)
+
+
 @pytest.mark.parametrize("how", ["diverged", "lost"])
 def test_each_precision_breaks_between_two_rates_with_an_interval_over_its_seeds(tmp_path: Path, how: str) -> None:
     breaks = {"control": [64, 64, 64, 64, math.inf, 64], "delayed_scaling": [16, 4, 16, 16, 64, 16]}
