@@ -50,7 +50,7 @@ _GPT2: Settings = {
     "eval_tokens": 4 * 2**20,
     "early_eval_tokens": 2**18,
     # At 6e-4 and 100 steps of warm-up bf16 ends farther from itself an ulp away than any margin; such gaps go with the rate
-    # (docs/convergence.md). Not measured at 3e-4.
+    # (docs/convergence-records.md). Not measured at 3e-4.
     "learning_rate": 3e-4,
     "warmup": 400,
     "order": "once",

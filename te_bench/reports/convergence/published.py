@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """A verdict of docs/convergence.md, as its records in results/ have it; tests hold the two together."""
+    """A verdict of docs/convergence-records.md, as its records in results/ have it; tests hold the two together."""
 
     recipe: str
     fused: bool

@@ -1,4 +1,4 @@
-"""The error rates that docs/convergence.md states, by simulation of gaps whose mean is the margin."""
+"""The error rates that docs/convergence-statistics.md states, by simulation of gaps whose mean is the margin."""
 
 import math
 
