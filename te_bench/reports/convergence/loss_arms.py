@@ -1,17 +1,18 @@
 """Two arms of a user's own losses against each other: paired, diverged or not, and whether their gap had settled."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from te_bench.reports.convergence.loss_csv import Curve, Losses, broken
+from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken
 from te_bench.reports.convergence.stability import RISE, overfitting
+from te_bench.reports.logs.names import alike
 
 Array = NDArray[np.float64]
 
-LAST = 0.1  # the share of training over which the gap must have settled
 SURE = 2.0  # standard errors: what single training batches make of a gap is no move of it
 FEWEST_POINTS = 3  # the first is often that of the initial weights
 
@@ -28,22 +29,26 @@ class Matched:
 def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> Matched:
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
-    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms, a
-    baseline that broke, seeds that only one arm has, names that runs share or numbers of runs that differ when paired,
-    and curves that end at different steps, for they have not seen the same data.
+    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms,
+    losses of different names, a baseline that broke, seeds that only one arm has, names that runs share or numbers of
+    runs that differ when paired, and runs that end at different steps, for they have not seen the same data.
     """
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
         both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
+    if alike(baseline.metric, candidate.metric) is False:
+        raise ValueError(
+            f"{baseline.source} has the loss {baseline.metric} and {candidate.source} {candidate.metric}: compare one loss"
+        )
     if broke := broken(baseline):
         raise ValueError(
             f"{baseline.source}: the baseline itself broke, {_named(baseline, broke)}. Nothing can be concluded from a "
             "control that does not train: mend it, and run both again"
         )
-    ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
+    ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
-        ended = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
+        ended = " and ".join(f"at step {max(end):g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
         raise ValueError(f"the curves end {ended}: compare runs of one length")
     if paired is None:
         told = all(arm.seeded and not arm.repeated for arm in arms)
@@ -154,6 +159,23 @@ def note_unpaired(baseline: Losses, candidate: Losses) -> str:
             what = "seed " if only[0].isdecimal() else ""
             return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
     return "the runs are not paired, for several have one name"
+
+
+def note_names(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of two losses whose names do not tell that they are one."""
+    names = baseline.metric, candidate.metric
+    if None in names or alike(*names) is not None:
+        return None
+    return f"the baseline's loss is called {names[0]} and the candidate's {names[1]}: see that they are one loss"
+
+
+def note_order(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of a baseline that is called FP8 and a candidate that is called bf16."""
+    low, high = re.compile(r"fp[48]|float[48]|e4m3", re.IGNORECASE), re.compile(r"bf16|bfloat|fp16|fp32", re.IGNORECASE)
+    told = [(bool(low.search(arm.source)), bool(high.search(arm.source))) for arm in (baseline, candidate)]
+    if told != [(True, False), (False, True)]:
+        return None
+    return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:

@@ -92,7 +92,8 @@ def judge_losses(
     check_test(margin, alpha)
     matched = loss_arms.match_runs(baseline, candidate, paired=paired)
     arms = baseline, candidate
-    notes = [note for arm in arms for note in arm.notes]
+    notes = [note for find in (loss_arms.note_order, loss_arms.note_names) if (note := find(*arms))]
+    notes += [note for arm in arms for note in arm.notes]
     verdict, comparison = Verdict.DIVERGED, None
     reason = loss_arms.why_diverged(candidate)  # whatever the others end on: the runs that survived are a biased choice
     if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:
