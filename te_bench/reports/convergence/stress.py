@@ -9,6 +9,7 @@ from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.analysis.rows import Configuration, Group, printable
 from te_bench.reports.convergence.study import Run
 
+REFERENCE = "bf16"
 #: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
 LOST = 0.1
 
@@ -44,7 +45,33 @@ class StressLadder:
     factors: tuple[float, ...]
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
-    unseen: tuple[str, ...]  # those that were broken on purpose and did not break
+    planted: frozenset[str]  # those that were broken on purpose
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Those that were broken on purpose and did not break."""
+        return tuple(name for name in self.results if name in self.planted and self._held(name))
+
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The precisions that are shown to break at a lower rate than bf16: their interval ends where bf16's begins."""
+        bf16 = self.breaking.get(REFERENCE)
+        if bf16 is None or bf16.confidence < CONFIDENCE:
+            return ()
+        known = {name: found for name, found in self.breaking.items() if found.confidence >= CONFIDENCE}
+        return tuple(
+            name for name, found in known.items() if name not in self.planted and found.interval[1] <= bf16.interval[0]
+        )
+
+    def rates(self, factors: Bracket) -> str:
+        """Two factors as learning rates."""
+        low, high = factors
+        if not low:
+            return f"below {high * self.rate:g}"
+        return f"above {low * self.rate:g}" if math.isinf(high) else f"{low * self.rate:g} to {high * self.rate:g}"
+
+    def _held(self, name: str) -> bool:
+        return name in self.breaking and self.breaking[name].median[0] > 0
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
@@ -79,7 +106,7 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         factor = float(str(configuration.trial.problem["lr_factor"]))
         by_name.setdefault(printable(arm_name(configuration.trial)), {})[factor] = configuration
     runs = {name: _runs(by_factor) for name, by_factor in by_name.items()}
-    reference = runs.get("bf16", {})
+    reference = runs.get(REFERENCE, {})
     found = {name: _brackets(by_seed, reference) for name, by_seed in runs.items()}
     breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
     faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
@@ -90,7 +117,7 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
         results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
         breaking=breaking,
-        unseen=tuple(name for name in by_name if name in faults & set(breaking) and breaking[name].median[0] > 0),
+        planted=frozenset(faults),
     )
 
 

@@ -1,7 +1,5 @@
 """The tables of trainings: what each reached, how stable it was, and the learning-rate ladder."""
 
-import math
-
 from te_bench.reports.analysis.curves import TrainingComparison
 from te_bench.reports.convergence.arm_stability import POINTS, arm_stabilities
 from te_bench.reports.convergence.stability import SPIKE
@@ -81,19 +79,11 @@ def _breaks(ladder: StressLadder, name: str) -> dict[str, Value]:
     found = ladder.breaking.get(name)
     if found is None:
         return {"Breaks": word(None), "Interval": word(None)}
-    said = f"{_rates(found.interval, ladder.rate)} ({100 * found.confidence:.3g} %, {found.seeds} seeds)"
+    said = f"{ladder.rates(found.interval)} ({100 * found.confidence:.3g} %, {found.seeds} seeds)"
     return {
-        "Breaks": Value(text=_rates(found.median, ladder.rate), sort=found.median[0]),
+        "Breaks": Value(text=ladder.rates(found.median), sort=found.median[0]),
         "Interval": Value(text=said if found.seeds > 1 else text.MISSING, sort=found.interval[0]),
     }
-
-
-def _rates(factors: tuple[float, float], rate: float) -> str:
-    """Two factors as learning rates."""
-    low, high = factors
-    if not low:
-        return f"below {high * rate:g}"
-    return f"above {low * rate:g}" if math.isinf(high) else f"{low * rate:g} to {high * rate:g}"
 
 
 def _stressed(found: StressResult | None) -> Value:

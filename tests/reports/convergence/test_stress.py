@@ -10,12 +10,20 @@ from journals import write
 
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.training_tables import stress
 
 FACTORS = (1, 4, 16, 64)
 
 
 def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> StressLadder:
+    [group] = load_results([run(folder, breaks, how)]).groups
+    [found] = stress_ladders(group)
+    return found
+
+
+def run(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> Path:
     """Of each precision the factor at which each seed breaks: diverged, or ending 0.5 above 3.28 where it began at 5.2."""
     records = [
         run_record(
@@ -31,9 +39,7 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
         for seed, at in enumerate(seeds)
         for factor in (FACTORS if arm != "broken" else FACTORS[:1])
     ]
-    [group] = load_results([write(folder, records, suite="stress", title="Stress")]).groups
-    [found] = stress_ladders(group)
-    return found
+    return write(folder, records, suite="stress", title="Stress")
 
 
 @pytest.mark.parametrize("how", ["diverged", "lost"])
@@ -74,3 +80,34 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
             held += low <= math.e <= high
         assert held / 2000 >= confidence - 0.015
         assert confidence >= 0.95 or n < 6
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (
+            [64] * 6,
+            "No precision is shown to break before bf16. The median seed breaks at these learning rates: bf16 0.016 to 0.064, ",
+        ),
+        (
+            [4] * 6,
+            "delayed scaling is shown to break before bf16. The median seed breaks at these learning rates: bf16 ",
+        ),
+        (
+            [4] * 3,
+            "No precision is shown to break before bf16. The median seed breaks at these learning rates: bf16 0.016 to 0.064, ",
+        ),
+    ],
+)
+def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(
+    tmp_path: Path, breaks: list[float], said: str
+) -> None:
+    seeds = len(breaks)
+    folder = run(
+        tmp_path / "run", {"control": [64] * seeds, "delayed_scaling": breaks, "broken": [math.inf] * seeds}, "lost"
+    )
+    found = headlines(load_report([folder]))
+    assert found[0].startswith(said)
+    assert ("6 seeds at least would show it" in found[0]) is (seeds == 3)
+    assert "Planted and not seen: delayed scaling, broken on purpose: frozen scale" in found[0]
+    assert not any("lowest validation loss" in sentence.lower() for sentence in found)
