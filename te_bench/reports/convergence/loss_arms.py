@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken
 from te_bench.reports.convergence.stability import RISE, overfitting
-from te_bench.reports.logs.names import alike
+from te_bench.reports.logs.names import alike, is_loss
 
 Array = NDArray[np.float64]
 
@@ -167,6 +167,26 @@ def note_names(baseline: Losses, candidate: Losses) -> str | None:
     if None in names or alike(*names) is not None:
         return None
     return f"the baseline's loss is called {names[0]} and the candidate's {names[1]}: see that they are one loss"
+
+
+def note_measure(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of a value that is called no loss: more of it is taken for worse."""
+    called = next((arm.metric for arm in (baseline, candidate) if arm.metric and not is_loss(arm.metric)), None)
+    return f"{called} is judged as a loss is: more is worse" if called else None
+
+
+def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of training losses that were logged at other steps: a mean over them is of other batches."""
+    late = [_late_steps(arm) for arm in (baseline, candidate)]
+    if not baseline.training or not all(late) or late[0] == late[1]:
+        return None
+    few, many = sorted(map(len, late))
+    counts = f"{few} and {many}" if few != many else f"{few} other"
+    return f"the sides logged the training loss at {counts} steps of the last tenth: their means are of other batches"
+
+
+def _late_steps(arm: Losses) -> set[float]:
+    return {step for curve in arm.curves.values() for step in curve.step if step >= (1 - LAST) * curve.step[-1]}
 
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:

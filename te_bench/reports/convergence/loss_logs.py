@@ -303,7 +303,8 @@ def _log(found: _Found, name: str) -> _Log:
     assert found.format is not None
     series = found.format.read(found.files)
     if not series.losses:
-        raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}")
+        below = ". Are its losses in folders below? Name those" if found.place.is_dir() else ""
+        raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
     return _Log(name=name, place=found.place, series=series)
 
 

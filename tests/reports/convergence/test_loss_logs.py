@@ -241,6 +241,9 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_
     (tmp_path / "both" / "events.out.tfevents.1.x").write_text("")
     with pytest.raises(ValueError, match=r"both holds two logs of one run, Hugging Face's .*: name the file of one"):
         read_arms([two[0]], [tmp_path / "both"])
+    run_logs.written(tmp_path / "c" / "events.out.tfevents.1.x", run_logs.tfrecord(b""))
+    with pytest.raises(ValueError, match=r"c has no number in it: .*\. Are its losses in folders below\? Name those"):
+        read_arms([two[0]], [tmp_path / "c"])
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
         read_arms([two[0], two[0] / "seed1.log"], [two[1]])
     monkeypatch.setattr(loss_logs, "LARGEST", 1000)
@@ -400,3 +403,25 @@ def test_a_baseline_that_is_called_fp8_is_told(tmp_path):
     for sides, told in ((("fp8", "bf16"), True), (("bf16", "fp8"), False)):
         found = judge_losses(*read_arms(*([tmp_path / side] for side in sides)), margin=0.003)
         assert any(order in note for note in found.notes) is told
+
+
+@pytest.mark.parametrize(("every", "said"), [(10, None), (1, "at 11 and 101 steps of the last tenth")])
+def test_training_losses_at_other_steps_are_told(tmp_path, every, said):
+    for side, off, steps in (("a", 0.0, STEPS), ("b", 1e-3, range(0, 1001, every))):
+        for seed in range(3):
+            end = 3 + off + seed * 1e-3
+            nanogpt(tmp_path / side / f"seed{seed}.log", train=lambda s, end=end: end, steps=steps)
+    found = judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003)
+    assert any("steps of the last tenth: their means are of other batches" in note for note in found.notes) is bool(
+        said
+    )
+    assert said is None or any(said in note for note in found.notes)
+
+
+def test_a_value_that_is_no_loss_is_judged_with_a_word(tmp_path):
+    for side in ("a", "b"):
+        states(tmp_path / side, lambda seed: [{"step": s, "eval_accuracy": 0.5 + seed / 100} for s in STEPS])
+    for path in (tmp_path / "b").rglob("*.json"):
+        path.write_text(path.read_text() + "\n")
+    found = judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"], "eval_accuracy"), margin=0.003)
+    assert "eval_accuracy is judged as a loss is: more is worse" in found.notes
