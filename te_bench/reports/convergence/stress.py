@@ -18,10 +18,12 @@ Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StressResult:
-    """One precision at one learning rate: the mean final loss, None where no run got there."""
+    """One precision at one learning rate: its final losses by run, of those that got there, and their mean."""
 
     runs: int
     diverged: int
+    broke: int  # of the runs whose seed ran at every rate; those that diverged among them
+    finals: tuple[float, ...]
     final: float | None
     outcome: str
 
@@ -46,6 +48,7 @@ class StressLadder:
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
     planted: frozenset[str]  # those that were broken on purpose
+    limit: float | None  # the final loss above which a run is broken, the mean over bf16's seeds
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -107,7 +110,9 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         by_name.setdefault(printable(arm_name(configuration.trial)), {})[factor] = configuration
     runs = {name: _runs(by_factor) for name, by_factor in by_name.items()}
     reference = runs.get(REFERENCE, {})
-    found = {name: _brackets(by_seed, reference) for name, by_seed in runs.items()}
+    broke = {name: _broke(by_seed, reference) for name, by_seed in runs.items()}
+    found = {name: [_bracket(set(runs[name][seed]), at) for seed, at in seeds.items()] for name, seeds in broke.items()}
+    limits = [limit for seed in reference.values() if math.isfinite(limit := _limit(seed))]
     breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
     faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
     problem = configurations[0].trial.problem
@@ -115,9 +120,13 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
         rate=float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"])),
         factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
-        results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
+        results={
+            name: {f: _result(c, sum(f in at for at in broke[name].values())) for f, c in by_factor.items()}
+            for name, by_factor in by_name.items()
+        },
         breaking=breaking,
         planted=frozenset(faults),
+        limit=sum(limits) / len(limits) if limits else None,
     )
 
 
@@ -132,17 +141,20 @@ def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run
     return {seed: runs for seed, runs in found.items() if len(runs) == len(by_factor)}
 
 
-def _brackets(
+def _broke(
     by_seed: Mapping[int, Mapping[float, Run]], reference: Mapping[int, Mapping[float, Run]]
-) -> list[Bracket]:
-    """Where each seed breaks, held to bf16's best rate on that seed, or to its own where there is no bf16."""
-    found = []
+) -> dict[int, set[float]]:
+    """The factors at which each seed broke, held to bf16's best rate on that seed, or to its own where there is no bf16."""
+    found = {}
     for seed, runs in by_seed.items():
         limit = _limit(reference.get(seed, runs))
-        broke = [factor for factor, run in runs.items() if run.diverged or (run.final or 0.0) > limit]
-        first = min(broke, default=math.inf)
-        found.append((max((factor for factor in runs if factor < first), default=0.0), first))
+        found[seed] = {factor for factor, run in runs.items() if run.diverged or (run.final or 0.0) > limit}
     return found
+
+
+def _bracket(factors: set[float], broke: set[float]) -> Bracket:
+    first = min(broke, default=math.inf)
+    return max((factor for factor in factors if factor < first), default=0.0), first
 
 
 def _limit(runs: Mapping[float, Run]) -> float:
@@ -154,8 +166,14 @@ def _limit(runs: Mapping[float, Run]) -> float:
     return min(finals) + LOST * (max(begun) - min(finals))
 
 
-def _result(configuration: Configuration) -> StressResult:
+def _result(configuration: Configuration, broke: int) -> StressResult:
     runs = [Run(row) for row in configuration.rows]
-    finals = [run.final for run in runs if run.final is not None]
-    final, diverged = sum(finals) / len(finals) if finals else None, sum(bool(run.diverged) for run in runs)
-    return StressResult(runs=len(runs), diverged=diverged, final=final, outcome=configuration.outcome)
+    finals = tuple(run.final for run in runs if run.final is not None)
+    return StressResult(
+        runs=len(runs),
+        diverged=sum(bool(run.diverged) for run in runs),
+        broke=broke,
+        finals=finals,
+        final=sum(finals) / len(finals) if finals else None,
+        outcome=configuration.outcome,
+    )

@@ -67,8 +67,8 @@ def stress(ladder: StressLadder) -> Table | None:
     note = (
         "Breaks: between which learning rates the median seed diverges, or ends above bf16's best by "
         f"{100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, with the "
-        f"confidence that so many seeds give. Then the final validation loss at so many times {ladder.rate:g}, or how many "
-        "runs diverged."
+        f"confidence that so many seeds give. Then the mean final validation loss at so many times {ladder.rate:g}, behind "
+        "it how many runs broke (1/6: one of six), or how many diverged."
     )
     if ladder.unseen:
         note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
@@ -91,4 +91,7 @@ def _stressed(found: StressResult | None) -> Value:
         return word(None)
     if found.diverged:
         return Value(text=f"{found.diverged} of {found.runs} diverged", sort=float("inf"))
-    return word(found.outcome) if found.final is None else number(found.final, text.loss)
+    if found.final is None:
+        return word(found.outcome)
+    said = f" ({found.broke}/{found.runs})" if found.broke else ""
+    return Value(text=f"{text.loss(found.final)}{said}", sort=found.final)

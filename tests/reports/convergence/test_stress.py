@@ -11,6 +11,7 @@ from journals import write
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
 from te_bench.reports.group_result import load_report
+from te_bench.reports.page.gallery import figures_of
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.training_tables import stress
 
@@ -111,3 +112,20 @@ def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(
     assert ("6 seeds at least would show it" in found[0]) is (seeds == 3)
     assert "Planted and not seen: delayed scaling, broken on purpose: frozen scale" in found[0]
     assert not any("lowest validation loss" in sentence.lower() for sentence in found)
+
+
+def test_the_report_shows_every_run_s_loss_by_its_rate_and_how_many_broke(tmp_path: Path) -> None:
+    breaks = {"control": [64] * 6, "delayed_scaling": [64, 64, 16, 64, 64, 64], "broken": [1] * 6}
+    [result] = load_report([run(tmp_path / "run", breaks, "lost")]).groups
+    table = stress(result.stress[0])
+    assert table is not None
+    shown = {row[0].text: [cell.text for cell in row[-len(FACTORS) :]] for row in table.rows}
+    assert [cell.partition(" ")[2] for cell in shown["delayed scaling"]] == ["", "", "(1/6)", "(6/6)"]
+    drawn = {one.name: one.inline for one in figures_of(result, "")}["stress"]
+    for word in ("peak learning rate", "0.016", "bf16", "delayed scaling, broken on purpose: frozen scale"):
+        assert f">{word}<" in drawn
+
+
+def test_a_ladder_of_runs_that_all_diverged_has_no_figure(tmp_path: Path) -> None:
+    [result] = load_report([run(tmp_path / "run", {"control": [1] * 3, "delayed_scaling": [1] * 3})]).groups
+    assert "stress" not in {one.name for one in figures_of(result, "")}
