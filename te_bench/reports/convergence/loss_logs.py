@@ -105,7 +105,7 @@ def read_arms(
             "name one that both have by --metric"
         )
     first, second = (
-        arm.table or _judged(arm, side, validated, metric, None if validated else _passed_over(arm, told))
+        arm.table or _judged(arm, side, validated, metric, None if validated or metric else _passed_over(arm, told))
         for arm, side, told in zip(arms, runs, has, strict=True)
     )
     return first, second
@@ -303,9 +303,13 @@ def _log(found: _Found, name: str) -> _Log:
     assert found.format is not None
     series = found.format.read(found.files)
     if not series.losses:
-        below = ". Are its losses in folders below? Name those" if found.place.is_dir() else ""
+        below = ". Are its losses in folders below? Name those" if _has_folders(found.place) else ""
         raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
     return _Log(name=name, place=found.place, series=series)
+
+
+def _has_folders(place: Path) -> bool:
+    return place.is_dir() and any(path.is_dir() for path in place.iterdir())
 
 
 def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:

@@ -242,6 +242,9 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_
     with pytest.raises(ValueError, match=r"both holds two logs of one run, Hugging Face's .*: name the file of one"):
         read_arms([two[0]], [tmp_path / "both"])
     run_logs.written(tmp_path / "c" / "events.out.tfevents.1.x", run_logs.tfrecord(b""))
+    with pytest.raises(ValueError, match=r"c has no number in it: it was read as TensorBoard's event files$"):
+        read_arms([two[0]], [tmp_path / "c"])
+    (tmp_path / "c" / "loss_val").mkdir()
     with pytest.raises(ValueError, match=r"c has no number in it: .*\. Are its losses in folders below\? Name those"):
         read_arms([two[0]], [tmp_path / "c"])
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
@@ -336,6 +339,7 @@ def test_validation_losses_that_are_not_judged_are_named(tmp_path):
     a, b = read_arms([none], [several])
     assert b.notes == (f"{several} has eval_books_loss, eval_code_loss, of which --metric judges one",)
     assert (a.training, b.training) == (True, True)
+    assert read_arms([none], [several], metric="loss")[1].notes == ()
 
 
 def test_both_sides_are_judged_by_the_validation_loss_that_both_have(tmp_path):
