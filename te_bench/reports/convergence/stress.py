@@ -1,7 +1,7 @@
 """The learning-rate ladder: at which rate each precision breaks, with an interval over seeds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import CONFIDENCE, numbers
@@ -10,7 +10,7 @@ from te_bench.reports.analysis.rows import Configuration, Group, printable
 from te_bench.reports.convergence.study import Run
 
 REFERENCE = "bf16"
-#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
+#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above bf16.
 LOST = 0.1
 
 Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and the first that broke, infinity for none
@@ -48,7 +48,7 @@ class StressLadder:
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
     planted: frozenset[str]  # those that were broken on purpose
-    limit: float | None  # the final loss above which a run is broken, the mean over bf16's seeds
+    limits: Mapping[float, float]  # by factor, the final loss above which a run is broken: the mean over bf16's seeds
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -112,21 +112,21 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
     reference = runs.get(REFERENCE, {})
     broke = {name: _broke(by_seed, reference) for name, by_seed in runs.items()}
     found = {name: [_bracket(set(runs[name][seed]), at) for seed, at in seeds.items()] for name, seeds in broke.items()}
-    limits = [limit for seed in reference.values() if math.isfinite(limit := _limit(seed))]
     breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
     faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
+    factors = tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor}))
     problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
         rate=float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"])),
-        factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
+        factors=factors,
         results={
             name: {f: _result(c, sum(f in at for at in broke[name].values())) for f, c in by_factor.items()}
             for name, by_factor in by_name.items()
         },
         breaking=breaking,
         planted=frozenset(faults),
-        limit=sum(limits) / len(limits) if limits else None,
+        limits=_mean_limits(reference, factors),
     )
 
 
@@ -144,12 +144,15 @@ def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run
 def _broke(
     by_seed: Mapping[int, Mapping[float, Run]], reference: Mapping[int, Mapping[float, Run]]
 ) -> dict[int, set[float]]:
-    """The factors at which each seed broke, held to bf16's best rate on that seed, or to its own where there is no bf16."""
-    found = {}
-    for seed, runs in by_seed.items():
-        limit = _limit(reference.get(seed, runs))
-        found[seed] = {factor for factor, run in runs.items() if run.diverged or (run.final or 0.0) > limit}
-    return found
+    """The factors at which each seed broke, held to bf16 on that seed, or to itself where there is no bf16."""
+    return {
+        seed: {
+            factor
+            for factor, run in runs.items()
+            if run.diverged or (run.final or 0.0) > _limit(reference.get(seed, runs), factor)
+        }
+        for seed, runs in by_seed.items()
+    }
 
 
 def _bracket(factors: set[float], broke: set[float]) -> Bracket:
@@ -157,13 +160,24 @@ def _bracket(factors: set[float], broke: set[float]) -> Bracket:
     return max((factor for factor in factors if factor < first), default=0.0), first
 
 
-def _limit(runs: Mapping[float, Run]) -> float:
-    """The final loss above which a run is broken: LOST of the way from the best back to what training began with."""
-    finals = [run.final for run in runs.values() if run.final is not None and not run.diverged]
+def _limit(runs: Mapping[float, Run], factor: float) -> float:
+    """The final loss above which a run at this factor is broken.
+
+    It is the best at that rate or a lower one, and LOST of what was learnt at the best rate of all: a rate that is too low
+    to learn much breaks nothing.
+    """
+    finals = {at: run.final for at, run in runs.items() if run.final is not None and not run.diverged}
     begun = [losses[0] for run in runs.values() if run.record and (losses := numbers(run.record.samples.get("loss")))]
-    if not finals or not begun:
+    best = [final for at, final in finals.items() if at <= factor]
+    if not best or not begun:
         return math.inf
-    return min(finals) + LOST * (max(begun) - min(finals))
+    return min(best) + LOST * (max(begun) - min(finals.values()))
+
+
+def _mean_limits(reference: Mapping[int, Mapping[float, Run]], factors: Iterable[float]) -> dict[float, float]:
+    """{factor: the mean of its limits over seeds}, of factors where every seed has one."""
+    limits = {factor: [_limit(runs, factor) for runs in reference.values()] for factor in factors}
+    return {f: sum(found) / len(found) for f, found in limits.items() if found and all(map(math.isfinite, found))}
 
 
 def _result(configuration: Configuration, broke: int) -> StressResult:

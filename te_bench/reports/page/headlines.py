@@ -63,8 +63,8 @@ def _breaking(ladder: StressLadder) -> str | None:
         shown = "No precision is"
         if ladder.earlier:
             shown = f"{text.listed(ladder.earlier, NAMED)} {'is' if len(ladder.earlier) == 1 else 'are'}"
-        said = f"{shown} shown to break before bf16. {said}"
-        said += f", and {SEEDS} seeds at least would show it" if few else ""
+        takes = f", for which it takes {SEEDS} seeds at least" if few else ""
+        said = f"{shown} shown to break before bf16{takes}. {said}"
     return said + "".join(f". Planted and not seen: {name}" for name in ladder.unseen)
 
 

@@ -46,17 +46,9 @@ def finals(ladder: StressLadder) -> Figure | None:
         Line2D([], [], color=COLOURS[n % len(COLOURS)], marker=MARKERS[n % len(MARKERS)], markersize=4, label=name)
         for n, name in enumerate(names)
     ]
-    if ladder.limit is not None:
-        axes.axhline(ladder.limit, color=INK, linewidth=0.8, linestyle=":")
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=INK,
-                linewidth=0.8,
-                linestyle=":",
-                label="above it a run is broken, in the mean over seeds",
-            )
-        )
+    if ladder.limits:
+        broken: dict[str, Any] = {"color": INK, "linewidth": 0.8, "linestyle": ":"}
+        axes.plot([ladder.rate * factor for factor in ladder.limits], list(ladder.limits.values()), **broken)
+        handles.append(Line2D([], [], label="above it a run is broken, in the mean over seeds", **broken))
     legend_below(drawn, handles, 1, left=True)
     return drawn

@@ -65,10 +65,10 @@ def stress(ladder: StressLadder) -> Table | None:
         for name, found in ladder.results.items()
     ]
     note = (
-        "Breaks: between which learning rates the median seed diverges, or ends above bf16's best by "
-        f"{100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, with the "
-        f"confidence that so many seeds give. Then the mean final validation loss at so many times {ladder.rate:g}, behind "
-        "it how many runs broke (1/6: one of six), or how many diverged."
+        "Breaks: between which learning rates the median seed diverges, or ends above the best of bf16 at that rate or a "
+        f"lower one by {100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, "
+        "with the confidence that so many seeds give. Then the mean final validation loss at so many times "
+        f"{ladder.rate:g}, behind it how many runs broke (1/6: one of six), or how many diverged."
     )
     if ladder.unseen:
         note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
