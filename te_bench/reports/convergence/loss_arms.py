@@ -30,13 +30,20 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
     `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms,
-    losses of different names, a baseline that broke, seeds that only one arm has, names that runs share or numbers of
-    runs that differ when paired, and runs that end at different steps, for they have not seen the same data.
+    an arm that holds runs of both, losses of different names, a baseline that broke, seeds that only one arm has, names
+    that runs share or numbers of runs that differ when paired, and runs that end at different steps, for they have not
+    seen the same data.
     """
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
         both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
+    for arm in arms:
+        runs = {_precision(name): name for name in arm.final}
+        if {"low", "high"} <= runs.keys():
+            raise ValueError(
+                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own"
+            )
     if alike(baseline.metric, candidate.metric) is False:
         raise ValueError(
             f"{baseline.source} has the loss {baseline.metric} and {candidate.source} {candidate.metric}: compare one loss"
@@ -191,11 +198,17 @@ def _late_steps(arm: Losses) -> set[float]:
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:
     """What to note of a baseline that is called FP8 and a candidate that is called bf16."""
-    low, high = re.compile(r"fp[48]|float[48]|e4m3", re.IGNORECASE), re.compile(r"bf16|bfloat|fp16|fp32", re.IGNORECASE)
-    told = [(bool(low.search(arm.source)), bool(high.search(arm.source))) for arm in (baseline, candidate)]
-    if told != [(True, False), (False, True)]:
+    if [_precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
         return None
     return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
+
+
+def _precision(name: str) -> str | None:
+    """What a name says of its precision, where it says one thing."""
+    low, high = (
+        re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
+    )
+    return None if low == high else "low" if low else "high"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:

@@ -337,3 +337,14 @@ def test_a_training_loss_is_the_mean_of_the_last_tenth(tmp_path):
     assert found.judged == "the mean train/loss over the last tenth of the steps"
     found = read(wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1)))
     assert (found.final, found.judged) == ({"0": 4.0, "1": 4.1}, "the last val/loss")
+
+
+def test_an_export_of_both_sides_is_no_side(tmp_path):
+    both = [f"{side}-s{n} - val/loss" for side in ("bf16", "fp8") for n in range(3)]
+    rows = "\n".join(f"{s}," + ",".join(str(3 + n / 10) for n in range(6)) for s in (0, 5, 10))
+    sides = [
+        written(tmp_path, "Step," + ",".join(both) + "\n" + rows),
+        wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1, 3.2)),
+    ]
+    with pytest.raises(ValueError, match=r"a.csv holds runs of both sides, bf16-s2 and fp8-s2: give each side its own"):
+        match_runs(*read_arms(*([side] for side in sides)), paired=None)
