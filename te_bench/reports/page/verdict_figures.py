@@ -97,7 +97,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
         axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
     _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
-    figure.supylabel(f"validation loss less {found.study.whose}, nat", fontsize=8.8)
+    figure.supylabel("gap, nat", fontsize=8.8)  # of one recipe there is no room for more
     confidence = next(f.band.confidence for f in drawn if f.band)
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),

@@ -50,6 +50,14 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
     assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
 
 
+def test_the_words_beside_one_recipe_s_gap_fit_the_figure(tmp_path: Path) -> None:
+    records = study_records({"control": 0.0, "delayed_scaling": 0.001})
+    figure = verdict_figures.gap_curves(only_group(write_study(tmp_path / "run", records, JUDGEMENT)).studies[0])
+    figure.canvas.draw()
+    [words] = figure.texts
+    assert 0 < words.get_window_extent().y0 < words.get_window_extent().y1 < figure.bbox.height
+
+
 def texts(table: Table) -> dict[str, dict[str, str]]:
     titles = [column.title for column in table.columns]
     return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}
