@@ -24,6 +24,7 @@ NAMED = 5  # losses, files or runs that a message names
 PRINTED = b"loss': "  # of a dictionary in Python
 #: What makes the names of one run's logs differ, and what such logs are.
 PARTS = (
+    (re.compile(r"(?<=run-)\d{8}_\d{6}(?=-)"), "one run, which was resumed: name the last of them"),  # W&B's folders
     (
         re.compile(r"(?<![a-z])(?:rank[-_]?\d+|(?<=attempt_\d/)\d+)(?![a-z\d])"),
         "ranks of one run: name those of one rank",

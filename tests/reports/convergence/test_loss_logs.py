@@ -359,6 +359,7 @@ def test_both_sides_are_judged_by_the_validation_loss_that_both_have(tmp_path):
         (("seed0-rank0.log", "seed0-rank1.log"), "are ranks of one run"),
         (("seed0/train/x.log", "seed0/validation/x.log"), "are two losses of one run"),
         (("loss_train.log", "loss_val.log"), "are two losses of one run"),
+        (("run-20250901_120000-ab1/x.log", "run-20250902_080000-ab1/x.log"), "are one run, which was resumed"),
     ],
 )
 def test_logs_of_one_run_are_no_seeds(two, tmp_path, places, what):
