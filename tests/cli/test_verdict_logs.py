@@ -90,6 +90,7 @@ def test_a_candidate_that_diverged_has_a_page_without_a_gap(two, command, tmp_pa
     assert "The candidate diverged." in page.read_text()
     assert page.read_text().count("<figure") == 1
     assert "candidate, mean of 2" in page.read_text()
+    assert "+nan" not in page.read_text()
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

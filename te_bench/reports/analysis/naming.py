@@ -163,8 +163,9 @@ def _differing(trials: Collection[Trial]) -> list[str]:
 def _always(trial: Trial, differing: Collection[str], fewer_bits: bool) -> list[str]:
     """What a name says whatever the others are; fewer_bits: as arm_name."""
     problem = trial.problem
-    if "arm" in problem:
-        begin, differing = arm_name(trial, fewer_bits), [key for key in differing if key not in _ARM]
+    if {"arm", "lr_factor"} & problem.keys():
+        told = (*_ARM, "lr_factor") if "learning_rate" in differing else _ARM  # the rate itself says its factor
+        begin, differing = arm_name(trial, fewer_bits), [key for key in differing if key not in told]
     elif trial.workload in SHAPED:
         begin = kernel_name(trial.attention)
     else:

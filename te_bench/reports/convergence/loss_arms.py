@@ -1,17 +1,18 @@
 """Two arms of a user's own losses against each other: paired, diverged or not, and whether their gap had settled."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from te_bench.reports.convergence.loss_csv import Curve, Losses, broken
+from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken
 from te_bench.reports.convergence.stability import RISE, overfitting
+from te_bench.reports.logs.names import alike, is_loss
 
 Array = NDArray[np.float64]
 
-LAST = 0.1  # the share of training over which the gap must have settled
 SURE = 2.0  # standard errors: what single training batches make of a gap is no move of it
 FEWEST_POINTS = 3  # the first is often that of the initial weights
 
@@ -28,22 +29,33 @@ class Matched:
 def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> Matched:
     """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
 
-    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms, a
-    baseline that broke, seeds that only one arm has, names that runs share or numbers of runs that differ when paired,
-    and curves that end at different steps, for they have not seen the same data.
+    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms,
+    an arm that holds runs of both, losses of different names, a baseline that broke, seeds that only one arm has, names
+    that runs share or numbers of runs that differ when paired, and runs that end at different steps, for they have not
+    seen the same data.
     """
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
         both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
+    for arm in arms:
+        runs = {_precision(name): name for name in arm.final}
+        if {"low", "high"} <= runs.keys():
+            raise ValueError(
+                f"{arm.source} holds runs of both sides, {runs['high']} and {runs['low']}: give each side its own"
+            )
+    if alike(baseline.metric, candidate.metric) is False:
+        raise ValueError(
+            f"{baseline.source} has the loss {baseline.metric} and {candidate.source} {candidate.metric}: compare one loss"
+        )
     if broke := broken(baseline):
         raise ValueError(
             f"{baseline.source}: the baseline itself broke, {_named(baseline, broke)}. Nothing can be concluded from a "
             "control that does not train: mend it, and run both again"
         )
-    ends = [sorted({arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))}) for arm in arms]
+    ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
-        ended = " and ".join(f"at step {end[-1]:g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
+        ended = " and ".join(f"at step {max(end):g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
         raise ValueError(f"the curves end {ended}: compare runs of one length")
     if paired is None:
         told = all(arm.seeded and not arm.repeated for arm in arms)
@@ -154,6 +166,49 @@ def note_unpaired(baseline: Losses, candidate: Losses) -> str:
             what = "seed " if only[0].isdecimal() else ""
             return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
     return "the runs are not paired, for several have one name"
+
+
+def note_names(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of two losses whose names do not tell that they are one."""
+    names = baseline.metric, candidate.metric
+    if None in names or alike(*names) is not None:
+        return None
+    return f"the baseline's loss is called {names[0]} and the candidate's {names[1]}: see that they are one loss"
+
+
+def note_measure(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of a value that is called no loss: more of it is taken for worse."""
+    called = next((arm.metric for arm in (baseline, candidate) if arm.metric and not is_loss(arm.metric)), None)
+    return f"{called} is judged as a loss is: more is worse" if called else None
+
+
+def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of training losses that were logged at other steps: a mean over them is of other batches."""
+    late = [_late_steps(arm) for arm in (baseline, candidate)]
+    if not baseline.training or not all(late) or late[0] == late[1]:
+        return None
+    few, many = sorted(map(len, late))
+    counts = f"{few} and {many}" if few != many else f"{few} other"
+    return f"the sides logged the training loss at {counts} steps of the last tenth: their means are of other batches"
+
+
+def _late_steps(arm: Losses) -> set[float]:
+    return {step for curve in arm.curves.values() for step in curve.step if step >= (1 - LAST) * curve.step[-1]}
+
+
+def note_order(baseline: Losses, candidate: Losses) -> str | None:
+    """What to note of a baseline that is called FP8 and a candidate that is called bf16."""
+    if [_precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
+        return None
+    return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
+
+
+def _precision(name: str) -> str | None:
+    """What a name says of its precision, where it says one thing."""
+    low, high = (
+        re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
+    )
+    return None if low == high else "low" if low else "high"
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import LogFile
-from te_bench.reports.logs.names import VALIDATION, plain
+from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
 from te_bench.reports.logs.rows import STEP
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
 
 LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is the loss
+LAST = 0.1  # the share of training that a training loss is the mean of, and over which a gap must have settled
 TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
 WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
 
@@ -45,6 +46,8 @@ class Losses:
     repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
     digests: frozenset[str] = frozenset()  # of the files' bytes
     judged: str = "final loss"  # what `final` holds
+    metric: str | None = None  # what the source calls the loss, where it calls it anything
+    stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
     training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
     broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
 
@@ -55,14 +58,21 @@ def read(file: LogFile) -> Losses:
     One column of final losses, with or without a header, beside it a label (text) or a seed column. Whole curves:
     columns step, loss, seed, or step and a column a seed, called by its number.
     Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. The final loss of a curve
-    is its last, so export the validation loss: the last training loss is that of one batch. Losses may be NaN or
-    infinite (`broken` tells the runs); leave empty what was not logged.
+    is its last, but of one that is called a training loss the mean over the last tenth of the steps: the last is that of
+    one batch. Losses may be NaN or infinite (`broken` tells the runs); leave empty what was not logged.
 
     Raises ValueError, with file and line, for what is not a number, a step or seed given twice, fewer than two
     seeds, runs of unequal lengths, several columns that could be meant or none, and a file that is no text.
     """
     found = table_of(file)
     return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
+
+
+def late_mean(curve: Curve) -> float:
+    """The mean over the last tenth of the steps."""
+    start = curve.step[-1] - LAST * abs(curve.step[-1])  # some write steps below 0
+    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= start]
+    return sum(late) / len(late)
 
 
 def digest(file: LogFile) -> str:
@@ -147,7 +157,9 @@ def _finals(source: str, table: Table) -> Losses:
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
     _two(table.path, len(final))
-    return Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes))
+    metric = table.header[loss] if table.header and is_loss(table.header[loss]) else None  # else the arm's name, say
+    found = Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes), metric=metric)
+    return replace(found, training=metric is not None and is_trained(metric))
 
 
 def _loss(table: Table) -> int | None:
@@ -181,7 +193,17 @@ def _long(source: str, table: Table) -> Losses:
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
     _two(source, len(curves))
-    return of_curves(source, curves, (_taken(table, loss),) if several else ())
+    found = of_curves(source, curves, (_taken(table, loss),) if several else ())
+    return _called(table.header[loss], found) if is_loss(table.header[loss]) else found
+
+
+def _called(metric: str, found: Losses) -> Losses:
+    """The arm with the name of its loss: a training loss is a mean, for the last is that of one batch."""
+    if not is_trained(metric):
+        return replace(found, metric=metric, judged=f"the last {metric}")
+    final = {seed: late_mean(curve) for seed, curve in found.curves.items()}
+    judged = f"the mean {metric} over the last tenth of the steps"
+    return replace(found, metric=metric, final=final, judged=judged, training=True)
 
 
 def _wandb(source: str, table: Table) -> Losses:
@@ -192,7 +214,7 @@ def _wandb(source: str, table: Table) -> Losses:
         raise ValueError(f"{table.path} holds {', '.join(sorted(metrics))}: export one metric, the validation loss")
     [metric] = metrics
     runs = ((c, n.rpartition(WANDB)) for c, n in columns.items())
-    return _wide(source, table, {c: run for c, (run, _, what) in runs if what == metric})
+    return _called(metric, _wide(source, table, {c: run for c, (run, _, what) in runs if what == metric}))
 
 
 def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:

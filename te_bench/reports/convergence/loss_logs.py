@@ -4,20 +4,36 @@ A file is one run; a folder is one run where a format says so, else whatever run
 """
 
 import glob
+import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from te_bench.reports.convergence import loss_csv
-from te_bench.reports.convergence.loss_arms import LAST
-from te_bench.reports.convergence.loss_csv import Curve, Losses, broken, digest, of_curves, seeds_of
+from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
-from te_bench.reports.logs.names import TRAINING, VALIDATION, is_loss, plain
+from te_bench.reports.logs.names import TRAINING, VALIDATION, is_held_out, is_loss, plain
 
 LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
-NAMED = 5  # losses or files that a message names
+NAMED = 5  # losses, files or runs that a message names
+PRINTED = b"loss': "  # of a dictionary in Python
+#: What makes the names of one run's logs differ, and what such logs are.
+PARTS = (
+    (re.compile(r"(?<=run-)\d{8}_\d{6}(?=-)"), "one run, which was resumed: name the last of them"),  # W&B's folders
+    (
+        re.compile(r"(?<![a-z])(?:rank[-_]?\d+|(?<=attempt_\d/)\d+)(?![a-z\d])"),
+        "ranks of one run: name those of one rank",
+    ),
+    (
+        re.compile(r"(?<![a-z])(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|dev|test)(?![a-z])"),
+        "two losses of one run: name those of one loss",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +46,40 @@ class _Found:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _Log:
+    """What one run logged."""
+
     name: str
+    place: Path
     series: Series
-    validation: Curve | None
-    training: Curve | None
-    notes: tuple[str, ...]
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The names of its values by what they are plainly."""
+        return {plain(name): name for name in reversed(list(self.series.losses))}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loss:
+    """One loss of a run, by its name in the log."""
+
+    name: str
+    curve: Curve
+    again: bool = False  # some was logged a second time, as by a resumed run
+    several: bool = False  # each step had several, which are averaged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    log: _Log
+    validation: _Loss | None
+    training: _Loss | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Arm:
     source: str
-    runs: tuple[_Run, ...]
+    logs: tuple[_Log, ...]
     digests: frozenset[str]
     table: Losses | None = None  # of a CSV that holds several runs, which has chosen its loss itself
     notes: tuple[str, ...] = ()
@@ -56,15 +94,36 @@ def read_arms(
     what is no log, arms of mixed kinds, logs that are damaged, and arms that have no loss in common.
     """
     arms = [_read_arm(paths, metric) for paths in (baseline, candidate)]
-    validated = all(any(run.validation for run in arm.runs) for arm in arms if arm.table is None)
-    trained = all(any(run.training for run in arm.runs) for arm in arms if arm.table is None)
+    logs = [log for arm in arms for log in arm.logs]
+    orders = [_common_first(names, logs) for names in (VALIDATION, TRAINING)]
+    runs = [[_run(log, metric, orders) for log in arm.logs] for arm in arms]
+    has = [any(run.validation for run in side) for side in runs]
+    validated = all(told for arm, told in zip(arms, has, strict=True) if arm.table is None)
+    trained = all(any(run.training for run in side) for arm, side in zip(arms, runs, strict=True) if arm.table is None)
     if not validated and not trained:
         raise ValueError(
             f"{arms[0].source} and {arms[1].source} have no loss in common, one of validation and one of training: "
             "name one that both have by --metric"
         )
-    first, second = (arm.table or _judged(arm, validated, metric) for arm in arms)
+    first, second = (
+        arm.table or _judged(arm, side, validated, metric, None if validated or metric else _passed_over(arm, told))
+        for arm, side, told in zip(arms, runs, has, strict=True)
+    )
     return first, second
+
+
+def _common_first(names: Sequence[str], logs: Sequence[_Log]) -> list[str]:
+    """The names, first the one that every log has which has any: both sides are to be judged by one loss."""
+    found = [had for log in logs if (had := {name for name in names if name in log.called})]
+    return sorted(names, key=lambda name: not all(name in had for had in found))
+
+
+def _passed_over(arm: _Arm, validated: bool) -> str | None:
+    """What to note of validation losses where the training loss is judged: of one side only, or of other names."""
+    if validated:
+        return f"the validation loss of {arm.source} is not judged, for the other side has none"
+    others = list(dict.fromkeys(name for log in arm.logs for name in log.series.losses if is_held_out(name)))
+    return f"{arm.source} has {_listed(others)}, of which --metric judges one" if others else None
 
 
 def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
@@ -90,9 +149,34 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     if tables and metric is not None:
         raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns say the loss")
     if tables:
-        return _Arm(source=source, runs=(), digests=digests, table=loss_csv.read(tables[0].files[0]))
-    runs = tuple(_run(one, name, metric) for one, name in zip(found, _names(found), strict=True))
-    return _Arm(source=source, runs=runs, digests=digests, notes=_without_loss(found, others))
+        return _Arm(source=source, logs=(), digests=digests, table=_table(tables[0].files[0]))
+    _of_one_run([str(one.place) for one in found])
+    logs = tuple(_log(one, name) for one, name in zip(found, _names(found), strict=True))
+    return _Arm(source=source, logs=logs, digests=digests, notes=_without_loss(found, others))
+
+
+def _table(file: LogFile) -> Losses:
+    try:
+        return loss_csv.read(file)
+    except ValueError as error:
+        if file.path.suffix.lower() in (".csv", ".tsv"):
+            raise
+        if PRINTED in file.content:
+            raise ValueError(
+                f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json"
+            ) from error
+        raise ValueError(
+            f"{file.path} is none of the logs that are read here ({_known()}); as a CSV: {error}"
+        ) from error
+
+
+def _of_one_run(places: Sequence[str]) -> None:
+    """Raises ValueError for logs of one run, which would count as several seeds."""
+    for part, what in PARTS:
+        first: dict[str, str] = {}
+        for place in places:
+            if (other := first.setdefault(part.sub("", place.lower()), place)) != place:
+                raise ValueError(f"{other} and {place} are {what}")
 
 
 def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str, ...]:
@@ -216,39 +300,38 @@ def _names(found: Sequence[_Found]) -> list[str]:
     return [str(one.place.absolute().relative_to(shared)) for one in found]
 
 
-def _run(found: _Found, name: str, metric: str | None) -> _Run:
+def _log(found: _Found, name: str) -> _Log:
     assert found.format is not None
     series = found.format.read(found.files)
-    place = found.place
     if not series.losses:
-        raise ValueError(f"{place} has no number in it: it was read as {found.format.title}")
-    validation, training = _chosen(place, series, metric)
-    notes = list(series.notes)
-    curves = []
-    for loss in (validation, training):
-        curve, again = _curve(place, series.losses[loss]) if loss else (None, 0)
-        if again:
-            notes.append(f"{place}: {again} losses were logged again, as by a resumed run: the later ones count")
-        curves.append(curve)
-    first, second = curves
-    return _Run(
-        name=name, series=series, validation=first, training=second if series.whole else None, notes=tuple(notes)
-    )
+        below = ". Are its losses in folders below? Name those" if _has_folders(found.place) else ""
+        raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
+    return _Log(name=name, place=found.place, series=series)
 
 
-def _chosen(place: Path, series: Series, metric: str | None) -> tuple[str | None, str | None]:
+def _has_folders(place: Path) -> bool:
+    return place.is_dir() and any(path.is_dir() for path in place.iterdir())
+
+
+def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:
+    """The run's losses: of validation and of training, each the first of its order that the log has."""
+    names = _chosen(log, metric, orders)
+    validation, training = (name if name is None else _loss(log, name) for name in names)
+    return _Run(log=log, validation=validation, training=training if log.series.whole else None)
+
+
+def _chosen(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> tuple[str | None, str | None]:
     """The names of the validation and of the training loss; a metric that was asked for stands in the first place."""
-    by_name = {plain(name): name for name in reversed(list(series.losses))}
+    series, by_name = log.series, log.called
     if metric is not None:
         if plain(metric) not in by_name:
-            raise ValueError(f"--metric {metric}: {place} has no such value; it has {_listed(list(series.losses))}")
+            raise ValueError(f"--metric {metric}: {log.place} has no such value; it has {_listed(list(series.losses))}")
         name = by_name[plain(metric)]
         return (None, name) if plain(metric) in TRAINING and series.whole else (name, None)
-    validation = next((by_name[name] for name in VALIDATION if name in by_name), None)
-    training = next((by_name[name] for name in TRAINING if name in by_name), None)
+    validation, training = (next((by_name[name] for name in order if name in by_name), None) for order in orders)
     if validation is None and (training is None or not series.whole):
         raise ValueError(
-            f"{place}: which loss is to be judged? It has {_listed(list(series.losses))}: "
+            f"{log.place}: which loss is to be judged? It has {_listed(list(series.losses))}: "
             + ("say --metric NAME" if series.whole else "the last of each alone, so export the run's history as CSV")
         )
     return validation, training
@@ -260,54 +343,100 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def _curve(place: Path, points: Sequence[tuple[float, float]]) -> tuple[Curve, int]:
-    """The points in order of their steps, and how many were logged again: a resumed run goes back to its checkpoint."""
+def _loss(log: _Log, name: str) -> _Loss:
+    """The points in order of their steps.
+
+    A resumed run goes back to its checkpoint: what it logs again counts. A log of several ranks, or of micro-batches, has
+    several losses at every step: their mean counts.
+    """
+    points, again = _unfiltered(log, name), False
+    met = [two for one, two in pairwise(points) if one[0] == two[0] and one[1] != two[1]]
+    if several := len({step for step, _ in met}) > len({step for step, _ in points}) / 2:
+        ranks = [[*group] for _, group in groupby(points, key=itemgetter(0))]
+        points = [(group[0][0], sum(loss for _, loss in group) / len(group)) for group in ranks]
     kept: list[tuple[float, float]] = []
-    again = 0
     for step, loss in points:
         while kept and kept[-1][0] >= step:
-            again += kept.pop() != (step, loss)
+            again |= kept.pop() != (step, loss)
         kept.append((step, loss))
-    if not all(abs(step) < float("inf") for step, _ in kept):
-        raise ValueError(f"{place}: a step is not a finite number")
-    return Curve(step=tuple(step for step, _ in kept), loss=tuple(loss for _, loss in kept)), again
+    if not all(abs(step) < math.inf for step, _ in kept):
+        raise ValueError(f"{log.place}: a step is not a finite number")
+    curve = Curve(step=tuple(step for step, _ in kept), loss=tuple(loss for _, loss in kept))
+    return _Loss(name=name, curve=curve, again=again, several=several)
 
 
-def _judged(arm: _Arm, validated: bool, metric: str | None) -> Losses:
+def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
+    """The points; a 0 beside a gradient norm that is not finite is a NaN, which Hugging Face's Trainer leaves out."""
+    norms = (points for norm, points in log.series.losses.items() if plain(norm).endswith("grad_norm"))
+    broke = {step for points in norms for step, value in points if not math.isfinite(value)}
+    return [(step, math.nan if loss == 0 and step in broke else loss) for step, loss in log.series.losses[name]]
+
+
+def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None, passed_over: str | None) -> Losses:
     curves, broke = {}, dict[str, str]()
-    numbered = zip(_seeds(arm.runs), arm.runs, strict=True)
+    chosen: list[tuple[_Run, _Loss]] = []
+    numbered = zip(_seeds(arm.logs), runs, strict=True)
     for seed, run in sorted(numbered, key=lambda one: (int(one[0]), "") if one[0].isdecimal() else (0, one[0])):
-        curve = run.validation if validated else run.training
+        loss = run.validation if validated else run.training
         if run.training is not None:
-            alone = Losses(source="", final={seed: run.training.loss[-1]}, curves={seed: run.training}, seeded=True)
-            broke |= broken(alone)
-        if curve is None and seed not in broke:
-            raise ValueError(f"{arm.source}: {run.name} has no {'validation' if validated else 'training'} loss")
-        curves[seed] = curve or Curve(step=(0.0,), loss=(float("nan"),))
-    notes = (*arm.notes, *(note for run in arm.runs for note in run.notes))
-    found = of_curves(arm.source, curves, notes, broke)
+            curve = run.training.curve
+            broke |= broken(Losses(source="", final={seed: curve.loss[-1]}, curves={seed: curve}, seeded=True))
+        if loss is None and seed not in broke:
+            raise ValueError(f"{arm.source}: {run.log.name} has no {'validation' if validated else 'training'} loss")
+        if loss is not None:
+            chosen.append((run, loss))
+        curves[seed] = loss.curve if loss else Curve(step=(0.0,), loss=(float("nan"),))
+    found = of_curves(arm.source, curves, (), broke)
     which = metric or ("validation loss" if validated else "training loss")
-    judged = f"the last {which}" if validated else f"the mean {which} over the last tenth of the steps"
-    final = found.final if validated else {seed: _late(curve) for seed, curve in curves.items()}
-    whole = all(run.series.whole for run in arm.runs)
+    called = _called([loss.name for _, loss in chosen], which)
+    named = which if plain(called) == plain(which) else f"{which} ({called})"
+    judged = f"the last {named}" if validated else f"the mean {named} over the last tenth of the steps"
+    final = found.final if validated else {seed: late_mean(curve) for seed, curve in curves.items()}
+    whole = all(run.log.series.whole for run in runs)
+    told = _notes(arm, chosen, validated)
     return replace(
         found,
+        notes=(*([passed_over] if passed_over else []), *arm.notes, *told),
         final=final,
         curves=found.curves if whole else {},
+        stops=frozenset() if whole else frozenset(curve.step[-1] for curve in curves.values()),
         digests=arm.digests,
         judged=judged,
+        metric=called,
         training=not validated,
     )
 
 
-def _late(curve: Curve) -> float:
-    """The mean over the last tenth of the steps."""
-    start = curve.step[-1] - LAST * abs(curve.step[-1])  # some write steps below 0
-    late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= start]
-    return sum(late) / len(late)
+def _called(names: Sequence[str], which: str) -> str:
+    """What the arm calls its loss; a loss without a word more is that of training."""
+    told = {plain(name): name for name in names}
+    return which if len(told) != 1 or "loss" in told else next(iter(told.values()))
 
 
-def _seeds(runs: Sequence[_Run]) -> list[str]:
+def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> list[str]:
+    """What was taken for granted of the losses that are judged."""
+
+    def those(holds: Callable[[_Run, _Loss], bool]) -> str | None:
+        names = [run.log.name for run, loss in chosen if holds(run, loss)]
+        return f"{arm.source} ({_listed(names)})" if names else None
+
+    notes = [note for run, _ in chosen for note in run.log.series.notes]
+    if where := those(lambda _, loss: loss.again):
+        notes.append(f"{where}: losses were logged again, as by a resumed run: the later ones count")
+    if where := those(lambda _, loss: loss.several):
+        notes.append(f"{where}: every step has several losses, as of several ranks: their mean counts")
+    if where := those(lambda run, loss: validated and _ends_early(loss.curve, run.training)):
+        notes.append(f"{where}: training went on after the last validation, which is judged")
+    if where := those(lambda _, loss: 0.0 in loss.curve.loss):
+        notes.append(f"{where}: a loss is exactly 0, which Hugging Face's Trainer writes where it is NaN")
+    return notes
+
+
+def _ends_early(validation: Curve, training: _Loss | None) -> bool:
+    return training is not None and validation.step[-1] < (1 - LAST) * training.curve.step[-1]
+
+
+def _seeds(logs: Sequence[_Log]) -> list[str]:
     """The seeds that the logs say, else those in the runs' names, else the names."""
-    said = [run.series.seed for run in runs if run.series.seed is not None]
-    return said if len(set(said)) == len(runs) else seeds_of([run.name for run in runs])
+    said = [log.series.seed for log in logs if log.series.seed is not None]
+    return said if len(set(said)) == len(logs) else seeds_of([log.name for log in logs])

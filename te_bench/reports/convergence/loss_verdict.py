@@ -92,7 +92,9 @@ def judge_losses(
     check_test(margin, alpha)
     matched = loss_arms.match_runs(baseline, candidate, paired=paired)
     arms = baseline, candidate
-    notes = [note for arm in arms for note in arm.notes]
+    of_both = (loss_arms.note_order, loss_arms.note_names, loss_arms.note_measure, loss_arms.note_intervals)
+    notes = [note for find in of_both if (note := find(*arms))]
+    notes += [note for arm in arms for note in arm.notes]
     verdict, comparison = Verdict.DIVERGED, None
     reason = loss_arms.why_diverged(candidate)  # whatever the others end on: the runs that survived are a biased choice
     if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:

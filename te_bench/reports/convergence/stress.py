@@ -1,7 +1,7 @@
 """The learning-rate ladder: at which rate each precision breaks, with an interval over seeds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import CONFIDENCE, numbers
@@ -9,7 +9,8 @@ from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.analysis.rows import Configuration, Group, printable
 from te_bench.reports.convergence.study import Run
 
-#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above that.
+REFERENCE = "bf16"
+#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above bf16.
 LOST = 0.1
 
 Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and the first that broke, infinity for none
@@ -17,10 +18,12 @@ Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and th
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StressResult:
-    """One precision at one learning rate: the mean final loss, None where no run got there."""
+    """One precision at one learning rate: its final losses by run, of those that got there, and their mean."""
 
     runs: int
     diverged: int
+    broke: int  # of the runs whose seed ran at every rate; those that diverged among them
+    finals: tuple[float, ...]
     final: float | None
     outcome: str
 
@@ -44,7 +47,34 @@ class StressLadder:
     factors: tuple[float, ...]
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
-    unseen: tuple[str, ...]  # those that were broken on purpose and did not break
+    planted: frozenset[str]  # those that were broken on purpose
+    limits: Mapping[float, float]  # by factor, the final loss above which a run is broken: the mean over bf16's seeds
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Those that were broken on purpose and did not break."""
+        return tuple(name for name in self.results if name in self.planted and self._held(name))
+
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The precisions that are shown to break at a lower rate than bf16: their interval ends where bf16's begins."""
+        bf16 = self.breaking.get(REFERENCE)
+        if bf16 is None or bf16.confidence < CONFIDENCE:
+            return ()
+        known = {name: found for name, found in self.breaking.items() if found.confidence >= CONFIDENCE}
+        return tuple(
+            name for name, found in known.items() if name not in self.planted and found.interval[1] <= bf16.interval[0]
+        )
+
+    def rates(self, factors: Bracket) -> str:
+        """Two factors as learning rates."""
+        low, high = factors
+        if not low:
+            return f"below {high * self.rate:g}"
+        return f"above {low * self.rate:g}" if math.isinf(high) else f"{low * self.rate:g} to {high * self.rate:g}"
+
+    def _held(self, name: str) -> bool:
+        return name in self.breaking and self.breaking[name].median[0] > 0
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
@@ -80,18 +110,24 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         factor = float(str(configuration.trial.problem["lr_factor"]))
         by_name.setdefault(printable(arm_name(configuration.trial)), {})[factor] = configuration
     runs = {name: _runs(by_factor) for name, by_factor in by_name.items()}
-    reference = runs.get("bf16", {})
-    found = {name: _brackets(by_seed, reference) for name, by_seed in runs.items()}
+    reference = runs.get(REFERENCE, {})
+    broke = {name: _broke(by_seed, reference) for name, by_seed in runs.items()}
+    found = {name: [_bracket(set(runs[name][seed]), at) for seed, at in seeds.items()] for name, seeds in broke.items()}
     breaking = {name: breaking_point(brackets) for name, brackets in found.items() if brackets}
     faults = {name for name, cs in by_name.items() if any(c.trial.problem.get("arm") == "broken" for c in cs.values())}
+    factors = tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor}))
     problem = configurations[0].trial.problem
     return StressLadder(
         title=f"{problem.get('model')}, {problem.get('data')}, {problem.get('steps')} steps",
         rate=_rate(configurations[0]),
-        factors=tuple(sorted({factor for by_factor in by_name.values() for factor in by_factor})),
-        results={name: {f: _result(c) for f, c in by_factor.items()} for name, by_factor in by_name.items()},
+        factors=factors,
+        results={
+            name: {f: _result(c, sum(f in at for at in broke[name].values())) for f, c in by_factor.items()}
+            for name, by_factor in by_name.items()
+        },
         breaking=breaking,
-        unseen=tuple(name for name in by_name if name in faults & set(breaking) and breaking[name].median[0] > 0),
+        planted=frozenset(faults),
+        limits=_mean_limits(reference, factors),
     )
 
 
@@ -112,30 +148,53 @@ def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run
     return {seed: runs for seed, runs in found.items() if len(runs) == len(by_factor)}
 
 
-def _brackets(
+def _broke(
     by_seed: Mapping[int, Mapping[float, Run]], reference: Mapping[int, Mapping[float, Run]]
-) -> list[Bracket]:
-    """Where each seed breaks, held to bf16's best rate on that seed, or to its own where there is no bf16."""
-    found = []
-    for seed, runs in by_seed.items():
-        limit = _limit(reference.get(seed, runs))
-        broke = [factor for factor, run in runs.items() if run.diverged or (run.final or 0.0) > limit]
-        first = min(broke, default=math.inf)
-        found.append((max((factor for factor in runs if factor < first), default=0.0), first))
-    return found
+) -> dict[int, set[float]]:
+    """The factors at which each seed broke, held to bf16 on that seed, or to itself where there is no bf16."""
+    return {
+        seed: {
+            factor
+            for factor, run in runs.items()
+            if run.diverged or (run.final or 0.0) > _limit(reference.get(seed, runs), factor)
+        }
+        for seed, runs in by_seed.items()
+    }
 
 
-def _limit(runs: Mapping[float, Run]) -> float:
-    """The final loss above which a run is broken: LOST of the way from the best back to what training began with."""
-    finals = [run.final for run in runs.values() if run.final is not None and not run.diverged]
+def _bracket(factors: set[float], broke: set[float]) -> Bracket:
+    first = min(broke, default=math.inf)
+    return max((factor for factor in factors if factor < first), default=0.0), first
+
+
+def _limit(runs: Mapping[float, Run], factor: float) -> float:
+    """The final loss above which a run at this factor is broken.
+
+    It is the best at that rate or a lower one, and LOST of what was learnt at the best rate of all: a rate that is too low
+    to learn much breaks nothing.
+    """
+    finals = {at: run.final for at, run in runs.items() if run.final is not None and not run.diverged}
     begun = [losses[0] for run in runs.values() if run.record and (losses := numbers(run.record.samples.get("loss")))]
-    if not finals or not begun:
+    best = [final for at, final in finals.items() if at <= factor]
+    if not best or not begun:
         return math.inf
-    return min(finals) + LOST * (max(begun) - min(finals))
+    return min(best) + LOST * (max(begun) - min(finals.values()))
 
 
-def _result(configuration: Configuration) -> StressResult:
+def _mean_limits(reference: Mapping[int, Mapping[float, Run]], factors: Iterable[float]) -> dict[float, float]:
+    """{factor: the mean of its limits over seeds}, of factors where every seed has one."""
+    limits = {factor: [_limit(runs, factor) for runs in reference.values()] for factor in factors}
+    return {f: sum(found) / len(found) for f, found in limits.items() if found and all(map(math.isfinite, found))}
+
+
+def _result(configuration: Configuration, broke: int) -> StressResult:
     runs = [Run(row) for row in configuration.rows]
-    finals = [run.final for run in runs if run.final is not None]
-    final, diverged = sum(finals) / len(finals) if finals else None, sum(bool(run.diverged) for run in runs)
-    return StressResult(runs=len(runs), diverged=diverged, final=final, outcome=configuration.outcome)
+    finals = tuple(run.final for run in runs if run.final is not None)
+    return StressResult(
+        runs=len(runs),
+        diverged=sum(bool(run.diverged) for run in runs),
+        broke=broke,
+        finals=finals,
+        final=sum(finals) / len(finals) if finals else None,
+        outcome=configuration.outcome,
+    )

@@ -10,7 +10,7 @@ VALIDATION = (
 #: The same of the training loss.
 TRAINING = (
     "loss", "train_loss", "training_loss", "loss_train", "loss_training", "lm_loss", "loss_metrics_global_avg_loss",
-    "train_loss_step", "train_loss_epoch",
+    "train_loss_step", "train_loss_epoch", "reduced_train_loss",
 )  # fmt: skip
 
 
@@ -22,3 +22,24 @@ def plain(name: str) -> str:
 def is_loss(name: str) -> bool:
     """Whether the name speaks of a loss."""
     return "loss" in name.lower()
+
+
+def is_held_out(name: str) -> bool:
+    """Whether the name speaks of a loss on data that is not trained on, be it one of VALIDATION or of several sets."""
+    return is_loss(name) and re.search(r"(?:^|_)(?:val|valid|validation|eval|dev)(?:_|$)", plain(name)) is not None
+
+
+def is_trained(name: str) -> bool:
+    """Whether the name says that the loss is of training batches; "loss" does not."""
+    return plain(name) in TRAINING and plain(name) != "loss"
+
+
+def alike(one: str | None, other: str | None) -> bool | None:
+    """Whether two names, None where a source has none, mean one loss; None where they do not tell."""
+    if one is None or other is None or "value" in (names := {plain(one), plain(other)}):
+        return None
+    if len(names) == 1 or names <= set(VALIDATION) or (is_trained(one) and is_trained(other)):
+        return True
+    kinds = [(is_loss(name), is_held_out(name), is_trained(name)) for name in (one, other)]
+    apart = kinds[0][0] != kinds[1][0] or {(True, False), (False, True)} <= {kind[1:] for kind in kinds}
+    return False if apart else None

@@ -10,6 +10,7 @@ from te_bench.reports.page import (
     loss_figures,
     scaled_figures,
     step_figures,
+    stress_figure,
     text,
     verdict_figures,
 )
@@ -31,6 +32,7 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         ("attention_forward", "Attention forward", attention_figures.times(result, "forward")),
         ("attention_backward", "Attention backward", attention_figures.times(result, "backward")),
         ("numerics", "Error of attention by where q is scaled", attention_figures.scaling_errors(result)),
+        *_ladders(result),
         *_losses(result),
         *_layers(result),
         *_verdicts(result),
@@ -39,6 +41,13 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
         draw(kind + suffix, kind.split("-")[0], printable(caption), printable(where), figure)
         for kind, caption, figure in figures
         if figure
+    ]
+
+
+def _ladders(result: GroupResult) -> list[Named]:
+    return [
+        (f"stress{_place(number)}", f"Final loss against learning rate: {ladder.title}", stress_figure.finals(ladder))
+        for number, ladder in enumerate(result.stress, start=1)
     ]
 
 

@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
+from te_bench.experiments.suites.stress import SEEDS
 from te_bench.reports.analysis.ranking import StepRanking
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.convergence.published import nearest
+from te_bench.reports.convergence.stress import REFERENCE, StressLadder
 from te_bench.reports.group_result import GroupResult, ReportResult
 from te_bench.reports.page import text
 
@@ -22,6 +24,7 @@ def headlines(report: ReportResult) -> list[str]:
         where = result.group.where
         for verdict in result.studies:
             found.append((-1, f"{verdict.sentence} ({verdict.study.title}, {where})"))
+        found += [(0, f"{said}, on {where}.") for said in map(_breaking, result.stress) if said]
         found += [(0, sentence) for sentence in _fastest(result.steps, "", where)]
         for variant in result.layers:
             if variant.comparable:
@@ -46,6 +49,23 @@ def headlines(report: ReportResult) -> list[str]:
         ends = ", ".join(f"{n} {outcome}" for outcome, n in results.outcomes.items()) or "none was planned"
         return [f"Nothing was measured: 0 of {len(results.rows)} trials ended ok ({ends})."]
     return [sentence for _, sentence in sorted(found, key=lambda item: item[0])]
+
+
+def _breaking(ladder: StressLadder) -> str | None:
+    """At which learning rates each precision breaks, and whether one is shown to break before bf16."""
+    known = {name: found for name, found in ladder.breaking.items() if name not in ladder.planted}
+    if not known:
+        return None
+    rates = ", ".join(f"{name} {ladder.rates(found.median)}" for name, found in known.items())
+    said = f"The median seed breaks at these learning rates: {rates} ({ladder.title})"
+    if REFERENCE in known and len(known) > 1:
+        few = min(found.seeds for found in known.values()) < SEEDS and not ladder.earlier
+        shown = "No precision is"
+        if ladder.earlier:
+            shown = f"{text.listed(ladder.earlier, NAMED)} {'is' if len(ladder.earlier) == 1 else 'are'}"
+        takes = f", for which it takes {SEEDS} seeds at least" if few else ""
+        said = f"{shown} shown to break before bf16{takes}. {said}"
+    return said + "".join(f". Planted and not seen: {name}" for name in ladder.unseen)
 
 
 def _unproven(result: GroupResult) -> Trial | None:
@@ -182,7 +202,7 @@ def _scaled(result: GroupResult) -> list[str]:
 
 def _lowest_losses(result: GroupResult) -> list[str]:
     """The lowest validation loss of each comparison, where several seeds tell it from the others."""
-    if result.group.judged:  # of what is judged against each other the lowest loss is no answer
+    if result.group.judged or result.stress:  # of what is judged against each other the lowest loss is no answer
         return []
     answers = []
     for comparison in result.trainings:

@@ -94,7 +94,7 @@ def finals(found: LossVerdict) -> Table | None:
     m = found.matched
     if m.seeds:
         rows = [
-            {"Seed": word(seed), "Baseline": _loss(a), "Candidate": _loss(b), "Gap": number(b - a, text.signed)}
+            {"Seed": word(seed), "Baseline": _loss(a), "Candidate": _loss(b), "Gap": _gap_of(a, b)}
             for seed, a, b in zip(m.seeds, m.baseline, m.candidate, strict=True)
         ]
         return table_of("runs", "Every pair", rows)
@@ -105,6 +105,10 @@ def finals(found: LossVerdict) -> Table | None:
         for seed, final in arm.final.items()
     ]
     return table_of("runs", "Every run", rows, text_columns=2)
+
+
+def _gap_of(baseline: float, candidate: float) -> Value:
+    return number(candidate - baseline if math.isfinite(candidate - baseline) else None, text.signed)
 
 
 def _loss(value: float) -> Value:

@@ -25,7 +25,7 @@ SECTIONS = (
         ("verdict_forest", "verdict_time", "verdict_gap", "verdict_spikes", "verdict_numerics"),
         ("verdict", "verdict_reasons", "equal_loss", "stability"),
     ),
-    ("stress", "Where each precision breaks", (), ("stress",)),
+    ("stress", "Where each precision breaks", ("stress",), ("stress",)),
     ("ladder", "Time and memory of a training step", ("ladder", "memory"), ("ladder", "memory")),
     ("scaling", "A training step on more GPUs", ("scaling",), ("scaling", "scaling_memory")),
     ("floor", "The step against its floor", ("floor_kinds",), ("floor", "floor_kinds", "floor_kernels")),

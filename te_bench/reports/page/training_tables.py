@@ -1,7 +1,5 @@
 """The tables of trainings: what each reached, how stable it was, and the learning-rate ladder."""
 
-import math
-
 from te_bench.reports.analysis.curves import TrainingComparison
 from te_bench.reports.convergence.arm_stability import POINTS, arm_stabilities
 from te_bench.reports.convergence.stability import SPIKE
@@ -67,10 +65,10 @@ def stress(ladder: StressLadder) -> Table | None:
         for name, found in ladder.results.items()
     ]
     note = (
-        "Breaks: between which learning rates the median seed diverges, or ends above bf16's best by "
-        f"{100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, with the "
-        f"confidence that so many seeds give. Then the final validation loss at so many times {ladder.rate:g}, or how many "
-        "runs diverged."
+        "Breaks: between which learning rates the median seed diverges, or ends above the best of bf16 at that rate or a "
+        f"lower one by {100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, "
+        "with the confidence that so many seeds give. Then the mean final validation loss at so many times "
+        f"{ladder.rate:g}, behind it how many runs broke (1/6: one of six), or how many diverged."
     )
     if ladder.unseen:
         note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
@@ -81,19 +79,11 @@ def _breaks(ladder: StressLadder, name: str) -> dict[str, Value]:
     found = ladder.breaking.get(name)
     if found is None:
         return {"Breaks": word(None), "Interval": word(None)}
-    said = f"{_rates(found.interval, ladder.rate)} ({100 * found.confidence:.3g} %, {found.seeds} seeds)"
+    said = f"{ladder.rates(found.interval)} ({100 * found.confidence:.3g} %, {found.seeds} seeds)"
     return {
-        "Breaks": Value(text=_rates(found.median, ladder.rate), sort=found.median[0]),
+        "Breaks": Value(text=ladder.rates(found.median), sort=found.median[0]),
         "Interval": Value(text=said if found.seeds > 1 else text.MISSING, sort=found.interval[0]),
     }
-
-
-def _rates(factors: tuple[float, float], rate: float) -> str:
-    """Two factors as learning rates."""
-    low, high = factors
-    if not low:
-        return f"below {high * rate:g}"
-    return f"above {low * rate:g}" if math.isinf(high) else f"{low * rate:g} to {high * rate:g}"
 
 
 def _stressed(found: StressResult | None) -> Value:
@@ -101,4 +91,7 @@ def _stressed(found: StressResult | None) -> Value:
         return word(None)
     if found.diverged:
         return Value(text=f"{found.diverged} of {found.runs} diverged", sort=float("inf"))
-    return word(found.outcome) if found.final is None else number(found.final, text.loss)
+    if found.final is None:
+        return word(found.outcome)
+    said = f" ({found.broke}/{found.runs})" if found.broke else ""
+    return Value(text=f"{text.loss(found.final)}{said}", sort=found.final)

@@ -97,7 +97,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
         axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
     _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
-    figure.supylabel(f"validation loss less {found.study.whose}, nat", fontsize=8.8)
+    figure.supylabel("gap, nat", fontsize=8.8)  # of one recipe there is no room for more
     confidence = next(f.band.confidence for f in drawn if f.band)
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
@@ -110,7 +110,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
 def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reach: float) -> None:
     """A frame that holds `reach`, and all of every curve but a beginning that goes FAR beyond: marked, with how far."""
     highest = max((abs(mean) for _, _, means in curves for mean in means), default=0.0)
-    limit = 1.15 * (highest if highest <= FAR * reach else reach)
+    limit = 1.15 * (max(highest, reach) if highest <= FAR * reach else reach)
     for axes, steps, means in curves:
         axes.set_ylim(-limit, limit)
         outside = [(mean, step) for step, mean in zip(steps, means, strict=True) if abs(mean) > limit]

@@ -6,6 +6,7 @@ import pytest
 from te_bench.reports.convergence.loss_arms import match_runs, note_falling, note_outlying, why_diverged, why_moving
 from te_bench.reports.convergence.loss_csv import Curve, Losses, broken
 from te_bench.reports.convergence.loss_logs import read_arms
+from te_bench.reports.convergence.loss_verdict import judge_losses
 
 LONG = "step,loss,seed\n0,4.0,1\n10,3.0,1\n0,4.1,2\n10,3.2,2\n"
 
@@ -292,3 +293,58 @@ def test_a_row_left_out_is_refused_where_rows_are_pairs(tmp_path, between):
         read(written(tmp_path, f"3.1\n{between}\n3.2\n3.3\n"))
     assert len(read(written(tmp_path, f"seed,loss\n1,3.1\n{between}\n2,3.2\n")).final) == 2
     assert len(read(written(tmp_path, "\n3.1\n# a second batch\n3.2\n\n")).final) == 2
+
+
+def wandb(tmp_path, name, metric, ends, steps=range(0, 101, 10)):
+    """An export of several runs; each ends at its end, but for the last step."""
+    heads = [f"run-s{n} - {metric}" for n in range(len(ends))]
+    rows = [f"{s}," + ",".join(str(round(end + (s == 100), 6)) for end in ends) for s in steps]
+    return written(tmp_path, "\n".join([",".join(["Step", *heads]), *rows]), name)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("val/loss", "train/loss"),
+        ("val/loss", "grad_norm"),
+        ("eval_loss", "val/ppl"),
+        ("eval/books_loss", "train_loss"),
+    ],
+)
+def test_losses_of_other_names_are_not_compared(tmp_path, ours, theirs):
+    sides = [wandb(tmp_path, f"{n}.csv", name, (3.0, 3.1, 3.2)) for n, name in enumerate((ours, theirs))]
+    with pytest.raises(ValueError, match=rf"0.csv has the loss {ours} and .*1.csv {theirs}: compare one loss"):
+        match_runs(*read_arms(*([side] for side in sides)), paired=None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [("val/loss", "eval_loss", False), ("loss", "val_loss", True), ("loss_bf16", "loss_fp8", True), ("x", "y", False)],
+)
+def test_names_that_do_not_tell_whether_they_are_one_loss_are_named(tmp_path, ours, theirs, told):
+    rows = "\n".join(f"{s},{n},{3 + n / 10}" for s in (0, 5, 10) for n in range(3))
+    sides = [written(tmp_path, f"step,seed,{name}\n{rows}", f"{n}.csv") for n, name in enumerate((ours, theirs))]
+    sides[1].write_text(sides[1].read_text() + "\n")
+    found = judge_losses(*read_arms(*([side] for side in sides)), margin=1)
+    said = f"the baseline's loss is called {ours} and the candidate's {theirs}: see that they are one loss"
+    assert (said in found.notes) is told
+
+
+def test_a_training_loss_is_the_mean_of_the_last_tenth(tmp_path):
+    found = read(wandb(tmp_path, "a.csv", "train/loss", (3.0, 3.1)))
+    assert found.training
+    assert found.final == pytest.approx({"0": 3.5, "1": 3.6})  # of 90 and of 100
+    assert found.judged == "the mean train/loss over the last tenth of the steps"
+    found = read(wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1)))
+    assert (found.final, found.judged) == ({"0": 4.0, "1": 4.1}, "the last val/loss")
+
+
+def test_an_export_of_both_sides_is_no_side(tmp_path):
+    both = [f"{side}-s{n} - val/loss" for side in ("bf16", "fp8") for n in range(3)]
+    rows = "\n".join(f"{s}," + ",".join(str(3 + n / 10) for n in range(6)) for s in (0, 5, 10))
+    sides = [
+        written(tmp_path, "Step," + ",".join(both) + "\n" + rows),
+        wandb(tmp_path, "b.csv", "val/loss", (3.0, 3.1, 3.2)),
+    ]
+    with pytest.raises(ValueError, match=r"a.csv holds runs of both sides, bf16-s2 and fp8-s2: give each side its own"):
+        match_runs(*read_arms(*([side] for side in sides)), paired=None)

@@ -44,7 +44,7 @@ def two(tmp_path):
 
 def test_the_last_validation_loss_is_judged_and_seeds_pair_by_their_names(two):
     a, b = read_arms([two[0]], [two[1]])
-    assert (list(a.final), a.judged) == (["0", "1", "2", "3"], "the last validation loss")
+    assert (list(a.final), a.judged) == (["0", "1", "2", "3"], "the last validation loss (val loss)")
     assert a.final["1"] == pytest.approx(3.0002)
     found = judge_losses(a, b, margin=0.003)
     assert found.verdict is Verdict.EQUIVALENT
@@ -60,7 +60,7 @@ def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_te
     for seed in range(3):
         nanogpt(folder / f"s{seed}.log", train=lambda step, seed=seed: train(step) + seed * 1e-3)
     a, b = read_arms([two[0]], [folder])
-    assert a.judged == b.judged == "the mean training loss over the last tenth of the steps"
+    assert a.judged == b.judged == "the mean training loss (train loss) over the last tenth of the steps"
     assert a.training
     assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
     found = judge_losses(a, b, margin=0.003)
@@ -123,7 +123,7 @@ def test_a_resumed_log_counts_its_later_losses_and_says_so(two):
     _, b = read_arms([two[0]], [two[1]])
     assert b.curves["0"].step == STEPS
     assert b.curves["0"].loss[39:42] == (9.0, 3.001, 3.001)
-    assert b.notes == (f"{path}: 30 losses were logged again, as by a resumed run: the later ones count",)
+    assert b.notes == (f"{two[1]} (seed0.log): losses were logged again, as by a resumed run: the later ones count",)
 
 
 def test_a_run_whose_training_broke_is_diverged_whatever_its_validation_and_its_seed_is_kept(two):
@@ -159,7 +159,16 @@ def test_arms_that_are_none_are_told(two, build, message):
         ("core", b"\x7fELF\0\0\1", "core is none of the logs that are read here: Hugging Face"),
         ("none.log", None, "cannot read .*none.log: No such file"),
         ("seed*.txt", None, r"seed\*.txt matches no file"),
-        ("prose.txt", b"We trained it.\nIt was good.\n", "has no column of numbers"),
+        (
+            "prose.txt",
+            b"We trained it.\nIt was good.\n",
+            "is none of the logs that are read here .*has no column of numbers",
+        ),
+        (
+            "console.txt",
+            b"{'loss': 3.2, 'epoch': 0.1}\n{'eval_loss': 3.1}\n",
+            "without steps: give its trainer_state.json",
+        ),
         ("finals.csv", b"3.1\n3.2\n", "such a file is a whole arm, give it alone"),
         (
             "seed0.log",
@@ -218,7 +227,7 @@ def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said
     path.write_text("seed,val_loss\n0,3.0001\n1,3.0003\n2,3.0005\n3,3.0002\n")
     found = judge_losses(*read_arms([path], [two[1]]), margin=0.01)
     assert found.matched.seeds == ("0", "1", "2", "3")
-    assert found.judged == "the last validation loss; of the baseline final loss"
+    assert found.judged == "the last validation loss (val loss); of the baseline final loss"
     with pytest.raises(ValueError, match=r"--metric x: .* is a CSV of several runs, whose columns say the loss"):
         read_arms([path], [two[1]], metric="x")
 
@@ -232,6 +241,12 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_
     (tmp_path / "both" / "events.out.tfevents.1.x").write_text("")
     with pytest.raises(ValueError, match=r"both holds two logs of one run, Hugging Face's .*: name the file of one"):
         read_arms([two[0]], [tmp_path / "both"])
+    run_logs.written(tmp_path / "c" / "events.out.tfevents.1.x", run_logs.tfrecord(b""))
+    with pytest.raises(ValueError, match=r"c has no number in it: it was read as TensorBoard's event files$"):
+        read_arms([two[0]], [tmp_path / "c"])
+    (tmp_path / "c" / "loss_val").mkdir()
+    with pytest.raises(ValueError, match=r"c has no number in it: .*\. Are its losses in folders below\? Name those"):
+        read_arms([two[0]], [tmp_path / "c"])
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
         read_arms([two[0], two[0] / "seed1.log"], [two[1]])
     monkeypatch.setattr(loss_logs, "LARGEST", 1000)
@@ -280,3 +295,138 @@ def test_runs_that_were_as_many_as_it_takes_and_did_not_decide_are_not_told_to_b
     assert found.verdict is Verdict.INCONCLUSIVE
     assert found.comparison.seeds_needed_at_gap == len(gaps)
     assert "these did not. Run some more." in answers(found)[1]
+
+
+def states(folder, rows, seeds=3):
+    """A trainer_state.json a seed, of rows(seed)."""
+    for seed in range(seeds):
+        run_logs.written(folder / f"seed{seed}" / "trainer_state.json", json.dumps({"log_history": rows(seed)}))
+    return folder
+
+
+def test_nan_that_the_trainer_writes_as_0_is_a_divergence_and_other_zeros_are_told(tmp_path):
+    """The Trainer leaves a NaN out of the sum that it logs: of NaN alone 0 is left, beside the gradient norm's NaN."""
+
+    def rows(off, norm, broke_at=10**9):
+        def of(seed):
+            return [
+                {"step": s, "loss": 0.0 if s >= broke_at else 3 + off + seed * 1e-3 + math.exp(-s / 60)}
+                | ({} if norm is None else {"grad_norm": norm if s >= broke_at else 1.0})
+                for s in STEPS
+            ]
+
+        return of
+
+    good = states(tmp_path / "good", rows(0.0, 1.0))
+    broke = states(tmp_path / "broke", rows(0.001, math.nan, 950))
+    found = judge_losses(*read_arms([good], [broke]), margin=0.01)
+    assert (found.verdict, "the loss is nan at step 950" in found.reason) == (Verdict.DIVERGED, True)
+    silent = states(tmp_path / "silent", rows(0.001, None, 950))
+    found = judge_losses(*read_arms([good], [silent]), margin=0.01)
+    assert any("a loss is exactly 0, which Hugging Face's Trainer writes" in note for note in found.notes)
+
+
+def test_validation_losses_that_are_not_judged_are_named(tmp_path):
+    def rows(*names):
+        return lambda seed: [
+            {"step": s, "loss": 3 + seed * 1e-3} | {name: 3 + seed * 1e-3 for name in names} for s in STEPS
+        ]
+
+    none, one = states(tmp_path / "none", rows()), states(tmp_path / "one", rows("eval_loss"))
+    several = states(tmp_path / "several", rows("eval_books_loss", "eval_code_loss"))
+    a, b = read_arms([one], [none])
+    assert (a.notes, b.notes) == ((f"the validation loss of {one} is not judged, for the other side has none",), ())
+    a, b = read_arms([none], [several])
+    assert b.notes == (f"{several} has eval_books_loss, eval_code_loss, of which --metric judges one",)
+    assert (a.training, b.training) == (True, True)
+    assert read_arms([none], [several], metric="loss")[1].notes == ()
+
+
+def test_both_sides_are_judged_by_the_validation_loss_that_both_have(tmp_path):
+    def rows(**losses):
+        return lambda seed: [{"step": s} | {name: end + seed * 1e-3 for name, end in losses.items()} for s in STEPS]
+
+    a = states(tmp_path / "a", rows(val_loss=9.0, eval_loss=3.0))
+    b = states(tmp_path / "b", rows(eval_loss=3.001))
+    first, second = read_arms([a], [b])
+    assert (first.final["0"], first.judged) == (3.0, second.judged) == (3.0, "the last validation loss (eval_loss)")
+
+
+@pytest.mark.parametrize(
+    ("places", "what"),
+    [
+        (("seed0/attempt_0/0/std.log", "seed0/attempt_0/1/std.log"), "are ranks of one run"),
+        (("seed0-rank0.log", "seed0-rank1.log"), "are ranks of one run"),
+        (("seed0/train/x.log", "seed0/validation/x.log"), "are two losses of one run"),
+        (("loss_train.log", "loss_val.log"), "are two losses of one run"),
+        (("run-20250901_120000-ab1/x.log", "run-20250902_080000-ab1/x.log"), "are one run, which was resumed"),
+    ],
+)
+def test_logs_of_one_run_are_no_seeds(two, tmp_path, places, what):
+    for n, place in enumerate(places):
+        nanogpt(tmp_path / "c" / place, val=lambda step, n=n: 3 + n + math.exp(-step / 60))
+    with pytest.raises(ValueError, match=what):
+        read_arms([two[0]], [tmp_path / "c"])
+
+
+def test_losses_of_several_ranks_in_one_log_count_as_their_mean(two, tmp_path):
+    for seed in range(4):
+        lines = [
+            f"{rank}: iter {step}: loss {2.5 + seed * 1e-3 + rank:.4f}, time 10.00ms, mfu 30.00%"
+            for step in STEPS
+            for rank in range(3)
+        ]
+        run_logs.written(tmp_path / "c" / f"seed{seed}.log", "\n".join(lines) + "\n")
+    _, c = read_arms([two[0]], [tmp_path / "c"])
+    assert c.final["2"] == pytest.approx(3.502)
+    assert "every step has several losses, as of several ranks: their mean counts" in c.notes[0]
+
+
+def test_a_validation_long_before_the_end_is_told(tmp_path):
+    for side, off in (("a", 0.0), ("b", 0.001)):
+        for seed in range(3):
+            validated = nanogpt(tmp_path / "x", val=lambda s, e=3 + off + seed * 1e-3: e, steps=range(0, 801, 100))
+            trained = nanogpt(tmp_path / "y", train=lambda s: 3.0 - s * 1e-5)
+            run_logs.written(tmp_path / side / f"seed{seed}.log", validated.read_text() + trained.read_text())
+    a, _ = read_arms([tmp_path / "a"], [tmp_path / "b"])
+    assert any("training went on after the last validation, which is judged" in note for note in a.notes)
+
+
+def test_summaries_of_other_lengths_are_not_compared(tmp_path):
+    for side, end in (("a", 1000), ("b", 500)):
+        for seed in range(3):
+            summary = json.dumps({"val/loss": 3 + seed * 1e-3, "_step": end})
+            run_logs.written(tmp_path / side / f"seed{seed}" / "wandb-summary.json", summary)
+    with pytest.raises(ValueError, match=r"the curves end at step 1000 in .* and at step 500 in"):
+        judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003)
+
+
+def test_a_baseline_that_is_called_fp8_is_told(tmp_path):
+    for side, off in (("bf16", 0.0), ("fp8", 0.001)):
+        arm(tmp_path / side, off, val=0.0)
+    order = "is that the right way round?"
+    for sides, told in ((("fp8", "bf16"), True), (("bf16", "fp8"), False)):
+        found = judge_losses(*read_arms(*([tmp_path / side] for side in sides)), margin=0.003)
+        assert any(order in note for note in found.notes) is told
+
+
+@pytest.mark.parametrize(("every", "said"), [(10, None), (1, "at 11 and 101 steps of the last tenth")])
+def test_training_losses_at_other_steps_are_told(tmp_path, every, said):
+    for side, off, steps in (("a", 0.0, STEPS), ("b", 5e-4, range(0, 1001, every))):
+        for seed in range(3):
+            end = 3 + off + seed * 1e-3
+            nanogpt(tmp_path / side / f"seed{seed}.log", train=lambda s, end=end: end, steps=steps)
+    found = judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003)
+    assert any("steps of the last tenth: their means are of other batches" in note for note in found.notes) is bool(
+        said
+    )
+    assert said is None or any(said in note for note in found.notes)
+
+
+def test_a_value_that_is_no_loss_is_judged_with_a_word(tmp_path):
+    for side in ("a", "b"):
+        states(tmp_path / side, lambda seed: [{"step": s, "eval_accuracy": 0.5 + seed / 100} for s in STEPS])
+    for path in (tmp_path / "b").rglob("*.json"):
+        path.write_text(path.read_text() + "\n")
+    found = judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"], "eval_accuracy"), margin=0.003)
+    assert "eval_accuracy is judged as a loss is: more is worse" in found.notes

@@ -1,4 +1,4 @@
-"""Recipes against a pool of bf16 runs: the error rates and the power that docs/convergence-statistics.md states, by simulation."""
+"""Recipes against a pool of bf16 runs: the rates and the power that docs/convergence-statistics.md states, by simulation."""
 
 import math
 from types import SimpleNamespace

@@ -10,12 +10,21 @@ from journals import write
 
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.stress import StressLadder, breaking_point, stress_ladders
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page.gallery import figures_of
+from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.training_tables import stress
 
 FACTORS = (1, 4, 16, 64)
 
 
 def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> StressLadder:
+    [group] = load_results([run(folder, breaks, how)]).groups
+    [found] = stress_ladders(group)
+    return found
+
+
+def run(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") -> Path:
     """Of each precision the factor at which each seed breaks: diverged, or ending 0.5 above 3.28 where it began at 5.2."""
     records = [
         run_record(
@@ -31,9 +40,7 @@ def ladder(folder: Path, breaks: dict[str, list[float]], how: str = "diverged") 
         for seed, at in enumerate(seeds)
         for factor in (FACTORS if arm != "broken" else FACTORS[:1])
     ]
-    [group] = load_results([write(folder, records, suite="stress", title="Stress")]).groups
-    [found] = stress_ladders(group)
-    return found
+    return write(folder, records, suite="stress", title="Stress")
 
 
 def test_ladders_of_one_directory_that_begin_at_other_rates_are_apart(tmp_path: Path) -> None:
@@ -87,3 +94,69 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
             held += low <= math.e <= high
         assert held / 2000 >= confidence - 0.015
         assert confidence >= 0.95 or n < 6
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        (
+            [64] * 6,
+            "No precision is shown to break before bf16. The median seed breaks at these learning rates: bf16 0.016 to ",
+        ),
+        (
+            [4] * 6,
+            "delayed scaling is shown to break before bf16. The median seed breaks at these learning rates: bf16 ",
+        ),
+        (
+            [4] * 3,
+            "No precision is shown to break before bf16, for which it takes 6 seeds at least. The median seed breaks at ",
+        ),
+    ],
+)
+def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(
+    tmp_path: Path, breaks: list[float], said: str
+) -> None:
+    seeds = len(breaks)
+    folder = run(
+        tmp_path / "run", {"control": [64] * seeds, "delayed_scaling": breaks, "broken": [math.inf] * seeds}, "lost"
+    )
+    found = headlines(load_report([folder]))
+    assert found[0].startswith(said)
+    assert "Planted and not seen: delayed scaling, broken on purpose: frozen scale" in found[0]
+    assert not any("lowest validation loss" in sentence.lower() for sentence in found)
+
+
+def test_the_report_shows_every_run_s_loss_by_its_rate_and_how_many_broke(tmp_path: Path) -> None:
+    breaks = {"control": [64] * 6, "delayed_scaling": [64, 64, 16, 64, 64, 64], "broken": [1] * 6}
+    [result] = load_report([run(tmp_path / "run", breaks, "lost")]).groups
+    table = stress(result.stress[0])
+    assert table is not None
+    shown = {row[0].text: [cell.text for cell in row[-len(FACTORS) :]] for row in table.rows}
+    assert [cell.partition(" ")[2] for cell in shown["delayed scaling"]] == ["", "", "(1/6)", "(6/6)"]
+    drawn = {one.name: one.inline for one in figures_of(result, "")}["stress"]
+    for word in ("peak learning rate", "0.016", "bf16", "delayed scaling, broken on purpose: frozen scale"):
+        assert f">{word}<" in drawn
+
+
+def test_a_ladder_of_runs_that_all_diverged_has_no_figure(tmp_path: Path) -> None:
+    [result] = load_report([run(tmp_path / "run", {"control": [1] * 3, "delayed_scaling": [1] * 3})]).groups
+    assert "stress" not in {one.name for one in figures_of(result, "")}
+
+
+def test_a_rate_that_is_too_low_to_learn_much_breaks_nothing(tmp_path: Path) -> None:
+    """A short training learns most above its usual rate; a fault at the usual rate is held to bf16 there."""
+    gaps = {1: 0.9, 4: 0.4, 16: 0.01, 64: 0.5}
+    records = [
+        run_record(arm, seed, gap + worse * (factor == 1), 0.0, lr_factor=factor, learning_rate=1e-3 * factor)
+        for arm, worse in (("control", 0.0), ("delayed_scaling", 0.05), ("broken", 0.6))
+        for seed in range(6)
+        for factor, gap in gaps.items()
+        if arm != "broken" or factor == 1
+    ]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    [found] = stress_ladders(group)
+    brackets = {name: one.median for name, one in found.breaking.items()}
+    fault = "delayed scaling, broken on purpose: frozen scale"
+    assert brackets == {"bf16": (16, 64), "delayed scaling": (16, 64), fault: (0, 1)}
+    assert list(found.limits) == [1, 4, 16, 64]
+    assert found.limits[1] > found.limits[4] > found.limits[16] == found.limits[64]

@@ -215,3 +215,37 @@ def test_a_history_of_json_lines_is_told_by_what_it_holds(tmp_path):
     assert read("wandb", path).losses["val/loss"] == [(1, 3.0)]
     corpus = LogFile(path=path, content=b'{"text": "a step, a loss"}\n')
     assert not FORMATS.load("wandb").recognises(corpus)
+
+
+def megatron_line(step, losses, skipped=0):
+    """As training_log prints it: a loss that is NaN is left out."""
+    return (
+        f" [2025-09-11 14:08:38] iteration {step:8d}/     100 | consumed samples: 2560 | {losses} loss scale: 1.0 | "
+        f"grad norm: 1.234 | number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |\n"
+    )
+
+
+def test_megatron_prints_no_nan_and_a_0_for_steps_that_were_skipped(tmp_path):
+    lines = [megatron_line(n, f"lm loss: {loss} |") for n, loss in ((10, "3.000000E+00"), (20, "0.000000E+00"))]
+    lines += [megatron_line(30, "lm loss: 0.000000E+00 |", 10), megatron_line(40, "", 10), megatron_line(50, "")]
+    found = read("megatron", logs.written(tmp_path / "x", "".join(lines))).losses["lm loss"]
+    assert [(step, math.isnan(loss)) for step, loss in found] == [(10, False), (20, False), (50, True)]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_megatron_that_stops_at_a_nan_is_told_by_its_exception(again, tmp_path):
+    stopped = "AssertionError: Rank 3: found NaN in local forward loss calculation. Device: 3\n"
+    lines = [megatron_line(n, "lm loss: 3.000000E+00 |") for n in (10, 20)]
+    lines += [stopped, *([lines[1]] if again else [])]
+    found = read("megatron", logs.written(tmp_path / "x", "".join(lines))).losses["lm loss"]
+    assert math.isnan(found[-1][1]) is not again
+    assert found[-1][0] == (20 if again else 21)
+
+
+def test_megatron_s_several_validation_sets_are_a_loss_each(tmp_path):
+    lines = [megatron_line(10, "lm loss: 3.000000E+00 |")]
+    lines += [
+        f" validation-{n} loss at iteration 10 | lm loss value: {3 + n}.5E+00 | lm loss PPL: 1 | \n" for n in (0, 1)
+    ]
+    found = read("megatron", logs.written(tmp_path / "x", "".join(lines))).losses
+    assert found == {"validation-0 loss": [(10, 3.5)], "validation-1 loss": [(10, 4.5)], "lm loss": [(10, 3.0)]}

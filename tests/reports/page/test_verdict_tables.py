@@ -51,6 +51,24 @@ def test_no_gap_leaves_its_frame_unseen(tmp_path: Path, early: float) -> None:
     assert all(float(text) == pytest.approx(y, abs=1e-3) for text, y in zip(marked, outside, strict=True))
 
 
+def test_the_words_beside_one_recipe_s_gap_fit_the_figure(tmp_path: Path) -> None:
+    records = study_records({"control": 0.0, "delayed_scaling": 0.001})
+    figure = verdict_figures.gap_curves(only_group(write_study(tmp_path / "run", records, JUDGEMENT)).studies[0])
+    figure.canvas.draw()
+    [words] = figure.texts
+    assert 0 < words.get_window_extent().y0 < words.get_window_extent().y1 < figure.bbox.height
+
+
+def test_the_frame_of_small_gaps_holds_the_margin_and_the_band(tmp_path: Path) -> None:
+    records = study_records({"control": 0.0, "delayed_scaling": 1e-4}, sd=2e-4)
+    [study] = only_group(write_study(tmp_path / "run", records, JUDGEMENT)).studies
+    panels = verdict_figures.gap_curves(study).axes
+    bands = [finding.band for finding in (study.aa, *study.recipes) if finding is not None and finding.band]
+    low, high = panels[0].get_ylim()
+    assert low < -study.margin < study.margin < high
+    assert all(low < min(band.low) and max(band.high) < high for band in bands)
+
+
 def texts(table: Table) -> dict[str, dict[str, str]]:
     titles = [column.title for column in table.columns]
     return {row[0].text: dict(zip(titles, (value.text for value in row), strict=True)) for row in table.rows}

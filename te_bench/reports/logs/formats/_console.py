@@ -1,7 +1,7 @@
 """What a program printed: losses by regular expressions, line by line."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from te_bench.reports.logs import LogFile, Series
 
@@ -14,8 +14,12 @@ def lines_of(file: LogFile) -> list[str]:
     return _COLOURS.sub("", file.text).splitlines(keepends=True)
 
 
-def read_lines(files: Sequence[LogFile], patterns: Mapping[str, re.Pattern[str]]) -> Series:
-    """The losses of each name's pattern, which has the groups `step` and `loss`.
+def read_lines(
+    files: Sequence[LogFile],
+    patterns: Mapping[str, re.Pattern[str]],
+    completed: Callable[[str], str] = lambda line: line,
+) -> Series:
+    """The losses of each name's pattern, which has the groups `step` and `loss`, in the lines as `completed` has them.
 
     A last line without its end may be torn: its loss counts only with as many decimals as the last number before it.
     """
@@ -23,7 +27,7 @@ def read_lines(files: Sequence[LogFile], patterns: Mapping[str, re.Pattern[str]]
     notes: list[str] = []
     for file in files:
         decimals = dict.fromkeys(patterns, 0)
-        for line in lines_of(file):
+        for line in map(completed, lines_of(file)):
             for name, pattern in patterns.items():
                 if not (hit := pattern.search(line)):
                     continue
