@@ -202,9 +202,10 @@ def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawing
 def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> None:
     records = []
     for factor in (1, 2, 4, 8):
-        records.append(run_record("control", 0, 0.01 * factor, 0.0, lr_factor=factor))
+        rung = {"lr_factor": factor, "learning_rate": 1e-3 * factor}
+        records.append(run_record("control", 0, 0.01 * factor, 0.0, **rung))
         broken = {"outcome": "diverged"} if factor == 8 else {}
-        records.append(run_record("delayed_scaling", 0, 0.01 * factor, 0.0, **broken, lr_factor=factor))
+        records.append(run_record("delayed_scaling", 0, 0.01 * factor, 0.0, **broken, **rung))
     result = result_of(tmp_path, records, suite="stress", title="Stress")
     [table] = tables.tables_of(result, "stress")
     finals = {"1 x": "3.2900", "2 x": "3.3000", "4 x": "3.3200", "8 x": "3.3600"}
