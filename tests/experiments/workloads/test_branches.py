@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from convergence_runs import arm_trial
 
 from te_bench.experiments import trunks
@@ -18,6 +19,7 @@ from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
+from te_bench.training import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny models, for which a second one waits
 BRANCH_AT = 5
@@ -150,6 +152,23 @@ def test_a_trunk_that_breaks_is_a_divergence_of_bf16_and_leaves_nothing(arm: Any
     assert caught.value.measurement.samples["trunk_loss"]
     assert context.trunks is not None
     assert [path.suffix for path in context.trunks.iterdir()] == [".lock"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_peak_of_a_branch_is_that_of_its_training(
+    arm: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on from the trunk holds weights and moments twice, on a GPU as much as half of a small model's training."""
+    once, load = 2**29, resume.load
+    straight = training.run(arm("control", branch_at=None), context).samples["peak_rss_bytes"][0]
+
+    def greedy(*given: Any, **how: Any) -> int:
+        assert torch.ones(once // 4).sum() > 0
+        return load(*given, **how)
+
+    monkeypatch.setattr(resume, "load", greedy)
+    branched = training.run(arm("control"), context).samples["peak_rss_bytes"][0]
+    assert branched < straight + once / 2
 
 
 def grown(folder: Path) -> dict[str, list[float]]:
