@@ -195,6 +195,16 @@ def test_one_that_dies_while_it_writes_leaves_no_half_trunk(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == [control.id, f"{control.id}.lock"]
 
 
+def test_a_trunk_for_which_the_disk_has_no_room_leaves_it_to_the_record_that_says_so(tmp_path: Path) -> None:
+    def fills_the_disk(folder: Path) -> Any:
+        grown(folder)
+        raise OSError("cannot write the checkpoint: no space")
+
+    with pytest.raises(OSError, match=r"^cannot write the checkpoint: no space; [\d,]+ MB are free there$"):
+        trunks.find(arm_trial("control", 0), tmp_path, fills_the_disk)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
 def test_two_that_want_a_trunk_at_the_same_time_train_it_once(tmp_path: Path) -> None:
     control, times, found = arm_trial("control", 0), [], []
 
