@@ -656,6 +656,14 @@ def test_a_run_of_too_few_trunks_is_refused(command: Command, tmp_path: Path) ->
         assert (done.code, why in plainly(done.err), len(done.err.splitlines())) == (2, True, 1)
 
 
+def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_takes(command: Command) -> None:
+    asked = ("plan", *CONVERGENCE, "--preset", "cpu", "--branch-at", "75", "--seeds")
+    enough, few = (plainly(command(*asked, seeds).out) for seeds in (6, 5))
+    assert "power over 99% at a true gap of 0" in enough
+    assert "80 % takes 6 seeds" in enough
+    assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
+
+
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:
     asked = ("--preset", "cpu", "--branch-at", "100")
     shown = plainly(command("plan", *CONVERGENCE, *asked, "--as-pilot").out)
