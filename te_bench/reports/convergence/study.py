@@ -263,8 +263,8 @@ def _study(group: Group, configurations: Sequence[Configuration]) -> Study:
     ]
     if scope:
         notes.append(
-            f"Each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps: independent of each other are "
-            "the trunks, and of FP8 in those steps the verdict says nothing"
+            f"Each pair goes on from one trunk, bf16's first {problem['branch_at']:,} steps. Trunks are independent of each "
+            "other. Of FP8 in those steps the verdict says nothing"
         )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:

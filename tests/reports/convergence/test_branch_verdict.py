@@ -57,6 +57,16 @@ def test_what_is_claimed_is_said_with_every_verdict(tmp_path: Path) -> None:
     assert "This says nothing of FP8 before." in " ".join(tables.summary([written]).split())
 
 
+def test_a_fault_that_began_too_late_to_be_seen_is_told_so(tmp_path: Path) -> None:
+    missed = {"truth": {"control": 0.0, "aa": 0.0, "delayed_scaling": 0.0, "broken": 0.0}}
+    found = judged(tmp_path, branches(**missed))
+    assert found.void is not None
+    assert found.void.endswith("; it had the last 160 steps to show: give a smaller --branch-at, or more --steps")
+    whole = judge_study(study_of(tmp_path / "whole", study_records(sd=0.0002, **missed)))
+    assert whole.void is not None
+    assert "--branch-at" not in whole.void
+
+
 def test_times_of_a_part_of_training_bring_no_time_to_equal_loss(tmp_path: Path) -> None:
     whole = judge_study(study_of(tmp_path / "whole", study_records(sd=0.0002)))
     assert whole.recipes[0].speedup is not None
