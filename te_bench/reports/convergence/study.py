@@ -54,9 +54,11 @@ class Run:
 
     @property
     def diverged(self) -> str | None:
-        """Why this run counts as diverged, or None."""
+        """Why this run counts as diverged, or None. Where a trunk broke, in bf16, the control did, and nobody else."""
         if self.row.outcome == "diverged":
-            return self.row.reason or "diverged"
+            p = TrainingProblem.of(self.row.trial)
+            in_trunk = p.branch_at is not None and self.record is not None and self.trunk is None
+            return None if in_trunk and p.arm != "control" else self.row.reason or "diverged"
         return self.stability.reason if self.stability else None
 
     @property

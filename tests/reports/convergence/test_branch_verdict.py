@@ -104,6 +104,23 @@ def test_pairs_of_two_trunks_are_left_out_and_said_to_be(tmp_path: Path) -> None
     assert again == known
 
 
+def test_a_trunk_that_breaks_is_no_divergence_of_fp8_and_no_fault_that_was_caught(tmp_path: Path) -> None:
+    """One that was lost and trained again may break where the control's did not."""
+    records = [
+        dataclasses.replace(one, outcome="diverged", reason="the trunk, in bf16: the loss is nan", samples={}, work={})
+        if one.trial.problem["arm"] in ("recipe", "broken") and one.trial.seed == 3
+        else one
+        for one in branches()
+    ]
+    found = judged(tmp_path / "lost", records)
+    assert {finding.verdict for finding in found.recipes} == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason.endswith("has no result for seed 3 (diverged)")
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.INCONCLUSIVE
+    own = [dataclasses.replace(one, work={"trunk": {"sha256": "trunk 3"}}) if not one.work else one for one in records]
+    assert {finding.verdict for finding in judged(tmp_path / "own", own).recipes} == {Verdict.DIVERGED}
+
+
 def test_fewer_than_six_trunks_decide_nothing(tmp_path: Path) -> None:
     few = judged(tmp_path / "few", branches(5), 5)
     assert {finding.verdict for finding in few.recipes} == {Verdict.INCONCLUSIVE}
