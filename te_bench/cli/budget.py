@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,14 @@ class Limit:
         """As long as the configuration's trials took, else as is known of it, else as long as the longest of others."""
         return taken.get(trial.cell) or self.known.get(trial.cell) or max(taken.values(), default=None)
 
+    def with_trunk(self, trial: "Trial", taken: Mapping[str, float], grown: "Collection[str | None]") -> float:
+        """The same, and of a branch whose trunk is not there as long as the control, which trains it; 0 of unknown times."""
+        from te_bench.experiments.problems import trunk_of
+
+        control = trunk_of(trial)
+        both = [trial] if control is None or control.id in grown else [trial, control]
+        return max(self.of_trial(one, taken) or 0.0 for one in both)
+
     def in_time(self, records: "Mapping[Any, Record]") -> "Callable[[Trial], bool]":
         """Whether a trial that begins at this moment would end in time; one that nothing is known of may begin."""
         self._start_s, self._records = time.monotonic() - self.began, records
@@ -129,6 +137,7 @@ class Limit:
 
     def how_to_go_on(self, command: str) -> str | None:
         """How many trials a run has left, and what does them, in a sentence: the same command only where it would."""
+        from te_bench.experiments import runner
         from te_bench.reports.analysis.naming import count_trials
         from te_bench.reports.convergence.planning import duration
 
@@ -138,8 +147,9 @@ class Limit:
         if not self.seconds:
             return f"{trials} left: --within {self.within} begins none; to go on, give more time or leave it out"
         left = f"{trials} would not have ended --within {self.within}"
-        taken = _seconds_of(self._records.values())
-        shortest = min(self.of_trial(trial, taken) or 0.0 for trial in self.left)
+        records = self._records.values()
+        taken, grown = _seconds_of(records), runner.trunks_there(records)
+        shortest = min(self.with_trunk(trial, taken, grown) for trial in self.left)
         if self._start_s + shortest <= self.seconds:
             return f"{left}: to go on: {command}"
         takes = f"the shortest takes {duration(shortest)}" if shortest else "no record says how long these take"
@@ -184,23 +194,26 @@ def what_ends(
 ) -> Sitting:
     """Of a run in the environment, None for the one that planned last in DIR."""
     from te_bench.experiments import runner
+    from te_bench.experiments.problems import trunk_of
 
     journal = _journal_of(directory)
     limit.known = dict(found.trial_s) if found else {}
     here = environment_id or next((plan.environment for plan in reversed(journal.plans)), "")
     left = runner.to_do(experiment.trials, journal, here, retry=False)
     taken = _seconds_of(journal.records.values())
-    seconds = [limit.of_trial(one, taken) for one in left]
-    known = [took for took in seconds if took is not None]
-    if len(known) < len(seconds):
+    if None in [limit.of_trial(one, taken) for one in left]:
         return Sitting(seconds=limit.seconds, left=len(left), ends=None, last_s=None, shortest_s=None)
+    grown = runner.trunks_there(one for (_, where), one in journal.records.items() if where == here)
+    shortest_s = min((limit.with_trunk(one, taken, grown) for one in left), default=None)
     busy, ends = [0.0] * (found.machine.slots if found else 1), 0
-    for took in known:
-        place = min(range(len(busy)), key=busy.__getitem__)
+    for one in left:
+        place, control = min(range(len(busy)), key=busy.__getitem__), trunk_of(one)
+        took = limit.with_trunk(one, taken, grown)
         if busy[place] + took <= limit.seconds:
             busy[place] += took
             ends += 1
-    last_s, shortest_s = max(busy) if ends else None, min(known, default=None)
+            grown |= set() if control is None else {control.id}
+    last_s = max(busy) if ends else None
     return Sitting(seconds=limit.seconds, left=len(left), ends=ends, last_s=last_s, shortest_s=shortest_s)
 
 

@@ -117,7 +117,8 @@ def run(
 
     needless(trial) answers why it is not to be run any more: its outcome is "stopped".
     in_time(trial): one that is not in time lets those after it go first, and is left for a rerun, unless it is needless.
-    A branch waits, and lets others go first, while another trial may be training its trunk.
+    A branch waits, and lets others go first, while another trial may be training its trunk. Where none has trained it, the
+    branch is in time if the control is, which is as long as with its trunk.
 
     Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
     rerun goes on.
@@ -130,19 +131,21 @@ def run(
         return bool(reason)
 
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
-    ended = [record.trial for record in store.journal.records.values() if record.outcome == "ok"]
-    grown, running = {_trunk(trial) for trial in ended}, dict[str, str | None]()  # trunks; of each trial that runs
+    here = (one for (_, where), one in store.journal.records.items() if where == environment_id)
+    grown, running = trunks_there(here), dict[str, str | None]()  # trunks; of each trial that runs
 
     def may_begin(trial: Trial) -> bool:
-        trunk = _trunk(trial)
-        return in_time(trial) and (trunk is None or trunk in grown or trunk not in running.values())
+        control = trunk_of(trial)
+        if control is None or control.id in grown:
+            return in_time(trial)
+        return control.id not in running.values() and in_time(trial) and in_time(control)
 
     with _Interrupts() as interrupts:
         try:
             while True:
                 while executor.free and (trial := _take_next(waiting, may_begin)):
                     if not is_spared(trial):
-                        running[trial.id] = _trunk(trial)
+                        running[trial.id] = _trunk_id(trial)
                         executor.submit(trial, executor.free.pop(0))
                         progress(None, trial)
                 if not executor.busy and (executor.free or not any(map(in_time, waiting))):
@@ -158,7 +161,12 @@ def run(
             executor.kill()
 
 
-def _trunk(trial: Trial) -> str | None:
+def trunks_there(records: Iterable[Record]) -> set[str | None]:
+    """The trunks that branches have gone on from."""
+    return {_trunk_id(one.trial) for one in records if one.outcome == "ok"}
+
+
+def _trunk_id(trial: Trial) -> str | None:
     control = trunk_of(trial)
     return None if control is None else control.id
 

@@ -40,15 +40,23 @@ class Trunk:
 
 
 def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[Any]]]) -> Trunk:
-    """The control's trunk; `grow` trains one that is not in `folder`: it writes a checkpoint, and answers samples."""
+    """The control's trunk; `grow` trains one that is not in `folder`: it writes a checkpoint, and answers samples.
+
+    Raises OSError where it cannot be written.
+    """
     began, trained = time.perf_counter(), False
     own = folder / control.id
     with _locked(own):
         if not own.exists():
             half = own.with_suffix(".half")
-            shutil.rmtree(half, ignore_errors=True)  # of a trial that died
-            samples = grow(half)
-            (half / CURVE).write_text(json.dumps(samples))
+            shutil.rmtree(half, ignore_errors=True)  # of a trial that was killed
+            try:
+                samples = grow(half)
+                (half / CURVE).write_text(json.dumps(samples))
+            except OSError as error:  # a full disk would take neither the record nor the log that say so
+                shutil.rmtree(half, ignore_errors=True)
+                free = shutil.disk_usage(folder).free / 1e6
+                raise OSError(f"{error}; {free:,.0f} MB are free there") from error
             half.rename(own)
             trained = True
     samples = json.loads((own / CURVE).read_text())

@@ -8,13 +8,15 @@ the number of steps and every rank's random state, all as tensors by the model's
 program reads, the weights in one file, is te_bench.training.checkpoints'.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -31,6 +33,7 @@ def save(step: TrainStep, folder: Path, number: int) -> None:
     """Write the state of `step` after so many steps to a folder that all ranks see.
 
     Raises ValueError for a folder that has a checkpoint: a training that dies while it writes shall not lose the one before.
+    Raises OSError for what cannot be written.
     """
     if (folder / METADATA).exists():
         raise ValueError(f"{folder} has a checkpoint already: give each a folder of its own, as step-{number}")
@@ -44,7 +47,8 @@ def save(step: TrainStep, folder: Path, number: int) -> None:
             state[name] = part.view_as(state[name])
     if step.parallel.rank == 0:
         state["seed"] = torch.tensor(torch.initial_seed() % 2**40)
-    state_dict_saver.save(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
+    with _of_files(f"cannot write the checkpoint {folder}"):
+        state_dict_saver.save(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
 
 
 def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
@@ -55,7 +59,7 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     The step is made as the one that was saved was: the same model, recipe and optimizer. Ranks may be more or fewer, and
     `parallel` another. A rank that there was goes on with its random state, another begins a new one. Read what you trust
     alone: torch unpickles the list of contents. Raises ValueError, before anything changes, for what is no checkpoint and
-    for one of another model or optimizer.
+    for one of another model or optimizer. Raises OSError for files that are damaged or not there.
     """
     saved = _contents(folder)
     state = _state(step, saved)
@@ -70,7 +74,8 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
         name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in saved.items() if _is_fp8(name)
     }
     state |= scales
-    state_dict_loader.load(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
+    with _of_files(f"cannot read the checkpoint {folder}, which may be damaged"):
+        state_dict_loader.load(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
     # Weights and moments are loaded where they are, as a captured graph needs them; what is a copy is handed over.
     step.model.load_state_dict({name.removeprefix(MODEL): scale for name, scale in scales.items()}, strict=False)
     if begin_fp8:
@@ -89,6 +94,16 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     else:
         torch.manual_seed(step.parallel.seed((int(state["seed"].item()) + number) % 2**40))
     return number
+
+
+@contextlib.contextmanager
+def _of_files(what: str) -> Iterator[None]:
+    """Raises OSError for what torch raises, which is no Exception: whoever catches those would die of it."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
+        raise OSError(f"{what}: {causes[0]}") from error
 
 
 def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -660,6 +660,20 @@ def test_a_plan_of_branches_says_what_they_prove_and_counts_each_trunk_once(comm
     assert (few.code, "a verdict needs 6 seeds" in plainly(few.err)) == (2, True)
 
 
+def test_a_branch_without_its_trunk_ends_within_a_time_that_holds_the_trunk_too(
+    command: Command, tmp_path: Path
+) -> None:
+    """As the run does, which begins none that would have to train a trunk and end late."""
+    out = write(tmp_path / "out", [branch_ended(trial) for trial in trials(branch_at=20)])
+    asked = ("--preset", "cpu", "--steps", STEPS, "--branch-at", 20, "--seeds", 2, "--out", out, "--within")
+    for within, told in ((7.9, "no trial that is left ends; the shortest takes 8 s"), (14, "2 of the 8 trials")):
+        assert told in plainly(command("plan", *CONVERGENCE, *asked, f"{within}s").out)
+    limit = budget.Limit("7s")
+    limit.in_time({(one.trial.id, "env"): one for one in map(branch_ended, trials(branch_at=20))})
+    limit.left = list(trials(2, branch_at=20))[4:]  # of the second seed, whose trunk is not there
+    assert "the shortest takes 8 s" in str(limit.how_to_go_on("te-bench run x"))
+
+
 def test_a_run_of_too_few_trunks_is_refused(command: Command, tmp_path: Path) -> None:
     asked = ("run", *CONVERGENCE, "--preset", "cpu", "--branch-at", "100", "--out", tmp_path / "out")
     done = command(*asked, "--seeds", "5")
@@ -670,6 +684,14 @@ def test_a_run_of_too_few_trunks_is_refused(command: Command, tmp_path: Path) ->
     for bad, why in ((0, "give 1 or more"), (150, "the training has 150 steps")):
         done = command(*asked, "--branch-at", bad)
         assert (done.code, why in plainly(done.err), len(done.err.splitlines())) == (2, True, 1)
+
+
+def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_takes(command: Command) -> None:
+    asked = ("plan", *CONVERGENCE, "--preset", "cpu", "--branch-at", "75", "--seeds")
+    enough, few = (plainly(command(*asked, seeds).out) for seeds in (6, 5))
+    assert "power over 99% at a true gap of 0" in enough
+    assert "80 % takes 6 seeds" in enough
+    assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:

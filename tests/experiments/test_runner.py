@@ -178,11 +178,26 @@ def test_a_branch_waits_while_another_trains_its_trunk_and_lets_others_go_first(
         assert executor.begun[2] == {(0, "control"), (1, "aa")}  # seed 1's trunk is there, and seed 0's is not
         assert executor.begun[-1] >= {(0, "aa")} or executor.begun[-1] >= {(0, "recipe")}
         assert len(store.journal.records) == 9
-    with Store(tmp_path / "again") as store:
-        store.add(journals.record(wanted[0], "e0"))  # of an earlier sitting
-        executor = Noting(2)
-        runner.run(wanted, store, "e0", executor, **how)
-        assert executor.begun[1] == {(0, "aa"), (0, "recipe")}
+    for code, beside in (("e0", {(0, "aa"), (0, "recipe")}), ("other code", {(0, "control"), (1, "control")})):
+        with Store(tmp_path / code) as store:
+            store.add(journals.record(wanted[0], code))  # of an earlier sitting
+            executor = Noting(2)
+            runner.run(wanted, store, "e0", executor, **how)
+            assert executor.begun[1] == beside
+
+
+def test_a_branch_that_would_have_to_train_its_trunk_is_in_time_where_the_control_is(tmp_path: Path) -> None:
+    """Else it would begin as one that finds its trunk, and end long after the time is over."""
+    control, branch = (
+        Trial(workload="training", device="cpu", problem={"arm": arm, "branch_at": 5}, attention="flash")
+        for arm in ("control", "aa")
+    )
+    how: dict[str, Any] = {"progress": lambda *_: None, "needless": lambda _: None}
+    how["in_time"] = lambda trial: trial.problem["arm"] != "control"  # which takes as long as with its trunk
+    with Store(tmp_path) as store:
+        assert runner.run([control, branch], store, "e0", Noting(1), **how) == [control, branch]
+        store.add(journals.record(control, "e0"))
+        assert runner.run([branch], store, "e0", Noting(1), **how) == []
 
 
 def test_a_needless_trial_is_stopped_and_not_left_for_another_time(tmp_path: Path) -> None:

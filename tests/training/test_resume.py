@@ -1,6 +1,7 @@
 """A checkpoint of N ranks gives M ranks the same training state, bit for bit."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> N
     assert resume.load(other, tmp_path / "at") == 0
     losses = [[step(*batch(number)).item() for number in range(3)] for step in (straight, saved, other)]
     assert losses[1] == losses[2] == losses[0]
+
+
+def test_what_cannot_be_written_or_read_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    """torch raises what is no Exception, of which a trial would die without a reply."""
+    step, limit = a_step(SINGLE, "bf16"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # as a full disk
+    try:
+        with pytest.raises(OSError, match=r"^cannot write the checkpoint .*/full: "):
+            resume.save(step, tmp_path / "full", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    resume.save(step, tmp_path / "at", 1)
+    for part in (tmp_path / "at").glob("*.distcp"):
+        part.unlink()
+    with pytest.raises(OSError, match=r"^cannot read the checkpoint .*/at, which may be damaged: FileNotFoundError"):
+        resume.load(step, tmp_path / "at")
 
 
 @pytest.mark.parametrize("optimizer", [None, "reference"])

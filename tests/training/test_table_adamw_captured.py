@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from table_adamw_cases import CURRENT, DELAYED, a_batch, a_step, losses, weights
+from table_adamw_cases import CURRENT, DELAYED, OPTIM, a_batch, a_step, losses, weights
 from test_train import MODES, five_steps, gpu_batch
 from torch._dynamo.utils import counters
 
@@ -18,6 +19,7 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopt import adopt
 from te_bench.models.modules.linear import Linear
 from te_bench.models.zoo.gpt import CONFIGS, GPT
+from te_bench.training import resume
 from te_bench.training.evaluation import evaluate
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import Optim, TrainStep
@@ -351,3 +353,29 @@ def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str, 
             assert torch.equal(found_copy.leaf, master.bfloat16())
         else:
             assert found_copy.leaf.isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("blocks", [None, "fused"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+def test_a_captured_step_goes_on_in_fp8_where_bf16_ended_as_the_eager_one(
+    recipe: str, accumulate: int, blocks: str | None, captured: Callable[[TrainStep], TrainStep], tmp_path: Path
+) -> None:
+    """Bit for bit, whatever the passes before left in what the graph reads: copies, scales, moments, rate and count."""
+    optim = dataclasses.replace(OPTIM, accumulate=accumulate)
+    one: dict[str, Any] = {"n_layer": 1, "recipe": recipe, "head": "chunked", "optim": optim, "blocks": blocks}
+    trunk = a_step("bf16", "triton", **one)
+    losses(trunk, 2)
+    resume.save(trunk, tmp_path / "at", 2)
+    curves = []
+    for step in (captured(a_step("fp8", "triton", **one)), a_step("fp8", "triton", **one)):
+        step.set_rate(0.1)
+        step.gradients(*a_batch(1))
+        assert resume.load(step, tmp_path / "at", begin_fp8=True) == 2
+        assert all(torch.equal(a, b) for a, b in zip(weights(step), weights(trunk), strict=True))
+        for _ in range(4):
+            step.gradients(*a_batch())
+        assert all(torch.equal(a, b) for a, b in zip(weights(step), weights(trunk), strict=True))
+        curves.append([*losses(step, 3), *map(torch.Tensor.tolist, weights(step))])
+    assert curves[0] == curves[1]

@@ -61,13 +61,13 @@ def run(trial: Trial, context: Context) -> Measurement:
     at = trial_model.batches_of(trial, corpus)
     first = p.branch_at or 0
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
-    memory.reset(trial.device)
     torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
     if trunk is not None:
         # A captured step takes no other batch than its own.
         few = _few(at(first), optim.accumulate, trial) if trial.mode == "eager" else at(first)
         weights = trunks.graft(step, trial, trunk, lambda: step.gradients(*few))
         work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
+    memory.reset(trial.device)  # a graft holds weights and moments twice, training does not
 
     probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
     curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]), first=first)

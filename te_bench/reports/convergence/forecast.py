@@ -76,15 +76,15 @@ class Forecast:
                 f"with {pilot} --out DIR, then plan with --pilot DIR"
             )
         else:
-            spread = outlook.spread
+            spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
             said += [
                 f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
                 f"{spread.gap_sd_at_most:.2g}, which it does not exceed with 80 % confidence",
-                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {_conclusion(outlook.alone)}",
+                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {_conclusion(outlook.alone, fewest)}",
             ]
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
-            said += [f"  {step}: {_conclusion(outlook.hardest)}"] if outlook.recipes > 1 else []
-            said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious)}")
+            said += [f"  {step}: {_conclusion(outlook.hardest, fewest)}"] if outlook.recipes > 1 else []
+            said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious, fewest)}")
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         said.append(f"  time: {self._time()}")
@@ -120,7 +120,8 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     outlook = None
     if spread is not None:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
-        outlook = planning.outlook(seeds=seeds, **by, recipes=arms.count("recipe"), spread=spread)
+        recipes, fewest = arms.count("recipe"), fewest_seeds(experiment)
+        outlook = planning.outlook(seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records)
     scope, time_from = scope_of(control), None
@@ -163,11 +164,11 @@ def _source(spread: Spread) -> str:
     return f"measured on {spread.pairs} seeds, pair correlation {spread.correlation:.2f}"
 
 
-def _conclusion(prospect: Prospect) -> str:
+def _conclusion(prospect: Prospect, fewest: int) -> str:
     seeds = prospect.seeds_needed
     needed = "no number of seeds has 80 %" if seeds is None else f"80 % takes {seeds} seeds"
     if prospect.power is None:
-        return f"nothing: a verdict needs 3 seeds at least; {needed}"
+        return f"nothing: a verdict needs {fewest} seeds at least; {needed}"
     power = f"{prospect.power:.0%}" if prospect.power < 0.995 else "over 99%"
     least = "" if prospect.detectable is None else f", minimum detectable gap {prospect.detectable:.2g} nat"
     return f"power {power} at a true gap of 0{least}; {needed}"

@@ -117,23 +117,28 @@ class Pace:
         return self.fixed_s + steps * self.step_s
 
 
-def outlook(*, seeds: int, margin: float, alpha: float, recipes: int, spread: Spread) -> Outlook:
-    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the power of two one-sided tests."""
+def outlook(
+    *, seeds: int, margin: float, alpha: float, recipes: int, spread: Spread, fewest: int = FEWEST_SEEDS
+) -> Outlook:
+    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the power of two one-sided tests.
+
+    fewest: seeds that a verdict takes, whatever the spread.
+    """
     family = max(recipes, 1)
-    alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd) for level in (alpha, alpha / family))
-    cautious = _prospect(seeds, margin, alpha / family, spread.gap_sd_at_most)
+    alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd, fewest) for level in (alpha, alpha / family))
+    cautious = _prospect(seeds, margin, alpha / family, spread.gap_sd_at_most, fewest)
     return Outlook(
         seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest, cautious=cautious
     )
 
 
-def _prospect(seeds: int, margin: float, alpha: float, sd: float) -> Prospect:
-    enough = seeds >= FEWEST_SEEDS
+def _prospect(seeds: int, margin: float, alpha: float, sd: float, fewest: int) -> Prospect:
+    enough, needed = seeds >= fewest, power.seeds_needed(sd, margin, alpha=alpha)
     return Prospect(
         alpha=alpha,
         power=power.power(seeds, sd, margin, alpha=alpha) if enough else None,
         detectable=power.detectable(se=sd / math.sqrt(seeds), df=seeds - 1, alpha=alpha) if enough else None,
-        seeds_needed=power.seeds_needed(sd, margin, alpha=alpha),
+        seeds_needed=None if needed is None else max(needed, fewest),
     )
 
 

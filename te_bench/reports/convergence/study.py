@@ -56,9 +56,11 @@ class Run:
 
     @property
     def diverged(self) -> str | None:
-        """Why this run counts as diverged, or None."""
+        """Why this run counts as diverged, or None. Where a trunk broke, in bf16, the control did, and nobody else."""
         if self.row.outcome == "diverged":
-            return self.row.reason or "diverged"
+            p = TrainingProblem.of(self.row.trial)
+            in_trunk = p.branch_at is not None and self.record is not None and self.trunk is None
+            return None if in_trunk and p.arm != "control" else self.row.reason or "diverged"
         return self.stability.reason if self.stability else None
 
     @property
@@ -280,8 +282,8 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
     ]
     if scope:
         notes.append(
-            f"Each pair goes on from one trunk, bf16's first {trial.problem['branch_at']:,} steps: independent of each "
-            "other are the trunks, and of FP8 in those steps the verdict says nothing"
+            f"Each pair goes on from one trunk, bf16's first {trial.problem['branch_at']:,} steps. Trunks are independent "
+            "of each other. Of FP8 in those steps the verdict says nothing"
         )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:

@@ -10,6 +10,8 @@ from statistics import fmean
 
 import numpy as np
 
+from te_bench.experiments.problems import TrainingProblem
+from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.convergence import TRUNKS
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
@@ -290,8 +292,16 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
     if aa.verdict is not Verdict.EQUIVALENT:
         return f"the A/A configuration, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
     if broken.verdict not in CAUGHT:
-        return f"{broken.arm.name} was not caught: {broken.judgement.reason}"
+        return f"{broken.arm.name} was not caught: {broken.judgement.reason}{_too_late(control.trial)}"
     return None
+
+
+def _too_late(control: Trial) -> str:
+    """What may have hidden a fault in branches, as the end of a sentence."""
+    p = TrainingProblem.of(control)
+    if p.branch_at is None or p.steps is None:
+        return ""
+    return f"; it had the last {p.steps - p.branch_at:,} steps to show: give a smaller --branch-at, or more --steps"
 
 
 def _is_open(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from convergence_runs import arm_trial
 
 from te_bench.experiments import trunks
@@ -18,6 +19,7 @@ from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
 from te_bench.training import corpus as corpora
+from te_bench.training import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny models, for which a second one waits
 BRANCH_AT = 5
@@ -152,6 +154,23 @@ def test_a_trunk_that_breaks_is_a_divergence_of_bf16_and_leaves_nothing(arm: Any
     assert [path.suffix for path in context.trunks.iterdir()] == [".lock"]
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_the_peak_of_a_branch_is_that_of_its_training(
+    arm: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on from the trunk holds weights and moments twice, on a GPU as much as half of a small model's training."""
+    once, load = 2**29, resume.load
+    straight = training.run(arm("control", branch_at=None), context).samples["peak_rss_bytes"][0]
+
+    def greedy(*given: Any, **how: Any) -> int:
+        assert torch.ones(once // 4).sum() > 0
+        return load(*given, **how)
+
+    monkeypatch.setattr(resume, "load", greedy)
+    branched = training.run(arm("control"), context).samples["peak_rss_bytes"][0]
+    assert branched < straight + once / 2
+
+
 def grown(folder: Path) -> dict[str, list[float]]:
     folder.mkdir(parents=True)
     (folder / "state").write_text("whole")
@@ -174,6 +193,16 @@ def test_one_that_dies_while_it_writes_leaves_no_half_trunk(tmp_path: Path) -> N
     assert (found.folder / "state").read_text() == "whole"
     assert (found.trained, found.samples) == (True, {"loss": [1.0]})
     assert sorted(path.name for path in tmp_path.iterdir()) == [control.id, f"{control.id}.lock"]
+
+
+def test_a_trunk_for_which_the_disk_has_no_room_leaves_it_to_the_record_that_says_so(tmp_path: Path) -> None:
+    def fills_the_disk(folder: Path) -> Any:
+        grown(folder)
+        raise OSError("cannot write the checkpoint: no space")
+
+    with pytest.raises(OSError, match=r"^cannot write the checkpoint: no space; [\d,]+ MB are free there$"):
+        trunks.find(arm_trial("control", 0), tmp_path, fills_the_disk)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_two_that_want_a_trunk_at_the_same_time_train_it_once(tmp_path: Path) -> None:

@@ -57,6 +57,16 @@ def test_what_is_claimed_is_said_with_every_verdict(tmp_path: Path) -> None:
     assert "This says nothing of FP8 before." in " ".join(tables.summary([written]).split())
 
 
+def test_a_fault_that_began_too_late_to_be_seen_is_told_so(tmp_path: Path) -> None:
+    missed = {"truth": {"control": 0.0, "aa": 0.0, "delayed_scaling": 0.0, "broken": 0.0}}
+    found = judged(tmp_path, branches(**missed))
+    assert found.void is not None
+    assert found.void.endswith("; it had the last 160 steps to show: give a smaller --branch-at, or more --steps")
+    whole = judge_study(study_of(tmp_path / "whole", study_records(sd=0.0002, **missed)))
+    assert whole.void is not None
+    assert "--branch-at" not in whole.void
+
+
 def test_times_of_a_part_of_training_bring_no_time_to_equal_loss(tmp_path: Path) -> None:
     whole = judge_study(study_of(tmp_path / "whole", study_records(sd=0.0002)))
     assert whole.recipes[0].speedup is not None
@@ -92,6 +102,23 @@ def test_pairs_of_two_trunks_are_left_out_and_said_to_be(tmp_path: Path) -> None
     ]
     again = planning.spread([study_of(tmp_path / "far", far, {**JUDGEMENT, "seeds": 8})], of_control)
     assert again == known
+
+
+def test_a_trunk_that_breaks_is_no_divergence_of_fp8_and_no_fault_that_was_caught(tmp_path: Path) -> None:
+    """One that was lost and trained again may break where the control's did not."""
+    records = [
+        dataclasses.replace(one, outcome="diverged", reason="the trunk, in bf16: the loss is nan", samples={}, work={})
+        if one.trial.problem["arm"] in ("recipe", "broken") and one.trial.seed == 3
+        else one
+        for one in branches()
+    ]
+    found = judged(tmp_path / "lost", records)
+    assert {finding.verdict for finding in found.recipes} == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason.endswith("has no result for seed 3 (diverged)")
+    assert found.broken is not None
+    assert found.broken.verdict is Verdict.INCONCLUSIVE
+    own = [dataclasses.replace(one, work={"trunk": {"sha256": "trunk 3"}}) if not one.work else one for one in records]
+    assert {finding.verdict for finding in judged(tmp_path / "own", own).recipes} == {Verdict.DIVERGED}
 
 
 def test_fewer_than_six_trunks_decide_nothing(tmp_path: Path) -> None:
