@@ -99,8 +99,9 @@ def read_arms(
     orders = [_common_first(names, logs) for names in (VALIDATION, TRAINING)]
     runs = [[_run(log, metric, orders) for log in arm.logs] for arm in arms]
     has = [any(run.validation for run in side) for side in runs]
-    validated = all(told for arm, told in zip(arms, has, strict=True) if arm.table is None)
     trained = all(any(run.training for run in side) for arm, side in zip(arms, runs, strict=True) if arm.table is None)
+    of_training = trained and any(arm.table is not None and arm.table.training for arm in arms)
+    validated = not of_training and all(told for arm, told in zip(arms, has, strict=True) if arm.table is None)
     if not validated and not trained:
         raise ValueError(
             f"{arms[0].source} and {arms[1].source} have no loss in common, one of validation and one of training: "

@@ -232,6 +232,17 @@ def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said
         read_arms([path], [two[1]], metric="x")
 
 
+def test_logs_stand_against_a_csv_of_training_losses_by_their_own(two, tmp_path):
+    rows = [f"{step},{seed},{2.5 + seed * 1e-3}" for seed in range(4) for step in STEPS]
+    (tmp_path / "table.csv").write_text("\n".join(["step,seed,train_loss", *rows]) + "\n")
+    table, logs = read_arms([tmp_path / "table.csv"], [two[1]])
+    assert table.training
+    assert logs.training
+    assert logs.final["0"] == pytest.approx(2.501, abs=1e-4)
+    assert f"the validation loss of {two[1]} is not judged, for the other side has none" in logs.notes
+    judge_losses(table, logs, margin=0.003)
+
+
 def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_told(two, tmp_path, monkeypatch):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="none holds no log: Hugging Face"):
