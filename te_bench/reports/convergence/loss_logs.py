@@ -24,7 +24,8 @@ NAMED = 5  # losses, files or runs that a message names
 PRINTED = b"loss': "  # of a dictionary in Python
 #: What makes the names of one run's logs differ, and what such logs are.
 PARTS = (
-    (re.compile(r"(?<=run-)\d{8}_\d{6}(?=-)"), "one run, which was resumed: name the last of them"),  # W&B's folders
+    # W&B's folders; a file of such a name is a run that is told by its time.
+    (re.compile(r"(?<=run-)\d{8}_\d{6}(?=-[^/.]+(?:/|$))"), "one run, which was resumed: name the last of them"),
     (
         re.compile(r"(?<![a-z])(?:rank[-_]?\d+|(?<=attempt_\d/)\d+)(?![a-z\d])"),
         "ranks of one run: name those of one rank",
@@ -98,8 +99,9 @@ def read_arms(
     orders = [_common_first(names, logs) for names in (VALIDATION, TRAINING)]
     runs = [[_run(log, metric, orders) for log in arm.logs] for arm in arms]
     has = [any(run.validation for run in side) for side in runs]
-    validated = all(told for arm, told in zip(arms, has, strict=True) if arm.table is None)
     trained = all(any(run.training for run in side) for arm, side in zip(arms, runs, strict=True) if arm.table is None)
+    of_training = trained and any(arm.table is not None and arm.table.training for arm in arms)
+    validated = not of_training and all(told for arm, told in zip(arms, has, strict=True) if arm.table is None)
     if not validated and not trained:
         raise ValueError(
             f"{arms[0].source} and {arms[1].source} have no loss in common, one of validation and one of training: "
@@ -393,13 +395,14 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
     judged = f"the last {named}" if validated else f"the mean {named} over the last tenth of the steps"
     final = found.final if validated else {seed: late_mean(curve) for seed, curve in curves.items()}
     whole = all(run.log.series.whole for run in runs)
+    ended = curves.keys() - broken(found).keys()  # one that broke may have been stopped for it
     told = _notes(arm, chosen, validated)
     return replace(
         found,
         notes=(*([passed_over] if passed_over else []), *arm.notes, *told),
         final=final,
         curves=found.curves if whole else {},
-        stops=frozenset() if whole else frozenset(curve.step[-1] for curve in curves.values()),
+        stops=frozenset() if whole else frozenset(curves[seed].step[-1] for seed in ended),
         digests=arm.digests,
         judged=judged,
         metric=called,

@@ -260,7 +260,8 @@ def _titles(problems: Sequence[Mapping[str, Scalar]]) -> list[str]:
     for title, problem in zip(titles, problems, strict=True):
         alike = [other for other, its in zip(problems, titles, strict=True) if its == title]
         differ = [key for key in SETTINGS if len({other.get(key) for other in alike}) > 1]
-        found.append(", ".join([title, *(f"{SETTINGS[key]} {problem.get(key) or 1}" for key in differ)]))
+        told = ((SETTINGS[key], problem.get(key)) for key in differ)
+        found.append(", ".join([title, *(f"{said} {1 if value is None else value}" for said, value in told)]))
     return found
 
 

@@ -232,6 +232,17 @@ def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said
         read_arms([path], [two[1]], metric="x")
 
 
+def test_logs_stand_against_a_csv_of_training_losses_by_their_own(two, tmp_path):
+    rows = [f"{step},{seed},{2.5 + seed * 1e-3}" for seed in range(4) for step in STEPS]
+    (tmp_path / "table.csv").write_text("\n".join(["step,seed,train_loss", *rows]) + "\n")
+    table, logs = read_arms([tmp_path / "table.csv"], [two[1]])
+    assert table.training
+    assert logs.training
+    assert logs.final["0"] == pytest.approx(2.501, abs=1e-4)
+    assert f"the validation loss of {two[1]} is not judged, for the other side has none" in logs.notes
+    judge_losses(table, logs, margin=0.003)
+
+
 def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_told(two, tmp_path, monkeypatch):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="none holds no log: Hugging Face"):
@@ -369,6 +380,14 @@ def test_logs_of_one_run_are_no_seeds(two, tmp_path, places, what):
         read_arms([two[0]], [tmp_path / "c"])
 
 
+def test_logs_that_are_named_by_their_time_are_a_run_each(two, tmp_path):
+    """As W&B's folders are named, which are of one run where nothing else differs; files are not."""
+    for n in range(3):
+        path = tmp_path / "c" / f"run-2025090{n + 1}_120000-fp8.log"
+        nanogpt(path, val=lambda step, n=n: 3 + n * 1e-3 + math.exp(-step / 60))
+    assert len(read_arms([two[0]], [tmp_path / "c"])[1].final) == 3
+
+
 def test_losses_of_several_ranks_in_one_log_count_as_their_mean(two, tmp_path):
     for seed in range(4):
         lines = [
@@ -399,6 +418,17 @@ def test_summaries_of_other_lengths_are_not_compared(tmp_path):
             run_logs.written(tmp_path / side / f"seed{seed}" / "wandb-summary.json", summary)
     with pytest.raises(ValueError, match=r"the curves end at step 1000 in .* and at step 500 in"):
         judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003)
+
+
+def test_a_summary_of_a_run_that_broke_early_is_a_divergence_and_no_other_length(tmp_path):
+    for side, off in (("a", 0.0), ("b", 5e-4)):
+        for seed in range(3):
+            row = {"val/loss": 3 + off + seed * 1e-3, "_step": 1000}
+            if side == "b" and seed == 1:
+                row = {"val/loss": "NaN", "_step": 300}
+            run_logs.written(tmp_path / side / f"seed{seed}" / "wandb-summary.json", json.dumps(row))
+    found = judge_losses(*read_arms([tmp_path / "a"], [tmp_path / "b"]), margin=0.003)
+    assert found.verdict is Verdict.DIVERGED
 
 
 def test_a_baseline_that_is_called_fp8_is_told(tmp_path):
