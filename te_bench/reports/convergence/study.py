@@ -236,7 +236,8 @@ def scope_of(trial: Trial) -> str | None:
     if p.branch_at is None or p.steps is None:
         return None
     share = 100 * (1 - p.branch_at / p.steps)
-    return f"in the last {share:.0f} % of training (from step {p.branch_at:,} of {p.steps:,})"
+    said = f"{share:.0f}" if 1 <= share <= 99 else f"{share:.4g}"  # nobody judges the last 0 %
+    return f"in the last {said} % of training (from step {p.branch_at:,} of {p.steps:,})"
 
 
 def studies(group: Group) -> tuple[Study, ...]:

@@ -11,6 +11,7 @@ from convergence_runs import JUDGEMENT, STEPS, arm_trial, study_at, study_of, st
 from te_bench.experiments.spec import Record
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.study import scope_of
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.group_result import load_report
@@ -55,6 +56,12 @@ def test_what_is_claimed_is_said_with_every_verdict(tmp_path: Path) -> None:
     assert first.startswith(f"**{SCOPE}: EQUIVALENT: ")
     assert "This says nothing of FP8 before." in first
     assert "This says nothing of FP8 before." in " ".join(tables.summary([written]).split())
+
+
+@pytest.mark.parametrize(("branch_at", "share"), [(1, "99.75"), (240, "40"), (397, "0.75")])
+def test_the_part_that_is_judged_is_neither_all_nor_nothing(branch_at: int, share: str) -> None:
+    said = f"in the last {share} % of training (from step {branch_at} of 400)"
+    assert scope_of(arm_trial("control", 0, branch_at=branch_at)) == said
 
 
 def test_a_fault_that_began_too_late_to_be_seen_is_told_so(tmp_path: Path) -> None:
