@@ -31,6 +31,15 @@ ON_REQUEST = frozenset(
         "rowwise_scaling_bf16_wgrad",
     }
 )
+#: Recipes that keep a part of the head out of FP8: a head with all of it in FP8 is refused beside them.
+WITHOUT_FP8_HEAD = frozenset(
+    {
+        "float8_current_scaling_bf16_end",
+        "float8_current_scaling_bf16_wgrad",
+        "nvfp4_block_scaling_bf16_end",
+        "rowwise_scaling_bf16_wgrad",
+    }
+)
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
 BENCH_PY: Settings = {

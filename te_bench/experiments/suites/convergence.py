@@ -133,13 +133,19 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
             found += [(suite_trials.FP8_RECIPE, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
-        return found
+        return _possible(found)
     parts: list[Settings] = [{}]
     if options.fused and adoptee(options) is not None:  # te-bench's kernels in a user's model
         parts += [{"parts": ALL}]
     elif options.fused:
         parts += [{**presets.fused_parts(options), "head": head} for head in FUSED_HEADS]
-    return [(recipe, way) for recipe in recipes for way in parts]
+    return _possible([(recipe, way) for recipe in recipes for way in parts])
+
+
+def _possible(ways: list[Way]) -> list[Way]:
+    """Those but an FP8 head of a recipe that has none: a study with it would never be complete."""
+    without = suite_trials.WITHOUT_FP8_HEAD
+    return [(recipe, parts) for recipe, parts in ways if not (parts.get("head") == "fp8" and recipe in without)]
 
 
 def _arms(options: Options, problem: Settings, ways: list[Way], seed: int) -> list[Trial]:

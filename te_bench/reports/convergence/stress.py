@@ -22,7 +22,8 @@ class StressResult:
 
     runs: int
     diverged: int
-    broke: int  # of the runs whose seed ran at every rate; those that diverged among them
+    whole: int  # runs whose seed ran at every rate
+    broke: int  # of these; those that diverged among them
     finals: tuple[float, ...]
     final: float | None
     outcome: str
@@ -122,7 +123,7 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
         rate=_rate(configurations[0]),
         factors=factors,
         results={
-            name: {f: _result(c, sum(f in at for at in broke[name].values())) for f, c in by_factor.items()}
+            name: {f: _result(c, [f in at for at in broke[name].values()]) for f, c in by_factor.items()}
             for name, by_factor in by_name.items()
         },
         breaking=breaking,
@@ -187,13 +188,14 @@ def _mean_limits(reference: Mapping[int, Mapping[float, Run]], factors: Iterable
     return {f: sum(found) / len(found) for f, found in limits.items() if found and all(map(math.isfinite, found))}
 
 
-def _result(configuration: Configuration, broke: int) -> StressResult:
+def _result(configuration: Configuration, broke: Sequence[bool]) -> StressResult:
     runs = [Run(row) for row in configuration.rows]
     finals = tuple(run.final for run in runs if run.final is not None)
     return StressResult(
         runs=len(runs),
         diverged=sum(bool(run.diverged) for run in runs),
-        broke=broke,
+        whole=len(broke),
+        broke=sum(broke),
         finals=finals,
         final=sum(finals) / len(finals) if finals else None,
         outcome=configuration.outcome,

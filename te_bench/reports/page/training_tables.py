@@ -93,5 +93,5 @@ def _stressed(found: StressResult | None) -> Value:
         return Value(text=f"{found.diverged} of {found.runs} diverged", sort=float("inf"))
     if found.final is None:
         return word(found.outcome)
-    said = f" ({found.broke}/{found.runs})" if found.broke else ""
+    said = f" ({found.broke}/{found.whole})" if found.broke else ""
     return Value(text=f"{text.loss(found.final)}{said}", sort=found.final)

@@ -12,6 +12,7 @@ from te_bench.experiments import plan, presets
 from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
+from te_bench.models import recipe as recipes
 from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name
 
@@ -65,6 +66,14 @@ def test_fused_steps_are_arms_of_their_own(device: str) -> None:
     assert ways[0] == {"blocks": "fused", "head": "chunked", "optimizer": optimizer}
     assert ways[1] == {"blocks": "fused", "head": "fp8", "optimizer": optimizer}
     assert {arm_name(t) for t in more.values()} == {"delayed scaling, fused", "delayed scaling, fused, FP8 head"}
+
+
+@pytest.mark.parametrize("preset", ["cpu", "llama"])
+def test_a_recipe_has_an_arm_with_an_fp8_head_unless_it_keeps_the_head_out_of_fp8(preset: str) -> None:
+    names = tuple(recipes.names())
+    trials = resolve(device="cuda", preset=preset, seeds=1, recipes=names, fused=True).trials
+    planned = {t.recipe for t in trials if t.problem.get("head") == "fp8" and t.problem["arm"] == "recipe"}
+    assert planned == {name for name in names if recipes.load(name).lacks_fp8_head() is None}
 
 
 def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:

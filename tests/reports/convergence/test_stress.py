@@ -138,6 +138,27 @@ def test_the_report_shows_every_run_s_loss_by_its_rate_and_how_many_broke(tmp_pa
         assert f">{word}<" in drawn
 
 
+def test_runs_broke_of_as_many_as_were_held_to_a_limit(tmp_path: Path) -> None:
+    """A seed that has not run at every rate has no bracket: it is none of those that might have broken."""
+    records = [
+        run_record(
+            "control",
+            seed,
+            0.5 if factor == 64 else 0.01,
+            0.001 * seed,
+            "crashed" if seed > 3 and factor == 64 else "ok",
+            lr_factor=factor,
+            learning_rate=1e-3 * factor,
+        )
+        for seed in range(6)
+        for factor in FACTORS
+    ]
+    [group] = load_results([write(tmp_path / "run", records, suite="stress", title="Stress")]).groups
+    table = stress(stress_ladders(group)[0])
+    assert table is not None
+    assert table.rows[0][-1].text.endswith(" (4/4)")
+
+
 def test_a_ladder_of_runs_that_all_diverged_has_no_figure(tmp_path: Path) -> None:
     [result] = load_report([run(tmp_path / "run", {"control": [1] * 3, "delayed_scaling": [1] * 3})]).groups
     assert "stress" not in {one.name for one in figures_of(result, "")}
