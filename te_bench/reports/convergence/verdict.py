@@ -290,7 +290,9 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
     if aa.verdict is not Verdict.EQUIVALENT:
         return f"the A/A configuration, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
     if broken.verdict not in CAUGHT:
-        return f"{broken.arm.name} was not caught: {broken.judgement.reason}"
+        longer = ". More steps make its gap larger" if broken.judgement.comparison else ""
+        why = "the fault planted on purpose was not caught, and a bad recipe might not be either"
+        return f"{why}. Of the fault: {broken.judgement.reason}{longer}"
     return None
 
 
