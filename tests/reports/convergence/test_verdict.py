@@ -56,7 +56,7 @@ def test_truth_is_told(tmp_path: Path) -> None:
     assert found.broken.verdict is Verdict.INFERIOR
     assert found.void is None
     assert found.exit_code == 1
-    assert found.sentence.startswith("EQUIVALENT: delayed scaling; rowwise scaling train like bf16")
+    assert found.sentence.startswith("EQUIVALENT: delayed scaling and rowwise scaling train like bf16")
     gap = {f.arm.name: f.judgement.comparison.gap for f in found.recipes if f.judgement.comparison}
     assert gap["block scaling"] == pytest.approx(0.02, abs=0.003)
 
