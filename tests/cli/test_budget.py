@@ -393,6 +393,7 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
         other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", f"--{option}", value).out)
         assert "power: not known, for no record says how far gaps of this training vary" in other
+        assert "run the same with --seeds 5 --out DIR, then plan with --pilot DIR, and run it in another --out" in other
 
     shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
     own = {0: 0.0002, 1: 0.0002, 2: -0.0002, 3: -0.0002}
@@ -645,9 +646,8 @@ def test_a_plan_of_branches_says_what_they_prove_and_counts_each_trunk_once(comm
     pilot = write(tmp_path / "pilot", [branch_ended(trial) for trial in trials(branch_at=20)])
     done = command("plan", *CONVERGENCE, *asked, "--pilot", pilot)
     said = plainly(done.out)
-    assert (
-        "judged is FP8 in the last 33 % of training (from step 100 of 150) alone; it says nothing of FP8 before" in said
-    )
+    scope = "FP8 in the last 33 % of training (from step 100 of 150) alone; it says nothing of FP8 before"
+    assert f"the verdict is of {scope}" in said
     assert "6 trunks in bf16, one a seed" in said
     assert "power: not known" in said  # another preset's whole trainings tell nothing of it
     found = planned(command, *asked, "--pilot", pilot)
@@ -697,7 +697,7 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:
     asked = ("--preset", "cpu", "--branch-at", "100")
     shown = plainly(command("plan", *CONVERGENCE, *asked, "--as-pilot").out)
-    assert "a pilot: its losses tell the spread alone" in shown
+    assert "a pilot, whose losses tell the spread alone" in shown
     draw = random.Random(3)
     records = []
     for trial in trials(seeds=None, steps=None, branch_at=100, as_pilot=True):

@@ -261,14 +261,14 @@ class Design:
             + (" with the planted fault's" if self.broken else ""),
         ]
         if self.pilot:
-            said.append("  its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
+            said.append("  its losses tell the spread alone; te-bench plan with --pilot DIR then plans by it")
         else:
             said.append(
                 f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.family}, alpha {self.alpha:g}"
             )
         if self.spread is None and not self.pilot:
             said.append(
-                "  power: not known, for no record says how far runs of this training vary; a pilot tells: run the same "
+                "  power: not known, for no record says how far runs of this training vary. A pilot tells: run the same "
                 "with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         elif self.spread is not None:

@@ -68,12 +68,15 @@ class Forecast:
         if self.scope is not None:
             said += self._of_branches()
         if self.pilot:
-            said.append("  a pilot: its losses tell the spread alone: te-bench plan with --pilot DIR then plans by it")
-        elif outlook is None:
-            pilot = "--seeds 5" if self.scope is None else "--as-pilot"
             said.append(
-                "  power: not known, for no record says how far gaps of this training vary; a pilot tells: run the same "
-                f"with {pilot} --out DIR, then plan with --pilot DIR"
+                "  a pilot, whose losses tell the spread alone; te-bench plan with --pilot DIR then plans by it"
+            )
+        elif outlook is None:
+            # Of pairs the means are seen, and a study whose seeds are added to after a look judges the first alone.
+            pilot, then = ("--seeds 5", ", and run it in another --out") if self.scope is None else ("--as-pilot", "")
+            said.append(
+                "  power: not known, for no record says how far gaps of this training vary. A pilot tells: run the same "
+                f"with {pilot} --out DIR, then plan with --pilot DIR{then}"
             )
         else:
             spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
@@ -96,7 +99,7 @@ class Forecast:
         size = f"{megabytes / 1000:.2g} GB" if megabytes >= 1000 else f"{megabytes:.2g} MB"
         each = f", {size} each" if megabytes else ""
         return [
-            f"  judged is FP8 {self.scope} alone; it says nothing of FP8 before",
+            f"  the verdict is of FP8 {self.scope} alone; it says nothing of FP8 before",
             f"  {self.seeds} trunks in bf16, one a seed, from whose end each configuration goes on. They stay in DIR/trunks"
             f"{each}; delete them when the verdict is there",
         ]

@@ -284,8 +284,8 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
     ]
     if scope:
         notes.append(
-            f"Each pair goes on from one trunk, bf16's first {trial.problem['branch_at']:,} steps. Trunks are independent "
-            "of each other. Of FP8 in those steps the verdict says nothing"
+            f"Each pair goes on from one trunk, bf16's first {trial.problem['branch_at']:,} steps. Only trunks are "
+            "independent of each other. The verdict says nothing of FP8 in those steps"
         )
     seeds = finite(judgement.get("seeds"))
     if seeds is not None:

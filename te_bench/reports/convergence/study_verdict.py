@@ -95,7 +95,7 @@ class StudyVerdict:
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
                 verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
-                parts.append(f"{verdict}: {'; '.join(names)} {verb}{what}")
+                parts.append(f"{verdict}: {_all(names)} {verb}{what}")
         said = ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
         return said if self.study.scope is None else f"FP8 {self.study.scope}: {said} This says nothing of FP8 before."
 
@@ -106,3 +106,10 @@ class StudyVerdict:
         if found.verdict is Verdict.INCONCLUSIVE and needed:
             return f"{name} (at least {needed} seeds needed)"
         return name
+
+
+def _all(names: list[str]) -> str:
+    """A, B and C; names that have commas of their own stay apart by semicolons."""
+    if len(names) == 1 or any("," in name for name in names):
+        return "; ".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"

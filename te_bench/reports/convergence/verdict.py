@@ -292,16 +292,18 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
     if aa.verdict is not Verdict.EQUIVALENT:
         return f"the A/A configuration, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
     if broken.verdict not in CAUGHT:
-        return f"{broken.arm.name} was not caught: {broken.judgement.reason}{_too_late(control.trial)}"
+        longer = _more_steps(control.trial) if broken.judgement.comparison else ""
+        why = "the fault planted on purpose was not caught, and a bad recipe might not be either"
+        return f"{why}. Of the fault: {broken.judgement.reason}{longer}"
     return None
 
 
-def _too_late(control: Trial) -> str:
-    """What may have hidden a fault in branches, as the end of a sentence."""
+def _more_steps(control: Trial) -> str:
+    """What makes the fault's gap larger, a sentence."""
     p = TrainingProblem.of(control)
     if p.branch_at is None or p.steps is None:
-        return ""
-    return f"; it had the last {p.steps - p.branch_at:,} steps to show: give a smaller --branch-at, or more --steps"
+        return ". More steps make its gap larger"
+    return f". It had the last {p.steps - p.branch_at:,} steps to show: give a smaller --branch-at, or more --steps"
 
 
 def _is_open(

@@ -49,7 +49,8 @@ def test_what_is_claimed_is_said_with_every_verdict(tmp_path: Path) -> None:
     )
     assert "INFERIOR: rowwise scaling ends" in found.sentence
     assert found.sentence.endswith("This says nothing of FP8 before.")
-    assert any("each pair goes on from one trunk, bf16's first 240 steps" in note.lower() for note in found.notes)
+    trunks = "Each pair goes on from one trunk, bf16's first 240 steps. Only trunks are independent of each other."
+    assert any(note.startswith(trunks) for note in found.notes)
     written = write_study(tmp_path / "report", branches(), {**JUDGEMENT, "seeds": 6})
     page = render.write_report([written], tmp_path / "report" / "report").with_name("report.md").read_text()
     first = next(line for line in page.splitlines() if line.startswith("**"))
@@ -68,7 +69,7 @@ def test_a_fault_that_began_too_late_to_be_seen_is_told_so(tmp_path: Path) -> No
     missed = {"truth": {"control": 0.0, "aa": 0.0, "delayed_scaling": 0.0, "broken": 0.0}}
     found = judged(tmp_path, branches(**missed))
     assert found.void is not None
-    assert found.void.endswith("; it had the last 160 steps to show: give a smaller --branch-at, or more --steps")
+    assert found.void.endswith(". It had the last 160 steps to show: give a smaller --branch-at, or more --steps")
     whole = judge_study(study_of(tmp_path / "whole", study_records(sd=0.0002, **missed)))
     assert whole.void is not None
     assert "--branch-at" not in whole.void
