@@ -19,10 +19,6 @@ RECIPES: dict[str, tuple[recipe.Recipe, Fp8]] = {
     "current_power_of_two": (recipe.Float8CurrentScaling(power_of_two=True), Fp8(power_of_two=True)),
     "row": (recipe.RowwiseScaling(), Fp8(backward="e4m3", granularity="row", power_of_two=True)),
     "current_bf16_wgrad": (recipe.Float8CurrentScaling(bf16_wgrad=True), Fp8(wgrad=False)),
-    "row_bf16_wgrad": (
-        recipe.RowwiseScaling(bf16_wgrad=True),
-        Fp8(backward="e4m3", granularity="row", power_of_two=True, wgrad=False),
-    ),
     "row_exact": (recipe.RowwiseScaling(power_of_two=False), Fp8(backward="e4m3", granularity="row")),
     "block": (recipe.Float8BlockScaling(), Fp8(backward="e4m3", granularity="block", power_of_two=True)),
     "block_exact": (recipe.Float8BlockScaling(power_of_two=False), Fp8(backward="e4m3", granularity="block")),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from planting import FAULTS_OF_ATTENTION, attention_of
 from torch import Tensor
+from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import attention_rows, rounding, training_step
@@ -19,7 +20,7 @@ from te_bench.experiments.workloads import train_step
 from te_bench.models import recipe as recipes
 from te_bench.training.step import TrainStep
 
-CASES = [("bf16", None), *(("fp8", recipe) for recipe in recipes.names())]
+CASES = [("bf16", None), *(("fp8", recipe) for recipe in WHOLE)]
 MATRICES = [
     *(f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     "transformer.wte.weight",

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from planting import no_clip_factor
 from torch import Tensor, nn
+from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step
@@ -27,7 +28,7 @@ from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
-RECIPES = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
+RECIPES = [*WHOLE, "float8_current_scaling_bf16_wgrad"]
 IN_FP8 = [name for name in RECIPES if not recipes.load(name).by_half_gemms]
 CURRENT = "float8_current_scaling"
 V, VP = 250, 256

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from whole_recipes import WHOLE
 
 from te_bench.experiments import evaluation, trial_model
 from te_bench.experiments.checks import training_step, what_ran
@@ -229,7 +230,7 @@ def test_in_bf16_both_evaluations_are_one(trial: Any, context: Context) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("recipe", WHOLE)
 def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
     trial: Any, context: Context, recipe: str
 ) -> None:
@@ -389,7 +390,7 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
         {},
         {"perturb_ulp": 1},
         # dropout is what has masks, and FP8 attention has none
-        *({"precision": "fp8", "recipe": name} for name in recipes.names() if not recipes.load(name).fp8_dpa),
+        *({"precision": "fp8", "recipe": name} for name in WHOLE if not recipes.load(name).fp8_dpa),
         {"precision": "fp8", "recipe": "rowwise_scaling", "fault": "doubled_scale"},
     ]
     for arm in arms:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from whole_recipes import WHOLE
 
 from te_bench import models as te
 from te_bench.kernels.quantize import SATURATED, UNDERFLOWED, Quantized
@@ -23,13 +24,13 @@ from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe,
 from te_bench.reports.convergence.equivalence import Verdict, compare
 
 ROLES = ("input", "weight", "grad_output")
-STATELESS = [name for name in recipes.names() if name != "delayed_scaling"]
+STATELESS = [name for name in WHOLE if name != "delayed_scaling"]
 KEPT = ("frozen_scale", "nan_at_depth", "short_history")  # those that recipes keep from step to step
 #: Every fault with every recipe that it can be planted into.
-PLANTED = [(fault, name) for fault in faults.names() for name in recipes.names()]
+PLANTED = [(fault, name) for fault in faults.names() for name in WHOLE]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in KEPT or name == "delayed_scaling"]
 OF_SCALES = ("doubled_scale", "e5m2_forward")
-IN_FP8 = [name for name in recipes.names() if not (recipes.load(name).by_half_gemms or recipes.load(name).bf16_wgrad)]
+IN_FP8 = [name for name in WHOLE if not recipes.load(name).by_half_gemms]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in OF_SCALES or name in IN_FP8]
 
 
@@ -232,7 +233,7 @@ def test_a_poisoned_token_takes_the_others_with_it_where_they_share_its_scale(na
         assert same(cast(faults.load("poisoned_token")(recipe), x, role), cast(recipe, x, role))
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", WHOLE)
 def test_flushed_gradients_lose_what_is_small_and_nothing_else(name: str) -> None:
     recipe, x, counts = recipes.load(name), a_tensor(), torch.zeros(3, dtype=torch.int64)
     wrong = faults.load("flushed_gradients")(recipe)
@@ -257,7 +258,7 @@ def passes(recipe: Recipe, seed: int = 0) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_transposed_wgrad_is_wrong_in_the_weights_gradient_alone(name: str) -> None:
     right, wrong = (
         passes(recipe) for recipe in (recipes.load(name), faults.load("transposed_wgrad")(recipes.load(name)))
