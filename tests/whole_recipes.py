@@ -1,4 +1,4 @@
-"""The recipes that keep no part out of FP8 on purpose: what holds of these holds of the others, whose parts have own tests."""
+"""The recipes that keep no part out of FP8 on purpose: what holds of these holds of the others, whose parts have tests."""
 
 from te_bench.models import recipe
 
