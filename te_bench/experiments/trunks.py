@@ -7,13 +7,11 @@ TRIAL is the control's id, which has the seed in it. Whoever needs a trunk that 
 the lock. A folder by that name is whole: it is written under another one, which the next to hold the lock removes.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.checks.gradients import settle
 from te_bench.experiments.spec import Trial
 from te_bench.training import resume
+from te_bench.training.corpus import locked
 from te_bench.training.step import TrainStep
 
 CURVE = "curve.json"
@@ -46,7 +45,7 @@ def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[
     """
     began, trained = time.perf_counter(), False
     own = folder / control.id
-    with _locked(own):
+    with locked(own):
         if not own.exists():
             half = own.with_suffix(".half")
             shutil.rmtree(half, ignore_errors=True)  # of a trial that was killed
@@ -61,15 +60,6 @@ def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[
             trained = True
     samples = json.loads((own / CURVE).read_text())
     return Trunk(folder=own, samples=samples, trained=trained, took_s=time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The kernel drops the lock with the process, so that a kill leaves none behind."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def graft(step: TrainStep, trial: Trial, trunk: Trunk, once: Callable[[], object]) -> str:

@@ -125,7 +125,7 @@ def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: P
     meta = _read_meta(folder)
     if meta is None:
         try:
-            with _lock(folder):
+            with locked(folder):
                 meta = _read_meta(folder)  # another process may have written it while we waited
                 if meta is None:
                     _write(folder, text, tokenizer, source, report, {"data": data, "sha256": sha256})
@@ -309,7 +309,7 @@ def _sha256(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold the right to write `folder`. The kernel drops the lock with the process, so a kill leaves none behind."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
