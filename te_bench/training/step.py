@@ -123,8 +123,7 @@ class TrainStep:
         self.states = states
         self.table = None if optimizer is None else self._table_adamw(optimizer)
         self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
-        if not self.captured:
-            parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
+        parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":

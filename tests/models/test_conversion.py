@@ -323,8 +323,7 @@ def test_on_a_gpu_it_trains(choice: recipe.Recipe) -> None:
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
     expected = model(x)
     report = convert(model, choice)
-    kept = 1 if getattr(choice, "bf16_last", 0.0) else 0
-    assert len(report.converted) == 3 - kept
+    assert len(report.converted) == 3 - choice.keeps_blocks
     model(x).float().square().sum().backward()
     coarsest = 0.3 if isinstance(choice, recipe.NVFP4BlockScaling) else 0.1  # E2M1's step is a quarter of a value
     assert 1e-3 < error(model(x).float(), expected.float()) < coarsest

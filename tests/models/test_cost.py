@@ -191,8 +191,8 @@ def test_llama_3_8b_fits_where_its_weights_and_states_are_in_fewer_bits() -> Non
             config=config, batch=1, padded=128256, fp8=True, fp8_head=True, logits=1, weights=weights, states=states
         )
         gib[weights, states] = sum(counted.values()) / 2**30
-    assert gib[None, None] > 130
-    assert gib["bf16", "bf16"] == pytest.approx(84.5, abs=1)
+    assert gib[None, None] == pytest.approx(124.7, abs=1)  # and what a captured graph's pool takes: too much
+    assert gib["bf16", "bf16"] == pytest.approx(76.5, abs=1)
     assert gib["bf16", "bf16"] - gib["bf16", "fp8"] == pytest.approx(8.03e9 * (4 - 2.125) / 2**30, rel=1e-3)
     update = {
         states: {c.kind: c.bytes for c in cost.step(

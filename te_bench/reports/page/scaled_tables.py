@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from te_bench.reports.analysis import rows
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.group_result import GroupResult
@@ -17,7 +18,7 @@ TITLES |= {"fp8_copies": "FP8 copies", "fp8_operands": "FP8 operands"}
 
 def times(result: GroupResult) -> Table | None:
     """Throughput of each GPU, efficiency, what collectives cost, memory, energy and the link."""
-    steps = result.scaled
+    steps = [step for step in result.scaled if step.configuration.outcome != rows.NOT_RUN]
     shown = [
         {
             "Configuration": label(step.configuration),
@@ -37,7 +38,10 @@ def times(result: GroupResult) -> Table | None:
         }
         for step in steps
     ]
-    return table_of("scaling", "A training step on one GPU and on several", shown, " ".join(_notes(steps)))
+    notes = _notes(steps)
+    if left := len(result.scaled) - len(steps):
+        notes.append(f"{left} planned step{'s have' if left > 1 else ' has'} not run yet.")
+    return table_of("scaling", "A training step on one GPU and on several", shown, " ".join(notes))
 
 
 def _efficiency(step: ScaledStep) -> Value:

@@ -164,6 +164,15 @@ def test_the_report_says_what_was_not_run(tmp_path):
     assert [drawing.name for drawing in gallery.figures_of(result, "")] == ["scaling"]
 
 
+def test_steps_that_nobody_has_run_yet_are_counted_below_the_table(tmp_path):
+    done = [step(20), step(25, 2)]
+    planned = [one.trial for one in (*done, step(0, 4), step(0, 8))]
+    result = journals.result_of(tmp_path, done, planned=planned, suite="scaling", title="Scaling")
+    [times] = tables.tables_of(result, "scaling")
+    assert [row[1].text for row in times.rows] == ["1", "2"]
+    assert times.note.endswith("2 planned steps have not run yet.")
+
+
 @pytest.mark.parametrize(
     "work", [{}, {"ranks": None, "tokens": None}, {"ranks": [3, {"memory": 1}], "interconnect": "x"}]
 )
