@@ -15,6 +15,7 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, MARKERS, blank, legend
 
 PANEL, REST = 1.75, 0.9  # inches of a panel, and of what is below all of them
 APART = 0.02  # of a number of GPUs, so that intervals stand beside each other
+LONG = 30  # characters of a name, of which two fit side by side below a figure
 LABEL = 0.13  # of a panel's height, that a line of text takes
 
 
@@ -62,7 +63,8 @@ def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:
 def _throughput(panels: Panels, what: str) -> Figure:
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     top = 1.1 * max(point.speed for lines in panels.values() for line in lines.values() for point in line)
-    figure = blank(REST + PANEL * len(panels) + 0.11 * len(names))
+    columns = 2 if max(map(len, names)) <= LONG else 1
+    figure = blank(REST + PANEL * len(panels) + 0.2 * len(names) / columns)
     several = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (title, lines) in zip(several, sorted(panels.items()), strict=True):
         for name, line in lines.items():
@@ -78,7 +80,7 @@ def _throughput(panels: Panels, what: str) -> Figure:
     several[0].minorticks_off()
     several[0].set_ylim(0, top)
     several[-1].set_xlabel(what)
-    legend_below(figure, [Line2D([], [], label=name, **_style(place)) for place, name in enumerate(names)], 2)
+    legend_below(figure, [Line2D([], [], label=name, **_style(place)) for place, name in enumerate(names)], columns)
     return figure
 
 
