@@ -261,6 +261,8 @@ class TrainStep:
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        if self.table is not None and not self.captured:
+            self.table.pass_by()
         self.parallel.reduce(self._trained() if self.table is None else self.table.gradient_holders())
         self._clip()
         return self.parallel.mean(losses[0] if n == 1 else torch.stack(losses).sum())
@@ -282,8 +284,6 @@ class TrainStep:
         if self.table is not None:
             if self.captured and self._graph is None:  # a pass that warms up
                 self.table.bind()
-            elif not self.captured and self.parallel is SINGLE:
-                self.table.pass_by()
             if self.optim.grad_clip:
                 self.grad_norm = self.table.clip(self.optim.grad_clip)
             return
