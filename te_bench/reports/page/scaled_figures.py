@@ -21,11 +21,11 @@ LABEL = 0.13  # of a panel's height, that a line of text takes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What one of `world` GPUs does: thousand tokens a second, and its efficiency."""
+    """What one of `world` GPUs does: thousand tokens a second, and its efficiency where the step was timed on one GPU."""
 
     world: int
     speed: float
-    efficiency: Ratio
+    efficiency: Ratio | None
 
 
 Panels = Mapping[str, Mapping[str, Sequence[Point]]]  # {way and mode: {configuration: its points}}
@@ -35,13 +35,13 @@ def throughput(result: GroupResult) -> Figure | None:
     """Tokens a second of each GPU by their number, a panel for each way to divide a step and each mode."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for step in result.scaled:
-        if not step.tokens_per_s or step.efficiency is None or step.parallel is None or step.baseline is None:
+        if not step.tokens_per_s or step.parallel is None:
             continue
         speed = step.tokens_per_s / 1e3
-        line = panels.setdefault(f"{step.parallel}, {step.configuration.trial.mode}", {}).setdefault(
-            _name(step, result.scaled),
-            [Point(world=1, speed=speed / step.efficiency.value, efficiency=Ratio(value=1.0, n=1))],
-        )
+        panel = panels.setdefault(f"{step.parallel}, {step.configuration.trial.mode}", {})
+        line = panel.setdefault(_name(step, result.scaled), [])
+        if step.efficiency and not line:
+            line.append(Point(world=1, speed=speed / step.efficiency.value, efficiency=Ratio(value=1.0, n=1)))
         line.append(Point(world=step.world, speed=speed, efficiency=step.efficiency))
     if not panels:
         return None
@@ -51,10 +51,11 @@ def throughput(result: GroupResult) -> Figure | None:
 
 
 def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:
-    """Recipe or precision, with the project, the attention and each rank's sequences where those differ."""
+    """Recipe or precision, with the project, fused blocks, the attention and each rank's sequences where those differ."""
     trial = step.configuration.trial
     words = [step.project] if len({one.project for one in steps}) > 1 else []
     words += [trial.recipe or trial.precision]
+    words += ["fused"] if trial.problem.get("blocks") == "fused" else []
     words += [trial.attention] if len({one.configuration.trial.attention for one in steps}) > 1 else []
     words += [f"{step.sequences:g} sequences"] if step.sequences and len({one.sequences for one in steps}) > 1 else []
     return ", ".join(words)
@@ -90,18 +91,20 @@ def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
     axes.plot(xs, [point.speed for point in line], **style)
     for x, point in zip(xs, line, strict=True):
         one = point.efficiency
-        if one.low is not None and one.high is not None:
+        if one and one.low is not None and one.high is not None:
             alone = point.speed / one.value
             axes.plot([x, x], [alone * one.low, alone * one.high], color=style["color"], linewidth=1.1)
 
 
 def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
     """At the ends of the lines, each beside its line's mark, so far apart that they can be read."""
-    ordered = sorted(lines, key=lambda one: one[0][-1].speed)
+    ordered = sorted((one for one in lines if one[0][-1].efficiency), key=lambda one: one[0][-1].speed)
     for (line, place), height in zip(
         ordered, apart([line[-1].speed for line, _ in ordered], LABEL * top, top), strict=True
     ):
-        text, where = f"{100 * line[-1].efficiency.value:.0f} %", (line[-1].world * 1.08, height)
+        last = line[-1].efficiency
+        assert last is not None
+        text, where = f"{100 * last.value:.0f} %", (line[-1].world * 1.08, height)
         axes.plot(*where, **_style(place))
         axes.annotate(text, where, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.8)
 

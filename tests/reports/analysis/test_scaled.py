@@ -9,9 +9,8 @@ from contrast import faint_texts
 from journals import record, step_record, trial
 
 from te_bench.reports.group_result import load_report
-from te_bench.reports.page import gallery, tables
+from te_bench.reports.page import gallery, scaled_figures, tables
 from te_bench.reports.page.headlines import headlines
-from te_bench.reports.page.scaled_figures import apart
 
 MIB = 2**20
 
@@ -119,9 +118,9 @@ def test_the_table_says_whether_waits_count_as_collectives(tmp_path, waiting):
 
 
 def test_labels_of_efficiency_stay_in_the_figure_and_apart():
-    assert apart([1, 5, 9], 1, 10) == [1, 5, 9]
-    assert apart([5, 5, 5.5], 1, 10) == [5, 6, 7]
-    assert apart([9, 9.1, 9.2, 9.3], 1, 10) == [6.5, 7.5, 8.5, 9.5]
+    assert scaled_figures.apart([1, 5, 9], 1, 10) == [1, 5, 9]
+    assert scaled_figures.apart([5, 5, 5.5], 1, 10) == [5, 6, 7]
+    assert scaled_figures.apart([9, 9.1, 9.2, 9.3], 1, 10) == [6.5, 7.5, 8.5, 9.5]
 
 
 def test_a_batch_that_no_rank_has_is_read(tmp_path):
@@ -152,6 +151,14 @@ def test_the_headline_is_the_fastest_step_on_the_most_gpus(tmp_path):
     assert said.startswith("Most tokens/s on 4 GPUs: ")
     assert "fsdp2 x4" in said
     assert ": 512,000 on each, 83.3 % of one GPU alone, over a link of 360.0 GB/s, on " in said
+
+
+def test_a_step_that_was_not_timed_on_one_gpu_is_in_the_figure_too(tmp_path):
+    result = result_of(tmp_path, step(20), step(25, 2), step(16, 2, precision="fp8", blocks="fused"))
+    [axes] = scaled_figures.throughput(result).axes
+    drawn = [line.get_ydata() for line in axes.lines]
+    assert [pytest.approx(12 * 1024 / 16)] in [list(ys) for ys in drawn]  # thousand tokens/s of a GPU
+    assert [text.get_text() for text in axes.texts] == ["80 %"]
 
 
 def test_the_report_says_what_was_not_run(tmp_path):
