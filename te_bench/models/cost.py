@@ -123,7 +123,6 @@ def memory(
     chunk: int = 0,
     known: bool = True,
     granularity: str = "tensor",
-    bf16_wgrad: bool = False,
     weights: str | None = None,
     states: str | None = None,
     turns: bool = True,
@@ -133,10 +132,9 @@ def memory(
     fp8: the layers' Linears compute in FP8; else in bf16, where a gated activation is made again and not kept. known: with
     scales known beforehand, as delayed scaling's: any activation is made again, and the optimizer leaves weights in FP8.
     Otherwise the activation is kept in FP8, and beside weights in bf16 what the backward pass reads of them. granularity: a
-    recipe's, what shares a scale. A tensor's one scale is not counted. bf16_wgrad: a recipe's, by which what Linears read is
-    kept uncast, the activation too. turns: large models (ONCE) with scales known beforehand hold weights in FP8 once, qkv
-    and proj keep nothing that they read, and a tied FP8 head reads no copy of its table, as in every step of one process
-    that torch.compile does not compile.
+    recipe's, what shares a scale. A tensor's one scale is not counted. turns: large models (ONCE) with scales known
+    beforehand hold weights in FP8 once, qkv and proj keep nothing that they read, and a tied FP8 head reads no copy of its
+    table, as in every step of one process that torch.compile does not compile.
     logits: rows of them that the head makes at a time, which in bf16 become their own gradient; fp8_head: that is kept for
     dx of `strip` rows and for dW of `chunk` rows. No gradient of a parameter is there yet but, in bf16, the head's.
     weights and states: as in `step`; of bf16 weights the residual stream is bf16, too.
@@ -151,9 +149,7 @@ def memory(
     normed = n * (s.heads + s.groups) * (2 * s.head_dim + 4) if s.head_norms else 0  # what is normed, and rstd
     size = 2 if granularity in IN_BF16 else 1
     once = turns and fp8 and known and linear >= ONCE
-    if fp8 and bf16_wgrad:
-        operands = 2 * (2 * tokens + n * s.ffn)
-    elif fp8:
+    if fp8:
         operands = size * (tokens if once else 2 * tokens + attended + (0 if known else n * s.ffn))
     else:
         operands = 2 * (2 * tokens + (0 if s.gated else n * s.ffn))
@@ -173,7 +169,7 @@ def memory(
         Held(what="attention", bytes=layers * (2 * (n * s.qkv + attended) + 4 * n * s.heads + normed)),
         Held(what="the activation's input", bytes=layers * 2 * n * s.ffn * (2 if s.gated else 1)),
         # In FP8, transposed, what the Linears read; in bf16 what all read but attention's output.
-        Held(what="operands of weight gradients", bytes=layers * (operands + (0 if bf16_wgrad else scales))),
+        Held(what="operands of weight gradients", bytes=layers * (operands + scales)),
         Held(what="head: hidden states and their gradient", bytes=(wide + 4) * tokens),
         Held(what="head: operands", bytes=2 * (tokens + head) if fp8_head else 2 * tokens),
         Held(

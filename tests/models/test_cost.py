@@ -8,6 +8,7 @@ import torch
 from kept_bytes import kept
 from table_adamw_cases import DELAYED, OPTIM, SMALL
 from torch import Tensor
+from whole_recipes import WHOLE
 
 from te_bench.kernels.linear_cross_entropy.autograd import chunk_rows
 from te_bench.kernels.linear_cross_entropy.backends import chunked
@@ -85,19 +86,10 @@ LLAMA = LlamaConfig(
     block_size=72, vocab_size=50,
 )  # fmt: skip
 QWEN = dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_word_embeddings=True)
-#: Recipes of all blocks.
-WHOLE = [name for name in recipes.names() if not recipes.load(name).keeps_blocks]
 #: recipe -> what `memory` is told of it.
 RECIPES: dict[str | None, dict[str, Any]] = {
     None: {"fp8": False},
-    **{
-        name: {
-            "fp8": True,
-            "known": False,
-            **{of: getattr(recipes.load(name), of) for of in ("granularity", "bf16_wgrad")},
-        }
-        for name in WHOLE
-    },
+    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in WHOLE},
     DELAYED: {"fp8": True},
 }
 
