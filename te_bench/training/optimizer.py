@@ -218,7 +218,7 @@ class TableAdamW:
     where a rank does not own all parameters, `state` has the moments of its own.
     A parameter that no backward pass of a step reached stays as it is, as under torch.optim.AdamW; its bias correction
     counts the table's updates, where torch counts its own. A captured graph updates in each replay those that its own pass
-    reached. Over several ranks all are reached.
+    reached.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ program reads, the weights in one file, is te_bench.training.checkpoints'.
 """
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from te_bench.models.modules.fp8_module import PREFIX, Fp8Module
 from te_bench.training.step import TrainStep
 
+#: What pickle raises for a list of contents that is cut off or damaged.
+UNREADABLE = (
+    *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, ValueError),
+)
 METADATA = ".metadata"  # torch.distributed.checkpoint writes it last: a folder that has it is whole
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER, SCALER, RANDOM = "model.", "optimizer.", "scaler.", "random."
@@ -167,12 +173,15 @@ def _without_moments(
 
 
 def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What a checkpoint holds. Raises ValueError for what is none."""
+    """What a checkpoint holds. Raises ValueError for what is none, and OSError where its list of contents is damaged."""
     if not (folder / METADATA).exists():
         raise ValueError(
             f"{folder} has no checkpoint of te_bench.training.resume, or one that was not written to its end"
         )
-    found: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+    try:
+        found: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except UNREADABLE as error:
+        raise OSError(f"cannot read the checkpoint {folder}, which may be damaged: {METADATA}: {error}") from error
     if "seed" not in found or not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
         raise ValueError(f"{folder} is a checkpoint of another program: load it by torch.distributed.checkpoint")
     return dict(found)

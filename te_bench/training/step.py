@@ -249,6 +249,7 @@ class TrainStep:
         n = self.optim.accumulate
         if len(tokens) % n:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
+        self.parallel.require_alike(tokens, targets)
         losses = []
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with contextlib.ExitStack() as computing:
@@ -261,6 +262,8 @@ class TrainStep:
             if self.table is not None:
                 self.table.gather()
             losses.append(loss.detach().clone())  # the clone outlives the CUDA graph's own memory
+        if self.table is not None and not self.captured:
+            self.table.pass_by()
         self.parallel.reduce(self._trained() if self.table is None else self.table.gradient_holders())
         self._clip()
         return self.parallel.mean(losses[0] if n == 1 else torch.stack(losses).sum())
@@ -282,8 +285,6 @@ class TrainStep:
         if self.table is not None:
             if self.captured and self._graph is None:  # a pass that warms up
                 self.table.bind()
-            elif not self.captured and self.parallel is SINGLE:
-                self.table.pass_by()
             if self.optim.grad_clip:
                 self.grad_norm = self.table.clip(self.optim.grad_clip)
             return

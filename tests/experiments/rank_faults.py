@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.quantize import Operand
 from te_bench.models.modules.tensor_parallel import Ranks
-from te_bench.training.parallel import ddp, fsdp2
+from te_bench.training.parallel import ddp, fsdp2, tp
 from te_bench.training.step import Optim, TrainStep
 
 PROBLEM = {"model": "tiny", "block": 16, "vocab": 250, "padded_vocab": 256, "batch": 4, "parallel": "ddp", "world": 2}
@@ -131,6 +131,28 @@ def other_experts(since: int) -> Callable[[], object]:
     return steps
 
 
+class Pair(torch.nn.Module):
+    tp_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.down(self.up(x)) - y).square().mean()
+
+
+def other_batches(mode: str) -> Callable[[], object]:
+    """Rank 1 is given half as many rows as rank 0."""
+
+    def steps() -> None:
+        divided = {"ddp": ddp.DDP, "tp": tp.TP}[mode]()
+        step = TrainStep(Pair(), Optim(), precision="fp32", mode="eager", parallel=divided)
+        step(*torch.ones(2, 4 - 2 * dist.get_rank(), 4))
+
+    return steps
+
+
 def slow_reference(trial: Trial, context: Context) -> dict[str, Any]:
     """The step, whose reference takes rank 1 longer than collectives wait."""
     usual = training_step.reference
@@ -222,6 +244,7 @@ def replies() -> dict[str, Any]:
         call.start()
     compute = {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (killed, fail)}
     compute |= {f"other experts, {since=}": of_ranks(in_a_trial(other_experts(since))) for since in (0, 1)}
+    compute |= {f"other batches, {mode=}": of_ranks(in_a_trial(other_batches(mode))) for mode in ("ddp", "tp")}
     compute |= {f"not a number, {check=}": of_ranks(not_a_number, check) for check in (True, False)}
     found = {name: ask() for name, ask in compute.items()}
     while not all(call.ended for call in calls.values()):

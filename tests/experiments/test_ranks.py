@@ -13,6 +13,7 @@ TOKENS = (
 )
 LATE = "came late or never to a collective that the others waited 4 s for"
 OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
+BATCHES = "rank 0 (4, 4) and (4, 4), rank 1 (2, 4) and (2, 4): each is to give the global batch"
 FAULTS = Path(__file__).with_name("rank_faults.py")
 
 
@@ -56,6 +57,13 @@ def replies() -> Any:
 def test_a_fault_of_one_rank_is_one_typed_row(replies: Any, fault: str, outcome: str, reason: str) -> None:
     assert replies[fault]["outcome"] == outcome
     assert replies[fault]["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "tp"])
+def test_ranks_with_batches_of_other_shapes_are_told(replies: Any, mode: str) -> None:
+    said = replies[f"other batches, {mode=}"]
+    assert said["outcome"] == "crashed"
+    assert said["reason"].endswith(BATCHES)
 
 
 def test_a_gather_in_fp8_is_what_the_record_says(replies: Any) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import te_bench.models as te
 from te_bench.experiments import ranks
@@ -182,6 +183,65 @@ def in_small_buckets(optimizer: str | None) -> dict[str, Any]:
     finally:
         dist.all_reduce, ddp.BUCKET_BYTES = send, usual
     return {**seen, "error": apart(gradients, one.gradients(*batch(0))[1])}
+
+
+class InParts(nn.Module):
+    """A Linear whose gradient comes in two parts, of reentrant checkpoints, the first of them early; and one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.unused, self.mixed = (nn.Linear(8, 8) for _ in range(3))
+        self.reentrant = True
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.own(x)
+            x = x + (checkpoint(self.mixed, x, use_reentrant=True) if self.reentrant else self.mixed(x))
+        return (x - y).square().mean()
+
+
+def in_parts(mode: str) -> dict[str, Any]:
+    """The largest error of a gradient in the second pass; and what is said of parts that only that one brings."""
+    usual, ddp.BUCKET_BYTES = ddp.BUCKET_BYTES, 1
+    torch.manual_seed(0)
+    x, y = torch.randn(2, ROWS, 8, dtype=torch.float64)
+    steps = []
+    for divided in (parallel.load(mode), parallel.load(mode), SINGLE):
+        torch.manual_seed(0)
+        steps.append(TrainStep(InParts().double(), OPTIM, precision="fp64", mode="eager", parallel=divided))
+    model: Any = steps[1].model
+    model.reentrant = False
+    try:
+        for step in steps:
+            step.gradients(x, y)
+        model.reentrant = True
+        return {
+            "error": apart(steps[0].gradients(x, y)[1], steps[2].gradients(x, y)[1]),
+            "refused": refusal(lambda: steps[1].gradients(x, y)),
+        }
+    finally:
+        ddp.BUCKET_BYTES = usual
+
+
+def unreached(mode: str) -> dict[str, Any]:
+    """Of the optimizer with one table, what becomes of a parameter that no pass reaches, and of the others beside one's."""
+    steps = []
+    x, y = torch.randn(2, ROWS, 8, generator=torch.Generator().manual_seed(0))
+    for divided in (parallel.load(mode), SINGLE):
+        torch.manual_seed(0)
+        how: dict[str, Any] = {"precision": "fp32", "mode": "eager", "optimizer": "reference"}
+        steps.append(TrainStep(InParts(), OPTIM, parallel=divided, **how))
+    model: Any = steps[0].model
+    before = model.unused.weight.detach().clone()
+    for step in steps:
+        for _ in range(2):
+            step(x, y)
+    weights = [{name: p.detach() for name, p in step.model.named_parameters()} for step in steps]
+    return {
+        "stays": torch.equal(model.unused.weight, before),
+        "error": apart(*weights),
+        "reached": sorted(steps[0].gradients(x, y)[1]),
+    }
 
 
 class Block(nn.Module):
@@ -598,6 +658,8 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["seeds"] = {mode: seeds(mode, **said) for mode, said in (("ddp", {}), ("tp", {"sequence_parallel": True}))}
     found["dropped"] = dropped()
     found["buckets"] = {str(optimizer): in_small_buckets(optimizer) for optimizer in (None, "reference")}
+    found["in parts"] = {mode: in_parts(mode) for mode in ("ddp", "fsdp2")}
+    found["unreached"] = {mode: unreached(mode) for mode in ("ddp", "zero1")}
     found["table"] = sharded_table()
     return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
 

@@ -324,6 +324,26 @@ def test_ddp_sends_buckets_while_the_backward_pass_goes_on(of_two: Any, optimize
     assert said["error"] < 2**-6
 
 
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_gradient_that_comes_in_parts_is_sent_when_it_is_whole(of_two: Any, mode: str) -> None:
+    """As of a layer in several reentrant checkpoints, each of which is a backward pass within the pass."""
+    assert of_two["in parts"][mode]["error"] < 1e-12
+
+
+def test_a_gradient_whose_parts_the_first_pass_did_not_bring_is_refused(of_two: Any) -> None:
+    said = of_two["in parts"]["ddp"]["refused"]
+    assert said.startswith("this pass brought a gradient in more parts than the first"), said
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_a_parameter_that_no_rank_s_pass_reaches_stays_as_it_is(of_two: Any, mode: str) -> None:
+    """As in one process, under te-bench's own optimizer, too."""
+    said = of_two["unreached"][mode]
+    assert said["stays"]
+    assert said["error"] < 1e-5
+    assert said["reached"] == ["mixed.bias", "mixed.weight", "own.bias", "own.weight"]
+
+
 def test_fsdp2_gathers_matrices_and_scatters_their_gradients(found: Any) -> None:
     """Blocks are gathered for either pass, the tables once; vectors are whole in every rank."""
     said = {each["name"]: each for each in found["fsdp2"]["collectives"]}

@@ -110,6 +110,17 @@ def test_what_cannot_be_written_or_read_is_an_error_that_names_the_folder(tmp_pa
         resume.load(step, tmp_path / "at")
 
 
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.99])
+def test_a_list_of_contents_that_is_cut_off_is_a_damaged_checkpoint(tmp_path: Path, share: float) -> None:
+    step = a_step(SINGLE, "bf16")
+    resume.save(step, tmp_path / "at", 1)
+    contents = tmp_path / "at" / ".metadata"
+    whole = contents.read_bytes()
+    contents.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(OSError, match=r"^cannot read the checkpoint .*/at, which may be damaged: \.metadata: "):
+        resume.load(step, tmp_path / "at")
+
+
 @pytest.mark.parametrize("optimizer", [None, "reference"])
 def test_fp8_may_begin_where_bf16_ended(tmp_path: Path, optimizer: str | None) -> None:
     """Its scales are as those of a model that has seen nothing, where they were, whatever they were."""

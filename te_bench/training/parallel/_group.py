@@ -21,6 +21,7 @@ class Grouped(Parallel):
     def __init__(self) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.replicas, self.replica = self.world, self.rank
+        self._shapes: set[tuple[torch.Size, ...]] = set()  # that all ranks were given at once
         self.group: Any = None  # over which gradients are averaged; None: all ranks
         _patient(dist.group.WORLD)  # every rank makes it at once
 
@@ -40,6 +41,18 @@ class Grouped(Parallel):
 
     def seed(self, seed: int) -> int:
         return seed << 16 | self.draws
+
+    def require_alike(self, *batch: Tensor) -> None:
+        shapes = tuple(x.shape for x in batch)
+        if shapes in self._shapes:
+            return
+        found = self.of_all(shapes)
+        if any(each != shapes for each in found):
+            given = ", ".join(
+                f"rank {rank} {' and '.join(map(str, map(tuple, each)))}" for rank, each in enumerate(found)
+            )
+            raise ValueError(f"ranks have batches of other shapes, {given}: each is to give the global batch")
+        self._shapes.add(shapes)
 
     def rows(self, x: Tensor) -> Tensor:
         if len(x) % self.replicas:

@@ -3,13 +3,14 @@
 No wrapper is around the model, and no hook on its modules: fused blocks, heads and table optimizers, whose gradients arrive
 at copies of the weights, are as in one process. The first pass plans the buckets: each of one dtype, that in which its
 gradients arrive, from the last parameter to the first, as a backward pass goes. Every rank sends them in that order,
-whatever the order in which its own gradients arrive; one that is whole only after the pass, or in a captured graph, is sent
-after it. All ranks must have gradients of the same parameters in every pass: zeros in place of others would not be what one
-process computes.
+whatever the order in which its own gradients arrive; one that is whole only after the pass, or comes in parts, as those of
+layers in several reentrant checkpoints do, is sent after it. All ranks must have gradients of the same parameters in every
+pass: zeros in place of others would not be what one process computes.
 """
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class _Plan:
 
     kinds: list[Kind]
     buckets: list[list[int]]
-    places: dict[int, int]  # by id of the holder
+    places: dict[int, int]  # by id of the holder, of what arrives whole while the pass goes on
 
 
 class DDP(Grouped):
@@ -42,7 +43,8 @@ class DDP(Grouped):
         super().__init__()
         self._sending = False
         self._plan: _Plan | None = None
-        self._arrived: dict[int, Tensor | None] = {}  # by id of the holder, or once there is a plan by its place
+        self._times: Counter[int] = Counter()  # that the first pass brought a gradient, by id of the holder
+        self._arrived: dict[int, Tensor | None] = {}  # by place
         self._sent: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
@@ -54,14 +56,20 @@ class DDP(Grouped):
         if not self._sending:
             return
         if self._plan is None:
-            self._arrived[id(holder)] = None
+            self._times[id(holder)] += 1
         elif (place := self._plan.places.get(id(holder))) is not None:
+            if place in self._arrived:  # and may be on its way
+                raise Indivisible(
+                    "this pass brought a gradient in more parts than the first, as reentrant checkpoints do: checkpoint "
+                    "with use_reentrant=False"
+                )
             self._arrived[place] = holder.grad
             self._send_whole(self._plan)
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
         self._arrived, self._sent, self._sending = {}, [], True
+        self._times.clear()
         try:
             yield
         finally:
@@ -85,7 +93,6 @@ class DDP(Grouped):
         kinds = [(place, holder.numel(), str(holder.grad.dtype)) for place, holder in held if holder.grad is not None]
         if self._plan is None:
             self._plan = self._planned(held, kinds)
-            self._arrived = {}
         elif kinds != self._plan.kinds:
             raise Indivisible(OTHERS.format("this pass brought gradients of other parameters than the first"))
         self._arrived |= {place: holder.grad for place, holder in held}
@@ -98,8 +105,8 @@ class DDP(Grouped):
         self._arrived, self._sent = {}, []
 
     def _planned(self, held: list[tuple[int, nn.Parameter]], kinds: list[Kind]) -> _Plan:
-        """The same in every rank, as all find out together. What arrives while a pass goes on comes before what does not."""
-        late = [place for place, holder in held if id(holder) not in self._arrived]
+        """The same in every rank, as all find out together. What is whole while a pass goes on comes before the rest."""
+        late = [place for place, holder in held if self._times[id(holder)] != 1]
         self._require_alike((kinds, late), self.device)
         buckets: list[list[int]] = []
         filling: dict[str, list[int]] = {}
@@ -109,7 +116,8 @@ class DDP(Grouped):
             bucket.append(place)
             if sum(nbytes[each] for each in bucket) >= BUCKET_BYTES:
                 buckets.append(filling.pop(dtype))
-        return _Plan(kinds, [*buckets, *filling.values()], {id(holder): place for place, holder in held})
+        places = {id(holder): place for place, holder in held if place not in late}
+        return _Plan(kinds, [*buckets, *filling.values()], places)
 
     def _require_alike(self, value: object, device: torch.device) -> None:
         digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
