@@ -1,5 +1,6 @@
 """What every test may use; its being here also puts this folder on the import path."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -16,9 +17,15 @@ import pytest
 ROOT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
-# Where there is no GPU, Triton's kernels run in its interpreter; it reads this when it is first imported.
-if not any(Path("/dev").glob("nvidia[0-9]*")):
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Where there is no GPU, Triton's kernels run in its interpreter, here alone: te-bench in a process of its own is as a user has
+# it. Triton reads the variable when it is imported, for its own functions, and the knob for others.
+if not any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
+    with contextlib.suppress(ImportError):
+        from triton import knobs
+
+        knobs.propagate_env = False
+        knobs.runtime.interpret = True
+        del os.environ["TRITON_INTERPRET"]
 
 # Modules make objects by the hundred thousand and torch's compiler by the million, few of them garbage.
 gc.set_threshold(100_000)

@@ -130,6 +130,7 @@ def test_what_a_recipe_leaves_out_of_fp8_is_not_counted() -> None:
     assert found.gemms == 10
 
 
+@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("name", ["float8_current_scaling_bf16_wgrad", "float8_current_scaling_bf16_first"])
 def test_a_converted_model_with_a_part_in_bf16_passes_and_its_record_says_so(name: str, tmp_path: Path) -> None:
     """Of two layers of seven Linears, two of the MLP's as one; a head of the recipe's or, for wgrad, in half precision."""
