@@ -7,18 +7,22 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md many-gpus.md results.md performance.md attention.md gate.md convergence-records.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables reports clean
+.PHONY: demo test test-slow docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables reports clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench demo
 
 # The tests start hundreds of processes, each of which would compile te_bench anew where Python is told to write no bytecode.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: .venv/test.done
 	$(MAKE) --no-print-directory -j $(JOBS) lint check-tables compile-tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not gpu and not alone and not slow"
 
-# Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test`.
+# Whole runs, trainings and clusters, and what compiles: each takes more than ten seconds.
+test-slow: .venv/test.done
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "slow and not gpu and not alone"
+
+# Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test-slow`.
 compile-other-gpus: .venv/test.done
 	$(BIN)/python -m pytest -n $(JOBS) -m other_gpus tests/kernels/test_other_gpus.py
 

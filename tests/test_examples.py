@@ -111,6 +111,7 @@ GAPS = {
 LAYERS = {"plain_loop": 5, "hf_trainer": 15, "accelerate_loop": 15, "lightning_fit": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "device",
     [

@@ -235,6 +235,7 @@ def test_the_repository_is_left_as_it_was(gate: Callable[..., Any], repository: 
     assert (repository.git("status", "--porcelain", "--branch"), repository.git("worktree", "list")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
     repository: Repository, tmp_path: Path, number: signal.Signals

@@ -14,6 +14,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "only", "named"),
     [("own:make", "*64/own/bf16*,*64/flash/bf16*", "own-make"), ("./llama", "*64/own/fp8/float8*", "llama")],

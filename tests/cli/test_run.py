@@ -59,6 +59,7 @@ def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     assert "(another mask)" in told
 
 
+@pytest.mark.slow
 def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_path: Path) -> None:
     """Which may be deleted: whoever needs it then trains it again, and says so."""
     of_it = ("--device", "cpu", "--preset", "cpu", "--steps", 4, "--branch-at", 2, "--data", "random", "--seeds", 1)

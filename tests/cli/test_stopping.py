@@ -43,6 +43,7 @@ def outcomes(out: Path) -> dict[str, Counter[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_stops_what_is_decided_and_the_verdict_agrees(tmp_path: Path) -> None:
     arguments = ("--recipes", "delayed_scaling,rowwise_scaling", "--seeds", 5)
     done = run(tmp_path, *arguments, rowwise_scaling=0.1)

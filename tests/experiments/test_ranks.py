@@ -101,6 +101,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return done.stdout, found, (folder / "report" / "report.md").read_text(), theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "seen"), [("ddp", {"allreduce"}), ("fsdp2", {"allgather", "reduce_scatter", "allreduce"})]
 )
@@ -118,6 +119,7 @@ def test_a_run_divides_its_steps_and_says_so(scaled: Any, mode: str, seen: set[s
     assert len(step["samples"]["latency_s"]) == 20
 
 
+@pytest.mark.slow
 def test_a_run_by_hsdp_says_its_groups(tmp_path: Path) -> None:
     """Of a step that gathers in FP8: which ranks share weights, by which collectives, held to what was asked for."""
     sizes = ("--device", "cpu", "--model", "tiny", "--batch", "4", "--tokens", "16", "--seeds", "1")

@@ -49,6 +49,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_every_fault_is_one_row_of_its_own_kind_and_the_sweep_goes_on(tmp_path: Path) -> None:
     """And the same command once more repeats what was interrupted, nothing else."""
     command = ("run", "faults", "--out", tmp_path / "out", "--device", "cpu", "--cache", tmp_path)
@@ -329,6 +330,7 @@ def uninterrupted() -> Counter[tuple[str, str]]:
     return Counter((trial["id"], "ok") for trial in planned("naps"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobody(tmp_path: Path, seed: int) -> None:
     """Three kills: while it starts, while a trial runs, and anywhere; then the same command to the end.

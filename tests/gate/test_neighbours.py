@@ -125,6 +125,7 @@ def test_a_suite_that_times_nothing_is_refused() -> None:
         neighbours.first_timed("memory", Options(device="cuda"), None)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_by_real_processes_of_which_none_stays(tmp_path: Path) -> None:
     only = "*t128-d32-full/math/*"
     asked = ("attention", "--device", "cpu", "--only", only, "--rounds", "2", "--out", tmp_path)

@@ -235,6 +235,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_on_a_cluster_each_gate_is_one_as_here(tmp_path: Path) -> None:
     """Its answers count for a self-test without a cluster, too, which has nothing left to run."""

@@ -30,6 +30,7 @@ def found() -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_goes_on_as_if_it_had_not_stopped(found: Any, kind: str) -> None:
     said = found["written"][kind]

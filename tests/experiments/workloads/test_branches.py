@@ -93,6 +93,7 @@ def test_a_control_that_branches_ends_where_one_that_does_not_ends(arm: Any, con
         assert found.samples["trunk_val_loss"] + found.samples["val_loss"] == straight["val_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_heads", "unchecked")
 @pytest.mark.parametrize("problem", [{}, {"dropout": 0.5}, FUSED], ids=["modules", "dropout", "fused"])
 def test_all_arms_go_on_from_one_trunk(arm: Any, context: Context, problem: Any) -> None:

@@ -73,6 +73,7 @@ def test_it_gives_up_at_a_limit_which_a_cpu_needs_and_nothing_fits_is_out_of_mem
         max_batch.run(trial(), Context())
 
 
+@pytest.mark.slow
 def test_a_try_is_a_real_step_in_a_process_of_its_own_under_a_real_limit() -> None:
     """Two tries as a trial's process makes them, which is small: one that has run other tests may be beyond the limit."""
     spawned = multiprocessing.get_context("spawn")

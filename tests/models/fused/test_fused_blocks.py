@@ -336,6 +336,7 @@ def test_a_linear_that_computes_otherwise_is_not_fused(wrapped: bool) -> None:
     assert torch.equal(loss, plain(*a_batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton_kernels")
 @pytest.mark.parametrize(
     ("precision", "recipe", "config"),

@@ -109,6 +109,7 @@ def te_bench(*arguments: object, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_suites_measure_it_check_it_and_report_it(tmp_path: Path) -> None:
     only = "*chunked*/fp8/delayed_scaling/*"  # fused and not
     te_bench("run", "speed", "--model", NAME, "--device", "cpu", "--only", only, "--out", "out", folder=tmp_path)
