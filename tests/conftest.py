@@ -17,8 +17,8 @@ import pytest
 ROOT = str(Path(__file__).resolve().parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
 
-# Where there is no GPU, Triton's kernels run in its interpreter, in this process alone: others are as a user has them. Triton
-# reads the variable when it is imported, for its own functions, and the knob for others.
+# Where there is no GPU, Triton's kernels run in its interpreter, in this process alone: others are as a user has them.
+# Triton reads the variable when it is imported, for its own functions, and the knob for others.
 if not any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     with contextlib.suppress(ImportError):
         from triton import knobs
