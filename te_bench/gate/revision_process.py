@@ -2,8 +2,8 @@
 
 Loaded by `fork_server`, with the revision's checkout first on the path: this file is the gate's own, the same for both
 revisions, and everything it imports from te_bench is the revision's. It may therefore rely only on what every revision has:
-spec.Trial, trial.run, plan.resolve and a `timing` whose functions take (call, device). What else it needs of the gate's own
-it is given.
+plugins.load, spec.Trial, measurement.Context, trial.run, plan.resolve and a `timing` whose functions take (call, device).
+What else it needs of the gate's own it is given.
 
 Talks in JSON lines over a socket. It is asked {"ask": "plan" | "load" | "trial", ...} and answers with one line, but for a
 trial: there the fork sends {"pid"}, then {"ready": NAME} whenever the workload wants to time a call, is asked for {"calls":

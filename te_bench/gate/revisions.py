@@ -37,7 +37,8 @@ from te_bench.reports.files import write_file
 QUESTION, LOG = "question.json", "trials.log"
 MOST_NAMED = 2  # trials of a round, in the line that announces it
 #: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
-#: What each look may claim shrinks with their number: these find most (docs/gate.md).
+#: What each look may claim shrinks with their number: these find most. Of simulated gates of six trials, one of them 5 %
+#: slower, 98 % find it in three minutes where pairs vary by 3.3 %; 91 % with looks at 6, 9, 13, 18 and 25.
 LOOKS = (6, 10, 16, 25, 36)
 
 
