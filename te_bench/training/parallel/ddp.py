@@ -3,9 +3,8 @@
 No wrapper is around the model, and no hook on its modules: fused blocks, heads and table optimizers, whose gradients arrive
 at copies of the weights, are as in one process. The first pass plans the buckets: each of one dtype, that in which its
 gradients arrive, from the last parameter to the first, as a backward pass goes. Every rank sends them in that order,
-whatever the order in which its own gradients arrive; one that is whole only after the pass, or in a captured graph, is sent
-after it. All ranks must have gradients of the same parameters in every pass: zeros in place of others would not be what one
-process computes.
+whatever the order in which its own gradients arrive; one that is whole only after the pass is sent after it. All ranks must
+have gradients of the same parameters in every pass: zeros in place of others would not be what one process computes.
 """
 
 import contextlib
