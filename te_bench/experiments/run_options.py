@@ -86,6 +86,11 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
             raise ValueError(f"{flag}: {name} is named twice; name each once")
 
 
+def _several(flag: str, value: int) -> None:
+    if not 2 <= value <= 1024:
+        raise ValueError(f"{flag} {value}: give 2 to 1024; for one GPU leave it out, and --parallel")
+
+
 def _a_mode(flag: str, value: str) -> None:
     plugins.check("mode of parallelism", value, parallels.names())
 
@@ -285,7 +290,7 @@ class Options:
         unheeded="measures times, which trials beside others would falsify",
     )
     gpus_per_trial: int | None = _option(
-        "GPUs of each training step, on a CPU processes; its batch is divided over them.", range=(2, 1024)
+        "GPUs of each training step, 2 to 1024, on a CPU processes; its batch is divided over them.", check=_several
     )
     parallel: str | None = _option(
         "How --gpus-per-trial divide a step: ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1.",
@@ -391,7 +396,7 @@ def check_ranks(options: Options) -> None:
         what = "the weights" if parallel == "hsdp" else "each layer"
         legal, got = " or ".join(map(str, divisors)), "" if shard is None else f"; got {shard}"
         raise ValueError(
-            f"--parallel {parallel}: how many of --gpus-per-trial {world} share {what} is --shard {legal}{got}"
+            f"--parallel {parallel}: give --shard {legal}, how many of --gpus-per-trial {world} share {what}{got}"
         )
 
 

@@ -22,8 +22,8 @@ TOGETHER = "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, 
 OF_SCALING = "the suite scaling has ddp, fsdp2, tp on each number of GPUs; leave it out and choose trials by --only"
 PREDICTED = "or predict a step by te-bench plan scaling --world N"
 OF_SHARD = "--shard 2 goes with --gpus-per-trial N --parallel fsdp2+tp or hsdp: no other mode"
-OF_4 = "--parallel hsdp: how many of --gpus-per-trial 4 share the weights is --shard 2; got 3"
-OF_8 = "--parallel hsdp: how many of --gpus-per-trial 8 share the weights is --shard 2 or 4"
+OF_4 = "--parallel hsdp: give --shard 2, how many of --gpus-per-trial 4 share the weights; got 3"
+OF_8 = "--parallel hsdp: give --shard 2 or 4, how many of --gpus-per-trial 8 share the weights"
 USAGE = [
     (["run", "quik"], f"unknown suite 'quik'. Did you mean quick? Known: {SUITES}."),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
@@ -36,6 +36,10 @@ USAGE = [
     ),
     (["run", "speed", "--gpus-per-trial", "2"], TOGETHER),
     (["run", "speed", "--parallel", "ddp"], TOGETHER),
+    *(
+        (["run", "speed", "--gpus-per-trial", n, "--parallel", "ddp"], f"--gpus-per-trial {n}: give 2 to 1024; for one")
+        for n in ("0", "1", "1025")
+    ),
     *(
         ([verb, "scaling", *words], f"{words[0]}: {OF_SCALING} '*-{mode}-x2/*', {PREDICTED}")
         for verb, words, mode in (
