@@ -151,9 +151,9 @@ def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
 def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) -> Tensor:
     """(rows, 1, 1, d2), of freqs (S, 1, 1, d2) what row i of sequence b turns by: freqs[i - cu_seqlens[b]].
 
-    Differentiable; the device alone reads cu_seqlens. Angles that freqs do not have are NaN; those of rows after the last
-    sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises ValueError for S < longest, and where
-    freqs and cu_seqlens are on two devices.
+    Differentiable; the device alone reads cu_seqlens, in about 11 small launches. Angles that freqs do not have are NaN;
+    those of rows after the last sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises
+    ValueError for S < longest, and where freqs and cu_seqlens are on two devices.
     """
     _check_form(freqs)
     if freqs.shape[1] != 1 or len(freqs) < longest:

@@ -11,8 +11,20 @@ from the median of the five around them are drawn in to there (Hampel's identifi
 Penalty: what no more than alpha of series of pure Gaussian noise, equally long and treated alike, would pay for a change.
 Half of alpha is kept for cuts in several places at once, which that simulation leaves out.
 
-docs/method.md has its false alarms and what it finds, by the length of the
-series; tests/reports/history/test_change_points.py measures again.
+What it does at alpha 0.01, 1000 series a figure, in %; a step of 5 % in noise of 1 % counts as found within one place.
+tests/reports/history/test_change_points.py measures again.
+
+    values                                   6    10    20    50   100   200
+    false alarms, Gaussian noise           0.2   0.7   0.3   0.4   0.7   0.3
+    false alarms, Student's t, 4 df        0.4   0.3   0.7   1.0   1.6   1.3
+    false alarms, Laplace noise            0.5   0.7   0.8   1.3   2.1   2.0
+    false alarms, one value of 130 %       0.3   0.8   0.5   0.6   0.7   1.0
+    step found, in the middle               25    61   100   100   100   100
+    step found, 3 values old                23    50    90   100   100   100
+    step found, 2 values old                19    40    73    95    99    99
+
+Of the steps found, the interval of the place held the true one in 99 % or more. That of the size held 1.05 in 93 to 95 %
+from 20 values on (90 % of 10, 80 % of 6, where only steps that look large are found).
 """
 
 import functools

@@ -2,9 +2,10 @@
 
 q, k, v and dO are E4M3 with a scale a head, from the head's own amax (current scaling). Forward: S = scale Q K^T of the FP8
 operands; P = 2^(S - m_i) in float32, m_i the rows' maxima, and l_i P's own sums; 2^8 P, at most 256 of the 448 there are, is
-rounded to E4M3 for O = P V / l_i. Backward: S again, and dP = dO V^T, of FP8 operands; P and dS = P (dP - delta) are rounded
-to the inputs' dtype for dV = P^T dO, dQ = scale dS K and dK = scale dS^T Q with dO, K and Q as they came. delta is the rows'
-sums of O * dO with the dO of dP, so that the rows of dS add up to 0.
+rounded to E4M3 for O = P V / l_i, so a weight below 2^-18 of its row's largest is 0. Backward: S again, and dP = dO V^T, of
+FP8 operands; P and dS = P (dP - delta) are rounded to the inputs' dtype for dV = P^T dO, dQ = scale dS K and
+dK = scale dS^T Q with dO, K and Q as they came. delta is the rows' sums of O * dO with the dO of dP, so that the rows of dS
+add up to 0.
 
 dO in E4M3 and not in E5M2, the format of gradients elsewhere: a scale for each head, from the very tensor, leaves 2^17 from
 the largest element to the last, and dS is a difference in which a third bit of the mantissa counts. A head that has a NaN or
