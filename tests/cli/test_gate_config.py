@@ -82,7 +82,6 @@ def answer(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_passes(gate, commit, tmp_path):
     base = commit({"job.sh": SCRIPT.format(seconds=0.05)})
     commit({"job.sh": SCRIPT.format(seconds=0.07)})
