@@ -98,13 +98,12 @@ def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
 
 def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
     """At the ends of the lines, each beside its line's mark, so far apart that they can be read."""
-    ordered = sorted((one for one in lines if one[0][-1].efficiency), key=lambda one: one[0][-1].speed)
-    for (line, place), height in zip(
-        ordered, apart([line[-1].speed for line, _ in ordered], LABEL * top, top), strict=True
-    ):
-        last = line[-1].efficiency
-        assert last is not None
-        text, where = f"{100 * last.value:.0f} %", (line[-1].world * 1.08, height)
+    ends = sorted(
+        (line[-1].speed, line[-1].world, last.value, place) for line, place in lines if (last := line[-1].efficiency)
+    )
+    heights = apart([speed for speed, *_ in ends], LABEL * top, top)
+    for (_, world, efficiency, place), height in zip(ends, heights, strict=True):
+        text, where = f"{100 * efficiency:.0f} %", (world * 1.08, height)
         axes.plot(*where, **_style(place))
         axes.annotate(text, where, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.8)
 

@@ -59,7 +59,7 @@ class Parallel:
         """What dropout's masks are drawn by: in each rank another, of each of a repetition's seeds."""
         return seed
 
-    def require_alike(self, *batch: "Tensor") -> None:
+    def require_same_shapes(self, *batch: "Tensor") -> None:
         """Raise ValueError where ranks were given batches of different shapes. Asks the others once for each shape."""
 
     def rows(self, x: "Tensor") -> "Tensor":

@@ -42,7 +42,7 @@ class Grouped(Parallel):
     def seed(self, seed: int) -> int:
         return seed << 16 | self.draws
 
-    def require_alike(self, *batch: Tensor) -> None:
+    def require_same_shapes(self, *batch: Tensor) -> None:
         shapes = tuple(x.shape for x in batch)
         if shapes in self._shapes:
             return
