@@ -274,6 +274,12 @@ class Options:
         check=_a_branch,
         unheeded="trains every run from its first step",
     )
+    design: str | None = _option(
+        "What a recipe's runs are compared with: pairs, bf16's of the same seed; pool, the mean of more bf16 runs.",
+        str,
+        check=lambda flag, value: plugins.check(flag, value, ["pairs", "pool"]),
+        unheeded="gives no verdict on convergence",
+    )
     as_pilot: bool | None = _option(
         "Run the first rounds of a plan for their spread alone; their means stay hidden.",
         bool,

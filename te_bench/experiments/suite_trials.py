@@ -1,6 +1,9 @@
 """The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
+from typing import Any
+
 from te_bench import plugins
+from te_bench.experiments import environment
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Options, Trial
@@ -48,6 +51,19 @@ BENCH_PY: Settings = {
     "learning_rate": 1e-4,
     "min_learning_rate": 1e-4,
 }
+
+HOPPER = (9, 0)
+
+
+def gpu_here() -> dict[str, Any]:
+    """The first GPU that CUDA would see; {} without one."""
+    return next(iter(environment.visible_gpus()), {})
+
+
+def attention_kernels() -> tuple[str, str]:
+    """(the fastest of torch's, the fastest of all) on the GPU here. A plan made without a GPU is a Hopper's."""
+    capability = gpu_here().get("capability") or HOPPER
+    return ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
 
 
 def recipes() -> list[str]:

@@ -18,17 +18,19 @@ ASKED = "does FP8 train like BF16"
 #: gpt2-short: at step 200 of 2,035 of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
 MARGINS = {"cpu": 0.01, "cpu-pool": 0.05, "char": 0.01, "gpt2": 0.005, "llama": 0.005, "gpt2-short": 0.02}
 TIGHTER = {"gpt2": 0.003, "llama": 0.003}
-#: Runs of each recipe. Of a pool: the fewest rounds that its plan's assumed spread has 80 % power with at a true gap of 0.
-SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 20, "llama": 20, "gpt2-short": 14}
-#: Presets whose recipes share a pool of bf16 runs: after so long a training runs of one seed are hardly alike, and pairs buy
-#: nothing.
-POOLED = frozenset({"cpu-pool", "gpt2", "llama"})
+#: Runs of each recipe.
+SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 8, "llama": 8, "gpt2-short": 14}
+#: Presets whose recipes share a pool of bf16 runs, unless --design says otherwise.
+POOLED = frozenset({"cpu-pool"})
 PILOT = 3  # rounds of a pilot: with six recipes and three bf16 runs a round, 20 degrees of freedom
 
 #: The broken arm: a fault that is seen for certain (docs/convergence.md), and the recipe that it is planted into.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
 BROKEN = 3  # runs of the broken arm beside a pool: its gap is a thousand times what runs vary by
+
+#: Of the step that te-bench recommends, which has an FP8 head too.
+FASTEST = "delayed_scaling"
 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
@@ -37,10 +39,10 @@ FUSED_HEADS = ("chunked", "fp8")
 #: rest on a spread that is hardly known.
 TRUNKS = 6
 #: As SEEDS. By the spread that a plan assumes, where one is there.
-BRANCH_SEEDS = {"gpt2": 18, "llama": 18}
+BRANCH_SEEDS = {"gpt2": 8, "llama": 8}
 
 HEEDS = (
-    frozenset({"model", "recipes", "margin", "alpha", "preset", "branch_at", "as_pilot", "fused", "share"})
+    frozenset({"model", "recipes", "margin", "alpha", "preset", "branch_at", "design", "as_pilot", "fused", "share"})
     | presets.TRAINING
 )
 
@@ -50,9 +52,7 @@ def experiment(options: Options) -> Experiment:
     branch = options.branch_at is not None
     problem = presets.problem_of(options)
     problem |= _branched(options, preset, problem["steps"])
-    pooled = preset in POOLED and not branch
-    if options.as_pilot and not pooled and not branch:
-        raise ValueError(f"--as-pilot: preset {preset} compares runs by pairs; take one of {', '.join(sorted(POOLED))}")
+    pooled = options.design == "pool" if options.design else preset in POOLED and not branch
     usual, pilot = SEEDS[preset], PILOT
     if branch:
         usual, pilot = BRANCH_SEEDS.get(preset, max(TRUNKS, usual)), TRUNKS
@@ -93,6 +93,8 @@ def _branched(options: Options, preset: str, steps: int) -> Settings:
     if options.branch_at is None:
         return {}
     flag = f"--branch-at {options.branch_at}"
+    if options.design == "pool":
+        raise ValueError(f"{flag} beside --design pool: runs of one trunk are pairs; leave --design out")
     if options.branch_at >= steps:
         raise ValueError(f"{flag}: the training has {steps} steps, and FP8 is to have some; give fewer")
     if run_options.fewer_bits(options):
@@ -130,7 +132,7 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     if preset in presets.FUSED:  # bf16 too runs through the fused step
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
-            found += [(suite_trials.FP8_RECIPE, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
+            found += [(FASTEST, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return _possible(found)

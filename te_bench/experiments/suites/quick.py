@@ -3,14 +3,13 @@
 A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger sweeps are the suite `speed`'s.
 """
 
-from te_bench.experiments import environment, suite_trials
+from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import attention, speed
 
 SEEDS = {"cuda": 2, "cpu": 1}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
-HOPPER = (9, 0)
 FP8_FROM = (8, 9)  # compute capability: Ada
 SMALL_BATCH, SMALL_GPU = 4, 32 * 2**30  # manual attention's 12 x 1024 tokens take 22.6 GiB, its check beside them
 
@@ -24,9 +23,9 @@ def _on_a_gpu(options: Options) -> Experiment:
 
     A plan made without a GPU is a Hopper's.
     """
-    gpu = next(iter(environment.visible_gpus()), {})
-    capability = gpu.get("capability") or HOPPER
-    cudnn, own = ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
+    gpu = suite_trials.gpu_here()
+    capability = gpu.get("capability") or suite_trials.HOPPER
+    cudnn, own = suite_trials.attention_kernels()
     precision = "fp8" if tuple(capability) >= FP8_FROM else "bf16"
     batch = SMALL_BATCH if gpu.get("memory_bytes", SMALL_GPU) < SMALL_GPU else speed.GPT2["batch"]
     problem: Settings = {**speed.GPT2, "batch": batch}

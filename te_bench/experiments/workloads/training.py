@@ -2,9 +2,9 @@
 
 The clock counts training only: not evaluation, not the looks at FP8's numerics, not the check, not the first two steps, in
 which a compiled model is compiled.
-samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s, val_loss_native;
-probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and underflowed:..., the latter two fractions
-of the elements.
+samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s; val_loss_native, at
+the end, under a budget at each evaluation; probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and
+underflowed:..., the latter two fractions of the elements.
 Of a branch all of these are from its first step on, and trunk_step, trunk_loss and so on are of the trunk before it.
 work: batch, tokens and windows; ran (checks.what_ran); tries of batch "max"; trunk, of a branch: the SHA-256 of the weights
 that it began with, whether this trial trained them, and took_s, how long it did so or waited; on a GPU launches, the kernels
@@ -276,18 +276,23 @@ class _Curve:
         self.more.setdefault(name, []).append(value if known else None)
 
     def _evaluate(self) -> str | None:
-        """Note the validation loss; one that is not finite is a reason to end training."""
+        """Note the validation loss; one that is not finite is a reason to end training.
+
+        Of evaluations in both precisions the trial's own is at the end alone: it takes FP8 as long as bf16's.
+        """
         model, precision = self.step.model, self.trial.precision
         both = self.problem.evaluate == "both"
-        native = evaluate(model, self._validation(), precision)
+        at_end = self.steps is None or self.number + 1 == self.steps
         alike = not both or precision == "bf16"
-        loss = native if alike else evaluate(model, self._validation(), "bf16", quantized=False)
+        loss = native = evaluate(model, self._validation(), precision if alike else "bf16", quantized=alike)
+        if not alike and at_end:
+            native = evaluate(model, self._validation(), precision)
         if not abs(loss) + abs(native) < float("inf"):
             return f"the validation loss is {loss if abs(native) < float('inf') else native} after step {self.number}"
         self.val_loss.append(loss)
         self.val_step.append(self.number + 1)
         self.val_time_s.append(self.elapsed)
-        if both:
+        if both and at_end:
             self._more("val_loss_native", native)
         self.evaluations += 1
         if self.probe_every and self.evaluations % self.probe_every == 0:

@@ -65,18 +65,10 @@ ASSUMED = (
     Assumption(
         of={"steps": 2035, "batch": 12, "accumulate": 4},
         schedule={"learning_rate": 3e-4, "warmup": 400},
-        spread=RunSpread(
-            sd=0.0040,
-            df=20,
-            assumed="that of GPT-2 124M's training losses over the last 200 steps, less what seeds share, in "
-            "results/h200/convergence, at twice the rate; neither this rate nor this held-out text has been measured",
-        ),
-        # Start and check: the median of convergence-short's fused FP8 trials, wall less training. Evaluations: 18.6 M tokens
-        # twice, at 0.35 us each, by which the broken recipe's took longer in convergence than in convergence-short.
-        trial_s=224.0,
-        fixed_s=38.0,
-        trial_from="2,035 steps of 4 x 22.8 ms, GPT-2 124M's of results/h200/convergence on an H200, 25 s of start and "
-        "check, and 13 s of evaluations",
+        spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
+        trial_s=230.0,
+        fixed_s=35.0,
+        trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
     ),
     Assumption(
         of={"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "order": "once"},
@@ -94,6 +86,22 @@ class Option:
     runs: int
     seconds: float | None  # of one run at a time
     power: tuple[float, ...] | None  # at GAPS, by the spread that is planned for
+
+
+def power_table(rows: Iterable[Option], *, margin: float, device: str, planned: int, unit: str) -> list[str]:
+    """Lines of numbers of rounds, or of seeds, with runs, hours of the device and power at GAPS; * marks what is planned.
+
+    The rows' seconds are of the device's whole time.
+    """
+    hours = "GPU h" if device == "cuda" else "CPU h"
+    heads = [f"{share * margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
+    lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  " + " ".join(f"{head:>7}" for head in heads)]
+    for one in rows:
+        cost = "-" if one.seconds is None else f"{one.seconds / 3600:.3g}"
+        shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
+        mark = " *" if one.rounds == planned else ""
+        lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +286,12 @@ class Design:
                 "it does not exceed with 80 % confidence",
                 f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is:",
             ]
-            said += self._table()
+            rows = [
+                dataclasses.replace(one, seconds=one.seconds and one.seconds / self.machine.share)
+                for one in self.options
+            ]
+            device = self.machine.device
+            said += power_table(rows, margin=self.margin, device=device, planned=self.rounds, unit="rounds")
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         assumed = f" (assumed: {self.time_from})" if self.time_from else ""
@@ -290,18 +303,6 @@ class Design:
             longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
             said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}")
         return said
-
-    def _table(self) -> list[str]:
-        unit = "GPU h" if self.machine.device == "cuda" else "CPU h"
-        heads = [f"{share * self.margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
-        lines = [f"  {'rounds':>8} {'runs':>6} {unit:>7}  " + " ".join(f"{head:>7}" for head in heads)]
-        for one in self.options:
-            hours = self._gpu_h(one)
-            cost = "-" if hours is None else f"{hours:.3g}"
-            shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
-            mark = " *" if one.rounds == self.rounds else ""
-            lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
-        return lines
 
 
 def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:

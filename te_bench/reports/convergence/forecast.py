@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Trial
-from te_bench.experiments.suites.convergence import TRUNKS
+from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import assumption_of
+from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
+from te_bench.reports.convergence.power import power
 from te_bench.reports.convergence.study import scope_of
 
+_SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
 TRUNK_BYTES = 12  # a parameter's: float32, with its two moments
 
 
@@ -25,6 +27,7 @@ class Forecast:
     outlook: Outlook | None  # None where nothing is known of the spread
     unused: str | None  # why records that are there tell no spread
     seeds: int
+    runs: int
     margin: float
     seconds: float | None
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
@@ -72,11 +75,9 @@ class Forecast:
                 "  a pilot, whose losses tell the spread alone; te-bench plan with --pilot DIR then plans by it"
             )
         elif outlook is None:
-            # Of pairs the means are seen, and a study whose seeds are added to after a look judges the first alone.
-            pilot, then = ("--seeds 5", ", and run it in another --out") if self.scope is None else ("--as-pilot", "")
             said.append(
                 "  power: not known, for no record says how far gaps of this training vary. A pilot tells: run the same "
-                f"with {pilot} --out DIR, then plan with --pilot DIR{then}"
+                "with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         else:
             spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
@@ -88,10 +89,25 @@ class Forecast:
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
             said += [f"  {step}: {_conclusion(outlook.hardest, fewest)}"] if outlook.recipes > 1 else []
             said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious, fewest)}")
+            said += ["  where the true gap is not 0:", *self._table(outlook, fewest)]
+            said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         said.append(f"  time: {self._time()}")
         return said
+
+    def _table(self, outlook: Outlook, fewest: int) -> list[str]:
+        """What other numbers of seeds cost and show, by the spread that is planned for, on Holm's hardest step."""
+        most = max(self.seeds, outlook.cautious.seeds_needed or 0)
+        options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
+        rows = [self._option(seeds, outlook) for seeds in options]
+        return power_table(rows, margin=self.margin, device=self.machine.device, planned=self.seeds, unit="seeds")
+
+    def _option(self, seeds: int, outlook: Outlook) -> Option:
+        seconds = None if self.seconds is None else self.seconds / self.seeds * seeds / self.machine.share
+        sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
+        shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
+        return Option(rounds=seeds, runs=self.runs // self.seeds * seeds, seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
         """What they are, what they prove and what they leave on the disk, a line each."""
@@ -110,7 +126,7 @@ class Forecast:
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
         minutes, unit = self.seconds / machine.share / 60, "GPU" if machine.device == "cuda" else "CPU"
-        took = f"{minutes / 60:.3g} {unit} hours" if self.scope and minutes >= 60 else f"{minutes:.3g} {unit} minutes"
+        took = f"{minutes / 60:.3g} {unit} hours" if minutes >= 60 else f"{minutes:.3g} {unit} minutes"
         return f"about {took}{elapsed}" + (f" (assumed: {self.time_from})" if self.time_from else "")
 
 
@@ -128,7 +144,8 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records)
     scope, time_from = scope_of(control), None
-    assumed = assumption_of(control) if scope and control.device == "cuda" and None in taken.values() else None
+    assumed = assumption_of(control) if control.device == "cuda" and None in taken.values() else None
+    assumed = None if assumed is None or assumed.trial_s is None else assumed
     if assumed is not None:
         time_from = assumed.trial_from
         taken |= {trial.name: assumed.seconds(trial) for trial in experiment.trials if taken[trial.name] is None}
@@ -137,6 +154,7 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         outlook=outlook,
         unused=(unused or earlier.other_chips) if earlier.timings else None,
         seeds=seeds,
+        runs=len(experiment.trials),
         margin=judgement["margin"],
         seconds=total,
         trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},
@@ -159,6 +177,20 @@ def _trunk_bytes(control: Trial) -> int | None:
     model, width = control.problem["model"], control.problem["padded_vocab"]
     known = configs()
     return TRUNK_BYTES * cost.parameters(known[model], int(str(width))) if model in known else None
+
+
+def _pool_instead(outlook: Outlook) -> str:
+    """How many runs a pool of bf16 runs takes for the same standard error of a gap, beside pairs."""
+    spread, recipes = outlook.spread, outlook.recipes
+    ratio = best_ratio(recipes)
+    pairs = spread.gap_sd**2 * (recipes + 2)  # runs of a seed: each recipe's, bf16's and A/A's
+    times = spread.sd**2 * (1 + 1 / ratio) * (recipes + ratio) / pairs
+    said = f"{times:.1f}" if times < 10 else f"{times:,.0f}"
+    cheaper = ": --design pool" if times < 1 else ""
+    return (
+        f"two runs of one seed correlate by {spread.correlation:.2f}: a pool of bf16 runs takes {said} times as many runs "
+        f"for the same interval{cheaper}"
+    )
 
 
 def _source(spread: Spread) -> str:

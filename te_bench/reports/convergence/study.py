@@ -71,7 +71,8 @@ class Run:
     @property
     def native(self) -> float | None:
         """The same, evaluated as the arm trains: in FP8."""
-        return self._at_end(self._series("val_step", "val_loss_native"))
+        losses = self.record.samples.get("val_loss_native") if self.record else None
+        return finite(losses[-1]) if losses and self.final is not None else None
 
     @property
     def trained(self) -> float | None:
