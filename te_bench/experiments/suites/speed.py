@@ -20,9 +20,10 @@ RECIPES = ("delayed_scaling", "float8_current_scaling")
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
-#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions, too.
+#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions and the best of others'.
 BLOCKS: tuple[Settings, ...] = ({}, {"blocks": "fused"})
 OWN = ("triton", "gluon")
+BESIDE = (*OWN, "flash4")
 
 
 def experiment(options: Options) -> Experiment:
@@ -111,7 +112,7 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
         for precision, recipe in precisions
         for head in HEADS[precision]
         for blocks in BLOCKS
-        for kernel in (attention, *(OWN if cuda and blocks else ()))
+        for kernel in (attention, *(BESIDE if cuda and blocks else ()))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}

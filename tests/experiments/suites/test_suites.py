@@ -134,7 +134,7 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
         (None, "cudagraph", "fp8")
     }
     fused = [t for t in trials if t.problem.get("blocks") == "fused"]
-    for kernel in ("cudnn", "triton"):
+    for kernel in ("cudnn", "triton", "gluon", "flash4"):
         assert {(t.recipe, t.mode, t.problem.get("head")) for t in fused if t.attention == kernel} == ours
     assert all("-blocks-fused" in t.name for t in fused)
     assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
