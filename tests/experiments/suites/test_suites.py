@@ -273,3 +273,11 @@ def test_attention_has_the_shapes_of_shared_heads(tmp_path: Path) -> None:
     trials = [t for t in resolve("attention", "cuda", tmp_path).trials if t.problem.get("kv_heads") == 8]
     assert {(t.problem["batch"], t.problem["length"]) for t in trials} == {(4, 2048), (1, 8192)}
     assert {"flash4", "gluon", "cudnn", "triton_fp8"} <= {t.attention for t in trials}
+
+
+def test_speed_of_other_recipes_has_no_fp8_head_where_a_recipe_refuses_it(tmp_path: Path) -> None:
+    recipes = ("mxfp8_block_scaling", "nvfp4_block_scaling_bf16_end")
+    trials = plan.resolve("speed", Options(device="cuda", seeds=1, recipes=recipes, cache=tmp_path)).trials
+    fused = [t for t in trials if t.problem.get("blocks") == "fused" and t.attention == "gluon"]
+    found = {(t.recipe, t.problem["head"]) for t in fused}
+    assert found == {(None, "chunked"), *((name, "chunked") for name in recipes), (recipes[0], "fp8")}
