@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from te_bench.reports.analysis.measures import finite, highest, of_processes, paired_ratio
+from te_bench.reports.analysis.measures import beyond_held, finite, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import HEADS
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.group_result import GroupResult
@@ -43,7 +43,7 @@ def times(result: GroupResult) -> Table | None:
             "TFLOP/s": number(
                 flop / seconds if seconds and (flop := finite(one.ok[0].work.get("flop"))) else None, text.tera
             ),
-            "GiB": number(_memory(one), text.gib),
+            "GiB": number(beyond_held(one.ok), text.gib),
             "J": number(of_processes(one.ok, "energy_j")),
             "ok/planned": repetitions(one),
         }
@@ -64,14 +64,3 @@ def _name(one: Configuration) -> str:
     compiled = ", torch.compile" if one.trial.mode == "compile" else ""
     outcome = "" if one.outcome == "ok" else f" ({one.outcome})"
     return f"{NAMES.get(head) or HEADS.get(head, head)}{compiled}{outcome}"
-
-
-def _memory(one: Configuration) -> float | None:
-    """The most of its repetitions; None on a CPU."""
-    peaks = [
-        peak - held
-        for record in one.ok
-        if (held := finite(record.work.get("held_bytes"))) is not None
-        and (peak := highest(map(finite, record.samples.get("peak_allocated_bytes") or []))) is not None
-    ]
-    return highest(peaks)

@@ -84,6 +84,20 @@ def test_heads_stand_beside_the_one_of_all_logits_at_their_shape(tmp_path):
     assert rows["2048 x 4096 x 128256", "chunked head"][1] == "—"
 
 
+def test_a_layer_has_what_a_pass_takes_beyond_what_is_held(tmp_path):
+    def layer(name, seed, **work):
+        samples = {"latency_s": [0.01] * 3, "peak_allocated_bytes": [(3.0 + seed) * 2**30]}
+        return record(trial("layer", "cudnn", layer=name, seed=seed), samples=samples, work=work)
+
+    counted = [layer("te_layer", seed, held_bytes=int(1.5 * 2**30)) for seed in (0, 1)]
+    table = table_of(tmp_path, "layer", [*counted, layer("plain_sdpa", 0)])
+    place = [column.title for column in table.columns].index("Activations, GiB")
+    assert sorted(row[place] for row in texts(table)) == ["2.50", "—"]
+    assert "beyond weights, gradients" in table.note
+    bare = table_of(tmp_path / "bare", "layer", [layer("te_layer", 0)])
+    assert "Activations" not in str(bare.columns) + bare.note
+
+
 def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
     failed = record(trial(attention="flex"), outcome="oom", reason="out of memory")
     table = table_of(tmp_path, "ladder", [failed, step_record(trial(), 30)])
