@@ -51,7 +51,7 @@ def test_the_rivals_take_turns_and_auto_is_none_of_them_nor_what_it_never_takes(
     assert ran == [*once, *reversed(once)]
     assert {t.precision for t in experiment.trials} == {"bf16"}
     shapes_of_the_suite = tuning.experiment("attention", "cuda", [], None, "flash,cudnn", 1)
-    assert len(shapes_of_the_suite.trials) == 2 * 8
+    assert len(shapes_of_the_suite.trials) == 2 * 11
 
 
 def test_a_gpus_gemms_are_the_shipped_shapes_and_each_asks_its_own_rivals() -> None:

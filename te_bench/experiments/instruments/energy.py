@@ -14,7 +14,7 @@ from te_bench.training.parallel import SINGLE, Parallel
 WINDOW_S = 3.0
 
 
-def of_steps(next_step: Callable[[], None], device: str, seconds: float) -> float | None:
+def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> float | None:
     """Joules of a step on this GPU; None where nobody counts. seconds: of a step, the same in all ranks."""
     if device != "cuda":
         return None
@@ -31,7 +31,7 @@ def of_steps(next_step: Callable[[], None], device: str, seconds: float) -> floa
 
 
 def sample(
-    next_step: Callable[[], None], device: str, latency: list[float], parallel: Parallel = SINGLE
+    next_step: Callable[[], object], device: str, latency: list[float], parallel: Parallel = SINGLE
 ) -> dict[str, Any]:
     """{"energy_j": [joules of a step on all GPUs]}, {} where one of them counts none. latency: seconds of timed steps."""
     seconds = max(parallel.of_all(statistics.median(latency)))

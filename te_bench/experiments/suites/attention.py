@@ -1,4 +1,6 @@
-"""Attention alone, forward and backward, every backend at eight shapes; and where it should be scaled."""
+"""Attention alone, forward and backward, every backend at eleven shapes; and where it should be scaled."""
+
+from typing import Any
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
@@ -6,8 +8,8 @@ from te_bench.experiments.spec import Experiment, Options
 from te_bench.experiments.suite_trials import alone
 from te_bench.kernels import attention
 
-#: (batch, heads, length, head_dim, causal): the shapes of GPT-2, of a 7B model, and long contexts.
-GPU_SHAPES = [
+#: (batch, heads, length, head_dim, causal[, key heads]): the shapes of GPT-2, of a 7B model, long contexts, Llama 3 8B.
+GPU_SHAPES: list[tuple[Any, ...]] = [
     (12, 12, 1024, 64, True),
     (12, 12, 1024, 64, False),
     (4, 32, 2048, 128, True),
@@ -16,8 +18,11 @@ GPU_SHAPES = [
     (2, 16, 8192, 128, True),
     (1, 16, 16384, 128, True),
     (1, 16, 16384, 128, False),
+    (4, 16, 4096, 64, True),
+    (4, 32, 2048, 128, True, 8),
+    (1, 32, 8192, 128, True, 8),
 ]
-CPU_SHAPES = [(2, 4, 128, 32, True), (2, 4, 128, 32, False), (1, 4, 512, 64, True)]
+CPU_SHAPES: list[tuple[Any, ...]] = [(2, 4, 128, 32, True), (2, 4, 128, 32, False), (1, 4, 512, 64, True)]
 
 
 def experiment(options: Options) -> Experiment:
@@ -46,5 +51,6 @@ def can_hold(name: str, problem: Settings) -> bool:
     return name not in suite_trials.KEEPS_SCORES or scores_bytes <= suite_trials.SCORES_LIMIT
 
 
-def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool) -> Settings:
-    return {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
+def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool, kv_heads: int | None = None) -> Settings:
+    found: Settings = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "causal": causal}
+    return found if kv_heads is None else {**found, "kv_heads": kv_heads}

@@ -20,9 +20,10 @@ RECIPES = ("delayed_scaling", "float8_current_scaling")
 #: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
-#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions, too.
+#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions and the best of others'.
 BLOCKS: tuple[Settings, ...] = ({}, {"blocks": "fused"})
 OWN = ("triton", "gluon")
+BESIDE = (*OWN, "flash4")
 
 
 def experiment(options: Options) -> Experiment:
@@ -39,7 +40,7 @@ def experiment(options: Options) -> Experiment:
         title=f"Fastest step: {suite_trials.called(problem)}, {problem['batch']} x {problem['block']} tokens",
         trials=tuple(trial for trials in repetitions for trial in trials),
         baseline=repetitions[0][0].cell,
-        heeds=frozenset({"model", "batch", "tokens"}),
+        heeds=frozenset({"model", "batch", "recipes", "tokens"}),
     )
 
 
@@ -96,7 +97,7 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
     """
     cuda = options.device == "cuda"
     attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
-    precisions = [("bf16", ""), *(("fp8", recipe) for recipe in RECIPES)]
+    precisions = [("bf16", ""), *(("fp8", recipe) for recipe in options.recipes or RECIPES)]
     trials = [
         suite_trials.step(options, problem, attention, precision, mode, seed, recipe=recipe)
         for mode in modes
@@ -110,8 +111,9 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
         suite_trials.step(options, {**fast, "head": head, **blocks}, kernel, precision, modes[-1], seed, recipe=recipe)
         for precision, recipe in precisions
         for head in HEADS[precision]
+        if head != "fp8" or recipe not in suite_trials.WITHOUT_FP8_HEAD
         for blocks in BLOCKS
-        for kernel in (attention, *(OWN if cuda and blocks else ()))
+        for kernel in (attention, *(BESIDE if cuda and blocks else ()))
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}

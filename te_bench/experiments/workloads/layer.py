@@ -4,9 +4,10 @@ The variant "mlp" is the norm and MLP alone, with attention "none". As in the qu
 (sequence, batch, hidden), x needs no gradient, no optimiser steps and gradients accumulate. Mode cudagraph: both passes,
 with the recipe's step for its scales, captured as they are.
 samples: latency_s (50), peak_*_bytes (1), on a GPU that counts it energy_j (1).
-work: tokens, FLOP and the GEMMs' FLOP of an iteration; ran (checks.what_ran); kernel_s, {kernel: seconds an iteration}, on a
-CPU the own time of each operator; numerics of te_bench's layers in FP8; on a GPU launches, the kernels of one iteration; in
-a mode that compiles graph_breaks and recompiles, one of them the check's, whose x needs a gradient.
+work: tokens, FLOP and the GEMMs' FLOP of an iteration; on a GPU, but for a graph, held_bytes, allocated between passes; ran
+(checks.what_ran); kernel_s, {kernel: seconds an iteration}, on a CPU the own time of each operator; numerics of te_bench's
+layers in FP8; on a GPU launches, the kernels of one iteration; in a mode that compiles graph_breaks and recompiles, one of
+them the check's, whose x needs a gradient.
 """
 
 import dataclasses
@@ -51,6 +52,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     samples = {"latency_s": latency, **memory.peak(trial.device)}
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
     work |= compilation.counts(trial)
+    if trial.device == "cuda" and trial.mode != "cudagraph":  # whose pool holds what a pass made
+        work["held_bytes"] = torch.cuda.memory_allocated()
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement

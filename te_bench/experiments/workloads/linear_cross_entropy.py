@@ -1,7 +1,8 @@
 """A head's loss with both gradients: mean_i CE(x_i W^T, t_i) over a padded vocabulary.
 
 problem: n, d, vocab and padded, as kernels.linear_cross_entropy.table.HeadShape has them, and head, the backend; precision
-is the dtype of x and W. samples: kernel_s of single calls, forward and backward. work: flop = 6 N D padded.
+is the dtype of x and W. samples: kernel_s of single calls, forward and backward; peak_*_bytes of one; on a GPU that counts
+it energy_j (1). work: flop = 6 N D padded; on a GPU held_bytes, allocated before a call: x, W, targets.
 In mode compile the head is compiled with its gradients, as it is in a compiled step; work has graph_breaks and recompiles.
 check: the loss and both gradients against float64, by the rule of attention's; of the head `fp8`, whose operands and
 gradient are in FP8, by the error of an emulation.
@@ -25,7 +26,7 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.instruments import compilation, profiling
+from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
@@ -61,9 +62,14 @@ def run(trial: Trial, context: Context) -> Measurement:
     targets = torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
     call = functools.partial(_result, forward, x, weight, targets, p.vocab)
     check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
-    samples = {"kernel_s": timing.kernel(call, trial.device)}
-    work = {"flop": 6 * p.n * p.d * p.padded, **compilation.counts(trial)}
+    memory.reset(trial.device)
+    held = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
+    call()
+    samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
+    samples |= {"kernel_s": timing.kernel(call, trial.device)}
+    work = {"flop": 6 * p.n * p.d * p.padded, **held, **compilation.counts(trial)}
     names = profiling.kernels_seen(call, trial.device).names if context.check else []
+    samples |= energy.sample(call, trial.device, samples["kernel_s"]) if context.check else {}
     return Measurement(check=check, work=work, samples=samples, kernels=names)
 
 

@@ -257,32 +257,42 @@ def _transposed_tile(
     quantize_tile(y, mask, scale, None, data_t, rows, columns, height, width, TARGET)
 
 
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def numbers_kernel(rate, step, numbers, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
+    """numbers (2,): what all elements of a step share, minus the step size and the root of 1 - beta2^step.
+
+    A program of its own: in each of step_kernel's this float64 was a quarter of the instructions.
+    LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32.
+    """
+    count = tl.load(step).to(tl.float64)
+    lr = tl.load(rate).to(tl.float64)
+    tl.store(numbers, (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32))
+    tl.store(numbers + 1, tl.sqrt(1.0 - tl.exp2(count * LOG_BETA2)).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=["start"], do_not_specialize_on_alignment=UNALIGNED)
 def step_kernel(
-    table, tiles, start, rate, step, multiplier, seed, lerp_weight, one_minus_beta2, beta2, eps,
-    w_dtype: tl.constexpr, m_dtype: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, FROM_GRAD: tl.constexpr,
+    table, tiles, start, rate, step, numbers, multiplier, seed, lerp_weight, one_minus_beta2, beta2, eps,
+    w_dtype: tl.constexpr, m_dtype: tl.constexpr, FROM_GRAD: tl.constexpr,
     HALF: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """AdamW on one tile a program, from number `start` on, whose parameters are in these dtypes.
 
-    LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32.
+    numbers: numbers_kernel's.
     """
     program = start + tl.program_id(0)
     row_number = tl.load(tiles + 2 * program)
     row = table + row_number.to(tl.int64) * FIELDS
     tile = tl.load(tiles + 2 * program + 1)
-    count = tl.load(step).to(tl.float64)
     lr = tl.load(rate).to(tl.float64)
-    step_size = (lr / (tl.exp2(count * LOG_BETA1) - 1.0)).to(tl.float32)
-    bias_correction2_sqrt = tl.sqrt(1.0 - tl.exp2(count * LOG_BETA2)).to(tl.float32)
+    step_size, bias_correction2_sqrt = tl.load(numbers), tl.load(numbers + 1)
     grad_scale = 1.0
     if multiplier is not None:
         grad_scale = tl.load(multiplier)
-    key = 0
+    key, number = 0, 0
     if seed is not None:
-        key = tl.load(seed).to(tl.uint64, bitcast=True)
-    number = count.to(tl.int32)
+        key, number = tl.load(seed).to(tl.uint64, bitcast=True), tl.load(step).to(tl.int32)
     if tl.load(row + ALIGNED) != 0:
         _update_tile(
             row, tile, 0, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,

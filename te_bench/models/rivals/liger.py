@@ -12,13 +12,14 @@ ops/fused_linear_cross_entropy.py.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, check
+from te_bench.kernels.linear_cross_entropy import Backend, load
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.rivals import Adoption, Capability, Changed, Rival, _parts, missing
 
@@ -93,35 +94,17 @@ def _mlp(x: "Tensor", part: "MLPPart") -> "Tensor":
     return _linear(y, part.down).view(x.shape)
 
 
-def loss(x: "Tensor", weight: "Tensor", targets: "Tensor", *, vocab: int) -> "Tensor":
-    """linear_cross_entropy.Backend.forward; Liger knows no padding, so that padded rows are left out beforehand."""
-    import torch
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    check(x, weight, targets, vocab)
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    classes = weight if vocab == len(weight) else weight[:vocab]
-    found: Tensor = liger_fused_linear_cross_entropy(
-        x.to(dtype), classes.to(dtype), targets, ignore_index=IGNORED, accum_dtype=torch.float32
-    )
-    return found
-
-
 def head(config: DecoderConfig) -> Backend:
-    """Liger's loss; a chunk has so many rows that all its logits take about as much as the hidden states do."""
+    """Liger's loss, which has as many GEMMs as the true vocabulary asks for."""
+    backend = load("liger")
 
     def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
-        rows = -(-n // -(-config.vocab_size // config.shape.hidden))
-        rows = min(n, 1 << (rows - 1).bit_length())
-        return 0, 3 * -(-n // rows)
+        return backend.gemms(n, config.shape.hidden, config.vocab_size, itemsize)
 
-    kernels = {"cuda": r"^liger_cross_entropy_kernel"}
-    return Backend(forward=loss, unsupported=lambda problem: None, kernels=kernels, gemms=gemms)
+    return dataclasses.replace(backend, gemms=gemms)
 
 
 def build(model: "Decoder") -> None:
-    from te_bench.kernels.linear_cross_entropy import load
     from te_bench.models.decoder import Passes
 
     def autocast(enabled: bool) -> Any:

@@ -19,7 +19,7 @@ from te_bench.reports.analysis.steps import MeasuredStep
 #: kernels, norms, activations, casts, embeddings, and the driver's copies and fills.
 KINDS: tuple[tuple[str, str], ...] = (
     (cost.ATTENTION, r"cudnn|sdpa|flash|fmha|attention"),
-    (cost.OPTIMIZER, r"multi_tensor|adam|^(step|squares|norm)_kernel"),
+    (cost.OPTIMIZER, r"multi_tensor|adam|^(step|numbers|squares|norm)_kernel"),
     (
         cost.LOSS,
         r"^(rows|statistics|fp8|count|mean|scale)_kernel|cunn_SoftMax|^(?!.*layer_norm).*(log_softmax|nll_loss|cross_entropy)",

@@ -73,6 +73,17 @@ def highest(values: Iterable[float | None]) -> float | None:
     return max((v for v in values if v is not None), default=None)
 
 
+def beyond_held(records: Iterable[Record]) -> float | None:
+    """The most bytes that any of these allocated beyond what it held besides; None where none says both."""
+    peaks = [
+        peak - held
+        for record in records
+        if (held := finite(record.work.get("held_bytes"))) is not None
+        and (peak := highest(numbers(record.samples.get("peak_allocated_bytes")))) is not None
+    ]
+    return highest(peaks)
+
+
 def quantile(values: Sequence[float], q: float) -> float | None:
     """Linear interpolation between order statistics."""
     return float(np.quantile(values, q)) if values else None

@@ -1,6 +1,7 @@
 """The tables of the layer benchmark: its variants, and where the time of an iteration goes."""
 
 from te_bench.reports.analysis.layers import LayerVariant, kind_of
+from te_bench.reports.analysis.measures import beyond_held
 from te_bench.reports.page import text
 from te_bench.reports.page.table import (
     ENERGY_NOTE,
@@ -31,15 +32,18 @@ def times(variant: LayerVariant) -> Table | None:
             **({"J": number(step.energy_j)} if counted else {}),
             "TFLOP/s": number(step.flop_per_s, text.tera),
             "Peak, GiB": number(step.peak_allocated or step.peak_rss, text.gib),
+            "Activations, GiB": number(beyond_held(step.configuration.ok), text.gib),
             "Peak reserved, GiB": number(step.peak_reserved, text.gib),
             "ok/planned": repetitions(step.configuration),
         }
         for measured in variant.layers
         for step in [measured.step]
     ]
+    held = any("held_bytes" in record.work for measured in variant.layers for record in measured.step.configuration.ok)
     notes = ["Forward and backward, geometric mean over runs of each run's median of 50 iterations."]
     if not variant.comparable:
         notes.append("Another mask: the layer computes another function, with half or twice the attention work.")
+    notes += ["Activations: at the peak, beyond weights, gradients, x and dy."] if held else []
     notes += [ENERGY_NOTE] if counted else []
     notes += ranking_notes(variant.ranking, [measured.step for measured in variant.layers])
     return table_of("layer", f"One transformer layer, {variant.name}", shown, " ".join(notes))

@@ -33,6 +33,7 @@ SECTIONS = (
     ("curves", "Loss curves", ("loss_step", "loss_time"), ("curves",)),
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
     ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention", "attention_ratios")),
+    ("heads", "Heads alone", (), ("heads",)),
     ("numerics", "Where to scale q", ("numerics",), ("numerics",)),
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),

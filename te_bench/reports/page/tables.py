@@ -10,6 +10,7 @@ from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import (
     attention_tables,
     equal_loss,
+    head_tables,
     layer_tables,
     scaled_tables,
     step_tables,
@@ -65,6 +66,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "max_batch": step_tables.largest_batch,
     "attention": attention_tables.times,
     "attention_ratios": attention_tables.ratios,
+    "heads": head_tables.times,
     "numerics": attention_tables.scaling_errors,
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,

@@ -134,7 +134,7 @@ def test_speed_has_the_rivals_and_ours_in_bf16_and_in_both_fp8_recipes(tmp_path:
         (None, "cudagraph", "fp8")
     }
     fused = [t for t in trials if t.problem.get("blocks") == "fused"]
-    for kernel in ("cudnn", "triton"):
+    for kernel in ("cudnn", "triton", "gluon", "flash4"):
         assert {(t.recipe, t.mode, t.problem.get("head")) for t in fused if t.attention == kernel} == ours
     assert all("-blocks-fused" in t.name for t in fused)
     assert {(t.problem["model"], t.problem["batch"], t.problem["block"]) for t in trials} == {("gpt2", 12, 1024)}
@@ -256,3 +256,28 @@ def test_memory_has_the_fastest_steps_of_speed_on_a_gpu(tmp_path: Path) -> None:
     assert len(fast) == 4
     assert fast <= steps("speed", "train_step")
     assert not [t for t in resolve("memory", "cpu", tmp_path).trials if t.mode != "eager"]
+
+
+def test_heads_have_every_head_at_every_shape_beside_all_the_logits_compiled(tmp_path: Path) -> None:
+    experiment = resolve("heads", "cuda", tmp_path, seeds=1)
+    shapes: dict[tuple[Any, ...], list[Any]] = {}
+    for t in experiment.trials:
+        shapes.setdefault(tuple(map(t.problem.get, ("n", "d", "vocab"))), []).append((t.problem["head"], t.mode))
+    assert (8192, 4096, 128256) in shapes
+    wanted = {("reference", "compile"), *((name, "eager") for name in ("chunked", "fp8", "liger"))}
+    assert all(set(found) == wanted for found in shapes.values())
+    assert {min(v for _, _, v in shapes), max(v for _, _, v in shapes)} == {32000, 256000}
+
+
+def test_attention_has_the_shapes_of_shared_heads(tmp_path: Path) -> None:
+    trials = [t for t in resolve("attention", "cuda", tmp_path).trials if t.problem.get("kv_heads") == 8]
+    assert {(t.problem["batch"], t.problem["length"]) for t in trials} == {(4, 2048), (1, 8192)}
+    assert {"flash4", "gluon", "cudnn", "triton_fp8"} <= {t.attention for t in trials}
+
+
+def test_speed_of_other_recipes_has_no_fp8_head_where_a_recipe_refuses_it(tmp_path: Path) -> None:
+    recipes = ("mxfp8_block_scaling", "nvfp4_block_scaling_bf16_end")
+    trials = plan.resolve("speed", Options(device="cuda", seeds=1, recipes=recipes, cache=tmp_path)).trials
+    fused = [t for t in trials if t.problem.get("blocks") == "fused" and t.attention == "gluon"]
+    found = {(t.recipe, t.problem["head"]) for t in fused}
+    assert found == {(None, "chunked"), *((name, "chunked") for name in recipes), (recipes[0], "fp8")}

@@ -1,5 +1,6 @@
 """Linear cross-entropies by the rule error <= 2 x the reference's at the same dtype + floor; chunks, edges, memory."""
 
+import dataclasses
 import gc
 import importlib
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from te_bench.kernels.linear_cross_entropy.backends import chunked
 
 CHUNKED = linear_cross_entropy.load("chunked").forward
 CHUNKED_NAMES = ("chunked", "fp8")
+OWN = (*CHUNKED_NAMES, "reference")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: N, D, V, Vp, rows, strip: one row; odd sizes without padding, uneven chunks and strips; one chunk
 CASES = [(1, 8, 5, 8, None, None), (33, 7, 67, 67, 10, 4), (255, 32, 203, 208, None, 64), (300, 16, 130, 192, 128, 48)]
@@ -107,7 +109,7 @@ def test_chunks_do_not_change_the_loss(place: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", linear_cross_entropy.names())
+@pytest.mark.parametrize("name", OWN)
 def test_without_targets_the_loss_is_nan_and_the_gradients_are_0(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +163,7 @@ def test_a_target_outside_of_the_vocabulary_is_loud(
     assert not result.dw[50:].any()  # the padding's gradient is 0 even then
 
 
-@pytest.mark.parametrize("name", linear_cross_entropy.names())
+@pytest.mark.parametrize("name", OWN)
 def test_nan_is_seen_and_an_ignored_one_is_not(name: str) -> None:
     case = draw(6, 16, 50, 64)
     case.x[1, 2] = torch.nan
@@ -172,7 +174,7 @@ def test_nan_is_seen_and_an_ignored_one_is_not(name: str) -> None:
     assert forward(case.x, case.weight, case.targets, vocab=50).isnan()
 
 
-@pytest.mark.parametrize("name", linear_cross_entropy.names())
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_decides_the_dtype_of_the_products(name: str, dtype: torch.dtype) -> None:
     """Gradients come back in the parameters' dtype. In bf16 the loss is another than in float32."""
@@ -259,11 +261,13 @@ def test_bad_input(name: str) -> None:
 
 def test_what_can_not_run_says_why() -> None:
     problem = Problem(d=768, vocab=50257, padded=50304, dtype="bf16", device="cuda", capability=(7, 5))
-    assert linear_cross_entropy.names() == ["chunked", "fp8", "reference"]
+    assert linear_cross_entropy.names() == ["chunked", "fp8", "liger", "reference"]
     reasons = {name: linear_cross_entropy.load(name).unsupported(problem) for name in linear_cross_entropy.names()}
     assert reasons["reference"] is None
     assert "8.0" in str(reasons["chunked"])
     assert "8.9" in str(reasons["fp8"])
+    on_a_cpu = dataclasses.replace(problem, device="cpu", capability=None)
+    assert "GPU" in str(linear_cross_entropy.load("liger").unsupported(on_a_cpu))
 
 
 @pytest.mark.parametrize(("n", "padded", "itemsize"), [(12288, 50304, 2), (16384, 50304, 2), (12288, 50304, 4)])

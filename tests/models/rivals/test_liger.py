@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from passes import BIASED, NORMED, TINY, a_model, a_pass, errors
 from torch import Tensor
 
+from te_bench.kernels import linear_cross_entropy
 from te_bench.models import rivals
 from te_bench.models.configs import CONFIGS, LlamaConfig
 from te_bench.models.rivals import liger
@@ -121,3 +122,15 @@ def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as missing:
         missing.setattr("importlib.util.find_spec", lambda package: None)
         assert unsupported(TINY, "cuda", (9, 0)) == "needs liger-kernel: pip install liger-kernel"
+
+
+def test_its_head_alone_is_a_backend_of_linear_cross_entropy(package: list[int]) -> None:
+    """Gradients to both operands, of the true vocabulary alone."""
+    x, weight = torch.randn(24, 16, requires_grad=True), torch.randn(64, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (24,))
+    found, wanted = (
+        torch.autograd.grad(linear_cross_entropy.load(name).forward(x, weight, targets, vocab=50), (x, weight))
+        for name in ("liger", "reference")
+    )
+    torch.testing.assert_close(found, wanted)
+    assert package == [50]

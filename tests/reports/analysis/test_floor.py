@@ -32,6 +32,8 @@ def test_a_kernels_name_tells_its_kind():
     kinds = (cost.GEMM, cost.ATTENTION, cost.LOSS, cost.OPTIMIZER)
     twice = [kind for kind in kinds for _ in range(2)]
     assert [floor.kind_of(name) for name in STEP_KERNELS] == [*twice, *[cost.ELEMENTWISE] * 3]
+    ours = ("step_kernel", "numbers_kernel", "squares_kernel", "norm_kernel")
+    assert {floor.kind_of(name) for name in ours} == {cost.OPTIMIZER}
 
 
 def test_the_floor_is_what_the_ceilings_give(tmp_path):

@@ -60,6 +60,44 @@ def test_attention_names_the_peer_it_is_compared_with(tmp_path):
         assert tables_of(alone, "attention_ratios") == []
 
 
+def test_heads_stand_beside_the_one_of_all_logits_at_their_shape(tmp_path):
+    def head(name, n, seed, seconds, gib, **changes):
+        of = trial(
+            "linear_cross_entropy", "none", n=n, d=4096, vocab=128256, padded=128256, head=name, seed=seed, precision="bf16",
+            protocol="kernel", mode="compile" if name == "reference" else "eager",
+        )  # fmt: skip
+        samples = {"kernel_s": [seconds] * 3, "peak_allocated_bytes": [(gib + 2) * 2**30], "energy_j": [28.5]}
+        return record(of, samples=samples, work={"flop": 2.58e13, "held_bytes": 2 * 2**30}, **changes)
+
+    records = [head("chunked", 8192, s, 0.04 - s / 1e4, 1.6) for s in (0, 1)]
+    records += [head("reference", 8192, s, 0.05, 3.0) for s in (0, 1)]
+    records += [head("chunked", 2048, 0, 0.01, 0.7), record(head("liger", 8192, 0, 1, 1).trial, outcome="unsupported")]
+    table = table_of(tmp_path, "heads", records)
+    titles = [column.title for column in table.columns]
+    assert titles == ["Tokens x width x classes", "Head", "ms", "Speed-up", "TFLOP/s", "GiB", "J", "ok/planned"]
+    rows = {tuple(row[:2]): row[2:] for row in texts(table)}
+    at = "8192 x 4096 x 128256"
+    assert rows[at, "all logits, torch.compile"] == ["50.0", "—", "516.0", "3.00", "28.5", "2/2"]
+    assert rows[at, "chunked head"][1].startswith("1.25× [1.2")
+    assert rows[at, "chunked head"][3] == "1.60"
+    assert rows[at, "Liger (unsupported)"] == ["—"] * 5 + ["0/1"]
+    assert rows["2048 x 4096 x 128256", "chunked head"][1] == "—"
+
+
+def test_a_layer_has_what_a_pass_takes_beyond_what_is_held(tmp_path):
+    def layer(name, seed, **work):
+        samples = {"latency_s": [0.01] * 3, "peak_allocated_bytes": [(3.0 + seed) * 2**30]}
+        return record(trial("layer", "cudnn", layer=name, seed=seed), samples=samples, work=work)
+
+    counted = [layer("te_layer", seed, held_bytes=int(1.5 * 2**30)) for seed in (0, 1)]
+    table = table_of(tmp_path, "layer", [*counted, layer("plain_sdpa", 0)])
+    place = [column.title for column in table.columns].index("Activations, GiB")
+    assert sorted(row[place] for row in texts(table)) == ["2.50", "—"]
+    assert "beyond weights, gradients" in table.note
+    bare = table_of(tmp_path / "bare", "layer", [layer("te_layer", 0)])
+    assert "Activations" not in str(bare.columns) + bare.note
+
+
 def test_what_was_not_measured_is_a_dash_and_sorts_last(tmp_path):
     failed = record(trial(attention="flex"), outcome="oom", reason="out of memory")
     table = table_of(tmp_path, "ladder", [failed, step_record(trial(), 30)])
@@ -89,11 +127,12 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
 #: Of convergence runs: test_verdict_tables.py.
 VERDICT = {"verdict", "verdict_reasons", "equal_loss", "stability", "stress"}
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
+HEADS = {"heads"}  # by records of their own, above
 
 
 def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):
     result = only_group(everything(tmp_path / "full"))
-    for name in set(TABLES) - VERDICT - SCALING:
+    for name in set(TABLES) - VERDICT - SCALING - HEADS:
         [table] = tables_of(result, name)
         assert table.name == name
         assert table.rows

@@ -1,4 +1,5 @@
-"""AdamW in Triton: one launch over all parameters, and one over all gradients (with a second stage) for their norm.
+"""AdamW in Triton: one launch over all parameters, after one for two numbers that all share, and one over all gradients
+(with a second stage) for their norm.
 
 Every result is the reference's, bit for bit, but for the norm's last places.
 """
@@ -116,9 +117,13 @@ def step(
     beta1, beta2 = betas
     from_grad = 1 - beta1 >= 0.5
     half = any(p.bf16 is not None for p in table.parameters)
-    constants = {
+    powers = {
         "LOG_BETA1": math.log2(beta1) if beta1 else SMALLEST,
         "LOG_BETA2": math.log2(beta2) if beta2 else SMALLEST,
+    }
+    shared = torch.empty(2, dtype=torch.float32, device=rate.device)
+    launch(kernels.numbers_kernel, 1, betas, rate.get_device(), (rate, step, shared), {**powers, "num_warps": 1})
+    constants = {
         "FROM_GRAD": from_grad,
         "HALF": half,
         "TARGET": None if table.target is None else FP8[table.target],
@@ -132,8 +137,8 @@ def step(
     numbers = [lerp_weight - 1 if from_grad else lerp_weight, *numbers]
     for form, start, programs in table.forms:
         own_seed = None if form == (torch.float32, torch.float32) else seed
-        key = (betas, half, table.target, multiplier is None, form)
-        args = (table.rows, table.tiles, start, rate, step, multiplier, own_seed, *numbers)
+        key = (from_grad, half, table.target, multiplier is None, form)
+        args = (table.rows, table.tiles, start, rate, step, shared, multiplier, own_seed, *numbers)
         dtypes = {name: {**FLOATS, **FP8}[dtype] for name, dtype in zip(("w_dtype", "m_dtype"), form, strict=True)}
         registers = kernels.REGISTERS if form[1] is torch.float8_e4m3fn else {}
         launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants | registers)
