@@ -3,14 +3,12 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from weight_logits import VOCAB, assert_same, configure, logits, rewrite, tokens
 
 from te_bench.models.configs import RopeScaling
@@ -215,9 +213,7 @@ def test_a_later_save_replaces_the_whole(tmp_path: Path, before: int, after: int
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 40_000])
-def test_a_save_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
-) -> None:
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, shard_bytes):
     weights.save(a_model(), tmp_path, shard_bytes=shard_bytes)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     right = weights.save_file
@@ -235,9 +231,7 @@ def test_a_save_that_fails_leaves_what_was_there(
 
 @pytest.mark.parametrize("before", [10**9, 40_000])
 @pytest.mark.parametrize("after", [10**9, 40_000])
-def test_a_save_that_is_killed_leaves_no_mixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
-) -> None:
+def test_a_save_that_is_killed_leaves_no_mixture(tmp_path, monkeypatch, before, after):
     """Killed after any number of files: the old model, the new one, or a folder that is refused."""
     old, new = a_model(), a_model(seed=1)
     right, left = Path.replace, 0
@@ -305,9 +299,7 @@ K = "model.layers.1.self_attn.k_proj.weight"
         (lambda t: {**t, K[6:]: t[K].clone()}, "there twice"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
-) -> None:
+def test_tensors_that_do_not_fit_are_named(folder, change, said):
     rewrite(folder, change)
     with pytest.raises(ValueError, match=said):
         weights.load(folder)
