@@ -69,14 +69,6 @@ def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(gate, reposi
     assert "came/flash/fp32/eager: new in the candidate: ok" in done.out
 
 
-def test_4_a_trial_that_is_no_longer_timed_is_missing(gate: Callable[..., Any], repository: Repository) -> None:
-    base = repository.commit({"a": FAST})
-    untimed = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
-    repository.commit({"a": FAST}, experiments__trial=untimed)
-    done = gate(base)
-    assert (done.code, "timed in the baseline, not in the candidate" in " ".join(done.out.split())) == (4, True), done
-
-
 def test_4_trials_that_die_or_reply_what_no_record_can_hold(gate, repository, tmp_path):
     """Once is enough of each; what is sound beside them is measured."""
     replies = {
@@ -158,27 +150,30 @@ def test_the_repository_is_the_one_around_whatever_git_was_told(gate, repository
     assert gate(base).code == 0
 
 
-def test_4_a_trial_that_hangs_is_stopped(gate: Callable[..., Any], repository: Repository) -> None:
-    base = repository.commit({"a": FAST, "b": FAST})
-    repository.commit({"a": FAST, "b": "hangs"})
-    done = gate(base, "--timeout", 1)
-    assert (done.code, "stopped after 1 s (--timeout)" in " ".join(done.out.split())) == (4, True), done
+UNTIMED = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("trial", "broken", "said"),
     [
+        (FAST, {"experiments__trial": UNTIMED}, "timed in the baseline, not in the candidate"),
+        ("hangs", {}, "stopped after 1 s (--timeout)"),
         (
+            FAST,
             {"experiments__trial": "import no_such_package\n"},
-            "head: ModuleNotFoundError: No module named 'no_such_package'",
+            "head: ModuleNotFoundError: No module named 'no_such_p",
         ),
-        ({"experiments__plan": "def resolve(*a, **k): raise ValueError('no suite')\n"}, "head: ValueError: no suite"),
+        (
+            FAST,
+            {"experiments__plan": "def resolve(*a, **k): raise ValueError('no suite')\n"},
+            "head: ValueError: no suite",
+        ),
     ],
 )
-def test_4_a_revision_that_cannot_be_run(gate, repository, broken, said):
-    base = repository.commit({"a": FAST})
-    repository.commit({"a": FAST}, **broken)
-    done = gate(base)
+def test_4_a_revision_that_cannot_be_run_hangs_or_is_no_longer_timed(gate, repository, trial, broken, said):
+    base = repository.commit({"a": FAST, "b": FAST})
+    repository.commit({"a": FAST, "b": trial}, **broken)
+    done = gate(base, "--timeout", 1)
     assert (done.code, said in " ".join(done.out.split())) == (4, True), done
 
 
