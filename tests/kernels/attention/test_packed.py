@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from test_contract import a_problem, gradients, largest
-from test_triton import DEVICES, INTERPRETED, drawn, with_infinite_keys
+from test_triton import DEVICES, drawn, with_infinite_keys
 from torch import Tensor
 
 from te_bench.kernels import attention
@@ -158,18 +158,6 @@ def test_the_logarithms_of_the_sums(device: str) -> None:
         own = slice(int(begin[i]), int(begin[i]) + rows)
         exact = (0.3 * torch.einsum("thd,shd->hts", q[own].double(), k[own].double())).logsumexp(-1)
         torch.testing.assert_close(lse[:, own].double(), exact, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_the_operators_keep_their_word() -> None:
-    tensors = tensors_of(ROWS, 4, "cpu")
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in tensors)
-    begin = starts(ROWS, "cpu")
-    checks = ("test_schema", "test_faketensor")
-    operators, given, settings = torch.ops.te_bench, (q, k, v, None, None, begin, begin), (-1, 0, 0.25, 0.0, 70, 70)
-    torch.library.opcheck(operators.attention_forward.default, (*given, *settings), test_utils=checks)
-    args = dout, *given, *operators.attention_forward(*given, *settings), *settings
-    torch.library.opcheck(operators.attention_backward.default, args, test_utils=checks)
 
 
 @pytest.mark.parametrize(

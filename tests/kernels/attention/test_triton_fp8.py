@@ -8,7 +8,6 @@ import torch
 from fp8_definition import NAMES, definition, slots, sqnr
 from test_contract import DEVICES, a_problem, gradients, supported
 from torch import Tensor
-from traced import operators
 
 from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.backends import manual_fp8
@@ -331,28 +330,6 @@ def test_a_head_of_2_31_elements_is_cast_to_its_end() -> None:
             if ends[0] is not None:
                 all_of, end = (torch.as_tensor(e).view(torch.uint8).flatten() for e in ends)
                 assert torch.equal(all_of[-end.numel() :], end), layout
-
-
-# Operators
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("keep", [True, False])
-def test_the_operators_keep_their_word(keep: bool) -> None:
-    q, k, v, dout = drawn((2, 2, 1, 20, 30, 16, 24, True), "cpu")
-    checks = ("test_schema", "test_faketensor")
-    operators, given, settings = torch.ops.te_bench, (q, k, v), (True, 0.25, keep)
-    torch.library.opcheck(operators.fp8_attention_forward.default, (*given, *settings), test_utils=checks)
-    if keep:
-        args = dout, q, k, *operators.fp8_attention_forward(*given, *settings), *settings, False
-        only = "test_faketensor"  # the other one has no FP8 inputs
-        torch.library.opcheck(operators.fp8_attention_backward.default, args, test_utils=only)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_compiled_code_sees_one_operator_each_way() -> None:
-    found = operators(ours.BACKEND, drawn((1, 2, 2, 24, 24, 16, 16, True), "cpu"))
-    assert found == [["te_bench.fp8_attention_forward.default"], ["te_bench.fp8_attention_backward.default"]]
 
 
 def test_what_is_not_wanted_is_not_kept() -> None:
