@@ -59,16 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("plain_heads")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices of 32 columns: beside other processes a second thread makes a case of 0.2 s one of 9."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Matrices of 32 columns: beside other processes a second thread makes a case of 0.2 s one of 9.
+pytestmark = pytest.mark.usefixtures("plain_heads", "one_thread")
 
 
 @pytest.fixture
