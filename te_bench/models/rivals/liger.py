@@ -117,7 +117,7 @@ def head(config: DecoderConfig) -> Backend:
         return 0, 3 * -(-n // rows)
 
     kernels = {"cuda": r"^liger_cross_entropy_kernel"}
-    return Backend(forward=loss, unsupported=lambda problem: None, kernels=kernels, gemms=gemms)
+    return Backend(forward=loss, kernels=kernels, gemms=gemms)
 
 
 def build(model: "Decoder") -> None:
