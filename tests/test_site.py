@@ -116,9 +116,7 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_afar(site: Path, 
         assert not re.search(r"url\([\"']?(https?:)?//|@import", style.read_text(encoding="utf-8")), style
 
 
-def test_without_scripts_the_gallery_has_every_configuration_and_what_made_it(
-    site: Path, pages: dict[Path, str]
-) -> None:
+def test_without_scripts_the_gallery_has_every_configuration_and_what_made_it(site, pages):
     runs = list(published.runs(ROOT / "results"))
     groups = [group for run in runs for group in run.results.groups]
     assert len(groups) > 20
@@ -165,9 +163,7 @@ def others(site: Path) -> Path:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_page_looks_right(
-    site: Path, url: str, chromium: Browser, kind: str, width: int, dark: bool
-) -> None:
+def test_every_kind_of_page_looks_right(site, url, chromium, kind, width, dark):
     chromium.open(f"{url}/{KINDS[kind]}", width, dark=dark)
     picture = site.parent / f"{kind.replace(' ', '-')}-{width}-{'dark' if dark else 'light'}.png"
     chromium.picture(picture)
@@ -179,9 +175,7 @@ def test_every_kind_of_page_looks_right(
 
 @in_chromium
 @pytest.mark.parametrize(("width", "line"), [(1280, 40), (400, 110)])
-def test_the_gallery_shows_a_line_and_its_links_for_each_run(
-    url: str, chromium: Browser, width: int, line: int
-) -> None:
+def test_the_gallery_shows_a_line_and_its_links_for_each_run(url, chromium, width, line):
     chromium.open(f"{url}/gallery.html", width)
     heights = chromium.run("[...document.querySelectorAll('.entry')].map((entry) => entry.offsetHeight)")
     assert len(heights) > 20
@@ -236,9 +230,7 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
 
 @in_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_table_that_goes_on_beyond_the_screen_has_a_shade_at_that_edge(
-    site: Path, url: str, chromium: Browser, dark: bool
-) -> None:
+def test_a_table_that_goes_on_beyond_the_screen_has_a_shade_at_that_edge(site, url, chromium, dark):
     chromium.open(f"{url}/attention.html", 400, dark=dark)
     chromium.wait_for("document.querySelector('.md-typeset__scrollwrap') !== null")
 

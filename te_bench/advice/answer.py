@@ -93,9 +93,8 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
         return "What you have did not run here, so that there is no speed-up."
     if decision.keeps:
         return ""
-    said = (
-        f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), {_runs(decision.runs)}"
-    )
+    said = f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), "
+    said += f"{decision.runs} runs of each" if decision.runs > 1 else "one run of each"
     if decision.over_best is not None:
         other, ratio = decision.over_best
         said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
@@ -124,10 +123,6 @@ def _without_fp8(evidence: Evidence, decision: Decision) -> str:
     if best is None or (have is not None and typical(evidence.steps[best]) >= have):
         return ""
     return f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}."
-
-
-def _runs(runs: int) -> str:
-    return f"{runs} runs of each" if runs > 1 else "one run of each"
 
 
 def _memory(question: Question, decision: Decision) -> str:

@@ -31,35 +31,24 @@ GATHERING = ("fsdp2", "hsdp")
 # Raise ValueError, naming the flag, for a value that no suite could obey.
 
 
-def _one_or_more(flag: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{flag} {value}: give 1 or more")
+def _where(legal: Callable[[Any], bool], said: str) -> Callable[[str, Any], None]:
+    """The check that refuses other values, NaN among them, and says which are legal."""
+
+    def check(flag: str, value: Any) -> None:
+        if not legal(value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ValueError(f"{flag} {shown}: give {said}")
+
+    return check
+
+
+_one_or_more = _where(lambda value: value >= 1, "1 or more")
 
 
 def _seeds(flag: str, value: int) -> None:
     _one_or_more(flag, value)
     if value > MOST_SEEDS:
         raise ValueError(f"{flag} {value}: give at most {MOST_SEEDS}")
-
-
-def _nats(flag: str, value: float) -> None:
-    if not 0 < value < math.inf:  # nor is NaN
-        raise ValueError(f"{flag} {value:g}: give nats greater than 0; no two losses are ever equal")
-
-
-def _a_rate(flag: str, value: float) -> None:
-    if not 0 < value < math.inf:  # nor is NaN
-        raise ValueError(f"{flag} {value:g}: give a number greater than 0, such as 3e-4")
-
-
-def _none_or_more(flag: str, value: int) -> None:
-    if value < 0:
-        raise ValueError(f"{flag} {value}: give 0, for none, or more")
-
-
-def _probability(flag: str, value: float) -> None:
-    if not 0 < value < 0.5:
-        raise ValueError(f"{flag} {value:g}: give a probability between 0 and 0.5, such as 0.05")
 
 
 def _a_branch(flag: str, value: int) -> None:
@@ -84,15 +73,6 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
         plugins.check("recipe", name, known)
         if value.count(name) > 1:
             raise ValueError(f"{flag}: {name} is named twice; name each once")
-
-
-def _several(flag: str, value: int) -> None:
-    if not 2 <= value <= 1024:
-        raise ValueError(f"{flag} {value}: give 2 to 1024; for one GPU leave it out, and --parallel")
-
-
-def _a_mode(flag: str, value: str) -> None:
-    plugins.check("mode of parallelism", value, parallels.names())
 
 
 # From what is said on the command line to an option's value.
@@ -132,10 +112,6 @@ def data_sets(specs: list[str]) -> dict[str, str]:
             raise ValueError(f"--data {spec}: {whose} has the data set {chosen[model]} already; give each model one")
         chosen[model] = name
     return chosen
-
-
-def _names(said: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in said.split(",") if name.strip())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +197,7 @@ class Options:
         "FP8 recipes to judge; `te-bench list recipes`.",
         str,
         metavar="A,B",
-        read=_names,
+        read=lambda said: tuple(name.strip() for name in said.split(",") if name.strip()),
         check=_some_recipes,
         unheeded="chooses its recipes itself",
     )
@@ -240,13 +216,13 @@ class Options:
         "Largest learning rate of each run; where it does not decay to 0, the least one keeps its ratio to it.",
         float,
         metavar="RATE",
-        check=_a_rate,
+        check=_where(lambda value: 0 < value < math.inf, "a number greater than 0, such as 3e-4"),
         unheeded="chooses its learning rates itself",
     )
     warmup: int | None = _option(
         "Steps over which the learning rate rises, fewer than a run has.",
         metavar="STEPS",
-        check=_none_or_more,
+        check=_where(lambda value: value >= 0, "0, for none, or more"),
         unheeded="chooses its learning rates itself",
     )
     accumulate: int | None = _option(
@@ -259,13 +235,13 @@ class Options:
         "Largest gap in final loss that counts as none.",
         float,
         metavar="NATS",
-        check=_nats,
+        check=_where(lambda value: 0 < value < math.inf, "nats greater than 0; no two losses are ever equal"),
         unheeded="gives no verdict on convergence",
     )
     alpha: float | None = _option(
         "Error rate of the verdict's tests. Default: 0.05.",
         float,
-        check=_probability,
+        check=_where(lambda value: 0 < value < 0.5, "a probability between 0 and 0.5, such as 0.05"),
         unheeded="gives no verdict on convergence",
     )
     branch_at: int | None = _option(
@@ -296,13 +272,14 @@ class Options:
         unheeded="measures times, which trials beside others would falsify",
     )
     gpus_per_trial: int | None = _option(
-        "GPUs of each training step, 2 to 1024, on a CPU processes; its batch is divided over them.", check=_several
+        "GPUs of each training step, 2 to 1024, on a CPU processes; its batch is divided over them.",
+        check=_where(lambda value: 2 <= value <= 1024, "2 to 1024; for one GPU leave it out, and --parallel"),
     )
     parallel: str | None = _option(
         "How --gpus-per-trial divide a step: ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1.",
         str,
         metavar="MODE",
-        check=_a_mode,
+        check=lambda flag, value: plugins.check("mode of parallelism", value, parallels.names()),
     )
     shard: int | None = _option(
         "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", range=(2, 512)

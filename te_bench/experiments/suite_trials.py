@@ -1,5 +1,6 @@
 """The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
 
+import dataclasses
 from typing import Any
 
 from te_bench import plugins
@@ -175,17 +176,8 @@ def _trial(
     seed: int,
     recipe: str = FP8_RECIPE,
 ) -> Trial:
-    return Trial(
-        workload=workload,
-        device=options.device,
-        problem=problem,
-        attention=attention,
-        precision=precision,
-        recipe=recipe if precision == "fp8" else None,
-        mode=mode,
-        protocol=protocol,
-        seed=seed,
-    )
+    trial = alone(options.device, workload, problem, attention, precision, protocol, seed)
+    return dataclasses.replace(trial, mode=mode, recipe=recipe if precision == "fp8" else None)
 
 
 def alone(

@@ -118,10 +118,6 @@ def attention_shape(text: str) -> Settings:
     return settings
 
 
-def _attention_defaults(cuda: bool) -> list[Settings]:
-    return [suite.problem(*sizes) for sizes in (suite.GPU_SHAPES if cuda else suite.CPU_SHAPES)]
-
-
 def _attention_backends(problem: Settings) -> list[str]:
     rivals = [name for name in attention.names() if name != attention.AUTO and not attention.in_fp8(name)]
     return [name for name in rivals if suite.can_hold(name, problem)]
@@ -199,16 +195,12 @@ def head_shape(text: str) -> Settings:
     return dict(sizes)
 
 
-def _head_defaults(cuda: bool) -> list[Settings]:
-    return list(map(head_shape, GPU_HEADS if cuda else CPU_HEADS))
-
-
 KINDS = {
     "attention": Kind(
         operator="attention",
         title="Attention, tuned",
         parse=attention_shape,
-        defaults=_attention_defaults,
+        defaults=lambda cuda: [suite.problem(*sizes) for sizes in (suite.GPU_SHAPES if cuda else suite.CPU_SHAPES)],
         backends=_attention_backends,
     ),
     "gemm": Kind(
@@ -233,7 +225,7 @@ KINDS = {
         operator="linear_cross_entropy",
         title="Heads, tuned",
         parse=head_shape,
-        defaults=_head_defaults,
+        defaults=lambda cuda: list(map(head_shape, GPU_HEADS if cuda else CPU_HEADS)),
         backends=lambda _: linear_cross_entropy.names(),
     ),
 }

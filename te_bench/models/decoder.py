@@ -1,8 +1,9 @@
 """A decoder-only language model that describes itself.
 
 A family of models is a file of models/zoo. It says of itself: `build` makes its modules, `body` computes one by one,
-`parts` names what its blocks are made of, `tables` where its vocabulary is, and `init_parameter` how training begins. From
-these come the loss, fused blocks (models.fused), the optimizer's copies, checks, costs and checkpoints: none knows a family.
+`parts` names what its blocks are made of, `tables` where its vocabulary is, and INTO_STREAM or an own `init_parameter` how
+training begins. From these come the loss, fused blocks (models.fused), the optimizer's copies, checks, costs and
+checkpoints: none knows a family.
 
     model = load("gpt2", attention="flash", padded_vocab_size=50304)
     loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
@@ -11,6 +12,7 @@ Shapes: B batch, T tokens, C hidden features, V vocabulary, Vp padded vocabulary
 """
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -77,6 +79,9 @@ class Decoder(nn.Module):
     ValueError for dropout in fused blocks, and for a family that describes itself wrongly (models.description).
     """
 
+    INTO_STREAM: tuple[
+        str, ...
+    ] = ()  # ends of the names of the weights whose products are added to the residual stream
     shares_amaxes = False  # over all ranks, which training.parallel asks for
 
     def __init__(
@@ -147,8 +152,17 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def init_parameter(self, name: str, parameter: Tensor) -> None:
-        """Fill a parameter, or the rows of a table that are no padding, with what training begins with."""
-        raise NotImplementedError
+        """Fill a parameter, or the rows of a table that are no padding, with what training begins with, as GPT-2 does.
+
+        N(0, 0.02) for embeddings and weights, N(0, 0.02 / sqrt(2 layers)) into the stream, 0 for biases, 1 for gains.
+        """
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.dim() == 2:
+            into_stream = name.endswith(self.INTO_STREAM)
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.shape.layers) if into_stream else 0.02)
+        else:
+            nn.init.ones_(parameter)
 
     def angles(self, length: int) -> Tensor | None:
         """By which queries and keys turn, (T, head_dim) or fewer features, float32; None for positions that are learned."""

@@ -103,9 +103,7 @@ def test_a_page_has_answers_in_a_sentence_and_a_picture(published: Path, tmp_pat
     assert CliRunner().invoke(app, ["embed", "--check", str(page)]).exit_code == 1
 
 
-def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
-    published: Path, tmp_path: Path
-) -> None:
+def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(published, tmp_path):
     alone = changed(published, tmp_path / "alone")
     for path in alone.glob("*/advice.json"):
         advice = json.loads(path.read_text())

@@ -687,9 +687,7 @@ def test_a_plan_of_branches_says_what_they_prove_and_counts_each_trunk_once(comm
     assert (few.code, "a verdict needs 6 seeds" in plainly(few.err)) == (2, True)
 
 
-def test_a_branch_without_its_trunk_ends_within_a_time_that_holds_the_trunk_too(
-    command: Command, tmp_path: Path
-) -> None:
+def test_a_branch_without_its_trunk_ends_within_a_time_that_holds_the_trunk_too(command, tmp_path):
     """As the run does, which begins none that would have to train a trunk and end late."""
     out = write(tmp_path / "out", [branch_ended(trial) for trial in trials(branch_at=20)])
     asked = ("--preset", "cpu", "--steps", STEPS, "--branch-at", 20, "--seeds", 2, "--out", out, "--within")

@@ -12,7 +12,6 @@ import psutil
 import pytest
 from driving import Run, eventually
 from gates import FAST, QUICK, SLOW, outcomes
-from in_process import Command
 from revisions import FILES, Repository
 
 from te_bench.experiments.store import load
@@ -38,9 +37,7 @@ def test_1_a_slower_revision_is_found(gate: Callable[..., Any], repository: Repo
     assert gate("HEAD", "--head", base).code == 0  # the other way round it is an improvement
 
 
-def test_1_a_revision_of_which_every_fourth_call_is_slow_is_found(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_1_a_revision_of_which_every_fourth_call_is_slow_is_found(gate, repository, tmp_path, monkeypatch):
     # A process of six calls has one slow call or two: five pairs may leave it undecided, and a gate then goes on.
     monkeypatch.setattr(revisions, "LOOKS", (5, 10, 20))
     base = repository.commit({"a": FAST})
@@ -63,9 +60,7 @@ def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Rep
     assert outcomes(tmp_path / "out") == {("a", "ok"): 1}
 
 
-def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(
-    gate: Callable[..., Any], repository: Repository
-) -> None:
+def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(gate, repository):
     base = repository.commit({"a": FAST, "gone": FAST})
     repository.commit({"a": FAST, "came": FAST})
     done = gate(base)
@@ -74,17 +69,7 @@ def test_4_a_trial_that_is_gone_is_missing_and_one_that_came_is_new(
     assert "came/flash/fp32/eager: new in the candidate: ok" in done.out
 
 
-def test_4_a_trial_that_is_no_longer_timed_is_missing(gate: Callable[..., Any], repository: Repository) -> None:
-    base = repository.commit({"a": FAST})
-    untimed = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
-    repository.commit({"a": FAST}, experiments__trial=untimed)
-    done = gate(base)
-    assert (done.code, "timed in the baseline, not in the candidate" in " ".join(done.out.split())) == (4, True), done
-
-
-def test_4_trials_that_die_or_reply_what_no_record_can_hold(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
+def test_4_trials_that_die_or_reply_what_no_record_can_hold(gate, repository, tmp_path):
     """Once is enough of each; what is sound beside them is measured."""
     replies = {
         "unknown": '{"outcome": "splendid"}',
@@ -113,9 +98,7 @@ def replying(replies: dict[str, str]) -> str:
     return FILES["experiments/trial.py"].replace("    def call():", f"{lines}    def call():")
 
 
-def test_a_fork_that_dies_between_turns_takes_no_other_trial_with_it(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path
-) -> None:
+def test_a_fork_that_dies_between_turns_takes_no_other_trial_with_it(gate, repository, tmp_path):
     base = repository.commit({"a": FAST, "b": FAST, "c": FAST})
     dies = FILES["experiments/trial.py"].replace(
         "    timed =",
@@ -142,9 +125,7 @@ def test_what_trials_started_ends_with_them(gate: Callable[..., Any], repository
         assert eventually(lambda: not psutil.pid_exists(pid), 5)  # noqa: B023
 
 
-def test_a_trial_of_another_question_is_not_gone_on_with(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_of_another_question_is_not_gone_on_with(gate, repository, tmp_path, monkeypatch):
     base = repository.commit({"a": FAST})
     out = tmp_path / "out"
     gate(base)
@@ -160,9 +141,7 @@ def test_a_trial_of_another_question_is_not_gone_on_with(
         first = again
 
 
-def test_the_repository_is_the_one_around_whatever_git_was_told(
-    gate: Callable[..., Any], repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_repository_is_the_one_around_whatever_git_was_told(gate, repository, tmp_path, monkeypatch):
     base = repository.commit({"a": FAST})
     other = Repository(tmp_path / "other")
     monkeypatch.setenv("GIT_DIR", str(other.root / ".git"))
@@ -171,29 +150,30 @@ def test_the_repository_is_the_one_around_whatever_git_was_told(
     assert gate(base).code == 0
 
 
-def test_4_a_trial_that_hangs_is_stopped(gate: Callable[..., Any], repository: Repository) -> None:
-    base = repository.commit({"a": FAST, "b": FAST})
-    repository.commit({"a": FAST, "b": "hangs"})
-    done = gate(base, "--timeout", 1)
-    assert (done.code, "stopped after 1 s (--timeout)" in " ".join(done.out.split())) == (4, True), done
+UNTIMED = FILES["experiments/trial.py"].replace("timing.bench_py(call, trial.device)", "[call()] and True")
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("trial", "broken", "said"),
     [
+        (FAST, {"experiments__trial": UNTIMED}, "timed in the baseline, not in the candidate"),
+        ("hangs", {}, "stopped after 1 s (--timeout)"),
         (
+            FAST,
             {"experiments__trial": "import no_such_package\n"},
-            "head: ModuleNotFoundError: No module named 'no_such_package'",
+            "head: ModuleNotFoundError: No module named 'no_such_p",
         ),
-        ({"experiments__plan": "def resolve(*a, **k): raise ValueError('no suite')\n"}, "head: ValueError: no suite"),
+        (
+            FAST,
+            {"experiments__plan": "def resolve(*a, **k): raise ValueError('no suite')\n"},
+            "head: ValueError: no suite",
+        ),
     ],
 )
-def test_4_a_revision_that_cannot_be_run(
-    gate: Callable[..., Any], repository: Repository, broken: dict[str, str], said: str
-) -> None:
-    base = repository.commit({"a": FAST})
-    repository.commit({"a": FAST}, **broken)
-    done = gate(base)
+def test_4_a_revision_that_cannot_be_run_hangs_or_is_no_longer_timed(gate, repository, trial, broken, said):
+    base = repository.commit({"a": FAST, "b": FAST})
+    repository.commit({"a": FAST, "b": trial}, **broken)
+    done = gate(base, "--timeout", 1)
     assert (done.code, said in " ".join(done.out.split())) == (4, True), done
 
 
@@ -205,9 +185,7 @@ def test_4_a_revision_without_te_bench(gate: Callable[..., Any], repository: Rep
     assert (done.code, "has no te_bench package at its root" in " ".join(done.out.split())) == (4, True), done
 
 
-def test_2_what_cannot_be_asked(
-    gate: Callable[..., Any], command: Command, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_2_what_cannot_be_asked(gate, command, repository, tmp_path, monkeypatch):
     repository.commit({"a": FAST})
     assert "no revision 'nowhere'" in gate("nowhere").err
     assert "no revision '--output=x'" in gate("HEAD", "--head", "--output=x").err
@@ -237,9 +215,7 @@ def test_the_repository_is_left_as_it_was(gate: Callable[..., Any], repository: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_kill_leaves_nothing_and_the_next_call_goes_on(
-    repository: Repository, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_kill_leaves_nothing_and_the_next_call_goes_on(repository, tmp_path, number):
     go_on = tmp_path / "go_on"  # else its third round lasts
     waits = f"    while trial.seed == 2 and not os.path.exists({str(go_on)!r}):\n        time.sleep(0.01)\n    timed ="
     trial = FILES["experiments/trial.py"].replace("    timed =", waits)

@@ -48,9 +48,7 @@ def test_a_model_that_raises_is_one_sentence_and_leaves_nothing(command: Command
 
 @pytest.mark.usefixtures("asked_here")
 @pytest.mark.parametrize("verb", [("run", "nanogpt"), ("run", "memory"), ("advise",)])
-def test_a_model_beyond_this_machine_s_memory_is_one_sentence_and_leaves_nothing(
-    verb: tuple[str, ...], command: Command, tmp_path: Path
-) -> None:
+def test_a_model_beyond_this_machine_s_memory_is_one_sentence_and_leaves_nothing(verb, command, tmp_path):
     (tmp_path / "own.py").write_text(MODULE)
     done = command(*verb, "--model", "own:huge", "--device", "cpu", "--tokens", "16")
     assert done.code == 2

@@ -305,9 +305,7 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
         ("attention", {"device": "cpu"}, None),
     ],
 )
-def test_a_model_that_is_large_for_a_cpu_is_told_beforehand(
-    suite: str, asked: dict[str, Any], said: str | None
-) -> None:
+def test_a_model_that_is_large_for_a_cpu_is_told_beforehand(suite, asked, said):
     options = Options(**asked)
     slow = plan.slow_on_a_cpu(plan.resolve(suite, options).trials, options)
     assert slow is None if said is None else said in str(slow)

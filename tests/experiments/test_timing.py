@@ -30,16 +30,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[float]], Clock]
     return lambda seconds: Clock(monkeypatch, seconds)
 
 
-def test_bench_py_keeps_each_of_twenty_steps_after_ten(clock: Callable[[Iterator[float]], Clock]) -> None:
+@pytest.mark.parametrize(("protocol", "warm_up", "timed"), [(timing.bench_py, 10, 20), (timing.quickstart, 50, 50)])
+def test_each_step_after_those_that_warm_up_is_kept(clock, protocol, warm_up, timed):
     watched = clock(float(i) for i in itertools.count(1))
-    assert timing.bench_py(watched.call, "cpu") == [float(i) for i in range(11, 31)]
-    assert watched.calls == 30
-
-
-def test_quickstart_keeps_each_of_fifty_iterations_after_fifty(clock: Callable[[Iterator[float]], Clock]) -> None:
-    watched = clock(float(i) for i in itertools.count(1))
-    assert timing.quickstart(watched.call, "cpu") == [float(i) for i in range(51, 101)]
-    assert watched.calls == 100
+    assert protocol(watched.call, "cpu") == [float(i) for i in range(warm_up + 1, warm_up + timed + 1)]
+    assert watched.calls == warm_up + timed
 
 
 def test_kernel_stops_as_soon_as_the_median_is_known(clock: Callable[[Iterator[float]], Clock]) -> None:

@@ -326,9 +326,7 @@ def test_rounding_at_a_kink_takes_many_targets(precision: str, targets: int, tol
 
 
 @pytest.mark.parametrize("wrong", [0.8, 1.25, -1.0])
-def test_a_wrong_gradient_behind_a_kink_is_caught(
-    wrong: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_gradient_behind_a_kink_is_caught(wrong, tmp_path, monkeypatch):
     trial = step(of_config(T5, tmp_path), precision="bf16", attention="manual")
     trial = dataclasses.replace(trial, problem={**trial.problem, "batch": 4, "block": 16})
     usual = TrainStep.gradients
@@ -353,9 +351,7 @@ def test_a_wrong_gradient_behind_a_kink_is_caught(
         (WHISPER | {"vocab_size": 64, "architectures": ["WhisperForConditionalGeneration"]}, (2, 8, 32), False),
     ],
 )
-def test_families_are_fed_what_they_read(
-    config: dict[str, Any], shape: tuple[int, ...], text: bool, tmp_path: Path
-) -> None:
+def test_families_are_fed_what_they_read(config, shape, text, tmp_path):
     made = adopted.make(of_config(config, tmp_path), attention="own", device="cpu")
     inputs, targets = made.draw(2, 8, seed=0, device="cpu")
     assert (inputs.shape, made.text) == (shape, text)
@@ -421,9 +417,7 @@ def test_a_class_that_te_bench_does_not_feed_is_not_run_as_another(named: str, t
         ("make layer=2", {}, "it takes no argument 'layer'; its arguments: layers, width, dropout"),
     ],
 )
-def test_a_model_that_cannot_train_is_refused_in_a_sentence(
-    name: str, functions: dict[str, str], sentence: str
-) -> None:
+def test_a_model_that_cannot_train_is_refused_in_a_sentence(name, functions, sentence):
     with pytest.raises(ValueError, match=sentence):
         probe.find_out(of(*name.split(), **functions), 8)
 

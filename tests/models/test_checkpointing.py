@@ -80,13 +80,6 @@ class Hidden(nn.Module):
         return out.square().mean()
 
 
-def test_dropout_that_no_module_keeps_is_drawn_again_as_it_was() -> None:
-    model = Hidden()
-    twin = copy.deepcopy(model)
-    assert checkpoint_blocks(model) == 3
-    assert_the_same(model, twin, TOKENS, fewer=0.9)
-
-
 class Staged(Hidden):
     """Blocks in lists of lists, of which none is called."""
 
@@ -103,8 +96,9 @@ class Staged(Hidden):
         return out
 
 
-def test_blocks_lie_in_lists_of_lists() -> None:
-    model = Staged()
+@pytest.mark.parametrize("kind", [Hidden, Staged])
+def test_dropout_that_no_module_keeps_is_drawn_again_in_blocks_in_lists_too(kind: type[Hidden]) -> None:
+    model = kind()
     twin = copy.deepcopy(model)
     assert checkpoint_blocks(model) == 3
     assert_the_same(model, twin, TOKENS, fewer=0.9)

@@ -76,9 +76,7 @@ def picture(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("failure", [RuntimeError("no"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("before", [None, recipe.RowwiseScaling()], ids=["new", "converted before"])
-def test_a_swap_that_fails_half_way_leaves_the_model_as_it_was(
-    before: recipe.Recipe | None, failure: BaseException
-) -> None:
+def test_a_swap_that_fails_half_way_leaves_the_model_as_it_was(before, failure):
     torch.manual_seed(0)
     shared = nn.Linear(32, 32)
     model = nn.Sequential(

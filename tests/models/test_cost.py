@@ -125,9 +125,7 @@ WIDE = dataclasses.replace(LLAMA, hidden_size=64, intermediate_size=128, head_di
     ("config", "weights"), [(SMALL, None), (LLAMA, None), (QWEN, None), (WIDE, "bf16")],
     ids=["gpt", "llama", "qwen", "bf16 weights"],
 )  # fmt: skip
-def test_what_the_blocks_keep_is_what_is_counted(
-    config: DecoderConfig, weights: str | None, recipe: str | None
-) -> None:
+def test_what_the_blocks_keep_is_what_is_counted(config, weights, recipe):
     """Every storage that autograd keeps from fused blocks, once each; of weights those that no optimizer left."""
     step, batch = a_step(config, recipe, weights), 2
     found = kept(step, torch.randint(0, config.vocab_size, (batch, config.block_size)))
@@ -158,9 +156,7 @@ def test_a_layer_of_llama_3_8b_by_hand() -> None:
 
 @pytest.mark.parametrize("recipe", [None, DELAYED])
 @pytest.mark.parametrize(("weights", "states"), [(None, None), ("bf16", "bf16"), ("bf16", "fp8"), (None, "fp8")])
-def test_weights_moments_and_copies_are_the_optimizers(
-    weights: str | None, states: str | None, recipe: str | None
-) -> None:
+def test_weights_moments_and_copies_are_the_optimizers(weights, states, recipe):
     step = a_step(WIDE, recipe, weights, states)
     assert step.table is not None
     more = RECIPES[recipe] | {"weights": weights, "states": states}

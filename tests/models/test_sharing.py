@@ -73,9 +73,7 @@ def run(layer: nn.Module, mask: str) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("mask", ["no_mask", "causal"])
 @pytest.mark.parametrize(("kind", "options", "copies"), VARIANTS)
-def test_every_variant_computes_what_the_plain_layer_does(
-    layers: Any, kind: str, options: dict[str, Any], copies: set[str], mask: str
-) -> None:
+def test_every_variant_computes_what_the_plain_layer_does(layers, kind, options, copies, mask):
     basic, ours = plain(layers), a_te_layer(layers, kind, **options)
     expected = run(basic, mask)
     assert not torch.allclose(run(ours, mask)[0], expected[0], atol=0.1)
@@ -85,9 +83,7 @@ def test_every_variant_computes_what_the_plain_layer_does(
 
 
 @pytest.mark.parametrize(("kind", "options", "copies"), VARIANTS)
-def test_parameters_are_shared_where_their_rows_agree(
-    layers: Any, kind: str, options: dict[str, Any], copies: set[str]
-) -> None:
+def test_parameters_are_shared_where_their_rows_agree(layers, kind, options, copies):
     basic, ours = plain(layers), a_te_layer(layers, kind, **options)
     frozen = basic.get_parameter("qkv_projection.weight").requires_grad_(False)
     SHARE[kind](ours, basic)

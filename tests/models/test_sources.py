@@ -64,9 +64,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_the_hash_is_of_packages_beside_and_of_what_lies_by_a_factory_of_another_folder(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_is_of_packages_beside_and_of_what_lies_by_a_factory_of_another_folder(here, monkeypatch):
     for folder in (here, here / "elsewhere"):
         write(
             folder,
@@ -95,9 +93,7 @@ def test_a_package_s_folder_without_an_init_is_part_of_it(here: Path) -> None:
     assert known("mine.deep.model:make").sha256 != before
 
 
-def test_versions_of_installed_packages_are_held_and_their_files_are_not(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_installed_packages_are_held_and_their_files_are_not(here, monkeypatch):
     site = here / "venv" / "lib" / "site-packages"
     write(site, {"blocks_of_others/__init__.py": "", "own_dist-1.0.dist-info/METADATA": "Name: own-dist\nVersion: 1.0"})
     write(site, {"own_dist-1.0.dist-info/top_level.txt": "blocks_of_others"})
@@ -189,9 +185,7 @@ def test_arguments_are_literals(said: str, value: object) -> None:
         ("torn.json", (), "no JSON that can be read"),
     ],
 )
-def test_what_is_no_model_is_refused_in_a_sentence(
-    spec: str, arguments: tuple[str, ...], sentence: str, here: Path
-) -> None:
+def test_what_is_no_model_is_refused_in_a_sentence(spec, arguments, sentence, here):
     (here / "told.py").write_text("")
     (here / "broken.py").write_text("def make(:")
     (here / "torn.json").write_text("{")
@@ -224,9 +218,7 @@ def test_a_model_that_ends_its_process_is_refused_and_steers_no_terminal(here: P
         sources.ask(known("ended:make"), tokens=8)
 
 
-def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hub_that_gives_nothing_is_told_of_in_one_sentence_alone(monkeypatch, caplog):
     hub = pytest.importorskip("huggingface_hub")
 
     def give(*_: object) -> None:

@@ -5,7 +5,6 @@ import io
 import re
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,9 +49,7 @@ def test_each_file_of_a_folder_s_archives_is_taken_once(wheels: Path, tmp_path: 
     assert sorted(text.split(b"\n\n")[:-1]) == sorted(body.strip() for body in FILES.values())
 
 
-def test_the_text_depends_on_the_contents_alone(
-    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_depends_on_the_contents_alone(wheels, tmp_path, capsys):
     digest = main([str(tmp_path / "out.txt"), str(wheels)])
     (wheels / "one-1.0-py3-none-any.whl").rename(wheels / "zzz.zip")
     (wheels / "three" / "e.py").rename(wheels / "three" / "aa.py")
@@ -65,9 +62,7 @@ def test_the_text_depends_on_the_contents_alone(
     assert main([str(tmp_path / "other.txt"), str(wheels)]) != digest
 
 
-def test_installed_packages_come_in_the_order_of_their_paths_or_shuffled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_installed_packages_come_in_the_order_of_their_paths_or_shuffled(tmp_path, capsys):
     digest = main([str(tmp_path / "sources.txt"), "pluggy", "iniconfig"])
     text = (tmp_path / "sources.txt").read_bytes()
     assert text.index(b"class PluginManager") < text.index(b"class IniConfig")
@@ -113,18 +108,14 @@ def encrypted(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [corrupt, encrypted])
-def test_an_archive_that_cannot_be_unpacked_is_told(
-    spoil: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_archive_that_cannot_be_unpacked_is_told(spoil, tmp_path, capsys):
     spoil(tmp_path / "bad.whl")
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none.txt"), str(tmp_path)])
     assert "bad.whl cannot be read" in capsys.readouterr().err
 
 
-def test_a_text_that_would_be_empty_or_has_no_place_is_told(
-    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_would_be_empty_or_has_no_place_is_told(wheels, tmp_path, capsys):
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "wheels").symlink_to(wheels)
     for out, folder, message in (

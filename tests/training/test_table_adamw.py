@@ -53,9 +53,7 @@ pytestmark = pytest.mark.usefixtures("plain_heads")
 
 @pytest.mark.parametrize("optimizer", [None, "reference"])
 @pytest.mark.parametrize(("precision", "recipe"), [("fp8", DELAYED), ("fp8", CURRENT), ("bf16", CURRENT)])
-def test_a_copied_step_goes_on_as_the_original_and_shares_nothing(
-    precision: str, recipe: str, optimizer: str | None
-) -> None:
+def test_a_copied_step_goes_on_as_the_original_and_shares_nothing(precision, recipe, optimizer):
     step = a_step(precision, optimizer, recipe=recipe)
     losses(step, 3)
     twin, other = copy.deepcopy(step), copy.deepcopy(step)
@@ -129,9 +127,7 @@ def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list
         *(("bf16", CURRENT, "chunked", 4), ("fp8", DELAYED, "chunked", 4)),
     ],
 )
-def test_the_losses_are_the_plain_ones_within_its_own_spread(
-    precision: str, recipe: str, head: str | None, accumulate: int
-) -> None:
+def test_the_losses_are_the_plain_ones_within_its_own_spread(precision, recipe, head, accumulate):
     """Seen: up to 2.0 times the spread of three arms; an FP8 head, which rounds more than any of them, 2.1 times FP8's."""
     plain, spread = plain_and_spread(precision, recipe, accumulate)
     if head == "fp8":
@@ -311,9 +307,7 @@ def test_a_pass_computes_with_the_copies_and_casts_no_weight(monkeypatch: pytest
 
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", CURRENT), ("fp8", DELAYED)])
 @pytest.mark.parametrize("refreshing", [True, False])
-def test_restored_or_loaded_weights_are_computed_with(
-    precision: str, recipe: str, refreshing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restored_or_loaded_weights_are_computed_with(precision, recipe, refreshing, monkeypatch):
     step, other = a_step(precision, recipe=recipe), a_step(precision, recipe=recipe)
     losses(step, 3)
     saved, first = step._snapshot(), step.gradients(*a_batch())[0]

@@ -130,13 +130,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainStep], TrainStep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("more", [{}, {"halved": True, "states": "bf16"}], ids=["float32", "few bits"])
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", CURRENT), ("fp8", DELAYED)])
-def test_a_captured_step_trains_as_the_eager_one(
-    precision: str,
-    recipe: str,
-    more: dict[str, Any],
-    captured: Callable[[TrainStep], TrainStep],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_captured_step_trains_as_the_eager_one(precision, recipe, more, captured, monkeypatch):
     """After three steps that warm up, at the first batch; in FP8 they leave scales, from which the eager one begins too."""
     one: dict[str, Any] = {"n_layer": 1, **more}
     step = captured(a_step(precision, "triton", recipe=recipe, head="chunked", **one))
@@ -176,9 +170,7 @@ def llama() -> Any:
     return model
 
 
-def test_a_capture_that_reaches_other_parameters_than_the_pass_before_is_refused(
-    llama: Any, captured: Callable[[TrainStep], TrainStep]
-) -> None:
+def test_a_capture_that_reaches_other_parameters_than_the_pass_before_is_refused(llama, captured):
     """As LayerDrop does, which draws anew in each pass."""
     own, passes = llama.model.norm.forward, []
 
@@ -206,9 +198,7 @@ def adopted_batch(device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_captured_step_of_transformers_llama_trains_as_the_eager_one(
-    llama: Any, captured: Callable[[TrainStep], TrainStep]
-) -> None:
+def test_a_captured_step_of_transformers_llama_trains_as_the_eager_one(llama, captured):
     batch = adopted_batch("cpu")
     step, eager = captured(adopted_step(llama, "bf16", "cpu")), adopted_step(llama, "bf16", "cpu")
     curves = [[s(*batch).item() for _ in range(3)] for s in (step, eager)]
@@ -234,9 +224,7 @@ def test_a_captured_large_llama_trains_bit_for_bit_as_one_with_both_layouts_of_i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("precision", "large"), [("bf16", False), ("fp8", False), ("fp8", True)])
-def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(
-    precision: str, large: bool, llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(precision, large, llama, monkeypatch):
     """Delayed scales have settled before a capture: the eager step begins with those."""
     monkeypatch.setattr(cost, "ONCE", 0 if large else 2**60)
     batch = adopted_batch("cuda")
@@ -253,9 +241,7 @@ def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_captured_step_that_nobody_tells_of_its_gradients_is_noticed(
-    captured: Callable[[TrainStep], TrainStep], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_that_nobody_tells_of_its_gradients_is_noticed(captured, monkeypatch):
     monkeypatch.setattr(TableAdamW, "move", lambda self: None)
     step = captured(a_step("bf16", "triton", n_layer=1))
     step(*a_batch())

@@ -42,7 +42,7 @@ def by_parts(model: Decoder) -> None:
         module.attention = by_heads(module.attention)
     for block in blocks_of(model):
         block.forward = functools.partial(_again, block.forward)
-    head = linear_cross_entropy.Backend(forward=functools.partial(_loss, model), unsupported=lambda p: None)
+    head = linear_cross_entropy.Backend(forward=functools.partial(_loss, model))
     model.heads = dict.fromkeys((True, False), head)
 
 

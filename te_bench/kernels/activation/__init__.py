@@ -57,7 +57,7 @@ class Backend:
     forward_quantized: Callable[..., Any]
     backward: Callable[..., Any]
     backward_quantized: Callable[..., Any]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
 
 
 _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)

@@ -101,7 +101,7 @@ class Backend:
     table: Callable[..., Table]
     step: Callable[..., None]
     norm: Callable[..., tuple[Any, Any]]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
     move: Callable[..., Table] | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
 

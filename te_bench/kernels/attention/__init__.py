@@ -48,7 +48,7 @@ class Backend:
     whatever comes back to it; others are given a mask in place of a window (`posed`).
     packed(q, k, v, starts_q, starts_k, longest, *, causal, scale, dropout, window): of packed sequences, as
     `packed.attend_packed` says; it pads them for a backend that has none.
-    unsupported(problem): why it can't, or None. It never falls back to another kernel.
+    unsupported(problem): why it can't, or None, which is the default. It never falls back to another kernel.
     kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
     kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
     profiler sees only when nothing was compiled or captured.
@@ -60,7 +60,7 @@ class Backend:
     """
 
     forward: Callable[..., Any]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
     kernels: Mapping[str, str] = field(default_factory=dict)
     operators: str | None = None
     windows: bool = False

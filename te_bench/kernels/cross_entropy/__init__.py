@@ -23,7 +23,7 @@ class Backend:
     """forward(logits, targets, *, vocab): (N, Vp), (N,) int64 -> (); target -1 is ignored; it may overwrite the logits."""
 
     forward: Callable[..., Any]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
 
 
 _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)

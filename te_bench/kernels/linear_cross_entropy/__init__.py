@@ -37,7 +37,7 @@ class Backend:
     """
 
     forward: Callable[..., Any]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
     copied: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
     gemms: Callable[[int, int, int, int], tuple[int, int]] = lambda n, d, padded, itemsize: (0, 3)

@@ -66,7 +66,7 @@ class Backend:
     forward: Callable[..., Any]
     forward_quantized: Callable[..., Any]
     backward: Callable[..., Any]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
     residual: Residual | None = None
 
 

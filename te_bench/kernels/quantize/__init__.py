@@ -108,7 +108,7 @@ class Backend:
     tensor: Callable[..., Quantized]
     row: Callable[..., Quantized]
     block: Callable[..., Quantized]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
 
 
 _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)

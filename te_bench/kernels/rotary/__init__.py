@@ -47,7 +47,7 @@ class Backend:
     """
 
     rotate: Callable[..., None]
-    unsupported: Callable[[Problem], str | None]
+    unsupported: Callable[[Problem], str | None] = lambda problem: None
 
 
 _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)

@@ -4,6 +4,7 @@ Roles are "input", "weight" and "grad_output"; GEMMs are "fprop", "dgrad" and "w
 and never for its name.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +19,6 @@ from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import TENSOR, Backend, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.models.recipe._blocks import in_end_blocks
 
 DTYPES = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
@@ -208,7 +208,7 @@ class Recipe:
         """Of a model's Linears, by name, those that stay in the activations' precision."""
         for setting in ("bf16_first", "bf16_last"):
             self._reject(not 0 <= getattr(self, setting) <= 1, setting, "a share of the blocks, 0 to 1")
-        return in_end_blocks(names, self.bf16_first, self.bf16_last)
+        return _in_end_blocks(names, self.bf16_first, self.bf16_last)
 
     @property
     def keeps_blocks(self) -> bool:
@@ -303,6 +303,36 @@ class Recipe:
     def _check_format(self, legal: tuple[Format, ...] = (Format.HYBRID, Format.E4M3)) -> None:
         why = "E5M2 has too few mantissa bits for the forward pass; " if self.fp8_format is Format.E5M2 else ""
         self._reject(self.fp8_format not in legal, "fp8_format", why + " or ".join(f"Format.{f.name}" for f in legal))
+
+
+def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset[str]:
+    """Of dotted names those in the first and last ceil(share x blocks) blocks; with the last those in no block, a head's.
+
+    A block is a number in a name, such as 3 in transformer.h.3.mlp; of several lists of modules the longest counts. A share
+    of 0 has none. Raises ValueError where a share is above 0 and no name has a number.
+    """
+    if not first and not last:
+        return frozenset()
+    found: dict[str, dict[int, set[str]]] = {}
+    outside = set[str]()
+    for name in names:
+        parts = name.split(".")
+        place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        if place is not None:
+            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), set()).add(name)
+        else:
+            outside.add(name)
+    if not found:
+        said = f"bf16_last={last}" if last else f"bf16_first={first}"
+        raise ValueError(f"{said}: the model's layers are in no numbered blocks; leave it at 0")
+    blocks = max(found.values(), key=len)
+
+    def whole(share: float) -> int:  # 0.07 x 100 blocks is 7, and a float above it
+        return max(1, math.ceil(share * len(blocks) - 1e-9)) if share else 0
+
+    numbers = sorted(blocks)
+    ends = {*numbers[: whole(first)], *numbers[len(numbers) - whole(last) :]}
+    return frozenset(outside if last else ()).union(*(blocks[number] for number in ends))
 
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]

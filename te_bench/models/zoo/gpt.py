@@ -71,6 +71,7 @@ class GPT(Decoder):
     """GPT-2: pre-LN, learned positions, head tied to the token embedding. Arguments are Decoder's."""
 
     config: GPTConfig
+    INTO_STREAM = ("c_proj.weight",)
 
     def build(self, config: GPTConfig, attention: str, padded: int, linear: MakeLinear) -> None:
         # The names are those of OpenAI's checkpoints.
@@ -105,17 +106,6 @@ class GPT(Decoder):
     def tables(self) -> Tables:
         t = self.transformer
         return Tables(t.wte, t.wpe, t.ln_f, self.lm_head)
-
-    def init_parameter(self, name: str, parameter: Tensor) -> None:
-        """N(0, 0.02) for embeddings and weights, N(0, 0.02 / sqrt(2 n_layer)) into the residual stream, 0 for biases."""
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif name.endswith("c_proj.weight"):
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.n_layer))
-        elif parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-        else:  # LayerNorm gain
-            nn.init.ones_(parameter)
 
 
 MODEL = GPT

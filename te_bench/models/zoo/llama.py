@@ -109,6 +109,7 @@ class Llama(Decoder):
 
     config: LlamaConfig
     rotary: Tensor
+    INTO_STREAM = ("o_proj.weight", "down_proj.weight")
 
     def build(self, config: LlamaConfig, attention: str, padded: int, linear: MakeLinear) -> None:
         # The names are Hugging Face's, but for the two products that are one here.
@@ -162,17 +163,6 @@ class Llama(Decoder):
         super()._apply(fn, recurse)
         self.make_angles()
         return self
-
-    def init_parameter(self, name: str, parameter: Tensor) -> None:
-        """N(0, 0.02) for embeddings and weights, N(0, 0.02 / sqrt(2 layers)) into the residual stream, 0 for biases."""
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * self.config.num_hidden_layers))
-        elif parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-        else:  # RMSNorm gain
-            nn.init.ones_(parameter)
 
 
 MODEL = Llama

@@ -145,10 +145,6 @@ def _ranks(record: Record) -> list[Mapping[str, Any]]:
     return [rank for rank in ranks if isinstance(rank, Mapping)] if isinstance(ranks, list) else []
 
 
-def _of_ranks(record: Record, name: str) -> list[float | None]:
-    return [finite(rank.get(name)) for rank in _ranks(record)]
-
-
 def _sum(values: Iterable[float | None]) -> float | None:
     """None where any was not measured."""
     known = list(values)
@@ -159,7 +155,7 @@ def _mean(records: Iterable[Record], name: str) -> float | None:
     """Over ranks, the median over repetitions."""
     means = []
     for record in records:
-        values = _of_ranks(record, name)
+        values = [finite(rank.get(name)) for rank in _ranks(record)]
         total = _sum(values)
         means += [] if total is None else [total / len(values)]
     return median(means)

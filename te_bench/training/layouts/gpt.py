@@ -64,10 +64,6 @@ def _describe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _pieces(config: DecoderConfig, name: str) -> list[Piece]:
-    return [Piece(name, transposed=CONV1D.search(name) is not None)]
-
-
 def _zeros(config: DecoderConfig) -> dict[str, int]:
     """The biases, which transformers' GPT-2 always has."""
     assert isinstance(config, GPTConfig)
@@ -86,6 +82,6 @@ LAYOUT = Layout(
     ignored=re.compile(r"\.attn\.(masked_)?bias$"),  # causal masks
     read=_read,
     describe=_describe,
-    pieces=_pieces,
+    pieces=lambda config, name: [Piece(name, transposed=CONV1D.search(name) is not None)],
     zeros=_zeros,
 )

@@ -70,7 +70,7 @@ class Sharded(FSDP2):
         def loss(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
             return self._entropy(tables.head(x), targets, vocab=vocab)
 
-        head = Backend(forward=loss, unsupported=lambda problem: None)
+        head = Backend(forward=loss)
         found.heads = {True: head, False: head}
 
     def _loss_of(self, model: Any) -> Entropy:

@@ -90,9 +90,7 @@ def bert(folder: Path, layers: int, hidden: int, seed: int = 0, **problem: Any) 
     return Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION, seed=seed)
 
 
-def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_in_float32(tmp_path, monkeypatch):
     """The gradient of a key's bias is 0 but for rounding, of which each attention leaves its own."""
     ratios: list[float] = []
     for seed in (4, 5, 6):

@@ -119,9 +119,7 @@ def test_all_arms_go_on_from_one_trunk(arm: Any, context: Context, problem: Any)
 
 @pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("problem", [{}, FUSED], ids=["modules", "fused"])
-def test_the_scales_of_a_branch_begin_with_it(
-    arm: Any, context: Context, problem: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scales_of_a_branch_begin_with_it(arm, context, problem, monkeypatch):
     """Whatever the check has passed through the model before, whose weights were those of the beginning."""
     one = arm("recipe", "delayed_scaling", **problem)
     checked = training.run(one, context).samples
@@ -156,9 +154,7 @@ def test_a_trunk_that_breaks_is_a_divergence_of_bf16_and_leaves_nothing(arm: Any
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_the_peak_of_a_branch_is_that_of_its_training(
-    arm: Any, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_a_branch_is_that_of_its_training(arm, context, monkeypatch):
     """Going on from the trunk holds weights and moments twice, on a GPU as much as half of a small model's training."""
     once, load = 2**29, resume.load
     straight = training.run(arm("control", branch_at=None), context).samples["peak_rss_bytes"][0]

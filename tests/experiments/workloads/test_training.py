@@ -115,9 +115,7 @@ def test_a_trial_computes_in_as_many_threads_as_it_says(trial: Any, context: Con
 
 @pytest.mark.usefixtures("plain_heads", "unchecked")
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", "delayed_scaling")])
-def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(
-    trial: Any, context: Context, precision: str, recipe: str | None
-) -> None:
+def test_a_fast_step_trains_to_the_same_curve_whatever_looks_at_it(trial, context, precision, recipe):
     """Evaluations and probes read the model, whose Linears compute with the step's copies in its own passes only."""
     settings = {"precision": precision, "recipe": recipe, "steps": 12, "evaluate": "both", "accumulate": 2}
     plain = training.run(trial(**settings, eval_every=12), context).samples
@@ -149,9 +147,7 @@ def test_fused_blocks_are_looked_at_one_module_after_the_other(trial: Any, conte
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_time_budget_ends_training_and_is_measured_in_training_time(
-    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial, context, monkeypatch):
     clock = itertools.count()  # of a busy machine one step may take the whole budget
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 32))
     found = training.run(trial(budget_s=0.5, eval_every_s=0.2), context).samples
@@ -172,9 +168,7 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_validation_loss_that_is_not_finite_is_diverged_too(
-    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_validation_loss_that_is_not_finite_is_diverged_too(trial, context, monkeypatch):
     monkeypatch.setattr(training, "evaluate", lambda model, batches, precision, quantized=True: math.nan)
     for every in (10, 100):  # while training, and at its end
         with pytest.raises(Diverged, match="the validation loss is nan after step ") as caught:
@@ -231,9 +225,7 @@ def test_in_bf16_both_evaluations_are_one(trial: Any, context: Context) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("recipe", WHOLE)
-def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(
-    trial: Any, context: Context, recipe: str
-) -> None:
+def test_looking_at_the_numerics_leaves_the_training_bitwise_untouched(trial, context, recipe):
     """With dropout, whose masks would show a look that draws, where attention has any."""
     dropout = 0.2
     if recipes.load(recipe).fp8_dpa:
@@ -261,9 +253,7 @@ def same_sums() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
 @pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
-def test_looking_at_the_numerics_leaves_a_gpus_training_alone(
-    trial: Any, context: Context, recipe: str, mode: str, same_sums: None
-) -> None:
+def test_looking_at_the_numerics_leaves_a_gpus_training_alone(trial, context, recipe, mode, same_sums):
     """A captured graph owns its gradients and reads the scales where they are.
 
     Attention's and the embedding's gradients are summed in the same order each time: else their last bits, through an amax
@@ -314,9 +304,7 @@ def test_a_doubled_scale_shows_as_saturation(trial: Any, context: Context) -> No
     assert right.check["quantities"]
 
 
-def test_no_trial_but_a_broken_one_goes_unchecked(
-    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_trial_but_a_broken_one_goes_unchecked(trial, context, monkeypatch):
     def fails(*_: Any) -> None:
         raise CheckFailed("it is wrong", Measurement())
 
@@ -367,9 +355,7 @@ def test_a_perturbation_does_not_depend_on_the_padding_and_leaves_it_0(trial: An
     assert not torch.equal(twice, plain["transformer.wte.weight"])
 
 
-def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(
-    trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, context, monkeypatch):
     """By content: every batch that the model is called with, and the state that dropout's masks come from.
 
     Stochastic rounding draws from the same state, so that the masks of such a recipe are of their own.

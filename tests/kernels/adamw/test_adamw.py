@@ -246,9 +246,7 @@ def clipped(gradients: list[Tensor], max_norm: float) -> tuple[Tensor, list[Tens
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("max_norm", [1.0, 0.3, 1e9, math.inf])
 @pytest.mark.parametrize("name", adamw.names())
-def test_the_norm_and_the_multiplier_are_torchs(
-    name: str, max_norm: float, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_norm_and_the_multiplier_are_torchs(name, max_norm, device, monkeypatch):
     monkeypatch.setattr(triton, "SUMS", 4)  # so that the second stage takes several rounds
     found, made = backend(name, device), parameters(plain(device))
     before = [p.grad.clone() for p in made]

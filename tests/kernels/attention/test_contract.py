@@ -244,7 +244,7 @@ def planted(change: Callable[..., Tensor]) -> Backend:
     ) -> Tensor:
         return change(manual.forward, q, k, v, mask=mask, **o)
 
-    return Backend(forward=forward, unsupported=manual.unsupported)
+    return Backend(forward=forward)
 
 
 def _at(diagonal: int, f: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, **o: object) -> Tensor:

@@ -97,9 +97,7 @@ def test_programs_share_a_pair_as_the_plan_says(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("causal", "deterministic"), list(itertools.product((False, True), repeat=2)))
-def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(
-    causal: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_where_it_was_measured_to_be_faster_and_bits_may_differ(causal, deterministic, monkeypatch):
     ran: list[str] = []
     for name in list(vars(launch)):
         if name.endswith("_kernel"):
@@ -134,9 +132,7 @@ def test_who_asks_torch_for_determinism_gets_it() -> None:
     ("pairs", "blocks", "near"),
     [(144, 8, 144), (128, 16, 128), (32, 64, 32), (64, 64, 64), (128, 16, 33), (128, 64, 33)],
 )
-def test_programs_are_dealt_alike_and_every_tile_once(
-    pairs: int, blocks: int, near: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_dealt_alike_and_every_tile_once(pairs, blocks, near, monkeypatch):
     """Causal tiles of 128 rows, the last of which sees the most: no program has 4 % more than the mean."""
     seen, loads = list[tuple[int, int]](), list[float]()
     whole, rest = divmod(pairs * blocks, 132)
@@ -239,9 +235,7 @@ def test_keys_that_are_none_weigh_nothing_where_all_scores_are_far_below_0(head_
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("rows", "keys"), [(100, 100), (300, 600), (5, 128), (128, 128)])
-def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(
-    rows: int, keys: int, head_dim: int, causal: bool
-) -> None:
+def test_a_key_of_no_weight_has_gradients_of_0_whatever_it_holds(rows, keys, head_dim, causal):
     """Of every 7th key all scores are -inf, and those that no row sees are infinite too."""
     problem = a_problem((2, 4, rows, head_dim), causal=causal, kv_length=keys, kv_heads=2)
     backend, (q, k, v, dout) = supported("gluon", problem), draw(problem)

@@ -319,9 +319,7 @@ ONE_KERNEL = [
     ("width", "shape", "scores"),
     [(w, x, how) for w in (64, 128) for x, how in ONE_KERNEL if (w, SHAPES[x].causal) in launch.FUSED],
 )
-def test_backward_by_one_kernel(
-    width: int, shape: str, scores: str, processors: Processors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backward_by_one_kernel(width, shape, scores, processors, monkeypatch):
     """far: 2 to the power of 0 - level is infinity, and so a key beyond the last one must not get there."""
     s, far, infinite = SHAPES[shape], scores == "far below 0", scores == "infinite keys"
     monkeypatch.setattr(launch, "FUSED_FROM", {width: 0})
@@ -430,9 +428,7 @@ def differentiated(
         *((x, False, Plan(2, 64, 1, 1, 240)) for x in OTHER_PLAN),
     ],
 )
-def test_fp8_backward(
-    shape: str, far: bool, plan: Plan | None, processors: Processors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_backward(shape, far, plan, processors, monkeypatch):
     """far: as in test_backward_by_one_kernel."""
     s = (SHAPES | BEYOND)[shape]
     q, k, v, dout = drawn(s)
@@ -445,9 +441,7 @@ def test_fp8_backward(
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_fp8_gradients_of_a_scale_that_is_nan(
-    which: int, processors: Processors, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_gradients_of_a_scale_that_is_nan(which, processors, monkeypatch):
     """Its heads' are NaN, and no others; of the values or of dO: not dV."""
     s = SHAPES["tails, shared heads"]
     tensors = drawn(s)

@@ -217,9 +217,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "plan", "shape", "slow"), CASES)
-def test_each_tile_is_of_its_own_rows_and_keys(
-    name: str, plan: str, shape: str, slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tile_is_of_its_own_rows_and_keys(name, plan, shape, slow, monkeypatch):
     kernel, s = KERNELS[name], SHAPES[shape]
     p = kernel.plans[plan]
     found, expected = left_by(kernel, p, s, slow, monkeypatch), kernel.expected(s, p)

@@ -62,9 +62,7 @@ FLASH_LIMITS = [
         *[(name, changes, reason) for name in ("flash", "cudnn") for changes, reason in FLASH_LIMITS],
     ],
 )
-def test_what_a_backend_cannot_do_it_says(
-    name: str, changes: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_backend_cannot_do_it_says(name, changes, reason, monkeypatch):
     monkeypatch.setattr(flash4_module, "INSTALLED", True)
     h200 = dataclasses.replace(a_problem(), capability=(9, 0))
     backend = attention.load(name)

@@ -287,9 +287,7 @@ E5M2 = layout("e5m2", "tensor")
         ("gluon", BLOCKS, "block x tile"),
     ],
 )
-def test_what_a_backend_cannot_do_it_says(
-    name: str, changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_backend_cannot_do_it_says(name, changes, reason, monkeypatch):
     for module in (gluon, triton):
         monkeypatch.setattr(module, "INTERPRETED", False)
     unsupported = gemm.load(name).unsupported

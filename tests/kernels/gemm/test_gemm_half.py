@@ -89,9 +89,7 @@ def test_what_the_kernel_cannot_read_is_not_its(everywhere: None, monkeypatch: p
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels(
-    given: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels(given, biased, monkeypatch):
     x, weight = torch.randn(6, 16, dtype=BF16), torch.randn(8, 16, dtype=BF16)
     bias = torch.randn(8, dtype=BF16) if biased else None
     launched: list[Any] = []
@@ -123,9 +121,7 @@ def test_a_product_is_torchs_where_the_kernel_is_not_faster_and_else_the_kernels
         ({"out": torch.zeros(6, 16, dtype=BF16)}, False),
     ],
 )  # fmt: skip
-def test_what_only_pytorch_multiplies_or_refuses_is_pytorchs(
-    changed: dict[str, Tensor], raises: bool, everywhere: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_only_pytorch_multiplies_or_refuses_is_pytorchs(changed, raises, everywhere, monkeypatch):
     launched: list[Any] = []
     monkeypatch.setattr(half.gluon, "run", lambda *args, **_: launched.append(args))
     x, weight = torch.ones(6, 16, dtype=BF16), torch.ones(8, 16, dtype=BF16)

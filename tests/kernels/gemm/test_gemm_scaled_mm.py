@@ -35,9 +35,7 @@ def test_padding_is_exact(shape: tuple[int, int, int], pair: tuple[str, str]) ->
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_row_scales_leave_in_every_dtype_where_they_are_cutlasss(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_scales_leave_in_every_dtype_where_they_are_cutlasss(shape, monkeypatch):
     """Ada's and Blackwell's kernel of row scales leaves in bfloat16 alone (pytorch/pytorch, ScaledBlas.cpp)."""
     multiply = torch._scaled_mm
 
@@ -101,9 +99,7 @@ def cublaslt(
 
 @pytest.mark.parametrize("pair", PAIRS[2:], ids="-".join)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 128, 1024)], ids=str)
-def test_block_scales_arrive_in_cublaslt_s_layouts(
-    shape: tuple[int, int, int], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_scales_arrive_in_cublaslt_s_layouts(shape, pair, monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm_v2", cublaslt)
     operands = integers(shape, pair)
     bias = torch.arange(shape[1]) % 64 - 2.0

@@ -50,9 +50,7 @@ def test_programs_take_several_tiles(fast_accum: bool) -> None:
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_large_tile_leaves_in_two_halves(
-    device: str, out_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_tile_leaves_in_two_halves(device, out_dtype, monkeypatch):
     """The tile that only products larger than a test's are given."""
     if device == "cpu" and not triton.INTERPRETED:
         pytest.skip("on a CPU in the interpreter only")

@@ -157,9 +157,7 @@ PLANS = {
 @pytest.mark.parametrize("slow", ["fetch", "first", "second"])
 @pytest.mark.parametrize(("k", "stages"), [(128, 4), (640, 4), (768, 6), (1152, 2), (1152, 3)])
 @pytest.mark.parametrize("name", PLANS)
-def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
-    name: str, k: int, stages: int, slow: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tile_is_of_its_own_blocks_whoever_is_slow(name, k, stages, slow, monkeypatch):
     p, promote = PLANS[name]
     shape = 5 * p.tile()[0] - 16, 2 * p.tile()[1], k
     left = run(shape, p, stages, 2, promote, slow, monkeypatch)
@@ -170,9 +168,7 @@ def test_each_tile_is_of_its_own_blocks_whoever_is_slow(
 @pytest.mark.parametrize("name", ["turns", "halves", "promoted"])
 @pytest.mark.parametrize("shape", [(128, 128, 128), (1200, 136, 16), (768, 776, 512)], ids=str)
 @pytest.mark.parametrize("programs", [1, 5, 6])
-def test_every_block_of_every_tile_is_multiplied_once(
-    programs: int, shape: tuple[int, int, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_of_every_tile_is_multiplied_once(programs, shape, name, monkeypatch):
     p, promote = PLANS[name]
     (height, width), boxes = p.tile(), 1 if p.turns else 2
     rows = range(0, -(-shape[0] // height) * height, p.height)

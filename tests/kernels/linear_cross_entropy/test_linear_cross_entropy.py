@@ -41,17 +41,7 @@ CASES = [(1, 8, 5, 8, None, None), (33, 7, 67, 67, 10, 4), (255, 32, 203, 208, N
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "d", "vocab", "padded", "rows", "strip"), CASES)
-def test_chunked_is_as_good_as_the_reference(
-    n: int,
-    d: int,
-    vocab: int,
-    padded: int,
-    rows: int | None,
-    strip: int | None,
-    dtype: torch.dtype,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunked_is_as_good_as_the_reference(n, d, vocab, padded, rows, strip, dtype, place, monkeypatch):
     device = prepare(place, monkeypatch)
     if place == "interpreted" and n > 100:  # 30 ms a row: the shape of the row is what matters there
         n, rows, strip = 21, rows and 8, strip and 3
@@ -110,9 +100,7 @@ def test_chunks_do_not_change_the_loss(place: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", OWN)
-def test_without_targets_the_loss_is_nan_and_the_gradients_are_0(
-    name: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_targets_the_loss_is_nan_and_the_gradients_are_0(name, place, monkeypatch):
     """As F.cross_entropy has it, for no rows as for rows of which none counts."""
     case = draw(6, 16, 20, 32, torch.bfloat16, prepare(place, monkeypatch))
     none = case._replace(targets=torch.full_like(case.targets, -1))
@@ -151,9 +139,7 @@ def test_what_the_padding_yields_does_not_matter(name: str, place: str, monkeypa
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("target", [-2, -100, 50, 63, 64, 10**9])
 @pytest.mark.parametrize("name", CHUNKED_NAMES)
-def test_a_target_outside_of_the_vocabulary_is_loud(
-    name: str, target: int, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_outside_of_the_vocabulary_is_loud(name, target, place, monkeypatch):
     case = draw(6, 16, 50, 64, torch.bfloat16, prepare(place, monkeypatch))
     case.targets[3] = target
     result = run(linear_cross_entropy.load(name).forward, case)

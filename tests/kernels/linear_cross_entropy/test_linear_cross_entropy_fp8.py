@@ -61,16 +61,7 @@ def assert_right(forward: Callable[..., Tensor], case: Case, **options: int) -> 
     ("n", "d", "vocab", "padded", "rows", "strip"),
     [(1, 16, 5, 16, None, None), (33, 16, 67, 67, 10, 4), (300, 48, 130, 192, 128, 48), (255, 32, 203, 208, None, 64)],
 )
-def test_is_float64_of_what_fp8_keeps(
-    n: int,
-    d: int,
-    vocab: int,
-    padded: int,
-    rows: int | None,
-    strip: int | None,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_is_float64_of_what_fp8_keeps(n, d, vocab, padded, rows, strip, place, monkeypatch):
     device = prepare(place, monkeypatch)
     if place == "interpreted" and n > 100:
         n, rows, strip = 37, rows and 16, strip and 6
@@ -86,9 +77,7 @@ def test_is_float64_of_what_fp8_keeps_at_size(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize(("height", "middle"), [(300, 144), (300, 143), (299, 144)], ids=str)
-def test_both_layouts_of_the_gradient(
-    height: int, middle: int, layouts: tuple[bool, bool], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_layouts_of_the_gradient(height, middle, layouts, place, monkeypatch):
     """Two strips into one chunk; every code is the formula's or, one in a thousand, beside it. Odd strips too."""
     device, vocab, padded = prepare(place, monkeypatch), 130, 150
     generator = torch.Generator().manual_seed(0)

@@ -69,9 +69,7 @@ def test_rows_of_a_text_at_size() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("shape", [(0, 7), (1, 1), (3, 7), (2, 16)])
-def test_rows_of_two_tables_are_looked_up_and_added(
-    shape: tuple[int, int], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_two_tables_are_looked_up_and_added(shape, place, monkeypatch):
     table, positions, tokens = draw(40, prepare(place, monkeypatch))
     tokens, positions = tokens[: shape[0] * shape[1]].view(shape), positions[: shape[1] + 2]
     expected = table[tokens] + positions[: shape[1]]

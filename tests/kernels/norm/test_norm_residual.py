@@ -131,9 +131,7 @@ def assert_alike(made: Made, exact: Made, case: Case) -> None:
 @pytest.mark.parametrize("rich", [False, True], ids=["plain", "branch, bias, residual, 1 + weight"])
 @pytest.mark.parametrize("kind", norm.KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_is_the_reference(
-    shape: tuple[int, int], kind: str, rich: bool, dtype: torch.dtype | None, device: str
-) -> None:
+def test_triton_is_the_reference(shape, kind, rich, dtype, device):
     case = draw(shape, kind, rich, device)
     assert_alike(run(residual("triton", device), case, dtype), run(REFERENCE, case, dtype), case)
 
@@ -144,9 +142,7 @@ def test_triton_is_the_reference(
 @pytest.mark.parametrize(
     ("shape", "kind"), [*((shape, "layernorm") for shape in SHAPES), (SHAPES[-1], "rmsnorm")], ids=str
 )
-def test_wide_rows_by_two_kernels_are_the_reference(
-    shape: tuple[int, int], kind: str, rich: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_rows_by_two_kernels_are_the_reference(shape, kind, rich, dtype, device, monkeypatch):
     assert max(n for _, n in SHAPES) < residual_forward.WIDE
     monkeypatch.setattr(residual_forward, "WIDE", 1)
     test_triton_is_the_reference(shape, kind, rich, dtype, device)

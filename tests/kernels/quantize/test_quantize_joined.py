@@ -29,9 +29,7 @@ def draw(m: int, width: int, device: str, dtype: torch.dtype = BF16, stride: int
         (130, 384, 128, 400, BF16),
     ],
 )
-def test_it_is_scaled_of_them_dealt_out_in_turn(
-    m: int, width: int, turn: int, stride: int | None, dtype: torch.dtype, target: torch.dtype, device: str
-) -> None:
+def test_it_is_scaled_of_them_dealt_out_in_turn(m, width, turn, stride, dtype, target, device):
     parts, scale = draw(m, width, device, dtype, stride), torch.tensor(3.0, device=device)
     amax, wanted = (torch.tensor(0.5, device=device) for _ in range(2))
     sums, total = (torch.full((3 * width,), 2.0, device=device) for _ in range(2))

@@ -62,9 +62,7 @@ def exact(x: Tensor, angles: Tensor, interleaved: bool, transposed: bool) -> Ten
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", rotary.names())
-def test_contract(
-    name: str, shape: tuple[int, ...], dtype: str, interleaved: bool, transposed: bool, device: str
-) -> None:
+def test_contract(name, shape, dtype, interleaved, transposed, device):
     """Into another tensor, v copied beside; each of q and k by angles of its own."""
     backend = supported(name, device, dtype=dtype)
     _, (q, k, v) = mixed_parts(shape, FLOATS[dtype], device, batch_first=interleaved)
@@ -87,9 +85,7 @@ def test_contract(
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("name", rotary.names())
-def test_tables_of_cosines_and_sines_may_have_a_scale(
-    name: str, interleaved: bool, transposed: bool, device: str
-) -> None:
+def test_tables_of_cosines_and_sines_may_have_a_scale(name, interleaved, transposed, device):
     backend, shape = supported(name, device), (21, 2, 1, 3, 20, 12)
     _, (q, k, v) = mixed_parts(shape, torch.float32, device)
     angles = draw_angles(21, 12, device)

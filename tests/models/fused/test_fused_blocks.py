@@ -59,16 +59,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("plain_heads")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Matrices of 32 columns: beside other processes a second thread makes a case of 0.2 s one of 9."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# Matrices of 32 columns: beside other processes a second thread makes a case of 0.2 s one of 9.
+pytestmark = pytest.mark.usefixtures("plain_heads", "one_thread")
 
 
 @pytest.fixture
@@ -124,9 +116,7 @@ def shake(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=list(KINDS))
 @pytest.mark.parametrize(("precision", "recipe", "tolerance"), CASES)
-def test_gradients_and_losses_are_those_of_the_modules(
-    precision: str, recipe: str | None, tolerance: float, config: dict[str, Any]
-) -> None:
+def test_gradients_and_losses_are_those_of_the_modules(precision, recipe, tolerance, config):
     plain, fused = (a_step(blocks, precision, recipe, **config) for blocks in BOTH)
     for step in (plain, fused):
         shake(step.model)
@@ -159,9 +149,7 @@ def test_a_step_with_the_optimizers_copies_and_accumulation(recipe: str | None) 
     [{**RICH, "n_layer": 1}, {"of": LLAMA, "num_hidden_layers": 1, "qk_norm": True, "attention_bias": True}],
     ids=["GPT", "Llama"],
 )
-def test_the_kernels_give_what_the_reference_gives(
-    recipe: str | None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_give_what_the_reference_gives(recipe, config, monkeypatch):
     precision, batch = "fp8" if recipe else "bf16", [t[:1] for t in a_batch()]
     ours, found = a_step("fused", precision, recipe, **config).gradients(*batch)
     monkeypatch.undo()
@@ -211,9 +199,7 @@ class SideBySide(torch.autograd.Function):
 
 @pytest.mark.parametrize("config", [{}, RICH, {"n_embd": 64}], ids=["exact GELU", "biases, tanh", "q, k, v joined"])
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED), ("fp8", CURRENT)])
-def test_gradients_of_q_k_and_v_in_one_matrix_are_not_copied(
-    precision: str, recipe: str | None, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_q_k_and_v_in_one_matrix_are_not_copied(precision, recipe, config, monkeypatch):
     """Bit for bit the same as apart. One kernel joins and casts them where it can, as fast from either."""
     found, copied, joined = [], [], []
     concatenate, join = torch.cat, _joined.joined
@@ -346,9 +332,7 @@ def test_a_linear_that_computes_otherwise_is_not_fused(wrapped: bool) -> None:
         ("fp8", CURRENT, {"of": LLAMA, "qk_norm": True}),
     ],
 )
-def test_compiled_by_the_kernels_operators_it_is_one_graph(
-    precision: str, recipe: str | None, config: dict[str, Any]
-) -> None:
+def test_compiled_by_the_kernels_operators_it_is_one_graph(precision, recipe, config):
     """Traced forward and backward; Inductor's own compilation, a minute of a CPU, is for the GPU."""
     torch._dynamo.reset()
     counters.clear()
@@ -378,18 +362,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize(("precision", "recipe"), [("bf16", None), ("fp8", DELAYED)])
-def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(
-    precision: str, recipe: str | None, streams: list[Tensor | None]
-) -> None:
+def test_the_first_norms_gradient_is_added_to_the_streams_by_its_own_kernel(precision, recipe, streams):
     a_step("fused", precision, recipe).gradients(*a_batch())
     [stream] = streams  # the other norms' gradients are rounded or cast in passing
     assert stream is not None
     assert stream.any()
 
 
-def test_a_stream_that_needs_no_gradient_is_not_added_to(
-    streams: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_needs_no_gradient_is_not_added_to(streams, monkeypatch):
     apply = segment.Segment.apply
 
     def detached(x: Tensor, y: Tensor | None, *rest: Any) -> Any:
@@ -533,9 +513,7 @@ def test_the_last_norm_and_a_whole_block_are_watched_too(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_in_half_precision_gelu_is_in_the_gemms_beside_it_where_those_are_faster(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_half_precision_gelu_is_in_the_gemms_beside_it_where_those_are_faster(bias, monkeypatch):
     """Stood in for by what they are to compute."""
 
     def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:

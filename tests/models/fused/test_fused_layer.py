@@ -114,9 +114,7 @@ def test_it_is_the_layer_of_modules(options: str, name: str, segments: list[str]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_queries_and_keys_turn_in_the_projection(
-    options: str, segments: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_and_keys_turn_in_the_projection(options, segments, monkeypatch):
     turns: list[bool] = []
     rotate = rotary_reference.BACKEND.rotate
 
@@ -356,9 +354,7 @@ CURRENT += ["tensor", "backward", "tensor", "backward", "tensor", "tensor", "bac
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(("name", "wanted"), [("delayed", DELAYED), ("current", CURRENT)])
-def test_the_fused_kernels_are_what_runs(
-    name: str, wanted: list[str], kernels: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fused_kernels_are_what_runs(name, wanted, kernels, monkeypatch):
     layer, recipe = a_layer(**FUSED), RECIPES[name][0]
     cast_weights = {"delayed": "scaled", "current": "tensor"}[name]
     found = passes(layer, recipe, count=1)[0]

@@ -51,9 +51,7 @@ def keep_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, DELAYED])
-def test_a_llamas_gradients_are_those_of_an_activation_that_is_kept(
-    recipe: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_llamas_gradients_are_those_of_an_activation_that_is_kept(recipe, monkeypatch):
     found = gradients(recipe)
     keep_activations(monkeypatch)
     for mine, wanted in zip(found, gradients(recipe), strict=True):

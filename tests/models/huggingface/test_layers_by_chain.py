@@ -219,9 +219,7 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     [("all", 1, False), ("all", 8, True), (LAYER_BY_LAYER, 8, False)],
     ids=["one amax kept", "checkpointed", "the MLP alone"],
 )
-def test_trained_layer_by_layer_it_goes_on_side_by_side_with_the_scales_of_all(
-    parts: Any, length: int, checkpointed: bool
-) -> None:
+def test_trained_layer_by_layer_it_goes_on_side_by_side_with_the_scales_of_all(parts, length, checkpointed):
     """k's and up's weights are 16 times q's and gate's: by these' scales alone they would saturate."""
     model = make("llama")
     te.convert(model, recipe.DelayedScaling(amax_history_len=length), parts=parts)
@@ -298,9 +296,7 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("given", "options"), [({"output_hidden_states": True}, {}), ({}, {"pad_token_id": int(tokens()[0, 0])})]
 )
-def test_embedding_and_tied_head_have_one_gradient_made_for_both(
-    given: dict[str, Any], options: dict[str, int]
-) -> None:
+def test_embedding_and_tied_head_have_one_gradient_made_for_both(given, options):
     model = make("llama", tie_word_embeddings=True, **options)
     loss, gradients = run(model, inputs("llama"))
     te.convert(model, parts="all")

@@ -89,9 +89,7 @@ def test_the_mask_is_ignored_unless_the_type_asks_for_it(kind: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("kind", "rows", "keys"), [("causal", 6, 9), ("causal_bottom_right", 6, 9), ("no_mask", 9, 6)])
 @pytest.mark.parametrize("window", [None, (2, 0), (1, 1)])
-def test_types_and_windows(
-    kind: str, rows: int, keys: int, layout: str, window: tuple[int, int] | None, device: str
-) -> None:
+def test_types_and_windows(kind, rows, keys, layout, window, device):
     sizes = [(rows, 2, 4, 8), (keys, 2, 2, 8), (keys, 2, 2, 8)]
     q, k, v = draw(*sizes, device=device)
     layer = DotProductAttention(4, 8, 2, qkv_format=layout, attn_mask_type=kind)
@@ -177,9 +175,7 @@ class Spy:
 
 
 @pytest.mark.parametrize("kind", ["causal", "no_mask", "padding", "padding_causal", "padding_causal_bottom_right"])
-def test_a_window_reaches_a_backend_that_takes_it_and_no_mask_of_queries_and_keys_is_made(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_reaches_a_backend_that_takes_it_and_no_mask_of_queries_and_keys_is_made(kind, monkeypatch):
     q, k, v, dout = draw(*[(5, 3, 2, 16)] * 4)
     layer = DotProductAttention(2, 16, attn_mask_type=kind, window_size=(1, 0 if "causal" in kind else 2))
     results = []

@@ -73,9 +73,7 @@ WEIGHTS: dict[str, Callable[[], Tensor | None]] = {
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("shape", [(16, 32), (2, 5, 32)])
-def test_one_launch_is_two(
-    pairs: list[bool], weight: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_launch_is_two(pairs, weight, shape, monkeypatch):
     torch.manual_seed(1)
     given, x = WEIGHTS[weight](), 3 * torch.randn(*shape, dtype=BF16)
     one = outcome(linear(given), x)

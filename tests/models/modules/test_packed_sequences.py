@@ -38,9 +38,7 @@ def starts_of(lengths: tuple[int, ...]) -> Tensor:
         ("padding_causal", None, (2, 1, 3, 2)),
     ],
 )
-def test_packed_sequences_are_each_by_itself(
-    kind: str, window: tuple[int, int] | None, lengths_kv: tuple[int, ...], name: str | None, device: str
-) -> None:
+def test_packed_sequences_are_each_by_itself(kind, window, lengths_kv, name, device):
     """Rows after the last sequence give 0, and have gradient 0."""
     if device == "cpu" and name == "triton" and not triton_interpreted():
         pytest.skip("needs TRITON_INTERPRET=1")
@@ -251,9 +249,7 @@ def test_packed_angles_reach_for_the_longest_that_is_given_and_compile() -> None
 
 
 @pytest.mark.parametrize("given", [{}, {"max_seqlen_q": 7, "max_seqlen_kv": 7}], ids=["read", "given"])
-def test_turning_packed_sequences_reads_nothing_more_of_the_device(
-    given: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turning_packed_sequences_reads_nothing_more_of_the_device(given, monkeypatch):
     layer = a_layer(MultiheadAttention, "padding_causal", "thd")
     reads: list[str] = []
     for name in ("tolist", "item", "__int__", "__bool__", "__float__"):

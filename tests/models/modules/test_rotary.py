@@ -144,9 +144,7 @@ def test_what_are_no_angles_is_told(wrong: Any, said: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 0, 7, 1, 0), (9,), (0, 0, 9)], ids=str)
-def test_a_packed_sequence_turns_as_it_does_alone(
-    lengths: tuple[int, ...], interleaved: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_a_packed_sequence_turns_as_it_does_alone(lengths, interleaved, dtype, device):
     """Bit for bit, forward and backward; of 16 features 12 turn."""
     starts = starts_of(lengths).to(device, torch.int32 if interleaved else torch.int64)
     t, dy = torch.randn(2, sum(lengths), 3, 16).to(device, dtype)

@@ -95,9 +95,7 @@ def passed(mha: MultiheadAttention, freqs: Any, *size: int, plain: bool = False,
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
 @pytest.mark.parametrize("dealt", DEALT)
-def test_it_is_what_plain_operators_make(
-    dealt: str, layout: str, interleaved: bool, device: str, calls: list[str]
-) -> None:
+def test_it_is_what_plain_operators_make(dealt, layout, interleaved, device, calls):
     """Packed sequences with keys' lengths of their own, and rows after the last sequence."""
     options, given, size = dict(DEALT[dealt]), {}, (B, S, HIDDEN) if layout == "bshd" else (S, B, HIDDEN)
     if layout == "thd":
@@ -144,9 +142,7 @@ def test_the_function_alone(device: str, calls: list[str]) -> None:
         calls.clear()
 
 
-def test_one_gather_of_angles_serves_queries_and_keys_of_the_same_sequences(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_gather_of_angles_serves_queries_and_keys_of_the_same_sequences(device, monkeypatch):
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(attention, "packed_angles", lambda *a: seen.append(a[0].shape) or packed_angles(*a))
     mha = layer(device, qkv_format="thd", attn_mask_type="padding")
@@ -291,9 +287,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, device: str) -> None
 
 
 @pytest.mark.parametrize("dealt", ["one after the other", "by heads", "by groups"])
-def test_from_the_projection_to_attention_and_back_nothing_is_copied(
-    dealt: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_the_projection_to_attention_and_back_nothing_is_copied(dealt, device, monkeypatch):
     """But by the kernel, which is called once forward and once back, and whose own operators are left out here."""
     options = {**FUSED, "qkv_weight_interleaved": dealt != "one after the other", **DEALT[dealt]}
     mha = layer(device, params_dtype=torch.bfloat16, bias=False, **options)

@@ -144,9 +144,7 @@ def test_the_plain_layer_of_a_model_is_the_models_own(name: str) -> None:
         (None, "its LayerNorms have no bias"),
     ],
 )
-def test_a_layer_that_no_rival_builds_says_why(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any] | None, reason: str | None
-) -> None:
+def test_a_layer_that_no_rival_builds_says_why(monkeypatch, changes, reason):
     llama = configs()["llama-tiny"]
     assert isinstance(llama, LlamaConfig)
     config = configs()["tiny"] if changes is None else dataclasses.replace(llama, **changes)
@@ -232,9 +230,7 @@ FP8 = {"precision": "fp8", "recipe": "float8_current_scaling"}
         ("transformer_engine", {**FP8, "recipe": "rowwise_scaling"}, "Transformer Engine has no rowwise_scaling"),
     ],
 )
-def test_what_a_rival_cannot_do_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, Any], reason: str
-) -> None:
+def test_what_a_rival_cannot_do_has_a_reason(monkeypatch, name, changes, reason):
     rival = layers.load(name)
     with monkeypatch.context() as installed:
         installed.setattr("importlib.util.find_spec", lambda package: None)

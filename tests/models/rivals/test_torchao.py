@@ -26,9 +26,7 @@ def a_trial(name: str, model: str = "tiny", key: str = "rival") -> Trial:
 @pytest.mark.parametrize("key", ["rival", "linears"])  # the latter in what was published before there were others
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_linear_but_the_head_is_theirs_and_no_recipe_of_ours_runs(
-    name: str, model: str, key: str, torchao: list[str]
-) -> None:
+def test_every_linear_but_the_head_is_theirs_and_no_recipe_of_ours_runs(name, model, key, torchao):
     built = trial_model.build(a_trial(name, model, key))
     kinds = {path: type(module) for path, module in built.named_modules() if isinstance(module, nn.Linear)}
     assert kinds.pop("lm_head") is nn.Linear

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_bench.models import decoder
+from te_bench.models.configs import DecoderConfig, GPTConfig
 from te_bench.models.zoo.llama import CONFIGS, Llama, LlamaConfig, RopeScaling
 from te_bench.training import weights
 
@@ -198,19 +200,28 @@ def test_the_head_is_the_embedding_where_it_is_tied() -> None:
 # Initialisation and counts.
 
 
-def test_initialisation() -> None:
-    model = a_model(num_hidden_layers=3, hidden_size=128, intermediate_size=192, vocab_size=500, **RICH)
+OF_GPT = GPTConfig(n_layer=3, n_head=4, n_embd=128, block_size=24, vocab_size=500, bias=True)
+OF_LLAMA = dataclasses.replace(
+    SMALL, num_hidden_layers=3, hidden_size=128, intermediate_size=192, vocab_size=500, **RICH
+)
+
+
+@pytest.mark.parametrize("config", [OF_GPT, OF_LLAMA])
+def test_initialisation_is_gpt2s(config: DecoderConfig) -> None:
+    torch.manual_seed(0)
+    model = decoder.build(config, attention="manual", padded_vocab_size=512)
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             assert (p == 0).all(), name
-        elif "norm" in name:
+        elif "norm" in name or "ln_" in name:
             assert (p == 1).all(), name
         else:
-            std = 0.02 / math.sqrt(6) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-            tolerance = 5 / math.sqrt(2 * p.numel())
-            assert p.std().item() == pytest.approx(std, rel=tolerance), name
-            assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
-    assert a_model()(*a_batch()).item() == pytest.approx(math.log(50), abs=0.1)
+            std = 0.02 / math.sqrt(6) if name.endswith(("c_proj.weight", "o_proj.weight", "down_proj.weight")) else 0.02
+            values = p[:500] if model.has_padding(p) else p
+            tolerance = 5 / math.sqrt(2 * values.numel())
+            assert values.std().item() == pytest.approx(std, rel=tolerance), name
+            assert abs(values.mean().item()) < 5 * std / math.sqrt(values.numel()), name
+    assert model(*a_batch()).item() == pytest.approx(math.log(500), abs=0.1)
 
 
 @pytest.mark.parametrize(

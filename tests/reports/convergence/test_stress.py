@@ -113,9 +113,7 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
         ),
     ],
 )
-def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(
-    tmp_path: Path, breaks: list[float], said: str
-) -> None:
+def test_the_headline_says_what_breaks_where_and_names_no_lowest_loss(tmp_path, breaks, said):
     seeds = len(breaks)
     folder = run(
         tmp_path / "run", {"control": [64] * seeds, "delayed_scaling": breaks, "broken": [math.inf] * seeds}, "lost"

@@ -357,9 +357,7 @@ def on_hosts(directory: Path, here: dict[str, Any], there: dict[str, Any], first
         ({**HOST, "host": "a"}, {"host": "b"}),
     ],
 )
-def test_step_times_are_compared_within_a_host_and_losses_over_all(
-    tmp_path: Path, here: dict[str, Any], differs: dict[str, Any]
-) -> None:
+def test_step_times_are_compared_within_a_host_and_losses_over_all(tmp_path, here, differs):
     run = on_hosts(tmp_path, here, {**here, **differs}, first=2)
     delayed = judge_study(study_at(run)).recipes[0]
     assert delayed.judgement.comparison.n == 5

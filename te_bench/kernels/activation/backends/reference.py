@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.activation import KINDS, Backend, Problem, width
+from te_bench.kernels.activation import KINDS, Backend, width
 from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import reference as quantizer
 
 GELU = math.sqrt(8 / math.pi), 0.044715  # gelu(x) = x * sigmoid(a * (x + b * x^3))
 QGELU = 1.702
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
 
 
 def forward(x: Tensor, kind: str) -> Tensor:
@@ -83,5 +79,4 @@ BACKEND = Backend(
     forward_quantized=forward_quantized,
     backward=backward,
     backward_quantized=backward_quantized,
-    unsupported=unsupported,
 )

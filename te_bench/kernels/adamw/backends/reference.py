@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from te_bench.kernels.adamw import BLOCK, Backend, Parameter, Problem, Table
+from te_bench.kernels.adamw import BLOCK, Backend, Parameter, Table
 from te_bench.kernels.quantize.backends import reference as quantizer
 from te_bench.kernels.quantize.block_formats import philox
 
@@ -27,10 +27,6 @@ ROOTS = torch.uint8  # what a root in FP8 is kept in: torch has no dtype of E5M3
 SHIFT, OFFSET, TOP = 20, 768, 1.875  # a root's code + OFFSET is the upper bits of the float32; the largest is TOP
 RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv", *SCALES)
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
 
 
 def table(parameters: Sequence[Parameter]) -> Table:
@@ -291,6 +287,5 @@ BACKEND = Backend(
     table=table,
     step=step,
     norm=norm,
-    unsupported=unsupported,
     kernels=dict.fromkeys(("cpu", "cuda"), f"^{RANGE}$"),
 )

@@ -91,10 +91,6 @@ def _label(row: Timing) -> str:
     return f"B{p.batch} H{p.heads} T{p.length} D{p.head_dim} {p.dtype} {mask} on {row.machine}, us: {times}"
 
 
-def unsupported(p: Problem) -> str | None:
-    return None
-
-
 # By all that the choice depends on. Backends are loaded where they are chosen: torch.compile can't trace an import.
 _choices: dict[tuple[object, ...], Choice] = {}
 _backends: dict[str, Backend] = {}
@@ -197,7 +193,6 @@ def _chosen_for(
 
 BACKEND = Backend(
     forward=forward,
-    unsupported=unsupported,
     windows=True,
     packed=packed,
     choose=lambda problem: choose(problem).name,

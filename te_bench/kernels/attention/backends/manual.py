@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention import Backend
 from te_bench.kernels.attention.sdpa import repeat_heads
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
 
 
 def forward(
@@ -31,4 +27,4 @@ def forward(
     return weights @ v  # (B, H, T, S) @ (B, H, S, Dv) -> (B, H, T, Dv)
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported)
+BACKEND = Backend(forward=forward)

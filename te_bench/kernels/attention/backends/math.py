@@ -5,14 +5,9 @@ Source: PyTorch, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_pr
 
 from torch.nn.attention import SDPBackend
 
-from te_bench.kernels.attention import Backend, Problem
+from te_bench.kernels.attention import Backend
 from te_bench.kernels.attention.sdpa import pinned
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
-
 
 forward = pinned(SDPBackend.MATH, grouped=lambda q: True)
 
-BACKEND = Backend(forward=forward, unsupported=unsupported, operators="_scaled_dot_product_attention_math")
+BACKEND = Backend(forward=forward, operators="_scaled_dot_product_attention_math")

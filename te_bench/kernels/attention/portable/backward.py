@@ -32,7 +32,6 @@ from te_bench.kernels.attention.portable.scores import (
     await_product,
     dot,
     dropout_factors,
-    exp2,
     find_sequence,
     has_part,
     is_visible,
@@ -42,7 +41,7 @@ from te_bench.kernels.attention.portable.scores import (
     row_range,
     store_tile,
 )
-from te_bench.kernels.tile import rounded
+from te_bench.kernels.tile import exp2, rounded
 
 #: By the wider of the two heads, in half precision: rows and keys of a tile, as the names say, in each pass.
 OF_ROWS: Mapping[int, Tile] = {  # dQ

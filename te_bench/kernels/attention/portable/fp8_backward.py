@@ -31,16 +31,8 @@ from te_bench.kernels.attention.fp8_quantize import (
 )
 from te_bench.kernels.attention.portable.fp8_forward import dot_fp8, load_whole_tile
 from te_bench.kernels.attention.portable.launch import Kept, Tile, fit, heads_in_l2, row_strides, run
-from te_bench.kernels.attention.portable.scores import (
-    LOG2_E,
-    await_product,
-    dot,
-    exp2,
-    load_tile,
-    pick_tile,
-    store_tile,
-)
-from te_bench.kernels.tile import rounded, to_fp8
+from te_bench.kernels.attention.portable.scores import LOG2_E, await_product, dot, load_tile, pick_tile, store_tile
+from te_bench.kernels.tile import exp2, rounded, to_fp8
 
 #: By the wider of the two heads. Compiled for sm_90a without spills; not swept yet.
 OF_ROWS: Mapping[int, Tile] = {  # dQ

@@ -17,8 +17,8 @@ from te_bench.kernels import architecture
 from te_bench.kernels.architecture import Architecture
 from te_bench.kernels.attention.fp8_quantize import BLOCK, PADDED_ROWS, Operands, keep_positive, padded
 from te_bench.kernels.attention.portable.launch import Tile, heads_in_l2, row_strides, run
-from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, exp2, pick_tile, row_maxima, store_tile
-from te_bench.kernels.tile import INTERPRETED, rounded, to_fp8
+from te_bench.kernels.attention.portable.scores import LN_2, LOG2_E, pick_tile, row_maxima, store_tile
+from te_bench.kernels.tile import INTERPRETED, exp2, rounded, to_fp8
 
 OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 

@@ -22,17 +22,6 @@ ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def exp2(x):
-    """2^x of float32, 0 below its normal numbers."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:  # exp2's own takes three instructions more, for denormals (Triton 3.7)
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-
-
-@triton.jit
 def dot(a, b, acc):
     """acc + a b in float32; float32 operands are multiplied as such."""
     if INTERPRETED:  # its products are of bf16's bits (Triton 3.7)

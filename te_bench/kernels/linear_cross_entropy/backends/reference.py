@@ -5,11 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
-from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, Problem, check
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
+from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, check
 
 
 def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
@@ -39,4 +35,4 @@ def rows(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return losses, F.pad(gradient, (0, logits.shape[1] - vocab))
 
 
-BACKEND = Backend(forward=forward, unsupported=unsupported)
+BACKEND = Backend(forward=forward)

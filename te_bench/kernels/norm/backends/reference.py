@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import Backend, Problem, Residual, check, check_stream
+from te_bench.kernels.norm import Backend, Residual, check, check_stream
 from te_bench.kernels.quantize import Quantized, check_layouts
 from te_bench.kernels.quantize.backends import reference as quantizer
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
 
 
 def forward(
@@ -216,6 +212,5 @@ BACKEND = Backend(
     forward=forward,
     forward_quantized=forward_quantized,
     backward=backward,
-    unsupported=unsupported,
     residual=RESIDUAL,
 )

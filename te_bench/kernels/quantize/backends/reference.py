@@ -17,17 +17,12 @@ from te_bench.kernels.quantize import (
     Backend,
     Layout,
     Operand,
-    Problem,
     Quantized,
     check_layouts,
 )
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = torch.finfo(torch.float32).max
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
@@ -291,4 +286,4 @@ def _both(
     return Quantized(data, scale_inv, data_t, scale_inv_t, layout)
 
 
-BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block, unsupported=unsupported)
+BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block)

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_bench.kernels.rotary import Backend, Part, Problem, check
-
-
-def unsupported(p: Problem) -> str | None:
-    return None
+from te_bench.kernels.rotary import Backend, Part, check
 
 
 def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
@@ -55,4 +51,4 @@ def rotated(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-BACKEND = Backend(rotate=rotate, unsupported=unsupported)
+BACKEND = Backend(rotate=rotate)

@@ -6,7 +6,7 @@ validation loss is that of the training steps.
 
 import re
 
-from te_bench.reports.logs import LogFile, LogFormat
+from te_bench.reports.logs import LogFormat
 from te_bench.reports.logs.formats._console import NUMBER, read_lines
 
 _PATTERNS = {
@@ -16,10 +16,8 @@ _PATTERNS = {
 _LINE = re.compile(rf"\b(?:step \d+: train loss {NUMBER}, val loss|iter \d+: loss {NUMBER}, time)")
 
 
-def _recognises(file: LogFile) -> bool:
-    return _LINE.search(file.text) is not None
-
-
 FORMAT = LogFormat(
-    title="nanoGPT's console log", recognises=_recognises, read=lambda files: read_lines(files, _PATTERNS)
+    title="nanoGPT's console log",
+    recognises=lambda file: _LINE.search(file.text) is not None,
+    read=lambda files: read_lines(files, _PATTERNS),
 )

@@ -7,7 +7,6 @@ tensor.proto. CRC32C: RFC 3720, appendix B.4.
 import functools
 import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
@@ -110,10 +109,10 @@ def _recognises(file: LogFile) -> bool:
     return bool(masked(crc32c(file.content[:8])) == struct.unpack_from("<I", file.content, 8)[0])
 
 
-def _run_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*tfevents*"))  # the time of their making is in their names
-
-
 FORMAT = LogFormat(
-    title="TensorBoard's event files", recognises=_recognises, read=_read, binary=True, run_files=_run_files
+    title="TensorBoard's event files",
+    recognises=_recognises,
+    read=_read,
+    binary=True,
+    run_files=lambda folder: sorted(folder.glob("*tfevents*")),  # the time of their making is in their names
 )

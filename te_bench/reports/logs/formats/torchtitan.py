@@ -5,7 +5,7 @@ Source: pytorch/torchtitan, torchtitan/components/metrics.py. Its TensorBoard fo
 
 import re
 
-from te_bench.reports.logs import LogFile, LogFormat
+from te_bench.reports.logs import LogFormat
 from te_bench.reports.logs.formats._console import NUMBER, lines_of, read_lines
 
 _PATTERNS = {
@@ -15,10 +15,8 @@ _PATTERNS = {
 _LINE = re.compile(rf"\bstep:\s*\d+\s+loss:\s*{NUMBER}\s+(?:grad_norm|memory):")
 
 
-def _recognises(file: LogFile) -> bool:
-    return "step:" in file.text and any(_LINE.search(line) for line in lines_of(file))
-
-
 FORMAT = LogFormat(
-    title="torchtitan's console log", recognises=_recognises, read=lambda files: read_lines(files, _PATTERNS)
+    title="torchtitan's console log",
+    recognises=lambda file: "step:" in file.text and any(map(_LINE.search, lines_of(file))),
+    read=lambda files: read_lines(files, _PATTERNS),
 )

@@ -73,12 +73,6 @@ class Beside(Decoder):
     def tables(self) -> Tables:
         return Tables(self.words, self.places, self.last, self.answer)
 
-    def init_parameter(self, name: str, parameter: Tensor) -> None:
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-        else:
-            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
-
 
 MODEL = Beside
 CONFIGS = {"beside": BesideConfig(block_size=64, vocab_size=256)}

@@ -94,12 +94,6 @@ class Sandwich(Decoder):
     def tables(self) -> Tables:
         return Tables(self.words, None, self.plate, self.answer)
 
-    def init_parameter(self, name: str, parameter: Tensor) -> None:
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02)
-        else:
-            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
-
 
 MODEL = Sandwich
 CONFIGS = {"sandwich": SandwichConfig(block_size=64, vocab_size=256)}
