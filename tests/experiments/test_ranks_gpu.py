@@ -15,6 +15,10 @@ FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, TWO]
 VISIBLE = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1,2,3").split(",")
 PAIR, ALL_FOUR = ({"CUDA_VISIBLE_DEVICES": ",".join(VISIBLE[:many])} for many in (2, 4))
+#: te-bench's fused steps: in bf16, and in FP8 with an FP8 head.
+FUSED = (
+    "*-chunked-adamw-triton-blocks-fused-*/cudnn/bf16/*,*-fp8-adamw-triton-blocks-fused-*/cudnn/fp8/delayed_scaling/*"
+)
 COMMAND = ("run", "speed", "--device", "cuda", "--gpus-per-trial", "2", "--seeds", "1", "--batch", "8")
 
 
@@ -60,13 +64,17 @@ def test_other_projects_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path
 @pytest.mark.parametrize(
     ("mode", "only", "fewest"),
     [
-        ("ddp", "*-adamw-triton*/cudnn/*", 4),
-        ("ddp", "*V*-ddp-x2/cudnn/bf16/*", 1),
+        ("ddp", f"{FUSED},*-chunked-adamw-triton-ddp-x2/cudnn/*", 5),
+        ("ddp", "*V50304-ddp-x2/cudnn/bf16/*", 2),
         ("zero1", "*V50304-zero1-x2/cudnn/bf16/compile-reduce-overhead/*", 1),
-        ("zero1", "*-adamw-triton*/cudnn/*", 4),
-        ("tp", "*/eager/*,*/compile/*,*V50304-tp-x2/cudnn/bf16/cudagraph/*", 4),
-        ("tp --sequence-parallel", "*/eager/*,*/compile/*,*/bf16/cudagraph/*", 4),
-        ("fsdp2", "*/eager/*,*/compile/*", 4),
+        ("zero1", FUSED, 2),
+        ("tp", "*/bf16/*,*/delayed_scaling/compile/*,*/rowwise_scaling/eager/*,*/float8_block_scaling/eager/*", 6),
+        (
+            "tp --sequence-parallel",
+            "*/bf16/cudagraph/*,*/delayed_scaling/compile/*,*/float8_current_scaling/eager/*",
+            3,
+        ),
+        ("fsdp2", "*/bf16/eager/*,*/bf16/compile/*,*/delayed_scaling/compile/*,*/float8_block_scaling/eager/*", 4),
         ("fsdp2", "*/bf16/cudagraph/*,*/delayed_scaling/cudagraph/*", 2),
     ],
 )
