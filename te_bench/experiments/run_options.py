@@ -31,9 +31,17 @@ GATHERING = ("fsdp2", "hsdp")
 # Raise ValueError, naming the flag, for a value that no suite could obey.
 
 
-def _one_or_more(flag: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{flag} {value}: give 1 or more")
+def between(least: int, most: float = math.inf) -> Callable[[str, int], None]:
+    """A check that refuses what is out of this range, both ends included."""
+
+    def check(flag: str, value: int) -> None:
+        if not least <= value <= most:
+            raise ValueError(f"{flag} {value}: give {least} {'or more' if most == math.inf else f'to {most}'}")
+
+    return check
+
+
+_one_or_more = between(1)
 
 
 def _seeds(flag: str, value: int) -> None:
@@ -146,7 +154,6 @@ class Option:
     flag: str = ""  # by default the option's name
     type: Any  # of what is said; bool: a flag that is said or not
     metavar: str | None = None
-    range: tuple[int, int] | None = None  # inclusive
     read: Callable[[Any], Any] | None = None  # from what is said to the value
     check: Callable[[str, Any], None] | None = None
     unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
@@ -286,7 +293,7 @@ class Options:
     )
     share: int | None = _option(
         "Trials at a time on each GPU, where losses are judged and no times.",
-        range=(1, 16),
+        check=between(1, 16),
         unheeded="measures times, which trials beside others would falsify",
     )
     gpus_per_trial: int | None = _option(
@@ -299,7 +306,7 @@ class Options:
         check=_a_mode,
     )
     shard: int | None = _option(
-        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", range=(2, 512)
+        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", check=between(2, 512)
     )
     sequence_parallel: bool | None = _option(
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
