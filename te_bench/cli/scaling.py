@@ -82,6 +82,11 @@ def scaling(
             raise ValueError(f"--validate compares with published figures and takes no {others}: leave it out")
         _validate(as_json)
         return
+    if parallel == "zero1":
+        raise ValueError(
+            "--parallel zero1 is not predicted: what it sends after the update is not modelled. Its gradients are sent as "
+            "ddp's are: give --parallel ddp, or fsdp2 where the states do not fit"
+        )
     plugins.check("mode of parallelism", parallel, list(layout.MODES))
     plugins.check("precision", precision, list(layout.PRECISIONS))
     plugins.check("recompute", recompute, list(layout.RECOMPUTE))

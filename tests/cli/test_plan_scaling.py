@@ -143,6 +143,8 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
         ("--world 12", "--world 12 is no multiple of --gpus-per-node 8: give whole nodes"),
         ("--world 8 --parallel ddp2", "unknown mode of parallelism 'ddp2'. Did you mean ddp"),
         (
+            "--world 8 --parallel zero1",
+            "--parallel zero1 is not predicted: what it sends after the update is not modelled.",
         ),
         ("--world 0", "--world 0: give 1 to 131072"),
         ("--tp 0", "--tp 0: give 1 or more"),
