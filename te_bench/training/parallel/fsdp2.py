@@ -41,22 +41,26 @@ class FSDP2(DDP):
         self.shards = self.world  # of each matrix
         self._fp8: Fp8Gather | None = None
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
         if blocks is not None:
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
         if mode == "compile-reduce-overhead":
             return "torch.compile's own CUDA graphs have no gathers of weights; choose mode cudagraph, which has"
-        if self.gather not in (None, "fp8"):
-            return f"gather {self.gather}: fp8 is all there is beside the dtype of the products; leave it out"
-        if self.gather is not None and (precision != "fp8" or mode != "eager"):
-            return (
-                f"gather {self.gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
-            )
+        if gather not in (None, "fp8"):
+            return f"gather {gather}: fp8 is all there is beside the dtype of the products; leave it out"
+        if gather is not None and (precision != "fp8" or mode != "eager"):
+            return f"gather {gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
         return None
+
+    def unsupported(self, **kind: Any) -> str | None:
+        return super().unsupported(**kind, gather=self.gather)
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
