@@ -6,20 +6,17 @@ Vectors are whole in every rank, and their gradients averaged as ddp's are: roun
 one process's. After each micro-batch a rank has its share of the gradients.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.decoder import Decoder
 from te_bench.training.parallel import Indivisible
@@ -105,7 +102,7 @@ class FSDP2(DDP):
             (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
         ]
         if isinstance(model, Decoder) and model.heads is None:
-            made.append((model, "loss", functools.partial(_loss, model, torch.compile(_entropy, dynamic=False))))
+            made.append((model, "loss", torch.compile(model.loss, dynamic=False)))
 
         def forward(*inputs: Tensor) -> Tensor:
             for owner, name, one in made:
@@ -162,15 +159,6 @@ class FSDP2(DDP):
             return x
         form: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
         return DTensor.from_local(x._local_tensor.part, x.device_mesh, x.placements, **form)
-
-
-def _entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    return cross_entropy(F.linear(x, weight), targets, vocab=vocab)
-
-
-def _loss(model: Decoder, entropy: Callable[..., Tensor], x: Tensor, targets: Tensor) -> Tensor:
-    """Decoder.loss by such a function."""
-    return entropy(x, model.tables().head.weight, targets, vocab=model.config.vocab_size)
 
 
 def _give_back(model: nn.Module, *_: Any) -> None:
