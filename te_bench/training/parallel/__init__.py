@@ -66,8 +66,8 @@ class Parallel:
         """What dropout's masks are drawn by: in each rank another, of each of a repetition's seeds."""
         return seed
 
-    def require_same_shapes(self, *batch: "Tensor") -> None:
-        """Raise ValueError where ranks were given batches of different shapes. Asks the others once for each shape."""
+    def require_same_batch(self, *batch: "Tensor") -> None:
+        """Raise ValueError where ranks were given different batches. Asks the others with the first batch of each shape."""
 
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""
