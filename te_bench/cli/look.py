@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +13,7 @@ from te_bench.cli import budget as planned
 from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, Within, results_of, say, with_options
 
 if TYPE_CHECKING:
-    from te_bench.experiments.spec import Options
+    from te_bench.experiments.spec import Options, Trial
 
 KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
 
@@ -75,6 +77,7 @@ def plan(
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; with --help it has its options.
     """
     from te_bench.experiments.plan import slow_on_a_cpu
+    from te_bench.reports.analysis.naming import count_trials
 
     limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
@@ -85,15 +88,19 @@ def plan(
     if limit is not None:
         here = planned.environment_of(experiment, asked, gpus)
         sitting = planned.what_ends(experiment, directory, forecast, limit, here)
+    undivided = {} if asked.parallel is None else _undivided(experiment.trials)
     if as_json:
-        trials = [{"id": t.id, "name": t.name, **t.to_json()} for t in experiment.trials]
+        why = {trial: {"unsupported": reason} for trial, reason in undivided.items()}
+        trials = [{"id": t.id, "name": t.name, **t.to_json(), **why.get(t.id, {})} for t in experiment.trials]
         more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
         more |= {} if sitting is None else {"within": dataclasses.asdict(sitting)}
         print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **more}, indent=2))
         return
     for trial in experiment.trials:
-        print(trial.id, trial.name)
+        print(trial.id, trial.name, *(["(unsupported)"] if trial.id in undivided else []))
     print(f"{len(experiment.trials)} trials: {experiment.title}")
+    for reason, number in Counter(undivided.values()).items():
+        say(f"unsupported: {count_trials(number)}: {reason}", indent="    ")
     for sentence in experiment.left_out:
         say(f"left out: {sentence}", indent="    ")
     if long := planned.beforehand(experiment):
@@ -106,6 +113,14 @@ def plan(
         say(f"warning: {slow}", indent="    ")
     if refused:
         raise ValueError(f"no plan to run: {refused}")
+
+
+def _undivided(trials: "Iterable[Trial]") -> dict[str, str]:
+    """{id of a trial whose step no machine divides over ranks so: why}. Imports torch, for modes of parallelism know it."""
+    from te_bench.experiments.problems import is_step
+    from te_bench.experiments.trial_model import indivisible
+
+    return {trial.id: reason for trial in trials if is_step(trial) and (reason := indivisible(trial))}
 
 
 def doctor(

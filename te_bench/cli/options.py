@@ -12,14 +12,25 @@ from typing import Annotated, Any
 
 import typer
 
-from te_bench.experiments.run_options import OPTIONS, Options, fewer_bits, read
+from te_bench.experiments.run_options import OPTIONS, Options, between, fewer_bits, read
 
 
 def _said(name: str) -> Any:
     """Typer's word for an option of a run."""
     option = OPTIONS[name]
-    least, most = option.range or (None, None)
-    return typer.Option(option.flag, help=option.help, metavar=option.metavar, min=least, max=most)
+    return typer.Option(option.flag, help=option.help, metavar=option.metavar)
+
+
+def integer(help: str, least: int, most: float = math.inf) -> Any:
+    """Typer's word for a verb's own option of whole numbers in such a range."""
+    check = between(least, most)
+
+    def of_it(parameter: typer.CallbackParam, value: int | None) -> int | None:
+        if value is not None:
+            check(parameter.opts[-1], value)
+        return value
+
+    return typer.Option(help=help, callback=of_it)
 
 
 def _some_time(seconds: float) -> float:

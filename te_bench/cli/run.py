@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,6 +188,8 @@ def carry_out(
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
         store.add_plan(Plan.of(experiment, here))
+        if fresh and context.trunks is not None and context.trunks.exists():  # as the journal is, which is there anew
+            context.trunks.rename(context.trunks.with_name(f"{here}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"))
         done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:
             print(f"{done} of {len(trials)} {'trials are' if len(trials) > 1 else 'trial is'} already in {directory}")

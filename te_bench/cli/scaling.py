@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from te_bench.cli.options import Json, said, say
+from te_bench.cli.options import Json, integer, said, say
 
 if TYPE_CHECKING:
     from te_bench.experiments.scaling.layout import Rate, Work
@@ -50,17 +50,15 @@ def scaling(
     model: Annotated[
         str, typer.Option(help="Of `te-bench list models`, or llama3-70b, llama3-405b, mpt-1b, mpt-13b or mpt-70b.")
     ] = "llama3-8b",
-    world: Annotated[int, typer.Option(min=1, max=2**17, help="The most GPUs; a row for each power of two.")] = 1024,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs that share NVLink.")] = 8,
+    world: Annotated[int, integer("The most GPUs; a row for each power of two.", 1, 2**17)] = 1024,
+    gpus_per_node: Annotated[int, integer("GPUs that share NVLink.", 1, 72)] = 8,
     link: Annotated[str, typer.Option(metavar="BANDWIDTH", help="From each GPU to other nodes.")] = "400Gb/s",
     parallel: Annotated[str, typer.Option(help="ddp, fsdp2, tp, fsdp2+tp or hsdp.")] = "fsdp2",
-    tp: Annotated[int | None, typer.Option(min=1, help="Ranks of a layer under fsdp2+tp. Default: a node.")] = None,
+    tp: Annotated[int | None, integer("Ranks of a layer under fsdp2+tp. Default: a node.", 1)] = None,
     async_tp: Annotated[bool, typer.Option("--async-tp", help="Tensor parallelism sends while it multiplies.")] = False,
-    batch: Annotated[int, typer.Option(min=1, max=2**20, help="Sequences a micro-batch of each copy of a model.")] = 1,
-    micro_batches: Annotated[int, typer.Option(min=1, max=2**20, help="Of a step, one after the other.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, max=2**20, help="Of a sequence. Default: the model's longest.")
-    ] = None,
+    batch: Annotated[int, integer("Sequences a micro-batch of each copy of a model.", 1, 2**20)] = 1,
+    micro_batches: Annotated[int, integer("Of a step, one after the other.", 1, 2**20)] = 1,
+    tokens: Annotated[int | None, integer("Of a sequence. Default: the model's longest.", 1, 2**20)] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
     recompute: Annotated[str, typer.Option(help="Of the forward pass: none, selective (half) or full.")] = "none",
     gpu: Annotated[str, typer.Option(help="h100 or h200: its memory, and what one was measured to do.")] = "h200",
@@ -84,6 +82,11 @@ def scaling(
             raise ValueError(f"--validate compares with published figures and takes no {others}: leave it out")
         _validate(as_json)
         return
+    if parallel == "zero1":
+        raise ValueError(
+            "--parallel zero1 is not predicted: what it sends after the update is not modelled. Its gradients are sent as "
+            "ddp's are: give --parallel ddp, or fsdp2 where the states do not fit"
+        )
     plugins.check("mode of parallelism", parallel, list(layout.MODES))
     plugins.check("precision", precision, list(layout.PRECISIONS))
     plugins.check("recompute", recompute, list(layout.RECOMPUTE))

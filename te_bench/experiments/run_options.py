@@ -42,7 +42,12 @@ def _where(legal: Callable[[Any], bool], said: str) -> Callable[[str, Any], None
     return check
 
 
-_one_or_more = _where(lambda value: value >= 1, "1 or more")
+def between(least: int, most: float = math.inf) -> Callable[[str, int], None]:
+    """A check that refuses what is out of this range, both ends included."""
+    return _where(lambda value: least <= value <= most, f"{least} {'or more' if most == math.inf else f'to {most}'}")
+
+
+_one_or_more = between(1)
 
 
 def _seeds(flag: str, value: int) -> None:
@@ -122,7 +127,6 @@ class Option:
     flag: str = ""  # by default the option's name
     type: Any  # of what is said; bool: a flag that is said or not
     metavar: str | None = None
-    range: tuple[int, int] | None = None  # inclusive
     read: Callable[[Any], Any] | None = None  # from what is said to the value
     check: Callable[[str, Any], None] | None = None
     unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
@@ -268,7 +272,7 @@ class Options:
     )
     share: int | None = _option(
         "Trials at a time on each GPU, where losses are judged and no times.",
-        range=(1, 16),
+        check=between(1, 16),
         unheeded="measures times, which trials beside others would falsify",
     )
     gpus_per_trial: int | None = _option(
@@ -282,7 +286,7 @@ class Options:
         check=lambda flag, value: plugins.check("mode of parallelism", value, parallels.names()),
     )
     shard: int | None = _option(
-        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", range=(2, 512)
+        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", check=between(2, 512)
     )
     sequence_parallel: bool | None = _option(
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",

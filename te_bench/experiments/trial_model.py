@@ -186,10 +186,24 @@ def _require_parallel(trial: Trial) -> None:
         if rival is not None and not rival.modes:
             raise Unsupported(f"rival {p.rival}: its steps are over ranks; give --parallel {' or '.join(rival.ranks)}")
         return
-    reason = None if rival is None else _no_way(p, rival)
-    how: dict[str, Any] = {"mode": trial.mode, "optimizer": p.optimizer, "blocks": p.blocks}
-    reason = reason or parallel_of(trial).unsupported(precision=trial.precision, **how)
-    require(f"parallel {p.parallel}", reason)
+    if reason := indivisible(trial):
+        raise Unsupported(reason)
+    require(f"parallel {p.parallel}", parallel_of(trial).unsupported(**_how(trial)))
+
+
+def indivisible(trial: Trial) -> str | None:
+    """Why the trial's step cannot be divided over ranks as it asks for, as far as that is known on any machine; or None."""
+    p = StepProblem.of(trial)
+    if p.parallel is None:
+        return None
+    reason = (p.against and _no_way(p, p.against)) or _mode_of(p).refused(**_how(trial), gather=p.gather)
+    return reason and f"parallel {p.parallel}: {reason}"
+
+
+def _how(trial: Trial) -> dict[str, Any]:
+    """What a mode of parallelism is asked about."""
+    p = StepProblem.of(trial)
+    return {"precision": trial.precision, "mode": trial.mode, "optimizer": p.optimizer, "blocks": p.blocks}
 
 
 def _no_way(p: StepProblem, rival: Rival) -> str | None:
@@ -340,14 +354,19 @@ def parallel_of(trial: Trial) -> Parallel:
     p = StepProblem.of(trial)
     if p.parallel is None:
         return parallel.SINGLE
-    if p.against is not None:
-        assert p.against.way is not None, "unsupported refuses it"
-        own: Parallel = ways.load(p.against.way, p.parallel)
+    names = ("shard", "sequence_parallel", "overlap", "gather") if p.against is None else ()
+    return _mode_of(p)(**{name: value for name in names if (value := getattr(p, name)) is not None})
+
+
+def _mode_of(p: StepProblem) -> type[Parallel]:
+    """By which a step over ranks is divided: te-bench's, or a rival's own."""
+    assert p.parallel is not None
+    if p.against is None:
+        own: type[Parallel] = parallel.kind(p.parallel)
         return own
-    names = ("shard", "sequence_parallel", "overlap", "gather")
-    options = {name: value for name in names if (value := getattr(p, name)) is not None}
-    found: Parallel = parallel.load(p.parallel, **options)
-    return found
+    assert p.against.way is not None, "_no_way refuses it"
+    theirs: type[Parallel] = ways.kind(p.against.way, p.parallel)
+    return theirs
 
 
 def allow_tf32(precision: str) -> None:

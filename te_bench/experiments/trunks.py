@@ -1,6 +1,7 @@
 """The trunk that the branches of a study share: the first steps of its bf16 control, trained once and kept.
 
     DIR/TRIAL/              a checkpoint of training.resume, and curve.json, the samples up to there
+    DIR/TRIAL/broke.json    of one in which bf16 diverged, in place of both: why, and the samples up to there
     DIR/TRIAL.lock
 
 TRIAL is the control's id, which has the seed in it. Whoever needs a trunk that is not there trains it, and others wait for
@@ -20,12 +21,16 @@ import torch
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks.gradients import settle
+from te_bench.experiments.measurement import Diverged, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.training import resume
 from te_bench.training.corpus import locked
 from te_bench.training.step import TrainStep
+from te_bench.training.weights import replacing
 
-CURVE = "curve.json"
+CURVE, BROKE = "curve.json", "broke.json"
+#: Bytes of a moment, at the least, by what AdamW keeps it in; of None those of its weight.
+MOMENT = {"bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +46,7 @@ class Trunk:
 def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[Any]]]) -> Trunk:
     """The control's trunk; `grow` trains one that is not in `folder`: it writes a checkpoint, and answers samples.
 
-    Raises OSError where it cannot be written.
+    Raises Diverged where bf16 diverged in it, be it for another trial, and OSError where it cannot be written.
     """
     began, trained = time.perf_counter(), False
     own = folder / control.id
@@ -50,16 +55,36 @@ def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[
             half = own.with_suffix(".half")
             shutil.rmtree(half, ignore_errors=True)  # of a trial that was killed
             try:
-                samples = grow(half)
-                (half / CURVE).write_text(json.dumps(samples))
+                try:
+                    _write(half / CURVE, grow(half))
+                except Diverged as broke:
+                    _write(half / BROKE, {"reason": str(broke), "samples": broke.measurement.samples})
             except OSError as error:  # a full disk would take neither the record nor the log that say so
                 shutil.rmtree(half, ignore_errors=True)
                 free = shutil.disk_usage(folder).free / 1e6
                 raise OSError(f"{error}; {free:,.0f} MB are free there") from error
             half.rename(own)
             trained = True
+    if (own / BROKE).exists():
+        told = json.loads((own / BROKE).read_text())
+        raise Diverged(told["reason"], Measurement(samples=told["samples"]))
     samples = json.loads((own / CURVE).read_text())
     return Trunk(folder=own, samples=samples, trained=trained, took_s=time.perf_counter() - began)
+
+
+def _write(path: Path, found: Mapping[str, Any]) -> None:
+    """On the disk before the trunk has its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write_text(json.dumps(found))
+
+
+def require_room(step: TrainStep, folder: Path) -> None:
+    """Raise OSError where the disk has no room for the step's weights and moments: before a trunk is trained for hours."""
+    trained = [p for p in step.model.parameters() if p.requires_grad]
+    least = sum(p.nbytes + 2 * p.numel() * MOMENT.get(step.states or "", p.element_size()) for p in trained)
+    if least > shutil.disk_usage(folder).free:
+        raise OSError(f"the trunk takes {least / 1e6:,.0f} MB or more in {folder}")
 
 
 def graft(step: TrainStep, trial: Trial, trunk: Trunk, once: Callable[[], object]) -> str:

@@ -131,15 +131,32 @@ def _run_gate(question: Question, machine: dict[str, Any], condition: Condition,
 
 
 def stored(directory: Path) -> list[Rate]:
-    """The rates of the answers that a self-test left. Raises ValueError for none, and for those of several questions."""
+    """The rates of the answers that a self-test left, by the rule of `decide` on their pairs.
+
+    Raises ValueError for none, and for those of several questions.
+    """
     path = directory / ANSWERS
     answers = _read(path)
     questions = {json.dumps(answer["asked"], sort_keys=True) for answer in answers}
     if len(questions) != 1:
         raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
     asked = answers[0]["asked"]
+    answers = [{**answer, "exit_code": _exit_code(answer)} for answer in answers]
     slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
     return _all_rates(answers, conditions(list(slower)), asked)
+
+
+def _exit_code(answer: Mapping[str, Any]) -> int:
+    """Of a gate's pairs by the rule of `decide`; as it was where other things were found, or means of all calls judged."""
+    trials, asked = answer["trials"], answer["asked"]
+    judged = any(trial.get("means") for trial in trials.values())
+    if judged or not trials or answer["condition"] in ("leak", "crash"):
+        code: int = answer["exit_code"]
+        return code
+    ratios = {name: trial["ratios"] for name, trial in trials.items()}
+    how: dict[str, Any] = {"margin": asked["margin"], "alpha": asked["alpha"], "looks": revisions.LOOKS, "ended": True}
+    verdicts = {one.verdict for one in decide(ratios, **how).judgements.values()}
+    return 1 if GateVerdict.REGRESSION in verdicts else 3 if GateVerdict.INCONCLUSIVE in verdicts else 0
 
 
 def _all_rates(

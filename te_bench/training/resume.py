@@ -60,7 +60,8 @@ def save(step: TrainStep, folder: Path, number: int) -> None:
 def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     """Put `step` where the checkpoint's was, in place; the number of steps it had made.
 
-    begin_fp8: its FP8 begins here. The checkpoint may be of a step in bf16, and scales are as those of a new model.
+    begin_fp8: its FP8 begins here. The checkpoint may be of a step in bf16, and scales are as those of a new model. Without
+    it a checkpoint that has no scales is refused where the step's recipe keeps some, unless it is of no steps.
 
     The step is made as the one that was saved was: the same model, recipe and optimizer. Ranks may be more or fewer, and
     `parallel` another. A rank that there was goes on with its random state, another begins a new one. Read what you trust
@@ -71,6 +72,15 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     state = _state(step, saved)
     if begin_fp8:
         saved, state = ({name: of[name] for name in of if not _is_fp8(name)} for of in (saved, state))
+    elif _keeps_scales(step) and not any(map(_is_fp8, saved)):
+        made = {"number": state["number"]}
+        with _of_files(f"cannot read the checkpoint {folder}, which may be damaged"):
+            state_dict_loader.load(made, checkpoint_id=folder, no_dist=step.parallel.world == 1)
+        if made["number"].item():
+            raise ValueError(
+                f"{folder} has no scales of FP8, as one of a step in bf16, and this step's recipe keeps some: for FP8 to "
+                "begin here, with scales as those of a new model, give begin_fp8=True"
+            )
     state["seed"] = torch.zeros((), dtype=torch.int64)
     mine = {name: state.pop(name) for name in [name for name in state if name.startswith(RANDOM)]}
     _require_same(state, saved, folder)
@@ -201,6 +211,18 @@ def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata]
         if tensor.dtype != saved[name].properties.dtype:
             dtypes = f"{saved[name].properties.dtype}, this step's {tensor.dtype}"
             raise ValueError(f"{folder}: its {name} is {dtypes}: make the step with those weights and states")
+
+
+def _keeps_scales(step: TrainStep) -> bool:
+    """Whether the step's recipe keeps scales from one step to the next."""
+    recipe = getattr(step.model, "recipe", None)
+    modules: Any = step.model.modules()
+    return (
+        step.precision == "fp8"
+        and recipe is not None
+        and any(isinstance(module, Fp8Module) for module in modules)
+        and recipe.make_state(1, torch.device("cpu")) is not None
+    )
 
 
 def _is_fp8(name: str) -> bool:

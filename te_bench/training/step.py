@@ -249,7 +249,7 @@ class TrainStep:
         n = self.optim.accumulate
         if len(tokens) % n:
             raise ValueError(f"{len(tokens)} rows do not divide into {n} micro-batches")
-        self.parallel.require_same_shapes(tokens, targets)
+        self.parallel.require_same_batch(tokens, targets)
         losses = []
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with contextlib.ExitStack() as computing:

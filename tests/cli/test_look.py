@@ -32,6 +32,26 @@ def test_list_recipes_tells_what_each_does(command: Command) -> None:
     assert "transformer_engine" in command("list", "layers").out
 
 
+def test_a_plan_says_which_steps_over_ranks_no_machine_can_divide(command: Command) -> None:
+    asked = ("plan", "speed", "--device", "cuda", "--seeds", 1, "--gpus-per-trial", 2, "--parallel", "fsdp2")
+    refused = {}
+    for trial in json.loads(command(*asked, "--json").out)["trials"]:
+        p = trial["problem"]
+        if "blocks" in p or "optimizer" in p or trial["mode"] == "compile-reduce-overhead":
+            refused[trial["name"]] = trial["unsupported"]
+        else:
+            assert "unsupported" not in trial
+    assert len(refused) == 23
+    done = command(*asked).out
+    for line in done.splitlines()[:29]:
+        _, name, *more = line.split()
+        assert more == (["(unsupported)"] if name in refused else [])
+    said = " ".join(done.split())
+    assert "unsupported: 15 trials: parallel fsdp2: fused blocks pass by the modules that gather the weights;" in said
+    assert "unsupported: 3 trials: parallel fsdp2: torch.compile's own CUDA graphs have no gathers of weights;" in said
+    assert all(f": {reason} " in said for reason in refused.values())
+
+
 def test_list_shows_suites_unless_told_otherwise_and_there_is_a_version(command: Command) -> None:
     assert command("list").out == command("list", "suites").out
     done = command("--version")

@@ -63,6 +63,8 @@ USAGE = [
             ("4", "fsdp2", ("--shard", "2"), OF_SHARD),
         )
     ),
+    *((["run", "convergence", "--share", n], f"--share {n}: give 1 to 16") for n in ("0", "17")),
+    (["run", "speed", "--shard", "1"], "--shard 1: give 2 to 512"),
     (["run", "speed", "--gpus-per-trial", "2", "--parallel", "pipeline"], "unknown mode of parallelism 'pipeline'. K"),
     (
         ["run", "speed", "--batch", "6", "--gpus-per-trial", "4", "--parallel", "ddp"],

@@ -142,6 +142,13 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
         ("--link 0Gb/s", "--link 0Gb/s: write what one GPU has"),
         ("--world 12", "--world 12 is no multiple of --gpus-per-node 8: give whole nodes"),
         ("--world 8 --parallel ddp2", "unknown mode of parallelism 'ddp2'. Did you mean ddp"),
+        (
+            "--world 8 --parallel zero1",
+            "--parallel zero1 is not predicted: what it sends after the update is not modelled.",
+        ),
+        ("--world 0", "--world 0: give 1 to 131072"),
+        ("--tp 0", "--tp 0: give 1 or more"),
+        ("--gpus-per-node 73", "--gpus-per-node 73: give 1 to 72"),
         ("--world 8 --precision fp4", "unknown precision 'fp4'. Did you mean fp8?"),
         ("--world 8 --recompute some", "unknown recompute 'some'."),
         ("--world 8 --gpu b200", "unknown GPU 'b200'. Did you mean h200"),

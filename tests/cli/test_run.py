@@ -75,3 +75,6 @@ def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_p
     assert len({trunk["sha256"] for trunk in trunks.values()}) == 1  # on a CPU
     assert kept.parent.name == found["control"]["trial"]["id"]
     assert {row["samples"]["trunk_loss"][-1] for row in found.values()} == {found["aa"]["samples"]["trunk_loss"][-1]}
+    assert te_bench(*asked, "--only", "*-control-*", "--fresh").returncode == 0
+    assert [row["work"]["trunk"]["trained"] for row in rows(tmp_path)] == [True]
+    assert len(list((tmp_path / "trunks").glob("*.*/*/curve.json"))) == 1  # the earlier one, set aside

@@ -142,13 +142,14 @@ class Pair(torch.nn.Module):
         return (self.down(self.up(x)) - y).square().mean()
 
 
-def other_batches(mode: str) -> Callable[[], object]:
-    """Rank 1 is given half as many rows as rank 0."""
+def other_batches(mode: str, what: str) -> Callable[[], object]:
+    """Rank 1 is given half as many rows as rank 0, or as many others."""
 
     def steps() -> None:
         divided = {"ddp": ddp.DDP, "tp": tp.TP}[mode]()
         step = TrainStep(Pair(), Optim(), precision="fp32", mode="eager", parallel=divided)
-        step(*torch.ones(2, 4 - 2 * dist.get_rank(), 4))
+        rank = dist.get_rank()
+        step(*(torch.ones(2, 4 - 2 * rank, 4) if what == "shapes" else torch.full((2, 4, 4), float(rank))))
 
     return steps
 
@@ -244,7 +245,11 @@ def replies() -> dict[str, Any]:
         call.start()
     compute = {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (killed, fail)}
     compute |= {f"other experts, {since=}": of_ranks(in_a_trial(other_experts(since))) for since in (0, 1)}
-    compute |= {f"other batches, {mode=}": of_ranks(in_a_trial(other_batches(mode))) for mode in ("ddp", "tp")}
+    compute |= {
+        f"other {what}, {mode=}": of_ranks(in_a_trial(other_batches(mode, what)))
+        for mode in ("ddp", "tp")
+        for what in ("shapes", "contents")
+    }
     compute |= {f"not a number, {check=}": of_ranks(not_a_number, check) for check in (True, False)}
     found = {name: ask() for name, ask in compute.items()}
     while not all(call.ended for call in calls.values()):

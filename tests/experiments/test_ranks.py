@@ -13,7 +13,11 @@ TOKENS = (
 )
 LATE = "came late or never to a collective that the others waited 4 s for"
 OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
-BATCHES = "rank 0 (4, 4) and (4, 4), rank 1 (2, 4) and (2, 4): each is to give the global batch"
+BATCHES = {
+    "shapes": "rank 0 (4, 4) and (4, 4), rank 1 (2, 4) and (2, 4): each is to give the global batch",
+    "contents": "ranks have batches of one shape and other contents: each is to give the global batch, and takes its own "
+    "rows of it. Let no sampler share out the data",
+}
 FAULTS = Path(__file__).with_name("rank_faults.py")
 
 
@@ -59,11 +63,12 @@ def test_a_fault_of_one_rank_is_one_typed_row(replies: Any, fault: str, outcome:
     assert replies[fault]["reason"].startswith(reason)
 
 
+@pytest.mark.parametrize("what", BATCHES)
 @pytest.mark.parametrize("mode", ["ddp", "tp"])
-def test_ranks_with_batches_of_other_shapes_are_told(replies: Any, mode: str) -> None:
-    said = replies[f"other batches, {mode=}"]
+def test_ranks_with_other_batches_are_told(replies: Any, mode: str, what: str) -> None:
+    said = replies[f"other {what}, {mode=}"]
     assert said["outcome"] == "crashed"
-    assert said["reason"].endswith(BATCHES)
+    assert said["reason"].endswith(BATCHES[what])
 
 
 def test_a_gather_in_fp8_is_what_the_record_says(replies: Any) -> None:

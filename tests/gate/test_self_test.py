@@ -171,20 +171,19 @@ def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_g
 
 
 @pytest.mark.slow
-def test_todays_rule_raises_no_false_alarm_on_the_published_pairs() -> None:
-    """The numbers of docs/gate.md; the gates ended as soon as an older rule had found something."""
+def test_the_published_pairs_are_judged_by_the_rule_of_a_gate_of_today() -> None:
+    """The numbers of docs/gate.md; the gates ended by an older rule, which found 110 and 104."""
     found: Counter[str] = Counter()
     for path in RESULTS.glob("*/self-test.jsonl"):
-        for answer in map(json.loads, path.read_text().splitlines()):
-            if not answer["trials"] or answer["asked"]["device"] == "cuda" or answer["condition"] == "leak":
-                continue
-            ratios = {name: trial["ratios"] for name, trial in answer["trials"].items()}
-            decision = decide(ratios, margin=answer["asked"]["margin"], looks=revisions.LOOKS, ended=True)
-            verdicts = {one.verdict for one in decision.judgements.values()}
-            found[f"{answer['condition']} alarms"] += GateVerdict.REGRESSION in verdicts
-            found[f"{answer['condition']} passed"] += sum(one.passed for one in decision.trials.values())
-    alarms = [found[f"{name} alarms"] for name in ("unchanged", "10 % slower", "5 % slower")]
-    assert (alarms, found["unchanged passed"]) == ([0, 106, 75], 160)
+        for rate in self_test.stored(path.parent):
+            found[rate.condition.name] += rate.alarms if "h200" not in path.parent.name else 0
+    assert [found[name] for name in ("unchanged", "10 % slower", "5 % slower", "leak", "crash")] == [
+        0,
+        106,
+        75,
+        111,
+        111,
+    ]
 
 
 @pytest.mark.alone

@@ -508,14 +508,14 @@ def theirs(mode: str, config: Any, rival: str = "torchtitan") -> TrainStep:
     own = rivals.load(rival)
     own.build(model)
     assert own.way is not None
-    return TrainStep(model, UNCLIPPED, precision="bf16", mode="eager", parallel=ways.load(own.way, mode))
+    return TrainStep(model, UNCLIPPED, precision="bf16", mode="eager", parallel=ways.kind(own.way, mode)())
 
 
 def beside_theirs(mode: str, config: Any, way: str) -> dict[str, float]:
     """Errors of a project's step in float64, by te-bench's own modules, and of three losses of its training."""
     torch.manual_seed(dist.get_rank())  # rank 0's weights are what all train
     model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
-    ours = TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=ways.load(way, mode))
+    ours = TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=ways.kind(way, mode)())
     one = theirs_alone(config)
     loss, gradients = ours.gradients(*batch(0))
     expected, truth = one.gradients(*batch(0))

@@ -105,7 +105,7 @@ def test_compiled_head_and_loss_keep_no_more_than_one_process_s(
     config = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=64, vocab_size=500)
     tokens = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0))
     kept, losses = [], []
-    for divided in (ways.load("torchtitan", "fsdp2") if other else parallel.load("fsdp2"), parallel.SINGLE):
+    for divided in (ways.kind("torchtitan", "fsdp2")() if other else parallel.load("fsdp2"), parallel.SINGLE):
         torch.manual_seed(0)
         torch._dynamo.reset()
         model = GPT(config, attention="manual", padded_vocab_size=512)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import a_step, batch
+from rank_cases import RECIPES, a_step, batch
 from torch import Tensor, nn
 
 from te_bench.models.adopt import adopt
@@ -130,15 +130,28 @@ def test_fp8_may_begin_where_bf16_ended(tmp_path: Path, optimizer: str | None) -
     resume.save(trunk, tmp_path / "at", 1)
     other.gradients(*batch(1))
     before = {id(p) for p in other.model.parameters()}
-    with pytest.raises(ValueError, match=r"has no model\..*fp8_"):
-        resume.load(other, tmp_path / "at")
-    assert resume.load(other, tmp_path / "at", begin_fp8=True) == 1
     fresh = a_step(SINGLE, "fp8", optimizer=optimizer)
+    for step in (other, fresh):  # whether or not it has scales to lose
+        with pytest.raises(
+            ValueError, match=r"at has no scales of FP8, .*: for FP8 to begin here, .* give begin_fp8=True$"
+        ):
+            resume.load(step, tmp_path / "at")
+    assert resume.load(other, tmp_path / "at", begin_fp8=True) == 1
     assert resume.load(fresh, tmp_path / "at", begin_fp8=True) == 1
     assert [step(*batch(1)).item() for step in (other, other)] == [step(*batch(1)).item() for step in (fresh, fresh)]
     assert {id(p) for p in other.model.parameters()} == before
     state, clean = other.model.state_dict(), fresh.model.state_dict()
     assert all(torch.equal(value, clean[name]) for name, value in state.items())
+
+
+def test_a_checkpoint_without_scales_goes_on_where_none_are_lost(tmp_path: Path) -> None:
+    """Of an FP8 step that has not run, and into a recipe that keeps none."""
+    resume.save(a_step(SINGLE, "fp8"), tmp_path / "unrun", 0)
+    assert resume.load(a_step(SINGLE, "fp8"), tmp_path / "unrun") == 0
+    trunk = a_step(SINGLE, "bf16")
+    trunk(*batch(0))
+    resume.save(trunk, tmp_path / "at", 1)
+    assert resume.load(a_step(SINGLE, "fp8", recipe=RECIPES["current"]), tmp_path / "at") == 1
 
 
 class WithAnUnusedWeight(nn.Module):

@@ -32,7 +32,6 @@ from te_bench.experiments.spec import NO_ATTENTION, Trial
 from te_bench.kernels import attention
 from te_bench.models import decoder_layer
 from te_bench.models import quickstart as layers
-from te_bench.models import recipe as recipes
 from te_bench.models.configs import configs
 from te_bench.models.quickstart import Layer, LayerConfig
 from te_bench.models.quickstart.plain import KernelAttention
@@ -265,8 +264,8 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     in_fp8 = attends is not None and attention.in_fp8(attends)
     fused = attends not in (None, *gradients.UNFUSED) and not in_fp8
     library = _by_parts(Iteration(plain, exact, trial.seed), as_fused=fused)
-    if p.recipe:
-        emulate(library.module, recipes.load(p.recipe))
+    if (recipe := layers.recipe_of(p)) is not None:
+        emulate(library.module, recipe)
     yardstick = library.results()
     trial_model.allow_tf32(p.precision)  # the references set it for theirs
 

@@ -115,6 +115,7 @@ def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[s
     branch_at = TrainingProblem.of(control).branch_at
     assert branch_at is not None
     at, step = trial_model.batches_of(control, corpus), trial_model.step_of(control)
+    trunks.require_room(step, folder.parent)
     torch.manual_seed(step.parallel.seed(control.seed))
     curve = _Curve(control, step, corpus, probe=at(0), end=branch_at)
     reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress))

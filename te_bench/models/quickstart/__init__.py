@@ -7,7 +7,7 @@ names, so that their outputs and gradients can be compared.
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.attention import Problem
+from te_bench.models import recipe as recipes
 
 PARTS = ("layer", "mlp")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,6 +104,18 @@ class LayerConfig:
             device=self.device,
             capability=self.capability,
         )
+
+
+def recipe_of(p: LayerConfig) -> recipes.Recipe | None:
+    """The recipe with the settings asked for. Raises ValueError for a setting that it has not."""
+    if p.recipe is None:
+        return None
+    recipe = recipes.load(p.recipe)
+    legal = [f.name for f in fields(recipe)]
+    for name in p.settings:
+        if name not in legal:
+            raise ValueError(f"the recipe {p.recipe} has no setting {name!r}. Its settings: {', '.join(legal)}.")
+    return replace(recipe, **p.settings)
 
 
 Context = Callable[[], AbstractContextManager[Any]]

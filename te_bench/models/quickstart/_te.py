@@ -1,24 +1,10 @@
 """What the layers made of te_bench's own modules share: the recipe and the context of their forward pass."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import te_bench.models as te
-from te_bench.models import recipe as recipes
-from te_bench.models.quickstart import Context, LayerConfig
-
-
-def recipe_of(p: LayerConfig) -> recipes.Recipe | None:
-    """The recipe with the settings asked for. Raises ValueError for a setting that it has not."""
-    if p.recipe is None:
-        return None
-    recipe = recipes.load(p.recipe)
-    legal = [f.name for f in dataclasses.fields(recipe)]
-    for name in p.settings:
-        if name not in legal:
-            raise ValueError(f"the recipe {p.recipe} has no setting {name!r}. Its settings: {', '.join(legal)}.")
-    return dataclasses.replace(recipe, **p.settings)
+from te_bench.models.quickstart import Context, LayerConfig, recipe_of
 
 
 def unsupported(p: LayerConfig) -> str | None:

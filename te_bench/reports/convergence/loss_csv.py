@@ -57,7 +57,8 @@ def read(file: LogFile) -> Losses:
 
     One column of final losses, with or without a header, beside it a label (text) or a seed column. Whole curves:
     columns step, loss, seed, or step and a column a seed, called by its number.
-    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. The final loss of a curve
+    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. "Step" counts what was logged:
+    a column "run - train/global_step" or the like beside it is the run's steps. The final loss of a curve
     is its last, but of one that is called a training loss the mean over the last tenth of the steps: the last is that of
     one batch. Losses may be NaN or infinite (`broken` tells the runs); leave empty what was not logged.
 
@@ -209,22 +210,36 @@ def _called(metric: str, found: Losses) -> Losses:
 def _wandb(source: str, table: Table) -> Losses:
     assert table.header is not None
     columns = {c: name for c, name in enumerate(table.header) if WANDB in name and not name.lower().endswith(SPAN)}
-    metrics = {name.rpartition(WANDB)[2] for name in columns.values()} - {"_step", *STEP}
+    metrics = {name.rpartition(WANDB)[2] for name in columns.values()} - {*STEP}
     if len(metrics) != 1:
         raise ValueError(f"{table.path} holds {', '.join(sorted(metrics))}: export one metric, the validation loss")
     [metric] = metrics
-    runs = ((c, n.rpartition(WANDB)) for c, n in columns.items())
-    return _called(metric, _wide(source, table, {c: run for c, (run, _, what) in runs if what == metric}))
+    parts = ((c, n.rpartition(WANDB)) for c, n in columns.items())
+    runs = {c: run for c, (run, _, what) in parts if what == metric}
+    return _called(metric, _wide(source, table, runs, _training_steps(table, runs)))
 
 
-def _wide(source: str, table: Table, runs: Mapping[int, str]) -> Losses:
-    step = table.column(STEP)
-    assert step is not None
+def _training_steps(table: Table, runs: Mapping[int, str]) -> dict[int, int]:
+    """The column of each run's training steps, by that of its losses; none unless all runs have one beside each loss."""
+    for name in STEP if len(set(runs.values())) == len(runs) else ():
+        columns = {c: table.column([f"{run}{WANDB}{name}".lower()]) for c, run in runs.items()}
+        found = {c: column for c, column in columns.items() if column is not None}
+        full = all(row[column] for c, column in found.items() for _, row in table.rows if row[c])
+        if len(found) == len(runs) and full:
+            return found
+    return {}
+
+
+def _wide(source: str, table: Table, runs: Mapping[int, str], steps: Mapping[int, int] | None = None) -> Losses:
+    """steps: the column of a run's steps, by that of its losses, where it is not the table's."""
+    common = table.column(STEP)
+    assert common is not None
+    step = {c: (steps or {}).get(c, common) for c in runs}
     points: dict[int, list[_Point]] = {c: [] for c in runs}
     for line, row in table.rows:
         for c in runs:
             if row[c]:  # runs that logged at other steps leave the cell empty
-                points[c].append(_point(table, line, row[step], row[c]))
+                points[c].append(_point(table, line, row[step[c]], row[c]))
     seeds = seeds_of(list(runs.values()))
     counts = Counter(seeds)
     repeated = tuple(name for name, count in counts.items() if count > 1)

@@ -9,12 +9,16 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, draw, styled
 
 
 def sentence(result: GroupResult) -> str:
-    """What the fastest step takes, then the baseline's kind, then the others; only two kinds or more make a headline."""
+    """What the fastest step takes, then the baseline's kind, then the others; only two kinds or more make a headline.
+
+    It says which of the others paired runs do not distinguish from the fastest.
+    """
     fastest, *others = _several(result)
     others.sort(key=lambda other: not other.step.is_baseline)
-    said = []
+    said, tied = [], result.steps.fastest if fastest.step in result.steps.fastest else []
     for other in others:
         longer = f", {text.speedup(other.times_as_long)} as long" if other.times_as_long else ""
+        longer += ", not distinguished from it" if other.step in tied else ""
         said.append(f"{other.name}: {_time(other)}{longer}.")
     return f"**{fastest.name}: {_time(fastest)}. {said[0]}** {' '.join(said[1:])}".rstrip()
 

@@ -45,9 +45,16 @@ class Parallel:
         """Which of the sequences of random numbers is this rank's."""
         return self.replica
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
-        """Why a step of this kind cannot be divided so, or None."""
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
+        """Why no step of this kind can be divided so, or None: known before there are ranks. gather: of fsdp2 and hsdp."""
         return None
+
+    def unsupported(self, **kind: "Any") -> str | None:
+        """Why this rank's step of a kind that `refused` takes cannot be divided so, or None."""
+        return self.refused(**kind)
 
     def prepare(self, model: "nn.Module", multiplies_in: "torch.dtype | None") -> None:
         """Make the model one rank's part of it, in place, before anything else is made of its parameters.
@@ -59,8 +66,8 @@ class Parallel:
         """What dropout's masks are drawn by: in each rank another, of each of a repetition's seeds."""
         return seed
 
-    def require_same_shapes(self, *batch: "Tensor") -> None:
-        """Raise ValueError where ranks were given batches of different shapes. Asks the others once for each shape."""
+    def require_same_batch(self, *batch: "Tensor") -> None:
+        """Raise ValueError where ranks were given different batches. Asks the others with the first batch of each shape."""
 
     def rows(self, x: "Tensor") -> "Tensor":
         """This rank's rows of a micro-batch."""
@@ -179,10 +186,15 @@ def names() -> list[str]:
     return [name.replace("_", "+") for name in plugins.names(__name__)]  # fsdp2_tp.py is fsdp2+tp
 
 
+def kind(name: str) -> Any:
+    """The class of the mode of that name. Raises ValueError, with the near matches, when unknown."""
+    plugins.check("mode of parallelism", name, names())
+    return plugins.load(__name__, name.replace("+", "_"), "PARALLEL")
+
+
 def load(name: str, **options: Any) -> Any:
     """The mode of that name over all ranks of the process group; options: of its own, as fsdp2's gather.
 
     Raises ValueError, with the near matches, when unknown.
     """
-    plugins.check("mode of parallelism", name, names())
-    return plugins.load(__name__, name.replace("+", "_"), "PARALLEL")(**options)
+    return kind(name)(**options)

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import gc
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,16 +43,21 @@ class Grouped(Parallel):
     def seed(self, seed: int) -> int:
         return seed << 16 | self.draws
 
-    def require_same_shapes(self, *batch: Tensor) -> None:
+    def require_same_batch(self, *batch: Tensor) -> None:
         shapes = tuple(x.shape for x in batch)
         if shapes in self._shapes:
             return
-        found = self.of_all(shapes)
-        if any(each != shapes for each in found):
+        found = self.of_all((shapes, _digest(batch)))
+        if any(each != shapes for each, _ in found):
             given = ", ".join(
-                f"rank {rank} {' and '.join(map(str, map(tuple, each)))}" for rank, each in enumerate(found)
+                f"rank {rank} {' and '.join(map(str, map(tuple, each)))}" for rank, (each, _) in enumerate(found)
             )
             raise ValueError(f"ranks have batches of other shapes, {given}: each is to give the global batch")
+        if len({digest for _, digest in found}) > 1:
+            raise ValueError(
+                "ranks have batches of one shape and other contents: each is to give the global batch, and takes its own "
+                "rows of it. Let no sampler share out the data"
+            )
         self._shapes.add(shapes)
 
     def rows(self, x: Tensor) -> Tensor:
@@ -73,6 +79,13 @@ class Grouped(Parallel):
     def mean(self, loss: Tensor) -> Tensor:
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         return loss
+
+
+def _digest(batch: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for x in batch:
+        found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return found.hexdigest()
 
 
 def clip_by_kinds(

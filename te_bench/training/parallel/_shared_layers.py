@@ -103,14 +103,21 @@ class SharedLayers(Grouped):
         """The ranks that share this rank's layers; all ask for it at once."""
         raise NotImplementedError
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
         if blocks is not None:
             return "fused blocks pass by the modules that add up products; choose blocks that are not fused, or ddp"
         if optimizer is not None:
             return f"the optimizer {optimizer} clips by one rank's gradients; choose torch's AdamW, or ddp"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
-        return _overlap.unsupported(self.overlap, self.world // self.replicas, mode)
+        return None
+
+    def unsupported(self, **kind: Any) -> str | None:
+        reason = super().unsupported(**kind)
+        return reason or _overlap.unsupported(self.overlap, self.world // self.replicas, kind["mode"])
 
     @property
     def draws(self) -> int:

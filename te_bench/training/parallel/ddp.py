@@ -9,7 +9,6 @@ pass: zeros in place of others would not be what one process computes.
 """
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -107,7 +106,8 @@ class DDP(Grouped):
     def _planned(self, held: list[tuple[int, nn.Parameter]], kinds: list[Kind]) -> _Plan:
         """The same in every rank, as all find out together. What is whole while a pass goes on comes before the rest."""
         late = [place for place, holder in held if self._times[id(holder)] != 1]
-        self._require_alike((kinds, late), self.device)
+        if any(each != (kinds, late) for each in self.of_all((kinds, late))):
+            raise Indivisible(OTHERS.format("the ranks' first pass brought them gradients of different parameters"))
         buckets: list[list[int]] = []
         filling: dict[str, list[int]] = {}
         nbytes = {place: 0 if holder.grad is None else holder.grad.nbytes for place, holder in held}
@@ -118,13 +118,6 @@ class DDP(Grouped):
                 buckets.append(filling.pop(dtype))
         places = {id(holder): place for place, holder in held if place not in late}
         return _Plan(kinds, [*buckets, *filling.values()], places)
-
-    def _require_alike(self, value: object, device: torch.device) -> None:
-        digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
-        most = torch.tensor([digest, -digest], device=device)  # the largest, and less the smallest
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        if most.sum().item():
-            raise Indivisible(OTHERS.format("the ranks' first pass brought them gradients of different parameters"))
 
 
 PARALLEL = DDP

@@ -6,20 +6,17 @@ Vectors are whole in every rank, and their gradients averaged as ddp's are: roun
 one process's. After each micro-batch a rank has its share of the gradients.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.decoder import Decoder
 from te_bench.training.parallel import Indivisible
@@ -41,22 +38,26 @@ class FSDP2(DDP):
         self.shards = self.world  # of each matrix
         self._fp8: Fp8Gather | None = None
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
         if blocks is not None:
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
             return f"the optimizer {optimizer} updates whole parameters, and a rank has shares; choose ddp"
         if mode == "compile-reduce-overhead":
             return "torch.compile's own CUDA graphs have no gathers of weights; choose mode cudagraph, which has"
-        if self.gather not in (None, "fp8"):
-            return f"gather {self.gather}: fp8 is all there is beside the dtype of the products; leave it out"
-        if self.gather is not None and (precision != "fp8" or mode != "eager"):
-            return (
-                f"gather {self.gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
-            )
+        if gather not in (None, "fp8"):
+            return f"gather {gather}: fp8 is all there is beside the dtype of the products; leave it out"
+        if gather is not None and (precision != "fp8" or mode != "eager"):
+            return f"gather {gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
         return None
+
+    def unsupported(self, **kind: Any) -> str | None:
+        return super().unsupported(**kind, gather=self.gather)
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
@@ -101,7 +102,7 @@ class FSDP2(DDP):
             (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
         ]
         if isinstance(model, Decoder) and model.heads is None:
-            made.append((model, "loss", functools.partial(_loss, model, torch.compile(_entropy, dynamic=False))))
+            made.append((model, "loss", torch.compile(model.loss, dynamic=False)))
 
         def forward(*inputs: Tensor) -> Tensor:
             for owner, name, one in made:
@@ -158,15 +159,6 @@ class FSDP2(DDP):
             return x
         form: Any = {"run_check": False, "shape": x.shape, "stride": x.stride()}
         return DTensor.from_local(x._local_tensor.part, x.device_mesh, x.placements, **form)
-
-
-def _entropy(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    return cross_entropy(F.linear(x, weight), targets, vocab=vocab)
-
-
-def _loss(model: Decoder, entropy: Callable[..., Tensor], x: Tensor, targets: Tensor) -> Tensor:
-    """Decoder.loss by such a function."""
-    return entropy(x, model.tables().head.weight, targets, vocab=model.config.vocab_size)
 
 
 def _give_back(model: nn.Module, *_: Any) -> None:

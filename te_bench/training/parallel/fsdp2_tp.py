@@ -26,9 +26,9 @@ class FSDP2TP(SharedLayers, FSDP2):
         self._both: Any = None
         self._in_group = shard
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
-        how: Any = {"precision": precision, "mode": mode, "optimizer": optimizer, "blocks": blocks}
-        return super().unsupported(**how) or FSDP2.unsupported(self, **how)
+    @classmethod
+    def refused(cls, **kind: Any) -> str | None:
+        return super().refused(**kind) or FSDP2.refused(**kind)
 
     def tensor_group(self) -> Any:
         sizes = (self.replicas, self._in_group)

@@ -8,6 +8,7 @@ Source: Rajbhandari et al., ZeRO, arXiv:1910.02054.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,11 @@ class ZeRO1(DDP):
         super().__init__()
         self._buffers: list[Tensor] = []  # of each rank, with what it owns
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+    @classmethod
+    def refused(cls, *, mode: str, optimizer: str | None, **others: Any) -> str | None:
         if mode == "cudagraph" and optimizer is None:
             return "no captured graph sends what torch's AdamW has updated; choose ddp, or mode eager or compile"
-        return super().unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
+        return None
 
     def shared(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}

@@ -8,6 +8,6 @@ from typing import Any
 from te_bench import plugins
 
 
-def load(name: str, mode: str) -> Any:
-    """The project's own `mode` of parallelism, over all ranks of the process group."""
-    return plugins.load(__name__, name, "MODES")[mode]()
+def kind(name: str, mode: str) -> Any:
+    """The class of the project's own `mode` of parallelism; made, it is over all ranks of the process group."""
+    return plugins.load(__name__, name, "MODES")[mode]

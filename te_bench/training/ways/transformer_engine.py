@@ -18,7 +18,10 @@ from te_bench.training.parallel._group import Grouped
 class Replicated(Grouped):
     name = "ddp"
 
-    def unsupported(self, *, precision: str, mode: str, optimizer: str | None, blocks: str | None) -> str | None:
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
         if mode != "eager":
             return f"DistributedDataParallel is for eager steps of Transformer Engine's layers, not for mode {mode}"
         if optimizer is not None:

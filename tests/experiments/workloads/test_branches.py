@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,12 +146,29 @@ def test_a_trunk_that_is_lost_is_trained_again_and_said_to_be(arm: Any, context:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_trunk_that_breaks_is_a_divergence_of_bf16_and_leaves_nothing(arm: Any, context: Context) -> None:
-    with pytest.raises(Diverged, match=r"^the trunk, in bf16: the .*loss is (nan|inf)") as caught:
-        training.run(arm("recipe", "delayed_scaling", learning_rate=1e30, grad_clip=0.0), context)
-    assert caught.value.measurement.samples["trunk_loss"]
+def test_a_trunk_that_breaks_is_a_divergence_of_bf16_which_is_trained_once(
+    arm: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    for kind in (("recipe", "delayed_scaling"), ("control",)):
+        with pytest.raises(Diverged, match=r"^the trunk, in bf16: the .*loss is (nan|inf)") as caught:
+            training.run(arm(*kind, learning_rate=1e30, grad_clip=0.0), context)
+        told.append((str(caught.value), caught.value.measurement.samples))
+        monkeypatch.setattr(trunks, "require_room", lambda *_: pytest.fail("it was trained again"))
+    assert told[0] == told[1]
+    assert told[0][1]["trunk_loss"]
     assert context.trunks is not None
-    assert [path.suffix for path in context.trunks.iterdir()] == [".lock"]
+    assert [path.name for path in context.trunks.glob("*/*")] == ["broke.json"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_trunk_that_the_disk_has_no_room_for_is_not_trained(
+    arm: Any, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(OSError, match=r"^the trunk takes \d+ MB or more in .*trunks; 1 MB are free there$"):
+        training.run(arm("control"), context)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -195,6 +195,13 @@ def test_fp8_passes_its_check(layer: str, recipe: str) -> None:
     assert 0.9 < ratio < 1.1
 
 
+@pytest.mark.parametrize("recipe", ["float8_current_scaling", "rowwise_scaling"])
+def test_fp8_is_held_to_the_recipe_with_its_settings(recipe: str) -> None:
+    found = check(changed(layer="te_basic", precision="fp8", recipe=recipe, bf16_wgrad=True))
+    ratio = next(q["error"] for q in found["quantities"] if q["name"] == "grad, ratio to FP8 emulation")
+    assert 0.95 < ratio < 1.05
+
+
 def test_a_record_in_fp8_tells_its_numerics(brief: None) -> None:
     found = workload.run(changed(**FP8), Context())
     assert found.work["numerics"]["layernorm_mlp"]

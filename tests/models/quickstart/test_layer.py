@@ -15,7 +15,7 @@ from te_bench.models import decoder, decoder_layer
 from te_bench.models import quickstart as layers
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import LlamaConfig, configs
-from te_bench.models.quickstart import LayerConfig, _te, plain, transformer_engine
+from te_bench.models.quickstart import LayerConfig, plain, transformer_engine
 from te_bench.models.quickstart.plain import PlainLayer
 
 P = LayerConfig(
@@ -210,7 +210,7 @@ def test_the_context_pins_kernel_and_recipe(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_setting_that_the_recipe_has_not_is_refused() -> None:
     p = changed(precision="fp8", recipe="rowwise_scaling", settings={"amax_history_len": 16})
     with pytest.raises(ValueError, match=r"rowwise_scaling has no setting 'amax_history_len'\. Its settings: emulate"):
-        _te.recipe_of(p)
+        layers.recipe_of(p)
 
 
 FP8 = {"precision": "fp8", "recipe": "float8_current_scaling"}

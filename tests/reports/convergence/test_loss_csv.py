@@ -295,6 +295,16 @@ def test_a_row_left_out_is_refused_where_rows_are_pairs(tmp_path, between):
     assert len(read(written(tmp_path, "\n3.1\n# a second batch\n3.2\n\n")).final) == 2
 
 
+def test_a_training_step_that_wandb_exports_beside_its_count_of_log_calls_is_the_step(tmp_path):
+    head = "Step,a-s0 - val/loss,a-s0 - train/global_step,a-s1 - val/loss,a-s1 - train/global_step"
+    rows = ["0,4.0,0,4.1,0", "1,3.5,100,,", "3,,,3.6,100", "7,3.0,200,3.1,200"]
+    found = read(written(tmp_path, "\n".join([head, *rows])))
+    assert {seed: curve.step for seed, curve in found.curves.items()} == {"0": (0, 100, 200), "1": (0, 100, 200)}
+    assert found.final == {"0": 3.0, "1": 3.1}
+    lacking = read(written(tmp_path, "\n".join([head, *rows[:-1], "7,3.0,200,3.1,"])))  # of one run not always there
+    assert {seed: curve.step for seed, curve in lacking.curves.items()} == {"0": (0, 1, 7), "1": (0, 3, 7)}
+
+
 def wandb(tmp_path, name, metric, ends, steps=range(0, 101, 10)):
     """An export of several runs; each ends at its end, but for the last step."""
     heads = [f"run-s{n} - {metric}" for n in range(len(ends))]

@@ -101,6 +101,8 @@ def test_a_summary_of_wandb_has_one_loss_of_each_name(tmp_path):
 def test_what_wandb_s_page_exports_of_one_run_is_a_log(tmp_path):
     text = '"Step","fp8-seed3 - val/loss","fp8-seed3 - val/loss__MIN","fp8-seed3 - _step"\n0,4.0,3.9,0\n10,3.0,2.9,10\n'
     assert dict(read("csv", logs.written(tmp_path / "x.csv", text)).losses) == {"val/loss": [(0, 4.0), (10, 3.0)]}
+    calls = "Step,a - val/loss,a - train/global_step\n1,4.0,50\n3,3.0,100\n"  # of its log function, which Step counts
+    assert dict(read("csv", logs.written(tmp_path / "z.csv", calls)).losses) == {"val/loss": [(50, 4.0), (100, 3.0)]}
     two = logs.written(tmp_path / "y.csv", "Step,a - val/loss,b - val/loss\n0,4,4\n")
     assert not FORMATS.load("csv").recognises(LogFile(path=two, content=two.read_bytes()))
 

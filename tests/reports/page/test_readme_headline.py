@@ -52,6 +52,19 @@ def test_an_interval_stands_where_both_ran_in_several_processes(tmp_path):
     assert "[1.25, 1.25] as long.**" in readme_headline.sentence(run(tmp_path / "run", LADDER, seeds=3))
 
 
+def test_the_sentence_says_what_is_not_distinguished_from_the_fastest(tmp_path):
+    steps = [step_record(dataclasses.replace(BASELINE, seed=s), ms) for s, ms in enumerate((25.0, 25.2, 25.1))]
+    steps += [step_record(dataclasses.replace(OWN, seed=s), ms) for s, ms in enumerate((25.1, 24.9, 25.0))]
+    slower = trial(attention="manual")
+    steps += [step_record(dataclasses.replace(slower, seed=s), 100 + s) for s in range(3)]
+    write(tmp_path / "run", steps, baseline=BASELINE.cell)
+    [result] = load_report([tmp_path / "run"]).groups
+    one, other = readme_headline.sentence(result).removeprefix("**").split("** ")
+    assert one.startswith("te-bench FP8: 25.0 ms. torch.compile bf16: 25.1 ms, 1.00×")
+    assert one.endswith(" as long, not distinguished from it.")
+    assert other.endswith(" as long.")
+
+
 def test_a_page_may_have_the_sentence_without_the_picture(tmp_path):
     found, page = run(tmp_path / "run", LADDER), tmp_path / "README.md"
     page.write_text("<!-- te-bench:table run sentence -->\n<!-- /te-bench:table -->\n")

@@ -36,7 +36,8 @@ def _history(file: LogFile) -> list[dict[str, float]] | None:
     step = table.column(STEP)
     if step is None or table.column(SEED) is not None or len({n.rpartition(WANDB)[0] for n in names if WANDB in n}) > 1:
         return None
-    names = [name.rpartition(WANDB)[2] for name in names]
+    if any(WANDB in name for name in names):  # whose own "Step" counts what was logged
+        names = ["_step" if name == "step" else name.rpartition(WANDB)[2] for name in names]
     others = [c for c, name in enumerate(names) if not (name in STEP or name.startswith(TIMES) or name.endswith(SPAN))]
     losses = [c for c in others if is_loss(names[c])]
     if not losses and len(others) == 1:
