@@ -40,7 +40,7 @@ OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8")
 
 #: All GPU tests have run on these but those of NEW, {operator: backends}, which have run on none.
 TESTED_ON = ("NVIDIA H200",)
-NEW: dict[str, tuple[str, ...]] = {}
+NEW: dict[str, tuple[str, ...]] = {"FP8 recipe": ("float8_current_scaling_e4m3",), "linear cross-entropy": ("liger",)}
 #: On others those of some backends, {GPU: {operator: backends}}.
 TESTED_IN_PART = {
     "NVIDIA H100 80GB HBM3": {

@@ -22,13 +22,14 @@ SCORES_LIMIT = 8 * 2**30
 FP8_RECIPE = "float8_current_scaling"
 FP8_ATTENTION = "float8_current_scaling_dpa"
 #: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for, what is emulated by half
-#: precision's GEMMs is no faster than they are, and a part that stays in bf16 is for who asks what that part costs.
+#: precision's GEMMs is no faster than they are, and a part in bf16 or another format is for who asks what that part costs.
 ON_REQUEST = frozenset(
     {
         FP8_ATTENTION,
         "mxfp8_block_scaling",
         "nvfp4_block_scaling",
         "nvfp4_block_scaling_bf16_end",
+        "float8_current_scaling_e4m3",
         "float8_current_scaling_bf16_wgrad",
         "float8_current_scaling_bf16_first",
         "float8_current_scaling_bf16_end",

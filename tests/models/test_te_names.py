@@ -86,6 +86,7 @@ def test_recipes_answer_what_they_are() -> None:
         "delayed_scaling": {"delayed", "float8_per_tensor_scaling"},
         "float8_current_scaling": current,
         "float8_current_scaling_dpa": current,
+        "float8_current_scaling_e4m3": current,
         **{f"float8_current_scaling_bf16_{part}": current for part in ("end", "first", "wgrad")},
         "float8_block_scaling": {"float8_block_scaling"},
         "rowwise_scaling": set(),

@@ -29,7 +29,7 @@ IN_FP8 = [name for name in recipe.names() if not recipe.load(name).by_half_gemms
 def test_names() -> None:
     current = "float8_current_scaling"
     parts = [f"{current}_bf16_{part}" for part in ("end", "first", "wgrad")]
-    expected = ["delayed_scaling", "float8_block_scaling", current, *parts, f"{current}_dpa"]
+    expected = ["delayed_scaling", "float8_block_scaling", current, *parts, f"{current}_dpa", f"{current}_e4m3"]
     expected += ["mxfp8_block_scaling", "nvfp4_block_scaling", "nvfp4_block_scaling_bf16_end"]
     assert recipe.names() == [*expected, "rowwise_scaling", "rowwise_scaling_bf16_wgrad"]
     for name in recipe.names():

@@ -1,0 +1,6 @@
+"""Per-tensor current scaling, the gradients too in E4M3, which has one bit more of mantissa than E5M2."""
+
+from te_bench.models.recipe._recipe import Format
+from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling
+
+RECIPE = Float8CurrentScaling(fp8_format=Format.E4M3)
