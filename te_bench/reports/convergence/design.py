@@ -212,8 +212,8 @@ class Design:
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
             f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
-            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; or run it all the same with "
-            "--underpowered"
+            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; te-bench run takes it all the same "
+            "with --underpowered"
         )
 
     @property
