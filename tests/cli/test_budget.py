@@ -471,6 +471,13 @@ def test_the_presets_have_the_power_that_they_need_or_say_that_it_is_not_known(c
     assert known is None or known["cautious"]["power"] >= 0.8
 
 
+@pytest.mark.parametrize("seeds", [6, 10, 12])  # the margin of 12 has figures that are not said
+def test_the_margin_that_a_refused_plan_would_take_is_taken(command: Command, seeds: int) -> None:
+    asked = ("plan", *CONVERGENCE[:5], "--seeds", seeds, "--margin")
+    [margin] = re.findall(r"It takes --seeds \d+, or --margin ([0-9.]+), or", plainly(command(*asked, "0.001").err))
+    assert command(*asked, margin).code == 0
+
+
 def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
     said = plainly(command("plan", *CONVERGENCE, "--timings", pilot).out)
     assert "--pilot tells nothing of the spread: its training is another: " in said
@@ -719,6 +726,14 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
     assert "power over 99% at a true gap of 0" in enough
     assert "80 % takes 6 seeds" in enough
     assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
+
+
+def test_a_pilot_of_pairs_that_tells_no_spread_is_refused(command: Command, tmp_path: Path) -> None:
+    asked = ("plan", *CONVERGENCE, "--as-pilot", "--seeds")
+    assert command(*asked, 3).code == 0
+    few = command(*asked, 2)
+    said = "--seeds 2: a pilot of pairs takes 3 seeds, for fewer gaps hardly show how far they vary; give 3 or more"
+    assert (few.code, said in plainly(few.err)) == (2, True)
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a convergence run can conclude in the time it is given, said before its first step."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import power
+from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -50,14 +51,20 @@ class Forecast:
         if self.scope is not None and self.seeds < TRUNKS:
             what = "plan of branches" if not self.pilot else "pilot of branches"
             return f"--seeds {self.seeds}: a {what} takes {TRUNKS} trunks, one a seed; give {TRUNKS} or more"
+        if self.pilot and self.seeds < planning.FEWEST_PAIRS:
+            few = planning.FEWEST_PAIRS
+            why = "for fewer gaps hardly show how far they vary"
+            return f"--seeds {self.seeds}: a pilot of pairs takes {few} seeds, {why}; give {few} or more"
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
         cautious = outlook.cautious
         ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
-        ways += [] if cautious.detectable is None else [f"--margin {cautious.detectable:.2g}"]
+        ways += [] if cautious.detectable is None else [f"--margin {two_figures(cautious.detectable, math.ceil)}"]
         largest = planning.largest_sd(outlook.seeds, outlook.margin, cautious.alpha)
         if largest is not None:
-            ways.append(f"gaps that vary by {largest:.2g} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}")
+            ways.append(
+                f"gaps that vary by {two_figures(largest, math.floor)} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}"
+            )
         seeds = f"{outlook.seeds} seed{'s' * (outlook.seeds > 1)}"
         return (
             f"{seeds} would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
@@ -212,5 +219,9 @@ def _conclusion(prospect: Prospect, seeds: int, fewest: int) -> str:
     if prospect.power is None:
         return f"nothing: a verdict needs {fewest} seeds at least; {needed}"
     power = f"{prospect.power:.0%}" if prospect.power < 0.995 else "over 99%"
-    least = "" if prospect.detectable is None else f", or with {seeds} a margin of {prospect.detectable:.2g} nat"
+    least = (
+        ""
+        if prospect.detectable is None
+        else f", or with {seeds} a margin of {two_figures(prospect.detectable, math.ceil)} nat"
+    )
     return f"power {power} at a true gap of 0; {needed}{least}"
