@@ -140,7 +140,7 @@ def require_room_on_a_cpu(options: Options) -> None:
 
 def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
     """What a step of trials on a CPU takes, in a sentence, where that is more than SLOW_S: by 6 FLOP a weight and token."""
-    own, known, largest = adoption.adoptee(options), configs(), (0.0, "")
+    own, known, largest = adoption.adoptee(options), configs(), (0.0, "", "tens of them")
     for trial in trials:
         if trial.device != "cpu" or not is_step(trial):
             continue
@@ -150,14 +150,15 @@ def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
         weights = own.facts.parameters if own else cost.parameters(known[p.model], p.padded_vocab)
         batch = p.batch if isinstance(p.batch, int) else 1
         flop = 6.0 * weights * batch * (p.accumulate or 1) * p.block
-        largest = max(largest, (flop, f"{p.model}, {batch} x {p.block} tokens,"))
-    flop, what = largest
+        steps = f"{trial.problem['steps']:,} steps" if trial.problem.get("steps") else "tens of them"
+        largest = max(largest, (flop, f"{p.model}, {batch} x {p.block} tokens,", steps))
+    flop, what, steps = largest
     if flop < SLOW_S * CPU_FLOP_S:
         return None
     minutes = f"{flop / CPU_FLOP_S / 60:,.1f}"
     return (
         f"a step of {what} is {flop / 1e12:,.1f} TFLOP. This run is on a CPU: two cores take about {minutes} min for each, "
-        "and a trial has tens of them. For a try on a CPU take a model or a preset that is made for one (--model tiny)"
+        f"and a trial has {steps}. For a try on a CPU take a model or a preset that is made for one (--model tiny)"
     )
 
 

@@ -384,9 +384,11 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     said = "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
     assert said in flat
     assert "5 seeds; planned for 0.0023, which it does not exceed with 80 % confidence" in flat
-    power = r"\(alpha 0\.05\): power \d+% at a true gap of 0, minimum detectable gap 0\.0043 nat; 80 % takes 7 seeds"
+    power = r"\(alpha 0\.05\): power \d+% at a true gap of 0; 80 % takes 7 seeds, or with 5 a margin of 0\.0043 nat"
     assert re.search(power, flat)
-    assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0, .*; 80 % takes 11 seeds", flat)
+    assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0; 80 % takes 11 seeds", flat)
+    chance = "chance that a recipe is called EQUIVALENT, by that spread, where its true gap in nat is: seeds runs CPU h"
+    assert f"{chance} 0 0.001 0.0015" in flat
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --pilot DIR of a pilot would tell" in flat
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
@@ -411,7 +413,7 @@ def test_holm_s_hardest_step_is_said(command: Command, pilot: Path) -> None:
     several = ("--recipes", "delayed_scaling,rowwise_scaling,float8_block_scaling,float8_current_scaling")
     asked = ("--seeds", "8", "--timings", pilot)
     text = plainly(command("plan", *CONVERGENCE, *several, *asked).out)
-    assert "Holm's hardest step over 4 recipes (alpha 0.0125): power" in text
+    assert "the hardest of 4 recipes (Holm, alpha 0.0125): power" in text
     assert "time: not known" in text  # rowwise and block scaling were not in the pilot
     assert "time: about 16.1 CPU minutes" in plainly(command("plan", *CONVERGENCE, *asked).out)
 
@@ -446,7 +448,7 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     said = plainly(refused.err)
     assert "6 seeds would show a true gap of 0 to lie within 0.003 nat with a power of" in said
     assert re.search(r"It takes --seeds \d+, or --margin 0\.0\d+, or gaps that vary by 0\.0\d+ \(sd\) or less", said)
-    assert "add --underpowered to run it all the same" in said
+    assert said.endswith("; te-bench run takes it all the same with --underpowered")
     planned = command("plan", *asked[1:])
     assert planned.code == 2
     assert "no plan to run: 6 seeds would show a true gap of 0" in plainly(planned.err)
@@ -458,7 +460,7 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     assert command(*asked).code == 130  # it has begun
     another = command(*asked, "--fused")  # the same bf16, and configurations that are new to it
     assert another.code == 2
-    assert "add --underpowered to run it all the same" in plainly(another.err)
+    assert "te-bench run takes it all the same with --underpowered" in plainly(another.err)
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2-short"])
@@ -467,6 +469,13 @@ def test_the_presets_have_the_power_that_they_need_or_say_that_it_is_not_known(c
     known = json.loads(done.out)["conclusion"]
     assert (known is None) == (preset == "char")
     assert known is None or known["cautious"]["power"] >= 0.8
+
+
+@pytest.mark.parametrize("seeds", [6, 10, 12])  # the margin of 12 has figures that are not said
+def test_the_margin_that_a_refused_plan_would_take_is_taken(command: Command, seeds: int) -> None:
+    asked = ("plan", *CONVERGENCE[:5], "--seeds", seeds, "--margin")
+    [margin] = re.findall(r"It takes --seeds \d+, or --margin ([0-9.]+), or", plainly(command(*asked, "0.001").err))
+    assert command(*asked, margin).code == 0
 
 
 def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
@@ -717,6 +726,14 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
     assert "power over 99% at a true gap of 0" in enough
     assert "80 % takes 6 seeds" in enough
     assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
+
+
+def test_a_pilot_of_pairs_that_tells_no_spread_is_refused(command: Command, tmp_path: Path) -> None:
+    asked = ("plan", *CONVERGENCE, "--as-pilot", "--seeds")
+    assert command(*asked, 3).code == 0
+    few = command(*asked, 2)
+    said = "--seeds 2: a pilot of pairs takes 3 seeds, for fewer gaps hardly show how far they vary; give 3 or more"
+    assert (few.code, said in plainly(few.err)) == (2, True)
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
             {"device": "cpu", "model": "llama3-1b", "batch": 1, "tokens": 8192},
             "is 47.9 TFLOP",
         ),  # of 256 classes
+        ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. For"),
         ("nanogpt", {"device": "cuda"}, None),
         ("speed", {"device": "cpu"}, None),
         ("attention", {"device": "cpu"}, None),

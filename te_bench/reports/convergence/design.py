@@ -207,13 +207,14 @@ class Design:
         hardest = self.alpha / self.family
         if self.rounds >= FEWEST:
             one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
-            ways.append(f"--margin {self.spread.at_most * one:.2g}")
-            ways.append(f"runs that vary by {self.margin / one:.2g} (sd) or less, not {self.spread.at_most:.2g}")
+            ways.append(f"--margin {power.two_figures(self.spread.at_most * one, math.ceil)}")
+            largest = power.two_figures(self.margin / one, math.floor)
+            ways.append(f"runs that vary by {largest} (sd) or less, not {self.spread.at_most:.2g}")
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
             f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
-            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; or run it all the same with "
-            "--underpowered"
+            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; te-bench run takes it all the same "
+            "with --underpowered"
         )
 
     @property

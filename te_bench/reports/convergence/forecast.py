@@ -1,6 +1,7 @@
 """What a convergence run can conclude in the time it is given, said before its first step."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
-from te_bench.reports.convergence.power import power
+from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
@@ -50,18 +51,25 @@ class Forecast:
         if self.scope is not None and self.seeds < TRUNKS:
             what = "plan of branches" if not self.pilot else "pilot of branches"
             return f"--seeds {self.seeds}: a {what} takes {TRUNKS} trunks, one a seed; give {TRUNKS} or more"
+        if self.pilot and self.seeds < planning.FEWEST_PAIRS:
+            few = planning.FEWEST_PAIRS
+            why = "for fewer gaps hardly show how far they vary"
+            return f"--seeds {self.seeds}: a pilot of pairs takes {few} seeds, {why}; give {few} or more"
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
         cautious = outlook.cautious
         ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
-        ways += [] if cautious.detectable is None else [f"--margin {cautious.detectable:.2g}"]
+        ways += [] if cautious.detectable is None else [f"--margin {two_figures(cautious.detectable, math.ceil)}"]
         largest = planning.largest_sd(outlook.seeds, outlook.margin, cautious.alpha)
         if largest is not None:
-            ways.append(f"gaps that vary by {largest:.2g} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}")
+            ways.append(
+                f"gaps that vary by {two_figures(largest, math.floor)} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}"
+            )
+        seeds = f"{outlook.seeds} seed{'s' * (outlook.seeds > 1)}"
         return (
-            f"{outlook.seeds} seeds would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
+            f"{seeds} would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
             f"{cautious.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {cautious.alpha:.3g}). It takes "
-            f"{', or '.join(ways)}; or add --underpowered to run it all the same"
+            f"{', or '.join(ways)}; te-bench run takes it all the same with --underpowered"
         )
 
     def sentences(self) -> list[str]:
@@ -81,15 +89,21 @@ class Forecast:
             )
         else:
             spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
+            alone, hardest, cautious = (
+                _conclusion(one, outlook.seeds, fewest) for one in (outlook.alone, outlook.hardest, outlook.cautious)
+            )
             said += [
                 f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
                 f"{spread.gap_sd_at_most:.2g}, which it does not exceed with 80 % confidence",
-                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {_conclusion(outlook.alone, fewest)}",
+                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {alone}",
             ]
-            step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
-            said += [f"  {step}: {_conclusion(outlook.hardest, fewest)}"] if outlook.recipes > 1 else []
-            said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious, fewest)}")
-            said += ["  where the true gap is not 0:", *self._table(outlook, fewest)]
+            step = f"the hardest of {outlook.recipes} recipes (Holm, alpha {outlook.hardest.alpha:.3g})"
+            said += [f"  {step}: {hardest}"] if outlook.recipes > 1 else []
+            said += [
+                f"  the same by the spread that is planned for: {cautious}",
+                "  chance that a recipe is called EQUIVALENT, by that spread, where its true gap in nat is:",
+                *self._table(outlook, fewest),
+            ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
@@ -199,11 +213,15 @@ def _source(spread: Spread) -> str:
     return f"measured on {spread.pairs} seeds, pair correlation {spread.correlation:.2f}"
 
 
-def _conclusion(prospect: Prospect, fewest: int) -> str:
-    seeds = prospect.seeds_needed
-    needed = "no number of seeds has 80 %" if seeds is None else f"80 % takes {seeds} seeds"
+def _conclusion(prospect: Prospect, seeds: int, fewest: int) -> str:
+    enough = prospect.seeds_needed
+    needed = "no number of seeds has 80 %" if enough is None else f"80 % takes {enough} seeds"
     if prospect.power is None:
         return f"nothing: a verdict needs {fewest} seeds at least; {needed}"
     power = f"{prospect.power:.0%}" if prospect.power < 0.995 else "over 99%"
-    least = "" if prospect.detectable is None else f", minimum detectable gap {prospect.detectable:.2g} nat"
-    return f"power {power} at a true gap of 0{least}; {needed}"
+    least = (
+        ""
+        if prospect.detectable is None
+        else f", or with {seeds} a margin of {two_figures(prospect.detectable, math.ceil)} nat"
+    )
+    return f"power {power} at a true gap of 0; {needed}{least}"

@@ -126,6 +126,12 @@ def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool 
     return fewest(lambda n: seen(n) >= POWER, 2, MOST_SEEDS)
 
 
+def two_figures(value: float, rounded: Callable[[float], int]) -> str:
+    """Of a value above 0: math.ceil for what is enough, so that it is when given again, math.floor for what is at most."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{rounded(round(value / unit, 6)) * unit:.2g}"
+
+
 def _freedom(n: int, paired: bool) -> int:
     return n - 1 if paired else 2 * n - 2
 
