@@ -567,6 +567,45 @@ def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: 
         assert "0.5" not in said.partition("planned for")[0]
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_pilot_of_pairs_too_short_to_tell_a_spread_is_refused(seeds: int, command: Command, tmp_path: Path) -> None:
+    asked = (*CONVERGENCE, "--as-pilot", "--out", tmp_path / "out")
+    for verb in ("plan", "run"):
+        done = command(verb, *asked, "--seeds", seeds)
+        told = f"--seeds {seeds}: a spread is read of 3 pairs or more; give a pilot 3 seeds or more"
+        assert (done.code, told in plainly(done.err)) == (2, True), done.err
+    assert command("plan", *asked, "--seeds", 3).code == 0
+
+
+@pytest.mark.usefixtures("started")
+def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command: Command, tmp_path: Path) -> None:
+    """Two recipes were planned: one that is run first is judged among two."""
+    both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")
+    part = ("--only", "*-control-*,*-aa-*,*-recipe-*/delayed_scaling/*")
+    assert command("run", *both, "--out", tmp_path / "run").code == 130
+    for out, told in (("run", True), ("other", False)):
+        said = plainly(command("plan", *both, *part, "--out", tmp_path / out).out)
+        assert ("Holm's hardest step over 2 recipes (alpha 0.025)" in said) == told, said
+    one_seed = plainly(command("plan", *both, "--only", "*/s0", "--out", tmp_path / "run").out)
+    assert re.search(r" 6 5 (-|[\d.]+) .* \*", one_seed), one_seed
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize(("began", "then"), [("pool", "pairs"), ("pairs", "pool")])
+def test_a_run_that_began_by_one_design_does_not_go_on_by_the_other(began, then, command, tmp_path):
+    """It would be judged by the first, of which its runs are no part; a pilot's runs may become either's."""
+    asked = (*CONVERGENCE, "--seeds", 6)
+    assert command("run", *asked, "--design", began, "--out", tmp_path / "run").code == 130
+    done = command("run", *asked, "--design", then, "--out", tmp_path / "run")
+    told = (
+        f"--design {then}: the first plan in {tmp_path / 'run'} is of {began}, and it counts; give --design {began}, or"
+    )
+    assert (done.code, told in plainly(done.err)) == (2, True), done.err
+    pilot = ("--out", tmp_path / "pilot")
+    assert command("run", *CONVERGENCE, "--as-pilot", "--design", began, *pilot).code == 130
+    assert command("run", *asked, "--design", then, *pilot).code == 130
+
+
 def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(command, monkeypatch):
     gpus(monkeypatch, 0)
     code, said, why = pool("--budget", "7h", command=command)

@@ -14,9 +14,8 @@ import numpy as np
 
 from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
-from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning, pooled, power
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_plan
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
@@ -337,16 +336,13 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
     ratio, kinds = int(judged["pool"]), _cells(trials)
     recipes = {trial.cell for trial in kinds if trial.problem.get("arm") == "recipe"}
-    begun = first_plan(experiment, earlier.journal)
-    planned = map(trial_of, begun.trials if begun else ())
-    family = recipes | {trial.cell for trial in planned if trial.problem.get("arm") == "recipe"}
     seconds, time_from = _seconds(kinds, earlier, assumption)
     trial_s = {trial.cell: time for trial, (_, time) in zip(kinds, seconds, strict=True)}
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
         recipes=max(1, len(recipes)),
-        family=max(1, len(family)),
+        family=max(1, len(family(experiment, earlier.journal))),
         margin=judged["margin"],
         alpha=judged["alpha"],
         spread=spread or assumed,

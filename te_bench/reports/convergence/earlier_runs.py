@@ -97,6 +97,13 @@ def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Sc
     return {} if plan is None else plan.judgement
 
 
+def family(one: Experiment, journal: Journal | None) -> set[str]:
+    """Trial.cell of the recipes that are judged together: its own, and those of the plan by which it will be judged."""
+    first = first_plan(one, journal)
+    planned = map(trial_of, first.trials if first else ())
+    return {trial.cell for trial in (*one.trials, *planned) if trial.problem.get("arm") == "recipe"}
+
+
 def first_plan(one: Experiment, journal: Journal | None) -> Plan | None:
     """The plan by which this very experiment will be judged, if it has begun; a pilot's only where it is one."""
     for plan in journal.plans if journal else ():

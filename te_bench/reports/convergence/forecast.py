@@ -11,7 +11,7 @@ from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power
 from te_bench.reports.convergence.study import scope_of
@@ -50,6 +50,11 @@ class Forecast:
         if self.scope is not None and self.seeds < TRUNKS:
             what = "plan of branches" if not self.pilot else "pilot of branches"
             return f"--seeds {self.seeds}: a {what} takes {TRUNKS} trunks, one a seed; give {TRUNKS} or more"
+        if self.pilot and self.seeds < planning.FEWEST_PAIRS:
+            fewest = planning.FEWEST_PAIRS
+            return (
+                f"--seeds {self.seeds}: a spread is read of {fewest} pairs or more; give a pilot {fewest} seeds or more"
+            )
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
         cautious = outlook.cautious
@@ -89,7 +94,7 @@ class Forecast:
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
             said += [f"  {step}: {_conclusion(outlook.hardest, fewest)}"] if outlook.recipes > 1 else []
             said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious, fewest)}")
-            said += ["  where the true gap is not 0:", *self._table(outlook, fewest)]
+            said += ["  the same power by the true gap of all recipes:", *self._table(outlook, fewest)]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
@@ -107,7 +112,7 @@ class Forecast:
         seconds = None if self.seconds is None else self.seconds / self.seeds * seeds / self.machine.share
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
-        return Option(rounds=seeds, runs=self.runs // self.seeds * seeds, seconds=seconds, power=tuple(shown))
+        return Option(rounds=seeds, runs=round(self.runs * seeds / self.seeds), seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
         """What they are, what they prove and what they leave on the disk, a line each."""
@@ -133,13 +138,12 @@ class Forecast:
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     """Power and minimum detectable gap of the experiment's seeds, and its time where the records of all arms tell it."""
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
-    arms = [trial.problem.get("arm") for trial in experiment.trials if trial.seed == experiment.trials[0].seed]
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook = None
     if spread is not None:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
-        recipes, fewest = arms.count("recipe"), fewest_seeds(experiment)
+        recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
         outlook = planning.outlook(seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken = planning.seconds(experiment.trials, earlier.records)
