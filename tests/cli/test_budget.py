@@ -577,6 +577,30 @@ def test_a_pilot_of_pairs_too_short_to_tell_a_spread_is_refused(seeds: int, comm
     assert command("plan", *asked, "--seeds", 3).code == 0
 
 
+@pytest.mark.parametrize("design", ["pairs", "pool"])
+def test_a_pilot_that_is_made_longer_tells_its_spread_by_all_of_it(
+    design: str, command: Command, tmp_path: Path
+) -> None:
+    """No mean of it was seen: nothing speaks against more seeds."""
+    draw, fixed = random.Random(4), {"margin": 0.01, "alpha": 0.05, "steps": 150, "pilot": True}
+    fixed |= {"pool": 2} if design == "pool" else {}
+    asked: dict[str, Any] = {"steps": None, "as_pilot": True, "design": design}
+    longer = trials(6, **asked)
+    records = [ended(trial, 0.01 * draw.gauss(0, 1) + (trial.problem["arm"] == "broken")) for trial in longer]
+    directory = write(tmp_path / "pilot", records, **fixed, seeds=6)
+    known = command("plan", *CONVERGENCE, "--design", design, "--pilot", directory, "--seeds", 500).out
+    [short] = load(directory).plans
+    earlier = {"trials": short.trials[:12], "judgement": {**short.judgement, "seeds": 3}, "started_at": "2020-01-01"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(short, **earlier))
+    assert "measured" in known
+    assert command("plan", *CONVERGENCE, "--design", design, "--pilot", directory, "--seeds", 500).out == known
+    said = plainly(
+        command("plan", *CONVERGENCE, "--design", design, "--as-pilot", "--seeds", 7, "--out", directory).out
+    )
+    assert "came after this run's first plan" not in said
+
+
 @pytest.mark.usefixtures("started")
 def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command: Command, tmp_path: Path) -> None:
     """Two recipes were planned: one that is run first is judged among two."""

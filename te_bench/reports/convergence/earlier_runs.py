@@ -1,5 +1,6 @@
 """What earlier runs recorded of a training, on the machine that a run is planned for."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +106,11 @@ def family(one: Experiment, journal: Journal | None) -> set[str]:
 
 
 def first_plan(one: Experiment, journal: Journal | None) -> Plan | None:
-    """The plan by which this very experiment will be judged, if it has begun; a pilot's only where it is one."""
+    """The plan by which this very experiment will be judged, if it has begun; a pilot's only for one as short."""
+    seeds = int(str(one.judgement["seeds"])) if one.judgement.get("pilot") else math.inf
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
-        pilot = plan.judgement.get("pilot") and not one.judgement.get("pilot")
-        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and not pilot:
+        counts = not plan.judgement.get("pilot") or int(str(plan.judgement.get("seeds", 0))) >= seeds
+        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and counts:
             return plan
     return None
