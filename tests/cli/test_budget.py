@@ -550,6 +550,18 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     assert "time: about 4.6 GPU hours (assumed: GPT-2 124M's six runs" in said
 
 
+def test_a_budget_of_a_preset_whose_time_is_assumed_needs_no_pilot(command, monkeypatch):
+    """Nine runs of 230 s a seed: of GPT-2 124M and of a Llama of its size, and of no other model."""
+    gpus(monkeypatch, 0)
+    asked = ("plan", "convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2")
+    assert json.loads(command(*asked, "--budget", "7h", "--json").out)["judgement"]["seeds"] == 12
+    for design in ("pairs", "pool"):
+        done = command(*asked, "--model", "gpt2-xl", "--design", design)
+        assert (done.code, "time: not known" in done.out, "power: not known" in done.out) == (0, True, True), done.out
+        done = command(*asked, "--model", "gpt2-xl", "--design", design, "--budget", "7h")
+        assert (done.code, "no record says how long a seed takes" in done.err) == (2, True)
+
+
 def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: Command, tmp_path: Path) -> None:
     """Alike where a seed moves both runs of a pair, and a pool where it moves neither; of a pilot no mean is told."""
     for number, (shared, own, cheaper) in enumerate(((0.01, 0.001, False), (0.0, 0.002, True))):

@@ -61,13 +61,16 @@ class Assumption:
 
 
 ASSUMED = (
-    Assumption(
-        of={"steps": 2035, "batch": 12, "accumulate": 4},
-        schedule={"learning_rate": 3e-4, "warmup": 400},
-        spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
-        trial_s=230.0,
-        fixed_s=35.0,
-        trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
+    *(
+        Assumption(
+            of={"model": model, "steps": 2035, "batch": 12, "accumulate": 4},
+            schedule={"learning_rate": 3e-4, "warmup": 400},
+            spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
+            trial_s=230.0,
+            fixed_s=35.0,
+            trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
+        )
+        for model in ("gpt2", "llama-114m")
     ),
     Assumption(
         of={"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "order": "once"},
@@ -359,6 +362,17 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
 
 def assumption_of(control: Trial) -> Assumption | None:
     return next((assumption for assumption in ASSUMED if _agrees(control, assumption.of)), None)
+
+
+def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
+    """{Trial.name: seconds}, by the records or else as assumed, and where those are from that no record tells."""
+    taken = planning.seconds(trials, earlier.records)
+    assumption = assumption_of(next((t for t in trials if t.problem.get("arm") == "control"), trials[0]))
+    known = assumption is not None and assumption.trial_s is not None and trials[0].device == "cuda"
+    if assumption is None or not known or None not in taken.values():
+        return taken, None
+    assumed = {trial.name: assumption.seconds(trial) for trial in trials if taken[trial.name] is None}
+    return taken | assumed, assumption.trial_from
 
 
 def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:

@@ -10,7 +10,7 @@ from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
+from te_bench.reports.convergence.design import GAPS, Option, power_table, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power
@@ -146,13 +146,8 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
         outlook = planning.outlook(seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
-    taken = planning.seconds(experiment.trials, earlier.records)
-    scope, time_from = scope_of(control), None
-    assumed = assumption_of(control) if control.device == "cuda" and None in taken.values() else None
-    assumed = None if assumed is None or assumed.trial_s is None else assumed
-    if assumed is not None:
-        time_from = assumed.trial_from
-        taken |= {trial.name: assumed.seconds(trial) for trial in experiment.trials if taken[trial.name] is None}
+    taken, time_from = trial_seconds(experiment.trials, earlier)
+    scope = scope_of(control)
     total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
     return Forecast(
         outlook=outlook,
