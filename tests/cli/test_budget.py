@@ -536,6 +536,9 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
         assert found["conclusion"]["cautious"]["power"] >= 0.8
+        [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
+        assert planned["power"][0] == found["conclusion"]["cautious"]["power"]
+        assert (planned["runs"], planned["seconds"]) == (seeds * 9, found["estimate"]["device_s"])
         assert len(found["trials"]) == seeds * 9
     for option, value in (("learning-rate", 6e-4), ("warmup", 100)):  # of the same time, and of another spread
         done = command(*asked, "gpt2", f"--{option}", value)

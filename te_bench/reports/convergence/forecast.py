@@ -39,7 +39,10 @@ class Forecast:
     pilot: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        conclusion = None if self.outlook is None else dataclasses.asdict(self.outlook)
+        conclusion = None
+        if self.outlook is not None:
+            options = [] if self.pilot else [dataclasses.asdict(one) for one in self._options(self.outlook)]
+            conclusion = {**dataclasses.asdict(self.outlook), "options": options}
         scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
         return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **scope}
 
@@ -94,18 +97,22 @@ class Forecast:
             step = f"Holm's hardest step over {outlook.recipes} recipes (alpha {outlook.hardest.alpha:.3g})"
             said += [f"  {step}: {_conclusion(outlook.hardest, fewest)}"] if outlook.recipes > 1 else []
             said.append(f"  the same by the spread that is planned for: {_conclusion(outlook.cautious, fewest)}")
-            said += ["  the same power by the true gap of all recipes:", *self._table(outlook, fewest)]
+            said += ["  the same power by the true gap of all recipes:", *self._table(outlook)]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         said.append(f"  time: {self._time()}")
         return said
 
-    def _table(self, outlook: Outlook, fewest: int) -> list[str]:
+    def _options(self, outlook: Outlook) -> list[Option]:
         """What other numbers of seeds cost and show, by the spread that is planned for, on Holm's hardest step."""
+        fewest = planning.FEWEST_SEEDS if self.scope is None else TRUNKS
         most = max(self.seeds, outlook.cautious.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
-        rows = [self._option(seeds, outlook) for seeds in options]
+        return [self._option(seeds, outlook) for seeds in options]
+
+    def _table(self, outlook: Outlook) -> list[str]:
+        rows = self._options(outlook)
         return power_table(rows, margin=self.margin, device=self.machine.device, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
