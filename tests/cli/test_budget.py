@@ -549,7 +549,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     [row] = re.findall(r" 8 72 4\.6 ([\d% ]+) \*", said)
     shown = [int(each.rstrip("%")) for each in row.split()]
     assert shown[0] > 80 > shown[2]
-    assert "two runs of one seed correlate by 1.00: a pool of bf16 runs takes 2,817 times as many runs" in said
+    assert "two runs of one seed correlate by 1.00: a pool of bf16 runs takes over 100 times as many runs" in said
     assert "time: about 4.6 GPU hours (assumed: GPT-2 124M's six runs" in said
 
 

@@ -191,7 +191,7 @@ def _pool_instead(outlook: Outlook) -> str:
     ratio = best_ratio(recipes)
     pairs = spread.gap_sd**2 * (recipes + 2)  # runs of a seed: each recipe's, bf16's and A/A's
     times = spread.sd**2 * (1 + 1 / ratio) * (recipes + ratio) / pairs
-    said = f"{times:.1f}" if times < 10 else f"{times:,.0f}"
+    said = f"{times:.1f}" if times < 10 else f"{times:.0f}" if times < 100 else "over 100"  # a few pairs tell no more
     cheaper = ": --design pool" if times < 1 else ""
     return (
         f"two runs of one seed correlate by {spread.correlation:.2f}: a pool of bf16 runs takes {said} times as many runs "
