@@ -562,10 +562,7 @@ def test_a_budget_of_a_preset_whose_time_is_assumed_needs_no_pilot(command, monk
         done = command(*asked, "--model", "gpt2-xl", "--design", design)
         assert (done.code, "time: not known" in done.out, "power: not known" in done.out) == (0, True, True), done.out
         shared = command(*asked, "--share", 2, "--design", design)  # each slower, nobody knows by how much
-        assert ("time: not known" in shared.out, "power to call" in shared.out or "power 9" in shared.out) == (
-            True,
-            True,
-        )
+        assert ("time: not known" in shared.out, "power: not known" in shared.out) == (True, False)
         done = command(*asked, "--model", "gpt2-xl", "--design", design, "--budget", "7h")
         assert (done.code, "no record says how long a seed takes" in done.err) == (2, True)
 
