@@ -34,7 +34,8 @@ def resolve_with_seeds(
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
     began with, and is not refused for its little power unless a configuration is new to it. in_cluster: how many GPUs the
     trials' cluster has. What it can conclude is said of the seeds, the margin and alpha by which it will be judged: of a run
-    that has begun those that it began with. Raises ValueError for --pilot of another suite, and as `seeds_of_budget` does.
+    that has begun those that it began with. Raises ValueError for --pilot of another suite, for
+    another design than the run in --out began with, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -55,6 +56,12 @@ def resolve_with_seeds(
         seeds = seeds_of_budget(one, asked, earlier, out)
         one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=seeds), only=only)
     first = first_judgement(one, earlier.journal)
+    if first and ("pool" in first) != ("pool" in one.judgement):
+        began, other = ("pool", "pairs") if "pool" in first else ("pairs", "pool")
+        raise ValueError(
+            f"--design {other}: the first plan in {out} is of {began}, and it counts; "
+            f"give --design {began}, or another --out"
+        )
     judged = dataclasses.replace(one, judgement={**one.judgement, **first})
     found = design_of(judged, earlier) if "pool" in one.judgement else forecast(judged, earlier)
     changed = [f"{key} {value}" for key, value in one.judgement.items() if first.get(key, value) != value]

@@ -210,7 +210,8 @@ def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> T
     dropout = adoptee(options) is None and configs()[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
     if preset_of(options) in FUSED and options.device == "cuda" and adoptee(options) is None:
-        _, attention = suite_trials.attention_kernels()  # as the step that te-bench recommends
+        # As the step that te-bench recommends.
+        _, attention = suite_trials.attention_kernels(configs()[problem["model"]].shape.head_dim)
     return suite_trials.training(
         options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE
     )

@@ -55,6 +55,7 @@ BENCH_PY: Settings = {
 }
 
 HOPPER = (9, 0)
+GLUON_WIDTHS = 64, 128  # heads that the attention backend `gluon` takes
 
 
 def gpu_here() -> dict[str, Any]:
@@ -62,10 +63,11 @@ def gpu_here() -> dict[str, Any]:
     return next(iter(environment.visible_gpus()), {})
 
 
-def attention_kernels() -> tuple[str, str]:
+def attention_kernels(head_dim: int = 64) -> tuple[str, str]:
     """(the fastest of torch's, the fastest of all) on the GPU here. A plan made without a GPU is a Hopper's."""
-    capability = gpu_here().get("capability") or HOPPER
-    return ("cudnn", "gluon") if tuple(capability) == HOPPER else ("flash", "flash")
+    if tuple(gpu_here().get("capability") or HOPPER) != HOPPER:
+        return "flash", "flash"
+    return "cudnn", "gluon" if head_dim in GLUON_WIDTHS else "flash"
 
 
 def recipes() -> list[str]:

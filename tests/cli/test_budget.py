@@ -545,6 +545,9 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
         assert found["conclusion"]["cautious"]["power"] >= 0.8
+        [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
+        assert planned["power"][0] == found["conclusion"]["cautious"]["power"]
+        assert (planned["runs"], planned["seconds"]) == (seeds * 9, found["estimate"]["device_s"])
         assert len(found["trials"]) == seeds * 9
     for option, value in (("learning-rate", 6e-4), ("warmup", 100)):  # of the same time, and of another spread
         done = command(*asked, "gpt2", f"--{option}", value)
@@ -555,8 +558,22 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     [row] = re.findall(r" 8 72 4\.6 ([\d% ]+) \*", said)
     shown = [int(each.rstrip("%")) for each in row.split()]
     assert shown[0] > 80 > shown[2]
-    assert "two runs of one seed correlate by 1.00: a pool of bf16 runs takes 2,817 times as many runs" in said
+    assert "two runs of one seed correlate by 1.00: a pool of bf16 runs takes over 100 times as many runs" in said
     assert "time: about 4.6 GPU hours (assumed: GPT-2 124M's six runs" in said
+
+
+def test_a_budget_of_a_preset_whose_time_is_assumed_needs_no_pilot(command, monkeypatch):
+    """Nine runs of 230 s a seed: of GPT-2 124M and of a Llama of its size, and of no other model."""
+    gpus(monkeypatch, 0)
+    asked = ("plan", "convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2")
+    assert json.loads(command(*asked, "--budget", "7h", "--json").out)["judgement"]["seeds"] == 12
+    for design in ("pairs", "pool"):
+        done = command(*asked, "--model", "gpt2-xl", "--design", design)
+        assert (done.code, "time: not known" in done.out, "power: not known" in done.out) == (0, True, True), done.out
+        shared = command(*asked, "--share", 2, "--design", design)  # each slower, nobody knows by how much
+        assert ("time: not known" in shared.out, "power: not known" in shared.out) == (True, False)
+        done = command(*asked, "--model", "gpt2-xl", "--design", design, "--budget", "7h")
+        assert (done.code, "no record says how long a seed takes" in done.err) == (2, True)
 
 
 def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: Command, tmp_path: Path) -> None:
@@ -574,6 +591,69 @@ def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: 
         assert "measured on 6 seeds, pair correlation" in said
         assert ("for the same interval: --design pool" in said) == cheaper, said
         assert "0.5" not in said.partition("planned for")[0]
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_pilot_of_pairs_too_short_to_tell_a_spread_is_refused(seeds: int, command: Command, tmp_path: Path) -> None:
+    asked = (*CONVERGENCE, "--as-pilot", "--out", tmp_path / "out")
+    for verb in ("plan", "run"):
+        done = command(verb, *asked, "--seeds", seeds)
+        told = f"--seeds {seeds}: a pilot of pairs takes 3 seeds, for fewer gaps hardly show how far they vary; give 3 or more"
+        assert (done.code, told in plainly(done.err)) == (2, True), done.err
+    assert command("plan", *asked, "--seeds", 3).code == 0
+
+
+@pytest.mark.parametrize("design", ["pairs", "pool"])
+def test_a_pilot_that_is_made_longer_tells_its_spread_by_all_of_it(
+    design: str, command: Command, tmp_path: Path
+) -> None:
+    """No mean of it was seen: nothing speaks against more seeds."""
+    draw, fixed = random.Random(4), {"margin": 0.01, "alpha": 0.05, "steps": 150, "pilot": True}
+    fixed |= {"pool": 2} if design == "pool" else {}
+    asked: dict[str, Any] = {"steps": None, "as_pilot": True, "design": design}
+    longer = trials(6, **asked)
+    records = [ended(trial, 0.01 * draw.gauss(0, 1) + (trial.problem["arm"] == "broken")) for trial in longer]
+    directory = write(tmp_path / "pilot", records, **fixed, seeds=6)
+    known = command("plan", *CONVERGENCE, "--design", design, "--pilot", directory, "--seeds", 500).out
+    [short] = load(directory).plans
+    earlier = {"trials": short.trials[:12], "judgement": {**short.judgement, "seeds": 3}, "started_at": "2020-01-01"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(short, **earlier))
+    assert "measured" in known
+    assert command("plan", *CONVERGENCE, "--design", design, "--pilot", directory, "--seeds", 500).out == known
+    said = plainly(
+        command("plan", *CONVERGENCE, "--design", design, "--as-pilot", "--seeds", 7, "--out", directory).out
+    )
+    assert "came after this run's first plan" not in said
+
+
+@pytest.mark.usefixtures("started")
+def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command: Command, tmp_path: Path) -> None:
+    """Two recipes were planned: one that is run first is judged among two."""
+    both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")
+    part = ("--only", "*-control-*,*-aa-*,*-recipe-*/delayed_scaling/*")
+    assert command("run", *both, "--out", tmp_path / "run").code == 130
+    for out, told in (("run", True), ("other", False)):
+        said = plainly(command("plan", *both, *part, "--out", tmp_path / out).out)
+        assert ("Holm's hardest step over 2 recipes (alpha 0.025)" in said) == told, said
+    one_seed = plainly(command("plan", *both, "--only", "*/s0", "--out", tmp_path / "run").out)
+    assert re.search(r" 6 5 (-|[\d.]+) .* \*", one_seed), one_seed
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize(("began", "then"), [("pool", "pairs"), ("pairs", "pool")])
+def test_a_run_that_began_by_one_design_does_not_go_on_by_the_other(began, then, command, tmp_path):
+    """It would be judged by the first, of which its runs are no part; a pilot's runs may become either's."""
+    asked = (*CONVERGENCE, "--seeds", 6)
+    assert command("run", *asked, "--design", began, "--out", tmp_path / "run").code == 130
+    done = command("run", *asked, "--design", then, "--out", tmp_path / "run")
+    told = (
+        f"--design {then}: the first plan in {tmp_path / 'run'} is of {began}, and it counts; give --design {began}, or"
+    )
+    assert (done.code, told in plainly(done.err)) == (2, True), done.err
+    pilot = ("--out", tmp_path / "pilot")
+    assert command("run", *CONVERGENCE, "--as-pilot", "--design", began, *pilot).code == 130
+    assert command("run", *asked, "--design", then, *pilot).code == 130
 
 
 def test_a_design_that_cannot_conclude_is_refused_with_what_it_would_take(command, monkeypatch):
@@ -726,14 +806,6 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
     assert "power over 99% at a true gap of 0" in enough
     assert "80 % takes 6 seeds" in enough
     assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
-
-
-def test_a_pilot_of_pairs_that_tells_no_spread_is_refused(command: Command, tmp_path: Path) -> None:
-    asked = ("plan", *CONVERGENCE, "--as-pilot", "--seeds")
-    assert command(*asked, 3).code == 0
-    few = command(*asked, 2)
-    said = "--seeds 2: a pilot of pairs takes 3 seeds, for fewer gaps hardly show how far they vary; give 3 or more"
-    assert (few.code, said in plainly(few.err)) == (2, True)
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import design_of
+from te_bench.reports.convergence.design import design_of, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import fewest_seeds
 
@@ -17,7 +17,7 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     """As many seeds as --budget holds, or those of a run that has begun.
 
     Raises ValueError for a budget that is too small for a verdict or for the --seeds that were asked for, and for
-    configurations that no record says the time of.
+    configurations whose time neither a record nor an assumption says.
     """
     machine = earlier.machine
     first = first_judgement(one, earlier.journal)
@@ -25,7 +25,7 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
         return int(str(first["seeds"]))
     if "pool" in one.judgement:
         return _rounds_of_budget(one, asked, earlier, out)
-    taken = planning.seconds(one.trials, earlier.records)
+    taken, _ = trial_seconds(one.trials, earlier)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
         raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))

@@ -14,9 +14,8 @@ import numpy as np
 
 from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
-from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning, pooled, power
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_plan
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
@@ -54,21 +53,26 @@ class Assumption:
     trial_from: str = ""
 
     def seconds(self, trial: Trial) -> float | None:
-        """Of a run that may be a branch."""
+        """Of a run on a GPU of its own, that may be a branch; None of others."""
         steps, all_steps = planning.steps_of(trial), trial.problem.get("steps")
+        if trial.device != "cuda" or {"share", "parallel"} & trial.problem.keys():
+            return None
         if self.trial_s is None or steps is None or not isinstance(all_steps, int):
             return None
         return self.fixed_s + (self.trial_s - self.fixed_s) * steps / all_steps
 
 
 ASSUMED = (
-    Assumption(
-        of={"steps": 2035, "batch": 12, "accumulate": 4},
-        schedule={"learning_rate": 3e-4, "warmup": 400},
-        spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
-        trial_s=230.0,
-        fixed_s=35.0,
-        trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
+    *(
+        Assumption(
+            of={"model": model, "steps": 2035, "batch": 12, "accumulate": 4},
+            schedule={"learning_rate": 3e-4, "warmup": 400},
+            spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
+            trial_s=230.0,
+            fixed_s=35.0,
+            trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
+        )
+        for model in ("gpt2", "llama-114m")
     ),
     Assumption(
         of={"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "order": "once"},
@@ -338,16 +342,14 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         unused = planning.unlike(earlier.studies, control) or earlier.other_chips
     ratio, kinds = int(judged["pool"]), _cells(trials)
     recipes = {trial.cell for trial in kinds if trial.problem.get("arm") == "recipe"}
-    begun = first_plan(experiment, earlier.journal)
-    planned = map(trial_of, begun.trials if begun else ())
-    family = recipes | {trial.cell for trial in planned if trial.problem.get("arm") == "recipe"}
-    seconds, time_from = _seconds(kinds, earlier, assumption)
+    taken, time_from = trial_seconds(kinds, earlier)
+    seconds = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
     trial_s = {trial.cell: time for trial, (_, time) in zip(kinds, seconds, strict=True)}
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
         recipes=max(1, len(recipes)),
-        family=max(1, len(family)),
+        family=max(1, len(family(experiment, earlier.journal))),
         margin=judged["margin"],
         alpha=judged["alpha"],
         spread=spread or assumed,
@@ -366,6 +368,19 @@ def assumption_of(control: Trial) -> Assumption | None:
     return next((assumption for assumption in ASSUMED if _agrees(control, assumption.of)), None)
 
 
+def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
+    """{Trial.name: seconds}, by the records or else as assumed, and where those are from that no record tells."""
+    taken = planning.seconds(trials, earlier.records)
+    assumption = assumption_of(next((t for t in trials if t.problem.get("arm") == "control"), trials[0]))
+    untold = [trial for trial in trials if taken[trial.name] is None]
+    assumed = {trial.name: assumption.seconds(trial) for trial in untold} if assumption else {}
+    if assumption is None or not untold or None in assumed.values():
+        return taken, None
+    unknown, all_ = (len({trial.cell for trial in some}) for some in (untold, trials))
+    of = "" if unknown == all_ else f"for {unknown} of {all_} configurations: "
+    return taken | assumed, of + assumption.trial_from
+
+
 def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:
     return all(trial.problem.get(key) == value for key, value in settings.items())
 
@@ -373,19 +388,6 @@ def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:
 def _cells(trials: Sequence[Trial]) -> list[Trial]:
     """The first trial of each configuration."""
     return list({trial.cell: trial for trial in reversed(trials)}.values())
-
-
-def _seconds(
-    kinds: Sequence[Trial], earlier: EarlierRuns, assumption: Assumption | None
-) -> tuple[list[tuple[str, float | None]], str | None]:
-    """(arm, seconds of a run) of each configuration, and where those are from that no record of this machine tells."""
-    taken = planning.seconds(kinds, earlier.records)
-    arms = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
-    unknown = sum(time is None for _, time in arms)
-    if assumption is None or assumption.trial_s is None or kinds[0].device != "cuda" or not unknown:
-        return arms, None
-    of = "" if unknown == len(arms) else f"for {unknown} of {len(arms)} configurations: "
-    return [(arm, assumption.trial_s if time is None else time) for arm, time in arms], of + assumption.trial_from
 
 
 def _total(seconds: Sequence[tuple[str, float | None]], counts: Mapping[str, int]) -> float | None:

@@ -1,5 +1,6 @@
 """What earlier runs recorded of a training, on the machine that a run is planned for."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,11 +98,19 @@ def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Sc
     return {} if plan is None else plan.judgement
 
 
+def family(one: Experiment, journal: Journal | None) -> set[str]:
+    """Trial.cell of the recipes that are judged together: its own, and those of the plan by which it will be judged."""
+    first = first_plan(one, journal)
+    planned = map(trial_of, first.trials if first else ())
+    return {trial.cell for trial in (*one.trials, *planned) if trial.problem.get("arm") == "recipe"}
+
+
 def first_plan(one: Experiment, journal: Journal | None) -> Plan | None:
-    """The plan by which this very experiment will be judged, if it has begun; a pilot's only where it is one."""
+    """The plan by which this very experiment will be judged, if it has begun; a pilot's only for one as short."""
+    seeds = int(str(one.judgement["seeds"])) if one.judgement.get("pilot") else math.inf
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
-        pilot = plan.judgement.get("pilot") and not one.judgement.get("pilot")
-        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and not pilot:
+        counts = not plan.judgement.get("pilot") or int(str(plan.judgement.get("seeds", 0))) >= seeds
+        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and counts:
             return plan
     return None

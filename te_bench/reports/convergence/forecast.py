@@ -11,8 +11,8 @@ from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import GAPS, Option, assumption_of, power_table
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine
+from te_bench.reports.convergence.design import GAPS, Option, power_table, trial_seconds
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.study import scope_of
@@ -40,7 +40,10 @@ class Forecast:
     pilot: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        conclusion = None if self.outlook is None else dataclasses.asdict(self.outlook)
+        conclusion = None
+        if self.outlook is not None:
+            options = [] if self.pilot else [dataclasses.asdict(one) for one in self._options(self.outlook)]
+            conclusion = {**dataclasses.asdict(self.outlook), "options": options}
         scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
         return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **scope}
 
@@ -102,7 +105,7 @@ class Forecast:
             said += [
                 f"  the same by the spread that is planned for: {cautious}",
                 "  chance that a recipe is called EQUIVALENT, by that spread, where its true gap in nat is:",
-                *self._table(outlook, fewest),
+                *self._table(outlook),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
@@ -110,18 +113,22 @@ class Forecast:
         said.append(f"  time: {self._time()}")
         return said
 
-    def _table(self, outlook: Outlook, fewest: int) -> list[str]:
+    def _options(self, outlook: Outlook) -> list[Option]:
         """What other numbers of seeds cost and show, by the spread that is planned for, on Holm's hardest step."""
+        fewest = planning.FEWEST_SEEDS if self.scope is None else TRUNKS
         most = max(self.seeds, outlook.cautious.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
-        rows = [self._option(seeds, outlook) for seeds in options]
+        return [self._option(seeds, outlook) for seeds in options]
+
+    def _table(self, outlook: Outlook) -> list[str]:
+        rows = self._options(outlook)
         return power_table(rows, margin=self.margin, device=self.machine.device, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
         seconds = None if self.seconds is None else self.seconds / self.seeds * seeds / self.machine.share
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
-        return Option(rounds=seeds, runs=self.runs // self.seeds * seeds, seconds=seconds, power=tuple(shown))
+        return Option(rounds=seeds, runs=round(self.runs * seeds / self.seeds), seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
         """What they are, what they prove and what they leave on the disk, a line each."""
@@ -147,22 +154,16 @@ class Forecast:
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     """Power and minimum detectable gap of the experiment's seeds, and its time where the records of all arms tell it."""
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
-    arms = [trial.problem.get("arm") for trial in experiment.trials if trial.seed == experiment.trials[0].seed]
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
     outlook = None
     if spread is not None:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
-        recipes, fewest = arms.count("recipe"), fewest_seeds(experiment)
+        recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
         outlook = planning.outlook(seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest)
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
-    taken = planning.seconds(experiment.trials, earlier.records)
-    scope, time_from = scope_of(control), None
-    assumed = assumption_of(control) if control.device == "cuda" and None in taken.values() else None
-    assumed = None if assumed is None or assumed.trial_s is None else assumed
-    if assumed is not None:
-        time_from = assumed.trial_from
-        taken |= {trial.name: assumed.seconds(trial) for trial in experiment.trials if taken[trial.name] is None}
+    taken, time_from = trial_seconds(experiment.trials, earlier)
+    scope = scope_of(control)
     total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
     return Forecast(
         outlook=outlook,
@@ -199,7 +200,7 @@ def _pool_instead(outlook: Outlook) -> str:
     ratio = best_ratio(recipes)
     pairs = spread.gap_sd**2 * (recipes + 2)  # runs of a seed: each recipe's, bf16's and A/A's
     times = spread.sd**2 * (1 + 1 / ratio) * (recipes + ratio) / pairs
-    said = f"{times:.1f}" if times < 10 else f"{times:,.0f}"
+    said = f"{times:.1f}" if times < 10 else f"{times:.0f}" if times < 100 else "over 100"  # a few pairs tell no more
     cheaper = ": --design pool" if times < 1 else ""
     return (
         f"two runs of one seed correlate by {spread.correlation:.2f}: a pool of bf16 runs takes {said} times as many runs "

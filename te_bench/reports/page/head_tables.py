@@ -51,7 +51,9 @@ def times(result: GroupResult) -> Table | None:
     ]
     found = [ratio.n for ratio in ratios.values() if ratio is not None]
     notes = [interval_note(found)] if found else []
-    notes += ["Speed-up: over the head of all the logits. GiB: at the peak, beyond x, W and targets.", ENERGY_NOTE]
+    notes += ["Speed-up: over the head of all the logits."]
+    notes += ["GiB: at the peak, beyond x, W and targets."] if any(beyond_held(one.ok) for one in heads) else []
+    notes += [ENERGY_NOTE] if any(of_processes(one.ok, "energy_j") for one in heads) else []
     return table_of("heads", "Heads alone", shown, " ".join(notes), 2)
 
 

@@ -12,6 +12,7 @@ from te_bench.experiments import plan, presets, suite_trials
 from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
+from te_bench.kernels.attention import Problem, load
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name
@@ -226,6 +227,16 @@ def test_the_verdicts_of_gpt2_and_llama_are_of_the_fused_step(preset: str, model
     assert (p["eval_tokens"], p["early_eval_tokens"], p["order"]) == (4 * 2**20, 2**18, "once")
     assert preset != "gpt2" or (p["batch"], p["block"], p["vocab"], p["padded_vocab"]) == (12, 1024, 50257, 50304)
     assert 100e6 < configs()[model].shape.weights * 12 + 50257 * 768 < 150e6
+
+
+def test_a_model_whose_heads_gluon_does_not_take_has_attention_that_runs() -> None:
+    """As a first try of the preset on a GPU has it, of a tiny model."""
+    for model, shape in ((name, config.shape) for name, config in configs().items() if not config.dropout):
+        for trial in resolve(device="cuda", preset="gpt2", model=model, seeds=1).trials:
+            size = {"batch": 2, "heads": shape.heads, "length": 1024, "head_dim": shape.head_dim}
+            posed = Problem(**size, dtype="bf16", causal=True, dropout=0.0, device="cuda", capability=(9, 0))
+            reason = load(trial.attention).unsupported(posed) or ""  # that there is no GPU here is no matter
+            assert not reason.startswith("head_dim"), model
 
 
 @pytest.mark.parametrize("recipes", range(1, 17))

@@ -9,6 +9,7 @@ import pytest
 from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_at, study_of, study_records, write_study
 
 from te_bench.experiments.spec import Record
+from te_bench.experiments.store import Store, load
 from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence.arm_stability import arm_stabilities
@@ -124,6 +125,32 @@ def test_the_gap_in_training_or_natively_stands_beside_and_decides_nothing(tmp_p
     found = altered(tmp_path, lambda one: one.trial.recipe, lambda own: {name: [x + more for x in own[name]]})
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     assert getattr(found.recipes[0], what).gap == pytest.approx(more, abs=0.03)
+
+
+def test_a_native_loss_that_is_told_at_the_end_alone_stands_beside_as_all_of_them_do(tmp_path: Path) -> None:
+    def last(samples: Any) -> Any:
+        return {**samples, "val_loss_native": samples["val_loss_native"][-1:]}
+
+    whole, ends = (
+        altered(tmp_path / name, lambda record: True, which) for name, which in (("all", dict), ("end", last))
+    )
+    assert [one.native for one in whole.recipes] == [one.native for one in ends.recipes] != [None] * len(ends.recipes)
+
+
+def test_a_verdict_on_one_recipe_whose_seeds_a_pilot_may_have_chosen_says_so(tmp_path: Path) -> None:
+    truth = {arm: gap for arm, gap in TRUTH.items() if arm != "rowwise_scaling"}
+    for name, recipes in (("one", truth), ("two", TRUTH)):
+        directory = write_study(tmp_path / name, study_records(recipes))
+        told = [judge_study(study_at(directory)).notes]
+        [whole] = load(directory).plans
+        pilot = {"judgement": {**whole.judgement, "seeds": 3, "pilot": True}, "started_at": "2020-01-01"}
+        with Store(directory) as store:
+            store.add_plan(dataclasses.replace(whole, **pilot))
+        told.append(judge_study(study_at(directory)).notes)
+        assert [any("A pilot's spread may have chosen" in note for note in notes) for notes in told] == [
+            False,
+            name == "one",
+        ]
 
 
 def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:

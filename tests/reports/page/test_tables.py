@@ -1,3 +1,5 @@
+import dataclasses
+
 from journals import (
     HOSTILE,
     attention_records,
@@ -82,6 +84,12 @@ def test_heads_stand_beside_the_one_of_all_logits_at_their_shape(tmp_path):
     assert rows[at, "chunked head"][3] == "1.60"
     assert rows[at, "Liger (unsupported)"] == ["—"] * 5 + ["0/1"]
     assert rows["2048 x 4096 x 128256", "chunked head"][1] == "—"
+    assert "GiB: at the peak" in table.note
+    assert "Joules" in table.note
+    on_a_cpu = [dataclasses.replace(r, work={"flop": 1.0}, samples={"kernel_s": [1.0]}) for r in records[:4]]
+    bare = table_of(tmp_path / "cpu", "heads", on_a_cpu)
+    assert "GiB" not in str(bare.columns) + bare.note
+    assert "Joules" not in bare.note
 
 
 def test_a_layer_has_what_a_pass_takes_beyond_what_is_held(tmp_path):
