@@ -73,7 +73,7 @@ def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) ->
 def test_the_plan_says_what_is_left_out(model: str) -> None:
     assert planned("speed", model).left_out == (
         "heads, fused blocks, a padded vocabulary: for te-bench's own models",
-        "attention gluon, triton: the model cannot be asked for it",
+        "attention flash4, gluon, triton: the model cannot be asked for it",
         "rivals transformer_engine_block, transformer_engine_current, transformer_engine_delayed: for te-bench's own models",
     )
     assert planned("speed", model, "cpu").left_out[-1] == "rivals: for a GPU"

@@ -425,10 +425,10 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
         total = replaced.get(kind, asked[kind][0])
         for name, more in zip(names, itertools.chain([total - len(names) + 1], itertools.repeat(1)), strict=False):
             counts[name] = more
-    blocks = asked.get("fused_blocks", (0, 0))[0]
     counts |= {name: 1 for name in record.kernels if kinds.get(name) is None and name not in UNTOLD}
-    fused = [name for name in counts if re.match(what_ran.FUSED["cuda"], name)]
-    counts |= {name: blocks - len(fused) + 1 if name == fused[0] else 1 for name in fused}
+    for part, (least, _) in asked.items():
+        names = [] if part in (*what_ran.GEMMS, *UNSEEN) else [n for n in counts if what_ran.parts({n: 1}, "cuda")[part]]
+        counts |= {name: max(1, least - len(names) + 1) for name in names[:1]}
     return counts | ({"cudaGraphLaunch": 1} if asked["graphs"][0] else {})
 
 
