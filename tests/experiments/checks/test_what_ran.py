@@ -427,7 +427,9 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
             counts[name] = more
     counts |= {name: 1 for name in record.kernels if kinds.get(name) is None and name not in UNTOLD}
     for part, (least, _) in asked.items():
-        names = [] if part in (*what_ran.GEMMS, *UNSEEN) else [n for n in counts if what_ran.parts({n: 1}, "cuda")[part]]
+        names = (
+            [] if part in (*what_ran.GEMMS, *UNSEEN) else [n for n in counts if what_ran.parts({n: 1}, "cuda")[part]]
+        )
         counts |= {name: max(1, least - len(names) + 1) for name in names[:1]}
     return counts | ({"cudaGraphLaunch": 1} if asked["graphs"][0] else {})
 
