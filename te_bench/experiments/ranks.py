@@ -33,6 +33,8 @@ Run = Callable[[Trial, Context], Reply]
 PATIENCE_S, COMPILING_PATIENCE_S = 45.0, 300.0
 #: Seconds that the other ranks have to fail, too, once one has: who is the cause is asked of all that did.
 GRACE_S = 3.0
+#: After a rank that is unsupported: mostly all of them are, and one may still be starting on a busy host.
+UNSUPPORTED_GRACE_S = 12.0
 ADDRESS = "127.0.0.1"
 #: What torch says in a rank that waited for another in vain: by gloo, the store, and NCCL, in the log, before it aborts.
 WATCHDOG = "Watchdog caught collective operation timeout"
@@ -103,7 +105,7 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
 
 
 def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
-    """{rank: what it said or how it ended}, in the order in which they did, until GRACE_S after one has failed."""
+    """{rank: what it said or how it ended}, in the order in which they did, until a grace after one has failed."""
     replies: dict[int, Reply] = {}
     until = float("inf")
     while len(replies) < len(calls) and time.monotonic() < until:
@@ -112,7 +114,8 @@ def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
             rank = calls.index(call)
             reply = replies[rank] = _answer(call, rank, oom_kills)
             if reply["outcome"] != "ok":
-                until = min(until, time.monotonic() + GRACE_S)
+                grace_s = UNSUPPORTED_GRACE_S if reply["outcome"] == "unsupported" else GRACE_S
+                until = min(until, time.monotonic() + grace_s)
     return replies
 
 

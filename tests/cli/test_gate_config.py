@@ -90,7 +90,8 @@ def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_pas
     assert (done.code, "REGRESSION: 1 REGRESSION of 1 timed" in done.out) == (1, True), done
     [found] = answer(tmp_path)["trials"]
     assert found["name"] == "job"
-    assert 1.1 < found["low"] < found["ratio"] < 1.5
+    assert 1.02 < found["low"] < found["ratio"] < 1.5  # beyond the margin, 2 %: how far is for the host's noise to say
+    assert found["ratio"] > 1.2
     assert found["calls"] >= 2 * found["pairs"] >= 2 * 5  # several runs a pair
     done = gate("HEAD", text, "--margin", "30%")  # which goes before the file's
     assert (done.code, "PASS: 1 " in done.out, "Margin 30 %" in done.out) == (0, True, True), done

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from te_bench.experiments import ranks, trial_model
 from te_bench.experiments import trial as child
 from te_bench.experiments.checks import training_step
-from te_bench.experiments.measurement import Context
+from te_bench.experiments.measurement import Context, Unsupported
 from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.quantize import Operand
@@ -97,6 +97,13 @@ def while_rank_0_computes(fault: Callable[[], object]) -> Callable[[Trial, Conte
 
 def late() -> None:
     time.sleep(ranks.PATIENCE_S + 1.5)
+
+
+def cannot() -> None:
+    """Neither rank can, and rank 0 finds out when rank 1 has long said so."""
+    if dist.get_rank() == 0:
+        time.sleep(ranks.GRACE_S + 2)
+    raise Unsupported("no such GPU")
 
 
 def of_nccl() -> None:
@@ -238,6 +245,7 @@ def replies() -> dict[str, Any]:
     """Those of trials that wait for most of their time are had all at once, in forks, the others meanwhile."""
     wait = {"slow reference": of_ranks(slow_reference)}
     wait |= {fault.__name__: of_ranks(of_rank_1(fault)) for fault in (hangs, late)}
+    wait |= {cannot.__name__: of_ranks(in_a_trial(cannot))}
     wait |= {fault.__name__: functools.partial(logged, fault) for fault in (os.abort, of_nccl, waits_by_nccl)}
     fork = multiprocessing.get_context("fork")
     calls = {name: ProcessCall(fork, ask) for name, ask in wait.items()}

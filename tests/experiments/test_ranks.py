@@ -41,6 +41,7 @@ def replies() -> Any:
         ("of_nccl", "crashed", "rank 1: DistBackendError: NCCL error in: init.cpp:1, invalid usage. Duplicate GPU"),
         ("waits_by_nccl", "crashed", f"rank 0: {LATE}"),
         ("fail", "crashed", "rank 1: ValueError: no such luck"),
+        ("cannot", "unsupported", "no such GPU"),
         ("other experts, since=0", "unsupported", f"the ranks' first pass brought them gradients of {OTHER}"),
         (
             "other experts, since=1",
