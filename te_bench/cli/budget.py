@@ -34,8 +34,8 @@ def resolve_with_seeds(
     Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
     began with, and is not refused for its little power unless a configuration is new to it. in_cluster: how many GPUs the
     trials' cluster has. What it can conclude is said of the seeds, the margin and alpha by which it will be judged: of a run
-    that has begun those that it began with. Raises ValueError for --pilot of another suite, for
-    another design than the run in --out began with, and as `seeds_of_budget` does.
+    that has begun those that it began with. Raises ValueError for --pilot of another suite, for another design than the run
+    in --out began with, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 

@@ -92,16 +92,19 @@ class Option:
     power: tuple[float, ...] | None  # at GAPS, by the spread that is planned for
 
 
-def power_table(rows: Iterable[Option], *, margin: float, device: str, planned: int, unit: str) -> list[str]:
-    """Lines of numbers of rounds, or of seeds, with runs, hours of the device and power at GAPS; * marks what is planned.
+def device_hours(option: Option, machine: Machine) -> float | None:
+    """Of one GPU or CPU, which runs several trials at a time."""
+    return None if option.seconds is None else option.seconds / machine.share / 3600
 
-    The rows' seconds are of the device's whole time.
-    """
-    hours = "GPU h" if device == "cuda" else "CPU h"
+
+def power_table(rows: Iterable[Option], machine: Machine, *, margin: float, planned: int, unit: str) -> list[str]:
+    """Lines of numbers of rounds, or of seeds, with runs, hours of the device and power at GAPS; * marks what is planned."""
+    hours = "GPU h" if machine.device == "cuda" else "CPU h"
     heads = [f"{share * margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
     lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  " + " ".join(f"{head:>7}" for head in heads)]
     for one in rows:
-        cost = "-" if one.seconds is None else f"{one.seconds / 3600:.3g}"
+        taken = device_hours(one, machine)
+        cost = "-" if taken is None else f"{taken:.3g}"
         shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
         mark = " *" if one.rounds == planned else ""
         lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
@@ -233,7 +236,7 @@ class Design:
 
     def to_json(self) -> dict[str, Any]:
         spread = None if self.spread is None else {**dataclasses.asdict(self.spread), "at_most": self.spread.at_most}
-        rows = [{**dataclasses.asdict(o), "gpu_h": self._gpu_h(o)} for o in self.options]
+        rows = [{**dataclasses.asdict(o), "gpu_h": device_hours(o, self.machine)} for o in self.options]
         estimate = self.machine.estimate(self.seconds(self.rounds))
         conclusion = {
             "rounds": self.rounds,
@@ -260,9 +263,6 @@ class Design:
         """Of the device, of so many seconds of one run at a time."""
         unit, own = "GPU" if self.machine.device == "cuda" else "CPU", seconds / self.machine.share
         return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
-
-    def _gpu_h(self, option: Option) -> float | None:
-        return None if option.seconds is None else option.seconds / self.machine.share / 3600
 
     def sentences(self) -> list[str]:
         """What is said of it, a line each, those of details indented."""
@@ -291,12 +291,7 @@ class Design:
                 "it does not exceed with 80 % confidence",
                 f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is:",
             ]
-            rows = [
-                dataclasses.replace(one, seconds=one.seconds and one.seconds / self.machine.share)
-                for one in self.options
-            ]
-            device = self.machine.device
-            said += power_table(rows, margin=self.margin, device=device, planned=self.rounds, unit="rounds")
+            said += power_table(self.options, self.machine, margin=self.margin, planned=self.rounds, unit="rounds")
         said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         assumed = f" (assumed: {self.time_from})" if self.time_from else ""

@@ -122,10 +122,10 @@ class Forecast:
 
     def _table(self, outlook: Outlook) -> list[str]:
         rows = self._options(outlook)
-        return power_table(rows, margin=self.margin, device=self.machine.device, planned=self.seeds, unit="seeds")
+        return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
-        seconds = None if self.seconds is None else self.seconds / self.seeds * seeds / self.machine.share
+        seconds = None if self.seconds is None else self.seconds / self.seeds * seeds
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
         return Option(rounds=seeds, runs=round(self.runs * seeds / self.seeds), seconds=seconds, power=tuple(shown))
