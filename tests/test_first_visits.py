@@ -193,8 +193,9 @@ def test_a_maintainer_has_a_gate_that_passes_unchanged_code_and_catches_a_slow_d
     assert (done.returncode, said.startswith("REGRESSION: 1 REGRESSION of 1 timed.")) == (1, True), done
     how = r"start is (\d\.\d+) times as slow \[(\d\.\d+), (\d\.\d+)\]"
     assert re.search(how, " ".join(README.split()))  # README quotes what it looks like
-    by = re.search(f"{how}, above the margin of 5 %", said)
+    # By typical calls, or by the mean of all where a busy machine hides those: each has a margin of its own.
+    by = re.search(f"{how}(?:, above the margin of (5) %| over all calls on average, above (12.5) %)", said)
     assert by, said
-    ratio, low, high = map(float, by.groups())
-    assert 1.05 < low <= ratio <= high
+    ratio, low, high = map(float, by.groups()[:3])
+    assert 1 + float(by[4] or by[5]) / 100 < low <= ratio <= high
     assert 1.4 < ratio < 2.2  # the interpreter's own start is on both sides
