@@ -38,7 +38,7 @@ def survey_work(question: Question, layers: int = 12, width: int = 768, **change
         "head": {"rows": rows, "in_features": width, "out_features": question.vocab},
         "attentions": [call],
         "losses": [{"classes": question.vocab, "dtype": "bfloat16", "elements": rows * question.vocab}],
-        **dict.fromkeys(("written_out", "norms", "norms_in_float32"), 0),
+        **dict.fromkeys(("written_out", "norms", "norms_in_float32", "experts_in_float32"), 0),
     }
     return found | {"dropout": {}, "vocab": question.vocab, "optimizer": None} | changes
 

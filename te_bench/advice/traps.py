@@ -129,7 +129,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
             name="attention",
             what=f"Attention is written out: {work['written_out']} softmaxes over all scores in a step.",
             why="every score is written to memory and read again, and kept for the backward pass",
-            mend='Call F.scaled_dot_product_attention; with transformers attn_implementation="sdpa".',
+            mend='Call F.scaled_dot_product_attention; with transformers attn_implementation="sdpa", if the model takes it.',
         )
     classes = work["vocab"] or vocab
     logits = [found["rows"] * classes for found in work["linears"] if found["out_features"] == classes]
@@ -155,6 +155,13 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
             what=f"Norms give float32 under autocast: {text.gib(4.0 * work['norms_in_float32'])} GiB a pass.",
             why="torch.autocast computes and returns them in float32, and a cast follows before each product",
             mend="Take te's norms: te.convert swaps them.",
+        )
+    if work.get("experts_in_float32"):  # which older surveys do not look for
+        yield shown(
+            name="experts",
+            what=f"{work['experts_in_float32']} products of experts a pass compute in float32 under autocast.",
+            why="torch.autocast does not reach grouped_mm, which goes by the weights' dtype",
+            mend='Take te.convert(model, parts="experts"), or keep the weights in bf16.',
         )
     if highest := max([*work["dropout"].values(), *(call["dropout"] for call in work["attentions"])], default=0.0):
         yield shown(

@@ -32,7 +32,8 @@ class Adoptee:
 
     @property
     def attentions(self) -> tuple[str, ...]:
-        return (*([MANUAL] if self.facts.manual else []), *(PINNED if self.facts.sdpa else []))
+        """Those that its own, of scaled_dot_product_attention, can be replaced by; none where it calls none."""
+        return (*([MANUAL] if self.facts.manual else []), *PINNED) if self.facts.sdpa else ()
 
 
 def adoptee(options: Options) -> Adoptee | None:

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_bench.models import conversion, families, fp8
+from te_bench.models import conversion, families, fp8, grouped_gemm
 from te_bench.models.calling import judged, loss_of, shown
 from te_bench.models.decoder import move
 from te_bench.models.dropout import rates, remove_dropout
@@ -232,7 +232,8 @@ def _longest(module: Any) -> int | None:
 UNIMAGINABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
-def imagined(source: Source) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def imagined(source: Source) -> Iterator[None]:
     """While inside, tensors of a CPU have shapes and no memory; what asks for their numbers raises one of UNIMAGINABLE.
 
     The source's modules are imported before: what they make then is real.
@@ -240,7 +241,8 @@ def imagined(source: Source) -> contextlib.AbstractContextManager[Any]:
     for path in (None if source.config is not None else source.model, source.inputs, source.loss):
         if path is not None:
             _function(path)
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), grouped_gemm.Imagined():
+        yield
 
 
 def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
@@ -333,9 +335,9 @@ class Adopted(nn.Module):
         pin("math")  # which the counter knows on every device
         try:
             with imagined(self.made.source):
-                model = Adopted(make(self.made.source, attention="math", device="cpu"))
+                model = Adopted(make(self.made.source, attention=OWN, device="cpu"), kernel="math")
                 inputs, targets = model.made.draw(1, length, seed=0, device="cpu")
-                with FlopCounterMode(display=False) as counter:
+                with FlopCounterMode(display=False, custom_mapping=grouped_gemm.FLOP) as counter:
                     model(inputs, targets).backward()
         except UNIMAGINABLE:
             return 6 * self.weights

@@ -82,9 +82,9 @@ def convert(
     the same (ties, optimizers, dtype, device, requires_grad; so do hooks), save a Conv1D's weight: transposed, it is a new
     one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
     multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
-    parts: of "linear", "norm", "mlp", "rotary", "attention", "head" one or several, or "all"; None is linear and norm. The
-    others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs and attentions, too,
-    and for lm_head whether its part may be in FP8.
+    parts: of "linear", "norm", "mlp", "experts", "rotary", "attention", "blocks", "head" one or several, or "all"; None is
+    linear and norm. The others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs,
+    experts and attentions, too, and for lm_head whether its part may be in FP8.
     With `recipe` the Linears that it keeps (bf16_first, bf16_last) stay, calling the model enters te.autocast(recipe=recipe)
     by itself, and torch.compile(fullgraph=True) can't take it; without, your own te.autocast around it decides. Converting
     twice is harmless, and the second report tells of the first's layers too. Whatever is raised, nothing has changed:

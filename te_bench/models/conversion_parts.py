@@ -22,7 +22,7 @@ Filter = Callable[[str, nn.Module], bool]
 Convertor = Callable[[Any, contextlib.ExitStack], str]
 
 LAYERS = ("linear", "norm")
-PARTS = (*LAYERS, "mlp", "rotary", "attention", "blocks", "head")
+PARTS = (*LAYERS, "mlp", "experts", "rotary", "attention", "blocks", "head")
 ALL = "all"
 
 
@@ -54,19 +54,21 @@ def convert(
     """
     heads = functools.partial(_heads, left=left, fp8_head=fp8_head)
     convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
-    convertors = {"mlp": _mlps, "rotary": _rotary, "attention": _attention, "blocks": _blocks, "head": heads}
+    convertors = {"mlp": _mlps, "experts": _experts, "rotary": _rotary, "attention": _attention, "blocks": _blocks}
+    convertors["head"] = heads
     for part, convertor in convertors.items():
         if part not in parts:
             continue
         found = list(convertor(model, filter, undo))
         yield from found
-        if not found:
+        if not found and (part != "experts" or len(parts) == 1):  # few models have any
             yield ConvertedPart(part, "", type(model).__name__, None, ABSENT[part])
 
 
 #: Why a model without any stays as it is.
 ABSENT = {
     "mlp": "no module has the Linears of an MLP by names that convert knows (gate_proj, up_proj, down_proj; fc1, fc2; ...)",
+    "experts": "it holds no experts of transformers",
     "rotary": "no attention of transformers in it calls apply_rotary_pos_emb",
     "attention": "it holds no model of transformers",
     "blocks": "no model of transformers in it has embed_tokens, layers and rotary_emb",
@@ -82,6 +84,14 @@ def _mlps(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -
             yield ConvertedPart("mlp", name, type(module).__name__, "te's already", None)
         elif mlp.places(module) is not None:
             yield _attempt("mlp", name, module, filter, mlp.convert, undo)
+
+
+def _experts(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    from te_bench.models.huggingface import experts
+
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("transformers.") and experts.multiplies(module):
+            yield _attempt("experts", name, module, filter, experts.convert, undo)
 
 
 def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
@@ -170,8 +180,9 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
 
 def _lack(model: Any, models: list[Any]) -> str | None:
     """Why te-bench's attention is none for a model, or None."""
-    if not model._can_set_attn_implementation():
-        return "its attention does not go by transformers' interface"
+    # A class without attention can set one, by transformers' rule.
+    if not model._can_set_attn_implementation() or not any(map(_attends, models)):
+        return "it has no attention that goes by transformers' interface"
     if any(getattr(inner.config, "attn_logit_softcapping", None) is not None for inner in models):
         return "it caps the scores softly, which no kernel does"
     if any(hasattr(module, "sinks") for module in model.modules()):
@@ -180,6 +191,13 @@ def _lack(model: Any, models: list[Any]) -> str | None:
     if any("position_bias" in _source(sys.modules[file.__module__]) for file in files):
         return "it adds a bias of positions to the scores, which no kernel does"
     return None
+
+
+def _attends(model: Any) -> bool:
+    """Whether the file of its class, or of one that it extends, asks transformers for an attention."""
+    own = {base.__module__ for base in type(model).__mro__ if hasattr(base, "config_class")}
+    own -= {"transformers.modeling_utils"}
+    return any("ALL_ATTENTION_FUNCTIONS" in _source(sys.modules[name]) for name in own)
 
 
 def _source(module: Any) -> str:

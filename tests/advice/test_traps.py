@@ -60,6 +60,7 @@ PLANTED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "written out": ("attention", {"written_out": 12}, "every score is written"),
     "vocabulary": ("vocabulary", {"vocab": 50257}, "not aligned"),
     "logits": ("logits", {"losses": [{"classes": 50304, "dtype": "float32", "elements": 2**29}]}, "twice as large"),
+    "experts": ("experts", {"experts_in_float32": 4}, "does not reach grouped_mm"),
     "norms": ("norms", {"norms": 2**24, "norms_in_float32": 2**24}, "computes and returns them in float32"),
     "optimizer": ("optimizer", {"optimizer": {"name": "AdamW", "fused": False}}, "several kernels"),
     "dropout": ("dropout", {"dropout": {"h.0.drop": 0.2}}, "have none"),

@@ -19,6 +19,7 @@ from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models import adopted, calling, families, probe, recipe, sources
+from te_bench.models.huggingface import experts
 from te_bench.training.step import TrainStep
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 32}
@@ -162,6 +163,53 @@ def test_flop_that_numbers_decide_are_six_a_weight_however_many_a_rank_has() -> 
     share = next(made.parameters())
     share.data = share.data[: len(share) // 2]
     assert made.flop_per_token(8) == 6 * weights
+
+
+MIXTRAL = {
+    "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 64,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def step_of_experts(folder: Path, parts: str | None = None, **more: Any) -> Trial:
+    trial = step(of_config(MIXTRAL, folder), **more)
+    return dataclasses.replace(trial, problem={**trial.problem, "batch": 8, **({"parts": parts} if parts else {})})
+
+
+def test_planning_asks_a_model_with_experts_and_counts_those_that_a_token_takes(tmp_path: Path) -> None:
+    source = of_config(MIXTRAL, tmp_path)
+    assert sources.ask(source, tokens=8).sdpa == 2
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 4 * 32 + 2 * 3 * 32 * 64  # q, o; k, v; router; two experts of gate, up, down
+    attention = 2 * 32 * 8  # Q K^T and P V, of 8 keys
+    made = adopted.make(source, attention="own", device="cpu")
+    assert adopted.Adopted(made).flop_per_token(8) == pytest.approx(6 * (2 * (layer + attention) + 32 * 64), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parts", "more"),
+    [
+        (None, {"seed": 2}),  # rounding sends a token of these seeds elsewhere than float64 does
+        ("all", {"seed": 6}),
+        (None, {"precision": "fp32"}),
+        ("all", {"recipe": "float8_current_scaling"}),
+    ],
+)
+def test_a_right_step_of_experts_passes_its_check(parts: str | None, more: dict[str, Any], tmp_path: Path) -> None:
+    check(step_of_experts(tmp_path, parts, **more))
+
+
+def test_experts_that_are_a_little_wrong_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = experts.Experts.forward
+    monkeypatch.setattr(experts.Experts, "forward", lambda self, x, *routing: 1.05 * own(self, x, *routing))
+    with pytest.raises(CheckFailed, match="experts"):
+        check(step_of_experts(tmp_path, "all", seed=6))
+
+
+def test_a_model_without_attention_is_measured(tmp_path: Path) -> None:
+    """And asked for no attention, which transformers refuses."""
+    mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
+    assert train_step.run(step(of_config(mamba, tmp_path)), Context()).samples["latency_s"]
 
 
 def test_dropout_goes_where_it_is_to_go() -> None:

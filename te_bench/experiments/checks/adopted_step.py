@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, large
+from te_bench.experiments.checks import attention_rows, large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
@@ -26,7 +26,7 @@ from te_bench.experiments.instruments import memory
 from te_bench.experiments.measurement import Unsupported
 from te_bench.experiments.problems import StepProblem, world_of
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
-from te_bench.models import adopted
+from te_bench.models import adopted, grouped_gemm
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.checkpointing import blocks_of
@@ -133,9 +133,9 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours = Gradients.of_step(step, inputs, targets)
-    parts = large.ByParts()
-    truth = _reference(trial, step, inputs, targets, "fp64", parts)
-    library = _reference(trial, step, inputs, targets, trial.precision, parts)
+    parts, taken = large.ByParts(), _choices(trial, step, inputs, targets, kinks)
+    truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)
+    library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
@@ -156,6 +156,20 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
     return step, judge(", ".join(words), quantities), own
+
+
+def _choices(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: "Kinks") -> routes.Taken:
+    """What topk chooses in the step's passes, in eager mode; nothing over ranks, each of which sees a part.
+
+    Nothing in FP8, whose limits are wide enough for a token that goes elsewhere, and whose recipes count passes.
+    """
+    taken, model = routes.Taken(), _model(step)
+    if "topk" in kinks.found and trial.recipe is None and world_of(trial) == 1:
+        batches = zip(inputs.chunk(step.optim.accumulate), targets.chunk(step.optim.accumulate), strict=True)
+        with torch.no_grad(), taken, autocast(step.device, trial.precision), model.autocast():
+            for batch in batches:
+                model(*batch)
+    return taken
 
 
 def _require_many_at_kinks(trial: Trial, kinks: "Kinks", targets: int, accumulate: int) -> None:
@@ -256,11 +270,18 @@ def _reason(warning: str) -> str:
 
 
 def _reference(
-    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, precision: str, parts: large.ByParts
+    trial: Trial,
+    step: TrainStep,
+    inputs: Tensor,
+    targets: Tensor,
+    precision: str,
+    parts: large.ByParts,
+    taken: routes.Taken,
 ) -> Gradients:
     """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision.
 
-    parts: computes what is large by parts; float64's, which comes first, finds out whether anything is.
+    parts: computes what is large by parts; float64's, which comes first, finds out whether anything is. taken: what the
+    step chose.
     """
     exact = precision == "fp64"
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
@@ -289,7 +310,9 @@ def _reference(
     arithmetic = "bf16" if precision == "fp8" else precision  # what FP8 rounds is emulated, under the same autocast
     reference = TrainStep(model, step.optim, precision=arithmetic, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
-    with parts.beside(*([Doubled()] if exact else [AsFused()] if rounded else [])):
+    modes: list[TorchFunctionMode] = [routes.Again(taken)] if taken.calls else []
+    modes += [grouped_gemm.Exact(), Doubled()] if exact else [AsFused()] if rounded else []
+    with parts.beside(*modes):
         try:
             found = Gradients.of_step(reference, inputs, targets)
         except RuntimeError as error:

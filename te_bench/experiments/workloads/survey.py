@@ -4,7 +4,8 @@ work: linears, each with the rows that it is given, how often a step calls it, a
 recipe (kept); head, the last Linear of te-bench's own models where it makes the logits, which is then none of them;
 attentions, the calls of SDPA by shape, with the kernel that each ran; written_out, softmaxes over keys that no kernel
 computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements that norms gave, and that they gave
-in float32 under autocast; dropout, {module: probability}; vocab; optimizer, where the model says which it makes; parameters.
+in float32 under autocast; experts_in_float32, calls of grouped_mm that did so; dropout, {module: probability}; vocab;
+optimizer, where the model says which it makes; parameters.
 """
 
 import contextlib
@@ -90,6 +91,7 @@ def look(
         ],
         "norms": seen.norms,
         "norms_in_float32": seen.norms_in_float32,
+        "experts_in_float32": calls.experts_in_float32,
         "dropout": {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0},
         "vocab": vocab,
         "optimizer": _own_optimizer(model),
@@ -163,7 +165,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Calls of scaled_dot_product_attention, each with the kernel that it ran."""
+    """Calls of scaled_dot_product_attention, each with the kernel that it ran; and of grouped_mm outside of autocast."""
 
     NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -171,8 +173,11 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.operators = operators
         self.attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
+        self.experts_in_float32 = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._grouped_mm and args[0].dtype is torch.float32:
+            self.experts_in_float32 += torch.is_autocast_enabled(args[0].device.type)
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(self.NAMES, args, strict=False)), **(kwargs or {})}

@@ -26,6 +26,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", GQA),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GQA, "head_dim": 16}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {**GQA, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**GQA, "num_local_experts": 4}),
     "gemma": ("GemmaForCausalLM", "GemmaConfig", {**GQA, "head_dim": 16}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**GQA, "head_dim": 16}),
     "gpt2": (

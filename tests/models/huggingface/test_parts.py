@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import FAMILIES, assert_same, inputs, make, run, tokens
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import te_bench.models as te
 from te_bench.models import recipe
@@ -22,6 +23,7 @@ OTHERWISE, NO_BLOCKS = {"blocks": "compute otherwise than Llama"}, {"blocks": "n
 #: What stays, and words of the reason.
 STAYS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("phi3", "gemma"), OTHERWISE),
+    "mixtral": {"mlp": "no module has the Linears", "head": "not Llama's", **OTHERWISE},
     "gemma2": {"attention": "caps the scores", "head": "not Llama's", **OTHERWISE},
     "gpt2": {"rotary": NO_ROTARY, **NO_BLOCKS},
     "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
@@ -116,10 +118,64 @@ def test_without_parts_it_is_layers_as_before() -> None:
     assert len(report.converted) == 20
 
 
+class Products(TorchFunctionMode):
+    """The dtypes of grouped_mm's operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._grouped_mm:
+            self.dtypes |= {args[0].dtype, args[1].dtype}
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_multiply_in_autocast_s_precision() -> None:
+    """transformers leaves them in float32, which torch.autocast does not tell grouped_mm of."""
+    model = make("mixtral")
+    seen, losses, gradients = [], [], []
+    for parts in (None, "experts"):
+        if parts:
+            te.convert(model, parts=parts)
+        with Products() as products, torch.autocast("cpu", torch.bfloat16):
+            loss, found = run(model, inputs("mixtral"))
+        seen.append(products.dtypes)
+        losses.append(loss)
+        gradients.append(found)
+    assert seen == [{torch.float32}, {torch.bfloat16}]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).norm() < 0.1 * gradient.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"intermediate_size": 60}, "multiples of 8, and it has 60"),
+        ({"_experts_implementation": "eager"}, "'eager', not"),
+    ],
+)
+def test_experts_that_stay_say_why(settings: dict[str, Any], reason: str) -> None:
+    [first, _] = te.convert(make("mixtral", **settings), parts="experts").parts
+    assert first.after is None
+    assert reason in (first.reason or "")
+
+
+def test_a_model_without_attention_is_given_none() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64, state_size=4)
+    [part] = te.convert(transformers.MambaForCausalLM(config), parts="attention").parts
+    assert part.after is None
+    assert "it has no attention that goes by transformers' interface" in (part.reason or "")
+
+
 @pytest.mark.parametrize("parts", ["mpl", ("linear", "mpl"), ()])
 def test_an_unknown_part_is_named(parts: Any) -> None:
     model = make("llama")
-    with pytest.raises(ValueError, match="of linear, norm, mlp, rotary, attention, blocks, head; 'all' is all"):
+    with pytest.raises(
+        ValueError, match="of linear, norm, mlp, experts, rotary, attention, blocks, head; 'all' is all"
+    ):
         te.convert(model, parts=parts)
     assert not any(isinstance(module, te.Linear) for module in model.modules())
 
@@ -179,7 +235,7 @@ def test_a_pickle_tells_transformers_of_the_attention() -> None:
 def test_a_model_of_torch_alone_has_none_of_the_parts_and_works() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32))
     report = te.convert(model, parts="all")
-    assert {entry.part for entry in report.parts if entry.after is None} == {*PARTS} - {"linear", "norm"}
+    assert {entry.part for entry in report.parts if entry.after is None} == {*PARTS} - {"linear", "norm", "experts"}
     assert "it holds no model of transformers" in str(report)
     assert model(torch.ones(2, 32)).shape == (2, 32)
 
