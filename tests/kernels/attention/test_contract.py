@@ -181,6 +181,8 @@ def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, d
         )
     if (device, dtype) == ("cpu", "fp16") and shape != SHAPES[2]:
         pytest.skip("on a CPU fp16 goes bf16's way but for its rounding: one shape stands for all")
+    if (device, dtype, name) == ("cpu", "fp32", "triton_fp8"):
+        pytest.skip("test_triton_fp8 holds what it makes of float32, and more closely")
     problem = a_problem(shape, dtype, device, causal=causal)
     assert_as_good_as_manual(supported(name, problem), problem, draw(problem))
 
@@ -208,6 +210,8 @@ def test_contract_beyond_one_shape(name: str, case: str, dtype: str, device: str
         pytest.skip("each problem of FlexAttention compiles for seconds: two stand for all")
     if device == "cpu" and (dtype == "fp16" or (dtype == "bf16" and "window" in case and name != "triton")):
         pytest.skip("slow on a CPU, and nothing there depends on it that test_contract does not see")
+    if (device, dtype, name) == ("cpu", "fp32", "triton_fp8"):
+        pytest.skip("test_triton_fp8 holds what it makes of float32, and more closely")
     shape, changes, kind = CASES[case]
     problem = a_problem(shape, dtype, device, **{"causal": False, "mask": kind is not None, **changes})
     assert_as_good_as_manual(supported(name, problem), problem, draw(problem), draw_mask(problem, kind))
