@@ -160,6 +160,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, where a test says nothing of their looks: each file is an empty SVG."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **_: stream.write(b"<svg />"))
+
+
+@pytest.fixture
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone

@@ -36,6 +36,7 @@ def full(tmp_path_factory):
     return write_report([everything(root / "run")], root / "out").parent
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_that_repeats_a_run_says_its_options(tmp_path):
     ladder = write_report([write(tmp_path / "ladder", ladder_records(3), baseline=baseline_cell())], tmp_path / "a")
     assert "te-bench run nanogpt --device cuda --seeds 3 --out my-run" in content(ladder.parent)
@@ -160,6 +161,7 @@ def test_formulas_do_not_reach_a_spreadsheet(tmp_path):
         assert [line["reason"] for line in csv.DictReader(stream)] == ["'=1+1", "'@x", "'-9", "plain"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_merged_report_splits_by_environment(tmp_path):
     first = write(tmp_path / "h200", ladder_records(2), baseline=baseline_cell())
     other = environment("env-h100", gpu="NVIDIA H100 80GB HBM3")
@@ -176,6 +178,7 @@ def test_merged_report_splits_by_environment(tmp_path):
     assert set(frame["environment"]) == {"env-h100", "env-h200"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_environments_with_the_same_short_name_keep_their_figures_apart(tmp_path):
     runs = []
     for name in ("abcdefgh-1", "abcdefgh-2"):
