@@ -32,8 +32,11 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
+    """A report of everything, whose figures are empty SVGs: test_gallery has what they hold and refer to."""
     root = tmp_path_factory.mktemp("full")
-    return write_report([everything(root / "run")], root / "out").parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **_: stream.write(b"<svg />"))
+        return write_report([everything(root / "run")], root / "out").parent
 
 
 @pytest.mark.usefixtures("undrawn")
