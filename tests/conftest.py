@@ -2,11 +2,12 @@
 
 import contextlib
 import gc
-import importlib
+import importlib.metadata
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, where a test says nothing of their looks: each file is an empty SVG."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, stream, **_: stream.write(b"<svg />"))
+
+
+@pytest.fixture
 def plain_heads() -> Iterator[None]:
     """Linear cross-entropy and the tied gradient by a CPU's own formulas: the interpreter takes a second for each."""
     with pytest.MonkeyPatch.context() as patch:  # its own, which a test's undo leaves alone
@@ -169,7 +176,7 @@ def plain_heads() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def asked_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A user's model is looked at in this process, which has imported torch, and not in one of its own.
+    """A user's model is looked at in this process, which has imported torch, and not in one of its own; packages once.
 
     Its modules are forgotten afterwards: another test's module may have the same name, or be missing by it.
     """
@@ -177,6 +184,7 @@ def asked_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "ask", lambda source, *, tokens: probe.find_out(source, tokens))
+        patch.setattr(importlib.metadata, "packages_distributions", cache(importlib.metadata.packages_distributions))
         yield
     folder = tmp_path_factory.getbasetemp()
     for name, module in list(sys.modules.items()):

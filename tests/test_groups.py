@@ -44,23 +44,15 @@ def test_third(shared, name):
 TOGETHER = (("a", "b, c", "d", "e"), ("1", "2@3", "4", "5"))
 
 
-def test_a_group_stays_with_one_worker_and_so_do_a_functions_parametrisations(tmp_path: Path) -> None:
-    run(tmp_path, test_grouped=TESTS)
-    for names in TOGETHER:
-        workers = [(tmp_path / name).read_text() for name in names]
-        assert len(set(workers)) == 1, f"pytest-xdist takes groups apart: {workers}"
-
-
-def test_a_fixture_of_a_module_is_made_once(tmp_path: Path) -> None:
+def test_a_group_stays_with_one_worker_and_a_fixture_of_a_module_is_made_once(tmp_path: Path) -> None:
     """Whatever other modules' tests are dealt, and though the slow ones come first."""
-    run(tmp_path, test_grouped=TESTS, test_shared=SHARED)
-    assert sorted((tmp_path / "made").read_text()) == ["v", "w"]
-
-
-def run(folder: Path, **files: str) -> None:
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
+    for name, text in {"test_grouped": TESTS, "test_shared": SHARED}.items():
+        (tmp_path / f"{name}.py").write_text(text)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), environment["PYTHONPATH"]))
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider"]
-    subprocess.run([*command, "-p", "conftest"], cwd=folder, env=environment, check=True, capture_output=True)
+    subprocess.run([*command, "-p", "conftest"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    for names in TOGETHER:
+        workers = [(tmp_path / name).read_text() for name in names]
+        assert len(set(workers)) == 1, f"pytest-xdist takes groups apart: {workers}"
+    assert sorted((tmp_path / "made").read_text()) == ["v", "w"]

@@ -1,6 +1,5 @@
 """The quickened interpreter is in force, computes what Triton's own does, and leaves triton.language as it found it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,17 +45,6 @@ def test_a_launch_leaves_the_language_as_it_was(broken: bool) -> None:
             four_times(broken=True)
     assert torch.equal(four_times(), 4.0 * torch.arange(32))
     assert language() == before
-
-
-def test_device_functions_patch_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls a program: the launch alone does. Where another release goes another way, see interpreter.py."""
-    calls: list[Any] = []
-    right: Callable[..., Any] = interpreter._patch_builtin
-    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *given: (calls.append(given), right(*given))[1])
-    four_times()
-    of_a_launch = len(calls)
-    four_times_kernel[(8,)](torch.zeros(128, dtype=torch.bfloat16), torch.empty(128), 16, False)
-    assert len(calls) == 2 * of_a_launch > 0
 
 
 FORMATS = [tl.float8e5, tl.float8e4nv, tl.float16, tl.bfloat16, tl.float32]

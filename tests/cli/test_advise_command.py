@@ -15,6 +15,7 @@ from te_bench.experiments import environment, host, runner
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import Store, load
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 TINY = ("advise", "--model", "tiny", "--device", "cpu")
 
 

@@ -161,7 +161,7 @@ def test_a_trial_that_may_be_slower_goes_before_the_others(gate, repository, tmp
     assert [trial["pairs"] for trial in trials] == [8, 8]
 
 
-@pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [3, 5]), (("--exitfirst",), [3, 5])])
+@pytest.mark.parametrize(("arguments", "pairs"), [((), [7, 5]), (("-x",), [3, 5])])
 def test_exitfirst_ends_with_the_first_regression(gate, repository, tmp_path, monkeypatch, arguments, pairs):
     monkeypatch.setattr(revisions, "LOOKS", (5, 7))
     judge_as(monkeypatch, {"a": 1.02, "b": 1.5})

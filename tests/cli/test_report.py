@@ -10,6 +10,8 @@ from te_bench.experiments import environment, plan
 from te_bench.experiments.spec import Options
 from te_bench.experiments.store import JOURNAL
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

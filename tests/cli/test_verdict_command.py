@@ -116,16 +116,6 @@ def test_curves_whose_gap_still_opens_and_a_baseline_that_overfits_carry_no_verd
     assert (done.code, "the baseline overfits: its loss ends" in done.out) == (3, True), done.err
 
 
-def test_a_candidate_that_broke_is_diverged_with_its_seeds(judged) -> None:
-    a, b = (f"seed,loss\n1,3.1\n2,3.2\n7,{last}\n" for last in (3.3, "nan"))
-    for more in ([], ["--paired"]):
-        done = judged(a, b, *more)
-        assert done.code == 1, done.err
-        assert done.out.startswith("DIVERGED: 1 of 3 runs, seed 7: the final loss is nan")
-    done = judged(b, a)
-    assert (done.code, "the baseline itself broke" in done.err) == (2, True)
-
-
 def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(judged) -> None:
     done = judged("3.280\n3.281\n3.279\n3.282\n", "3.280\n3.281\n1e30\n3.282\n", "--paired")
     assert (done.code, done.err) == (3, "")
@@ -149,17 +139,14 @@ def test_final_losses_alone_say_what_they_cannot_tell(judged) -> None:
         ("--baseline a.csv --candidate b.csv", "--margin: state the largest gap"),
         ("--baseline a.csv --candidate b.csv --margin 0", "margin 0.0"),
         ("--baseline a.csv --candidate b.csv --margin 0.003 --alpha 0.7", "alpha 0.7"),
-        ("--baseline one.csv --candidate b.csv --margin 0.003", "one.csv"),
         ("--baseline nan.csv --candidate b.csv --margin 0.003", "nan.csv: the baseline itself broke, row 2"),
-        ("--baseline a.csv --candidate ./a.csv --margin 0.003", "hold the same file"),
-        ("--baseline a.csv --candidate long.csv --margin 0.003 --paired", "cannot be paired"),
         ("--baseline none.csv --candidate b.csv --margin 0.003", "none.csv"),
         ("run --baseline a.csv --candidate b.csv", "not both"),
         ("empty", "journal.jsonl"),
     ],
 )
 def test_bad_input_is_told(command: Command, tmp_path: Path, arguments: str, message: str) -> None:
-    for name, losses in {"a": "1 2 3", "b": "1 2 4", "one": "1", "nan": "1 nan 2", "long": "1 2 3 4"}.items():
+    for name, losses in {"a": "1 2 3", "b": "1 2 4", "nan": "1 nan 2"}.items():
         (tmp_path / f"{name}.csv").write_text(losses.replace(" ", "\n") + "\n")
     (tmp_path / "empty").mkdir()
     done = command("verdict", *arguments.split())

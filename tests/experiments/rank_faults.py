@@ -255,8 +255,7 @@ def replies() -> dict[str, Any]:
     compute |= {f"other experts, {since=}": of_ranks(in_a_trial(other_experts(since))) for since in (0, 1)}
     compute |= {
         f"other {what}, {mode=}": of_ranks(in_a_trial(other_batches(mode, what)))
-        for mode in ("ddp", "tp")
-        for what in ("shapes", "contents")
+        for mode, what in (("ddp", "contents"), ("tp", "shapes"))
     }
     compute |= {f"not a number, {check=}": of_ranks(not_a_number, check) for check in (True, False)}
     found = {name: ask() for name, ask in compute.items()}

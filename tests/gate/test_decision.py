@@ -220,7 +220,7 @@ def live(logs: np.ndarray, most: int):
 def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations: int = 2000) -> gates_at_once.Gates:
     """Gates with time for a share of the pairs that all trials could have.
 
-    `decide` agrees on the first 10, and on the first 30 of those that tell something: an error rate is of these.
+    `decide` agrees on the first 5, and on the first 15 of those that tell something: an error rate is of these.
     """
     rng = np.random.default_rng(13)
     shape = (simulations, len(slower), LOOKS[-1])
@@ -229,8 +229,8 @@ def simulated(kind: str, slower: list[float], *, share: float = 1.0, simulations
         noise = np.where(rng.random(shape) < 0.05, 10 * noise, noise)
     logs, most = 0.015 * noise + np.log1p(slower)[:, None], int(share * len(slower) * LOOKS[-1])
     found = gates_at_once.live(logs, most, looks=LOOKS)
-    telling = np.flatnonzero((found.verdicts != GateVerdict.INCONCLUSIVE).any(1))[:30]
-    for one in {*range(10), *telling.tolist()}:
+    telling = np.flatnonzero((found.verdicts != GateVerdict.INCONCLUSIVE).any(1))[:15]
+    for one in {*range(5), *telling.tolist()}:
         decision, run = live(logs[one], most)
         expected = list(found.verdicts[one]), found.pairs[one]
         assert ([judgement.verdict for judgement in decision.judgements.values()], run) == expected

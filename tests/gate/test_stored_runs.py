@@ -106,15 +106,6 @@ def test_what_slows_some_calls_only_is_no_pass(tmp_path: Path, share: float, dev
     assert found(0.0).exit_code == 0
 
 
-def test_too_few_pairs_are_undecided_and_say_how_many_would_do(tmp_path: Path) -> None:
-    found = gate(tmp_path, steps("baseline", seeds=range(2)), steps("candidate", seeds=range(2)))
-    [one] = found.decision.trials.values()
-    assert (found.exit_code, one.verdict) == (3, GateVerdict.INCONCLUSIVE)
-    assert one.needed >= 3
-    one = gate(tmp_path / "1", steps("baseline", seeds=[0]), steps("candidate", seeds=[0]))
-    assert one.exit_code == 3
-
-
 def test_pairs_in_which_a_gpu_throttled_are_set_aside(tmp_path: Path) -> None:
     candidate = changed(steps("candidate"), 3, device_state={"throttle_reasons": 0x40})
     candidate = changed(candidate, 4, device_state={"throttle_reasons": 0x4 | 0x1})  # at its power cap, as always

@@ -124,13 +124,6 @@ def test_it_is_launched_on_the_tensors_device_whichever_is_the_current_one(kerne
     assert kernel.devices.current == 0
 
 
-def test_on_a_cpu_nothing_is_kept(kernel: Kernel) -> None:
-    for _ in range(2):
-        _launch.launch(kernel, 1, (), -1, (torch.ones(4), 7, None), CONSTANTS)
-    assert len(kernel.compiled) == 2
-    assert not _launch._compiled
-
-
 def test_lengths_that_never_repeat_do_not_fill_the_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launch, "KEPT", 3)
     for m in range(10):

@@ -34,7 +34,6 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.zoo.gpt import GPT
 from te_bench.training import checkpoints, resume
-from te_bench.training import optimizer as table_adamw
 from te_bench.training.evaluation import evaluate
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.parallel import Parallel
@@ -121,8 +120,8 @@ def plain_and_spread(precision: str, recipe: str, accumulate: int) -> tuple[list
     ("precision", "recipe", "head", "accumulate"),
     [
         # Without a head of their own fp32 and bf16 are the plain steps bit for bit, see above.
-        *itertools.product(("fp32", "bf16"), (CURRENT,), ("chunked", "fp8"), (1,)),
-        *itertools.product(("fp8",), (CURRENT, DELAYED), (None, "chunked", "fp8"), (1,)),
+        *(("fp32", CURRENT, "chunked", 1), ("bf16", CURRENT, "fp8", 1)),
+        *itertools.product(("fp8",), (CURRENT, DELAYED), (None, "fp8"), (1,)),
         # Micro-batches, with each kind of copies: of bf16, and of FP8.
         *(("bf16", CURRENT, "chunked", 4), ("fp8", DELAYED, "chunked", 4)),
     ],
@@ -535,10 +534,6 @@ def test_gradients_that_somebody_dropped_are_put_back() -> None:
     for k in range(3):
         assert step(*a_batch(k)).item() == other(*a_batch(k)).item()
         step.model.zero_grad(set_to_none=True)
-
-
-def test_eps_is_torchs() -> None:
-    assert torch.optim.AdamW([torch.zeros(1)]).defaults["eps"] == table_adamw.EPS
 
 
 # Weights that others than their own Linear read, and heads that are no longer tied

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from weight_logits import VOCAB, assert_same, configure, logits, rewrite, tokens
 
@@ -206,13 +206,18 @@ def test_transformers_reads_shards_and_we_read_its_own(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_index_that_names_what_is_not_there_or_is_none_is_told(tmp_path: Path) -> None:
     weights.save(a_model(), tmp_path, shard_bytes=40_000)
-    sorted(tmp_path.glob("model-*"))[1].unlink()
-    with pytest.raises(
-        ValueError, match=r"has no model-00002-of-\d+\.safetensors, which .*index\.json names: fetch the"
+    index = tmp_path / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    for content, said in (
+        ({"weight_map": {**where, K: "../elsewhere.safetensors"}}, "not safetensors beside it"),
+        ({"weight_map": {**where, K: "there-is-none.safetensors"}}, "has no there-is-none.* names: fetch the"),
+        ([], "not an index"),
     ):
-        weights.load(tmp_path)
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=said):
+            weights.load(tmp_path)
 
 
 def test_tied_tables_may_hold_nan(tmp_path: Path) -> None:
@@ -335,28 +340,6 @@ def test_keys_as_openai_published_them(gpt2: Path) -> None:
 
     rewrite(gpt2, published)
     assert torch.equal(logits(weights.load(gpt2, attention="manual").eval()), expected)
-
-
-def test_several_files_under_an_index(gpt2: Path) -> None:
-    expected = logits(weights.load(gpt2, attention="manual").eval())
-    tensors = load_file(gpt2 / "model.safetensors")
-    names = sorted(tensors)
-    where = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
-    for file in set(where.values()):
-        save_file({name: tensors[name].clone() for name in names if where[name] == file}, gpt2 / file)
-    (gpt2 / "model.safetensors").unlink()
-    index = gpt2 / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": where}))
-    assert torch.equal(logits(weights.load(gpt2, attention="manual").eval()), expected)
-    index.write_text(json.dumps({"weight_map": {**where, names[0]: "../elsewhere.safetensors"}}))
-    with pytest.raises(ValueError, match="not safetensors beside it"):
-        weights.load(gpt2)
-    index.write_text(json.dumps({"weight_map": {**where, names[0]: "there-is-none.safetensors"}}))
-    with pytest.raises(ValueError, match="there-is-none"):
-        weights.load(gpt2)
-    index.write_text("[]")
-    with pytest.raises(ValueError, match="not an index"):
-        weights.load(gpt2)
 
 
 def test_a_pickle_is_never_opened(gpt2: Path) -> None:

@@ -93,13 +93,13 @@ def bert(folder: Path, layers: int, hidden: int, seed: int = 0, **problem: Any) 
 def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_in_float32(tmp_path, monkeypatch):
     """The gradient of a key's bias is 0 but for rounding, of which each attention leaves its own."""
     ratios: list[float] = []
-    for seed in (4, 5, 6):
+    for seed in (4, 5):
         trial = replace(bert(tmp_path, layers=2, hidden=64, seed=seed, batch=2, block=64), precision="fp32")
         _, check = adopted_step.begin(trial, *train_step.random_batches(trial)[0])
         ratios += [
             q["error"] / q["limit"] for q in check["quantities"] if q["name"].endswith("key.bias, rounding alone")
         ]
-    assert len(ratios) == 3 * 2
+    assert len(ratios) == 2 * 2
     assert 0.1 < max(ratios) < 0.8
     made = trial_model.step_of
 

@@ -78,8 +78,8 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("plain_heads", "unchecked")
 @pytest.mark.parametrize(
     "problem",
-    [{}, {"dropout": 0.2}, {"accumulate": 2}, FUSED, {**FUSED, "accumulate": 2}, {"optimizer": "reference"}],
-    ids=["modules", "dropout", "micro-batches", "fused", "fused, micro-batches", "table"],
+    [{}, {"dropout": 0.2, "accumulate": 2}, {**FUSED, "accumulate": 2}, {"optimizer": "reference"}],
+    ids=["modules", "dropout, micro-batches", "fused, micro-batches", "table"],
 )
 def test_a_control_that_branches_ends_where_one_that_does_not_ends(arm: Any, context: Context, problem: Any) -> None:
     """Bit for bit, whether it trained the trunk itself or found it: weights, moments, rate, batches and masks go on."""

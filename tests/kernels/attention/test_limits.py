@@ -92,8 +92,3 @@ def test_a_pinned_kernel_never_falls_back(name: str) -> None:
     assert attention.load(name).unsupported(problem)
     with pytest.raises(RuntimeError):
         run(attention.load(name), problem, draw(problem))
-
-
-def test_unknown_backend_names_its_neighbours() -> None:
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flush'\. Did you mean flash( or flash4)?\?"):
-        attention.load("flush")

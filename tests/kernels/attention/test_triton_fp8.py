@@ -64,21 +64,17 @@ def assert_as_good(tensors: list[Tensor], causal: bool, made: list[Tensor]) -> N
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SIZES)
-def test_what_fp8_leaves_is_computed_as_well_as_by_definition(name: str, dtype: torch.dtype, device: str) -> None:
-    if device == "cuda" and dtype is torch.float32:
-        pytest.skip("bf16 and fp16 on a GPU")
+def test_what_fp8_leaves_is_computed_as_well_as_by_definition(name: str, device: str) -> None:
+    """In float32 on a CPU, where bf16 goes the same way but for its rounding, which test_whatever_the_tiles has."""
     sizes = SIZES[name]
-    problem = a_problem((sizes[0], sizes[1], sizes[3], sizes[5]), "fp32" if dtype is torch.float32 else "bf16", device)
-    supported("triton_fp8", problem)
-    tensors = drawn(sizes, device, dtype)
+    supported("triton_fp8", a_problem((sizes[0], sizes[1], sizes[3], sizes[5]), "bf16", device))
+    tensors = drawn(sizes, device)
     assert_as_good(tensors, sizes[7], run(tensors, sizes[7]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("keys", [1, 15, 128, 200])
-@pytest.mark.parametrize("width", [16, 64, 80])
+@pytest.mark.parametrize(("width", "keys"), [(16, 15), (64, 1), (64, 128), (80, 200)])
 def test_the_quantiser_casts_heads_as_the_definition(width: int, keys: int, device: str) -> None:
     """Bit for bit, padding included; transposed, each key is where the weights' product takes it from."""
     wide = drawn((2, 3, 3, keys, 5, width, 8, False), device)[0].transpose(1, 2).contiguous()
@@ -206,8 +202,11 @@ def test_views_of_shared_heads_give_what_copies_give(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tile", [Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(64, 128, 4, 2)], ids=str)
-@pytest.mark.parametrize("halves", [1, 2])
+@pytest.mark.parametrize(
+    ("tile", "halves"),
+    [(Tile(64, 64, 4, 2), 2), (Tile(128, 64, 8, 2), 1), (Tile(128, 64, 8, 2), 2), (Tile(64, 128, 4, 2), 1)],
+    ids=str,
+)
 def test_whatever_the_tiles(tile: Tile, halves: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tile._replace(halves=halves)
     monkeypatch.setattr(fp8_forward, "FORWARD", {width: plan for width in (32, 64, 128)})

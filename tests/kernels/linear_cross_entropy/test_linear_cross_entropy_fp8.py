@@ -75,8 +75,14 @@ def test_is_float64_of_what_fp8_keeps_at_size(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True), (False, False)], ids=str)
-@pytest.mark.parametrize(("height", "middle"), [(300, 144), (300, 143), (299, 144)], ids=str)
+@pytest.mark.parametrize(
+    ("height", "middle", "layouts"),
+    [
+        *((300, 144, layouts) for layouts in ((True, True), (True, False), (False, True), (False, False))),
+        *((height, middle, (True, True)) for height, middle in ((300, 143), (299, 144))),
+    ],
+    ids=str,
+)
 def test_both_layouts_of_the_gradient(height, middle, layouts, place, monkeypatch):
     """Two strips into one chunk; every code is the formula's or, one in a thousand, beside it. Odd strips too."""
     device, vocab, padded = prepare(place, monkeypatch), 130, 150

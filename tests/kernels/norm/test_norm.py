@@ -1,6 +1,7 @@
 """Norms by the rule error <= 2 x torch's at the same dtype + floor against float64; quantised ones code by code."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from te_bench.kernels.quantize import Quantized
 
 EPS = 1e-5
 SHAPES = [(1, 7), (33, 100), (5, 768), (130, 4096)]
+EACH = [*itertools.product(norm.KINDS, (False, True))]  # True: of a residual stream, with 1 + weight
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 REFERENCE = norm.load("reference")
 
@@ -113,10 +115,14 @@ def assert_quantizes_right(backend: Backend, case: Case, dtype: torch.dtype, **l
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rich", [False, True], ids=["plain", "residual, 1 + weight"])
-@pytest.mark.parametrize("kind", norm.KINDS)
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [*((shape, "bf16") for shape in SHAPES), ((33, 100), "fp32"), ((33, 100), "fp16")], ids=str
+    ("shape", "dtype", "kind", "rich"),
+    [
+        *((shape, "bf16", *each) for shape in SHAPES[:3] for each in EACH),
+        *((SHAPES[1], dtype, *each) for dtype in ("fp32", "fp16") for each in EACH),
+        *((SHAPES[3], "bf16", *each) for each in EACH[1:3]),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("name", norm.names())
 def test_contract(name: str, shape: tuple[int, int], dtype: str, kind: str, rich: bool, device: str) -> None:
@@ -132,8 +138,11 @@ def test_contract_at_size(name: str, shape: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES[:3], (70, 300)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [*itertools.product(SHAPES[:2], norm.KINDS), (SHAPES[2], "layernorm"), ((70, 300), "rmsnorm")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", norm.names())
 def test_quantized_is_the_reference(name: str, shape: tuple[int, int], kind: str, device: str) -> None:
     backend = supported(name, shape[1], device, quantized=True)

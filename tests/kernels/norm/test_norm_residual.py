@@ -1,6 +1,7 @@
 """Norms in a residual stream, in one kernel: the reference's rounding and casts, bit for bit where sums allow it."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,12 @@ from te_bench.kernels.quantize.backends import triton as quantizer
 
 EPS = 1e-5
 SHAPES = [(1, 7), (33, 100), (70, 300)]  # of odd height; whole tiles and parts of them
+#: With a branch, a bias, a residual and 1 + weight, or without; of several tiles one of each.
+CASES = [
+    *itertools.product(SHAPES[:2], norm.KINDS, (False, True)),
+    (SHAPES[2], "layernorm", True),
+    (SHAPES[2], "rmsnorm", False),
+]
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
 REFERENCE = reference.RESIDUAL
 
@@ -128,9 +135,7 @@ def assert_alike(made: Made, exact: Made, case: Case) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [None, E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("rich", [False, True], ids=["plain", "branch, bias, residual, 1 + weight"])
-@pytest.mark.parametrize("kind", norm.KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "kind", "rich"), CASES)
 def test_triton_is_the_reference(shape, kind, rich, dtype, device):
     case = draw(shape, kind, rich, device)
     assert_alike(run(residual("triton", device), case, dtype), run(REFERENCE, case, dtype), case)
@@ -138,10 +143,7 @@ def test_triton_is_the_reference(shape, kind, rich, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-@pytest.mark.parametrize("rich", [False, True], ids=["plain", "branch, bias, residual, 1 + weight"])
-@pytest.mark.parametrize(
-    ("shape", "kind"), [*((shape, "layernorm") for shape in SHAPES), (SHAPES[-1], "rmsnorm")], ids=str
-)
+@pytest.mark.parametrize(("shape", "kind", "rich"), CASES)
 def test_wide_rows_by_two_kernels_are_the_reference(shape, kind, rich, dtype, device, monkeypatch):
     assert max(n for _, n in SHAPES) < residual_forward.WIDE
     monkeypatch.setattr(residual_forward, "WIDE", 1)
@@ -314,8 +316,7 @@ def test_operators(kind: str, target: torch.dtype | None, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rich", [False, True], ids=["plain", "rich"])
-@pytest.mark.parametrize("dtype", [None, E4M3], ids=str)
+@pytest.mark.parametrize(("dtype", "rich"), [(None, False), (E4M3, True)], ids=["rounded, plain", "FP8, rich"])
 def test_compiles_without_graph_breaks(dtype: torch.dtype | None, rich: bool, device: str) -> None:
     ours, case = residual("triton", device), draw((17, 32), rich=rich, device=device)
     names = [field.name for field in dataclasses.fields(Residual)]
@@ -357,8 +358,7 @@ def test_bandwidth() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("n", [96, 2048, 2100])
+@pytest.mark.parametrize(("n", "kind"), [(96, "layernorm"), (96, "rmsnorm"), (2048, "rmsnorm"), (2100, "layernorm")])
 def test_columns_are_made_again_by_the_statistics(n: int, kind: str, device: str) -> None:
     """Bit for bit, of narrow rows by one kernel and of wide ones by its second alone."""
     generator = torch.Generator().manual_seed(n)

@@ -114,10 +114,12 @@ def shake(model: nn.Module) -> None:
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2000 + number))
 
 
-@pytest.mark.parametrize("config", KINDS.values(), ids=list(KINDS))
-@pytest.mark.parametrize(("precision", "recipe", "tolerance"), CASES)
-def test_gradients_and_losses_are_those_of_the_modules(precision, recipe, tolerance, config):
-    plain, fused = (a_step(blocks, precision, recipe, **config) for blocks in BOTH)
+@pytest.mark.parametrize(
+    ("kind", "precision", "recipe", "tolerance"),
+    [(kind, *case) for i, kind in enumerate(KINDS) for j, case in enumerate(CASES) if j < 3 or (i + j) % 2 == 0],
+)
+def test_gradients_and_losses_are_those_of_the_modules(kind, precision, recipe, tolerance):
+    plain, fused = (a_step(blocks, precision, recipe, **KINDS[kind]) for blocks in BOTH)
     for step in (plain, fused):
         shake(step.model)
     for _ in range(4 if recipe == DELAYED else 1):

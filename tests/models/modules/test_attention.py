@@ -301,9 +301,6 @@ def test_it_compiles_without_breaks() -> None:
     [
         ({"num_gqa_groups": 3}, "num_gqa_groups=3"),
         ({"num_attention_heads": 5}, "hidden_size=32 is not a multiple of 5 heads"),
-        ({"qkv_format": "hdt"}, "hdt"),
-        ({"attention_type": "crossed"}, "crossed"),
-        ({"attn_mask_type": "casual"}, "casual"),
         ({"qk_norm_type": "BatchNorm"}, "BatchNorm"),
         ({"normalization": "BatchNorm", "input_layernorm": True}, "BatchNorm"),
     ],

@@ -68,8 +68,7 @@ def a_step(asked: Recipe, blocks: str | None = None, **options: Any) -> TrainSte
     return TrainStep(model, Optim(**options), precision="fp8", mode="eager")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("blocks", [None, "fused"])
+@pytest.mark.parametrize(("blocks", "kind"), zip((None, "fused"), KINDS, strict=True))
 def test_a_step_of_a_gpt_differs_in_its_linears_weight_gradients_alone(blocks: str | None, kind: Any) -> None:
     tokens = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(0))
     (base_loss, base), (loss, ours) = (

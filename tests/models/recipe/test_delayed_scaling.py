@@ -261,15 +261,6 @@ def test_only_the_outermost_autocast_takes_a_step() -> None:
     assert past(layer, "input") == [8.0, 0.0]
 
 
-def test_a_step_of_another_module_moves_nothing() -> None:
-    layer, other = make(), make()
-    step(layer)
-    for _ in range(5):
-        step(other, 64.0)
-    assert scales(layer)["input"] == 112.0
-    assert past(layer, "input") == [4.0, 0.0]
-
-
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many states each region stepped, but for those of other tests' compiled code, which every region steps."""
@@ -290,10 +281,12 @@ def test_a_region_moves_only_what_it_used(shared: list[int]) -> None:
     """The gradients of another model wait for its own next region; evaluations and a failed region use nothing."""
     layer, other = make(), make()
     step(layer).sum().backward()
-    step(other)
+    step(other, 64.0)
     assert scales(layer)["grad_output"] == 1.0
+    assert (scales(layer)["input"], past(layer, "input")) == (112.0, [4.0, 0.0])
     with pytest.raises(ValueError, match="last dimension"), te.autocast(recipe=recipe.DelayedScaling()):
         other(layer(torch.ones(4, 24)))
+    assert not te.is_fp8_enabled()
     with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=3)):
         with torch.no_grad():
             other(torch.full((4, 24), 1.0))
@@ -355,14 +348,6 @@ def test_replays_of_a_cuda_graph_step_what_was_captured(monkeypatch: pytest.Monk
     assert scales(layer)["input"] == 56.0
 
 
-def test_an_exception_takes_no_step() -> None:
-    layer = make()
-    with pytest.raises(ValueError, match="last dimension"), te.autocast(recipe=recipe.DelayedScaling()):
-        layer(layer(torch.full((4, 24), 2.0)))  # the first is computed, the second is (4, 16)
-    assert scales(layer)["input"] == 1.0
-    assert not te.is_fp8_enabled()
-
-
 def test_calibration_gathers_amaxes_and_computes_in_high_precision() -> None:
     layer, x = make(), torch.full((4, 24), 3.3)
     with te.autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
@@ -376,8 +361,6 @@ def test_the_state_holds_on_to_no_graph() -> None:
     layer = make()
     step(layer).sum().backward()
     assert layer.state_dict(keep_vars=True)["fp8_amax_history_fwd"].grad_fn is None
-    state = layer._state
-    assert not any(t.requires_grad for t in state.tensors().values())
 
 
 # ---- micro-batches

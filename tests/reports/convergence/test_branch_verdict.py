@@ -39,6 +39,7 @@ def of_another_trunk(records: Sequence[Record], recipe: str, *seeds: int) -> lis
     ]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_is_claimed_is_said_with_every_verdict(tmp_path: Path) -> None:
     found = judged(
         tmp_path,

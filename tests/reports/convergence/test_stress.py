@@ -157,6 +157,7 @@ def test_runs_broke_of_as_many_as_were_held_to_a_limit(tmp_path: Path) -> None:
     assert table.rows[0][-1].text.endswith(" (4/4)")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_ladder_of_runs_that_all_diverged_has_no_figure(tmp_path: Path) -> None:
     [result] = load_report([run(tmp_path / "run", {"control": [1] * 3, "delayed_scaling": [1] * 3})]).groups
     assert "stress" not in {one.name for one in figures_of(result, "")}

@@ -393,6 +393,7 @@ def test_step_times_are_compared_within_a_host_and_losses_over_all(tmp_path, her
         assert cell(run, name, "delayed scaling", column).endswith("] (2 of 5 pairs share a host)")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_pairs_of_which_none_shares_a_host_are_said_to_be(tmp_path: Path) -> None:
     run = on_hosts(tmp_path, HOST, {**HOST, "driver": "580.2"}, first=0)
     found = judge_study(study_at(run)).recipes[0]
@@ -409,6 +410,7 @@ def cell(run: Path, table: str, name: str, title: str) -> str:
     return next(row[place].text for row in found.rows if row[0].text == name)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
     assert found.recipes[0].judgement.comparison is not None

@@ -248,6 +248,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         assert "<script>alert" not in file.read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_large_family_is_drawn_in_parts(tmp_path: Path) -> None:
     for configurations, parts in ((PANELS, ["history-1"]), (PANELS + 1, ["history-1", "history-2"])):
         trials = [journals.trial(note=number) for number in range(configurations)]

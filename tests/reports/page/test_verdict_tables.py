@@ -104,6 +104,7 @@ def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
     assert headlines(load_report([directory]))[0].startswith("No verdict: ")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_begins_with_the_verdict_and_shows_its_figures(run: Path, tmp_path: Path) -> None:
     page = render.write_report([run], tmp_path / "report").read_text()
     heading = re.search(r'<p class="lead">(.*?)</p>', page, re.DOTALL)
@@ -126,6 +127,7 @@ def in_fewer_bits(records: list[Record], recipe: str, states: str, keep: str | N
     return changed
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_weights_and_states_are_judged_against_float32_by_name(tmp_path: Path) -> None:
     records = in_fewer_bits(study_records(sd=0.0002, device="cpu"), "delayed_scaling", "bf16")
     of_one = [r for r in records if r.trial.recipe != "rowwise_scaling"]
