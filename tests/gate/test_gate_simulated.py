@@ -1,4 +1,4 @@
-"""The gate's error rates where few calls are slow, the table of docs/gate-statistics.md, and where pairs resemble earlier ones.
+"""The gate's error rates where few calls are slow, the table of docs/gate-statistics.md; and where pairs are autocorrelated.
 
 `python tests/gate/test_gate_simulated.py` prints both tables, from 4,000 gates a line. The second: how often trials at the
 margin are claimed to be slower, or not to be, whichever is more, in %; alpha is 5 %. Pairs are an autoregression. Each cell
