@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import shlex
 import sys
 from collections import Counter
@@ -67,17 +68,19 @@ def run(
     fresh: Fresh = False,
 ) -> None:
     """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
-    from te_bench.experiments import environment, host, on_ray
+    from te_bench.experiments import environment, host, on_ray, runner
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
     from te_bench.experiments.problems import world_of
-    from te_bench.experiments.store import own
+    from te_bench.experiments.store import own, written
 
     check_on(on, ray_address, gpus)
     limit = None if within is None else planned.Limit(within)
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
+    if on is None and (fresh or not written(directory)):  # else perhaps no trial is to be run
+        runner.start_fork_server(on_cpu=asked.device == "cpu")
     with contextlib.ExitStack() as opened:
         in_cluster = opened.enter_context(on_ray.connected(ray_address, warn)) if on is not None else None
         experiment, forecast, refused = planned.resolve_with_seeds(
@@ -108,6 +111,7 @@ def run(
             )
             cluster = find_hosts(wanted)
             machine, slots = cluster.machine, cluster.places
+        importlib.import_module("te_bench.reports.page.render")  # a second, while the fork server imports
         context = Context(cache=asked.cache, checkpoints=checkpoints, trunks=trunks_of(directory, machine["id"]))
         if limit is not None:
             limit.known = dict(forecast.trial_s) if forecast else {}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from multiprocessing import forkserver
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,9 +43,15 @@ RUNNER, PRELOADED = "TE_BENCH_RUNNER", "TE_BENCH_PRELOADED"
 TRIAL = "te_bench.experiments.trial"
 #: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU).
 PROFILER: tuple[str, ...] = ("torch._inductor",)
-#: With the models come all kernels: 0.4 s of every child on a CPU. For a GPU they are left to the
-#: children: no CUDA must be touched before the fork. So are workloads: those that a main module plants come first there.
-MODELS: tuple[str, ...] = ("te_bench.models.zoo.gpt",)
+#: What every step on a CPU imports: models with all kernels, its check, and the backends that a plain step chooses from,
+#: half a second of every child. For a GPU they are left to the children: no CUDA must be touched before the fork. So are
+#: workloads: those that a main module plants come first there.
+MODELS: tuple[str, ...] = (
+    "te_bench.models.zoo.gpt",
+    "te_bench.experiments.checks.training_step",
+    "te_bench.kernels.adamw.backends.triton",
+    "te_bench.kernels.linear_cross_entropy.backends.fp8",
+)
 MOST_AT_ONCE = 8  # trials on a CPU: each is 0.4 GB resident, with what it shares with the fork server
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
@@ -205,8 +212,7 @@ class Supervisor:
     @functools.cached_property
     def _server(self) -> Any:
         own(self._logs).mkdir(exist_ok=True)
-        _remove_scratch()
-        return _fork_server(on_cpu=self._on_cpu)
+        return start_fork_server(on_cpu=self._on_cpu)
 
     @property
     def busy(self) -> bool:
@@ -229,14 +235,19 @@ class Supervisor:
             job.call.kill()
 
 
-def _fork_server(*, on_cpu: bool) -> Any:
-    """multiprocessing's context whose processes fork from a server, which starts with the first of them."""
+def start_fork_server(*, on_cpu: bool) -> Any:
+    """multiprocessing's context whose processes fork from a server, which begins to import where it has not.
+
+    It imports for seconds, beside what the caller does meanwhile. on_cpu: whether no trial wants a GPU.
+    """
+    _remove_scratch()
     # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ[RUNNER] = str(os.getpid())
     os.environ[PRELOADED] = " ".join([TRIAL, *PROFILER, *(MODELS if on_cpu else ())])
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["__main__", PRELOAD])
+    forkserver.ensure_running()
     return server
 
 

@@ -14,8 +14,8 @@ when time is up, only loses rejections. Which trial gets the next pair may depen
 trial's own pairs, and one that is never reached claims nothing.
 
 It is a pure function of the ratios, so the gate calls it again with every round of pairs. A trial's interval is as wide as
-the autocorrelation of all pairs so far asks for, so a claim may come or go with the pairs of another trial. docs/gate.md and
-tests/gate/test_gate_simulated.py have the simulated error rates.
+the autocorrelation of all pairs so far asks for, so a claim may come or go with the pairs of another trial.
+docs/gate-statistics.md and tests/gate/test_gate_simulated.py have the simulated error rates.
 """
 
 import math

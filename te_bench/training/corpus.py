@@ -211,11 +211,14 @@ def _read_library(root: Path) -> Iterator[str]:
     The few that are not UTF-8 (Python's own tests of source encodings) are skipped: they would be mojibake, and
     decoding them by their coding line would train on text that no other data set can hold byte for byte.
     """
-    files = {path.relative_to(root): path for path in root.rglob("*.py") if path.is_file()}
-    for relative in sorted(files, key=Path.as_posix):
-        if not _FOREIGN.intersection(relative.parts):
-            with contextlib.suppress(UnicodeDecodeError):
-                yield files[relative].read_bytes().decode()
+    files = dict[str, Path]()
+    for folder, below, names in os.walk(root):
+        below[:] = (name for name in below if name not in _FOREIGN)  # packages have ten times as many files
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        files |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
+    for relative in sorted(files):
+        with contextlib.suppress(UnicodeDecodeError):
+            yield files[relative].read_bytes().decode()
 
 
 def _split_name(data: str) -> list[str]:

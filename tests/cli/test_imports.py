@@ -116,3 +116,25 @@ def test_reporting_and_listing_never_import_torch(poisoned: dict[str, str], tmp_
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **poisoned})
     called([*(["list", kind] for kind in look.KINDS), ["report", str(tmp_path / "run")]], poisoned)
     assert list((tmp_path / "run").rglob("index.html"))
+
+
+REPORTING = """
+import sys
+import numpy
+
+def leggauss(order):
+    raise AssertionError("takes seconds on a busy machine")
+
+numpy.polynomial.legendre.leggauss = leggauss
+import te_bench.reports.page.render
+print([name for name in ("scipy.optimize", "scipy.stats", "torch") if name in sys.modules])
+"""
+
+
+def test_a_report_prepares_nothing_that_only_some_reports_show() -> None:
+    assert subprocess.check_output([sys.executable, "-c", REPORTING], text=True) == "[]\n"
+
+
+def test_a_trial_imports_no_scipy() -> None:
+    code = "import sys, te_bench.experiments.trial, te_bench.experiments.workloads.train_step; print('scipy' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -370,6 +370,56 @@ def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Pa
         assert run.gone(), run.family()
 
 
+IMPORTED = """
+import pathlib
+import sys
+
+class Imported:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "te_bench.experiments.trial":
+            pathlib.Path({mark!r}).touch()
+
+sys.meta_path.insert(0, Imported)
+"""
+
+PATIENT = """
+import pathlib
+import sys
+import time
+
+sys.path.append({planted!r})
+import te_bench_planted
+from te_bench.experiments import plan
+
+resolve = plan.resolve
+
+def resolve_later(*arguments, **options):
+    until = time.monotonic() + 20
+    while not pathlib.Path({mark!r}).exists():
+        assert time.monotonic() < until, "no fork server imports"
+        time.sleep(0.01)
+    return resolve(*arguments, **options)
+
+plan.resolve = resolve_later
+
+if __name__ == "__main__":
+    te_bench_planted.cli.main()
+"""
+
+
+def test_the_fork_server_imports_while_the_plan_is_made_and_not_for_a_run_that_is_there(tmp_path: Path) -> None:
+    mark, program = tmp_path / "imported", tmp_path / "patient.py"
+    (tmp_path / "sitecustomize.py").write_text(IMPORTED.format(mark=str(mark)))
+    program.write_text(PATIENT.format(mark=str(mark), planted=str(PLANTED.parent)))
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), IDLE["PYTHONPATH"]))}
+    done = te_bench(*NAPS, tmp_path / "out", main=program, env=env)
+    assert done.returncode == 0, done
+    mark.unlink()
+    assert te_bench(*NAPS, tmp_path / "out", main=PLANTED, env=env).returncode == 0
+    assert not mark.exists()
+
+
 def test_a_program_that_had_a_fork_server_before_runs_trials(tmp_path: Path) -> None:
     """It goes on serving, and has imported nothing for te-bench."""
     program = tmp_path / "program.py"

@@ -1,4 +1,4 @@
-"""The gate's error rates where few calls are slow, the table of docs/gate.md, and where pairs resemble the ones before.
+"""The gate's error rates where few calls are slow, the table of docs/gate-statistics.md; and where pairs are autocorrelated.
 
 `python tests/gate/test_gate_simulated.py` prints both tables, from 4,000 gates a line. The second: how often trials at the
 margin are claimed to be slower, or not to be, whichever is more, in %; alpha is 5 %. Pairs are an autoregression. Each cell
@@ -124,7 +124,7 @@ def test_nor_do_they_by_other_noise_and_other_numbers_of_pairs(kind: str, alike:
 
 
 def tables(gates: int = 4000) -> list[str]:
-    """The table of docs/gate.md and the one above, in Markdown."""
+    """The table of docs/gate-statistics.md and the one above, in Markdown."""
     lines = [
         f"| Slower on average | Slow calls | {' | '.join(CALLS)} |",
         f"|---:|---:|{'---:|' * len(CALLS)}",

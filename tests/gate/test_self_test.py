@@ -172,7 +172,7 @@ def test_a_process_counts_by_its_quiet_samples_on_a_cpu_and_by_its_median_on_a_g
 
 @pytest.mark.slow
 def test_the_published_pairs_are_judged_by_the_rule_of_a_gate_of_today() -> None:
-    """The numbers of docs/gate.md; the gates ended by an older rule, which found 110 and 104."""
+    """The numbers of docs/gate-statistics.md; the gates ended by an older rule, which found 110 and 104."""
     found: Counter[str] = Counter()
     for path in RESULTS.glob("*/self-test.jsonl"):
         for rate in self_test.stored(path.parent):

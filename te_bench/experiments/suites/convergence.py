@@ -25,7 +25,7 @@ SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 8, "llama": 8, "gpt2-short"
 POOLED = frozenset({"cpu-pool"})
 PILOT = 3  # rounds of a pilot: with six recipes and three bf16 runs a round, 20 degrees of freedom
 
-#: The broken arm: a fault that is seen for certain (docs/convergence.md), and the recipe that it is planted into.
+#: The broken arm: a fault that is seen for certain (docs/convergence-questions.md), and the recipe that it is planted into.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
 BROKEN = 3  # runs of the broken arm beside a pool: its gap is a thousand times what runs vary by

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import chdtri, gammaln, nctdtr, ndtr
 
 from te_bench.reports.convergence import skewed
@@ -26,9 +25,15 @@ MOST_SEEDS = 1_000_000  # beyond this no number of seeds is said to do
 
 DRAWS = 20_000  # a power of 80 % is known within 0.6 points
 
-# Order 128 agrees with adaptive quadrature to 1e-11, from 1 degree of freedom to 1000.
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(128)
+_ORDER = 128  # agrees with adaptive quadrature to 1e-11, from 1 degree of freedom to 1000
 _TAIL = 1e-12  # of the chi distribution, left out at either end
+
+
+@functools.cache
+def legendre(order: int) -> tuple[Array, Array]:
+    """(nodes, weights) of Gauss-Legendre quadrature over [-1, 1], worked out once: of 400 it takes seconds on a busy CPU."""
+    nodes, weights = np.polynomial.legendre.leggauss(order)
+    return nodes, weights
 
 
 def gap_sd(sd: float, correlation: float = 0.0) -> float:
@@ -65,10 +70,11 @@ def exact_power(margin: float, *, reach: float, df: float, gap: float = 0.0) -> 
     high = min(math.sqrt(chdtri(df, _TAIL) / df), margin / reach)  # beyond it no estimate is called equivalent
     if high <= low:
         return 0.0
-    x = low + (high - low) * (_NODES + 1) / 2  # se
+    nodes, weights = legendre(_ORDER)
+    x = low + (high - low) * (nodes + 1) / 2  # se
     log_density = math.log(2) + df / 2 * math.log(df / 2) - gammaln(df / 2) + (df - 1) * np.log(x) - df * x**2 / 2
     inside = ndtr(margin - reach * x - gap) - ndtr(-margin + reach * x - gap)
-    return float(np.sum(_WEIGHTS * np.exp(log_density) * inside) * (high - low) / 2)
+    return float(np.sum(weights * np.exp(log_density) * inside) * (high - low) / 2)
 
 
 def power(n: int, sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> float:
@@ -90,12 +96,18 @@ def _detectable(df: float, alpha: float) -> float:
     if math.isinf(reach):
         return math.inf
     furthest = reach * math.sqrt(chdtri(df, (1 - POWER) / 2) / df) + 10
-    return float(brentq(lambda margin: exact_power(margin, reach=reach, df=df) - POWER, 0, furthest))
+    return _root(lambda margin: exact_power(margin, reach=reach, df=df) - POWER, 0, furthest)
 
 
 def reach_of(margin: float, df: float) -> float:
     """The reach with which `margin`, in standard errors, is detectable."""
-    return float(brentq(lambda reach: exact_power(margin, reach=reach, df=df) - POWER, 1e-9, 2 * margin))
+    return _root(lambda reach: exact_power(margin, reach=reach, df=df) - POWER, 1e-9, 2 * margin)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    from scipy.optimize import brentq  # a quarter of a second to import, which a report without a verdict spares
+
+    return float(brentq(function, low, high))
 
 
 def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> int | None:

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from te_bench.reports.convergence.equivalence import check_test
+from te_bench.reports.convergence.power import legendre
 
 Array = NDArray[np.float64]
 
 # So many cells and directions hold every look to its share of alpha within 2 %, as far as 1,000,000 simulations can tell.
 _CELLS = 2400
 _AT_ONCE = 60  # cells: their 0.2 MB an array stay in a processor's cache
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+_NODES = 400
 
 
 def spent(fraction: Array, alpha: float) -> Array:
@@ -59,8 +60,9 @@ def t_levels(looks: tuple[int, ...], alpha: float = 0.05) -> tuple[float, ...]:
 
 def _one_more(mass: Array, edges: Array, n: int) -> Array:
     """The distribution of psi over the cells after gap n + 1: each cell's mass goes to where the new gap moves it."""
-    theta = math.pi / 2 * _NODES
-    weights = _WEIGHTS * np.cos(theta) ** (n - 1)
+    nodes, weights = legendre(_NODES)
+    theta = math.pi / 2 * nodes
+    weights = weights * np.cos(theta) ** (n - 1)
     weights /= weights.sum()
     along, aside = math.sqrt(n / (n + 1)) * np.cos(theta), np.sin(theta) / math.sqrt(n + 1)
     sine = np.sin((edges[:-1] + edges[1:]) / 2)

@@ -24,7 +24,12 @@ from te_bench.experiments.spec import Trial
 MARK = "TE_BENCH_TEST_RUN"  # as tests/driving.py sets it
 TIMED = Measurement(samples={"latency_s": [0.5]})
 LOCKS: list[object] = []
-FOUND = {"models": "te_bench.models.zoo.gpt" in sys.modules, "frozen": gc.get_freeze_count()}  # in a child that begins
+MODELS = (
+    "te_bench.models.zoo.gpt",
+    "te_bench.experiments.checks.training_step",
+    "te_bench.kernels.adamw.backends.triton",
+)
+FOUND = {"models": sys.modules.keys() >= set(MODELS), "frozen": gc.get_freeze_count()}  # in a child that begins
 
 
 def run(trial: Trial, context: Context) -> Measurement:
