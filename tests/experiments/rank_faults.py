@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import engine_by_te
 import torch
 import torch.distributed as dist
 
@@ -198,6 +199,20 @@ def sends_float32(trial: Trial, context: Context) -> dict[str, Any]:
     return child.run_one(trial, context)
 
 
+def by_engine(trial: Trial, context: Context) -> dict[str, Any]:
+    """A trial of Transformer Engine's layers, by a stand-in."""
+    engine_by_te.plant()
+    return child.run_one(trial, context)
+
+
+def engine_in_bf16(trial: Trial, context: Context) -> dict[str, Any]:
+    """One whose layers gather in high precision, as Transformer Engine's do of what they cannot quantise."""
+    Ranks.gather_operand = lambda self, own: own._replace(  # type: ignore[method-assign]
+        data=self.gather(own.data.to(torch.bfloat16)).to(own.data.dtype)
+    )
+    return by_engine(trial, context)
+
+
 def traced(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """A backend of torch.compile's that makes no code of a graph, which takes Inductor most of the time.
 
@@ -270,7 +285,15 @@ def of_gathers() -> dict[str, Any]:
     by_rows = dataclasses.replace(in_fp8, recipe="rowwise_scaling")
     shared = {name: value for name, value in asked["problem"].items() if name != "gather"}  # type: ignore[attr-defined]
     of_tokens = dataclasses.replace(in_fp8, problem={**shared, "parallel": "tp", "sequence_parallel": True})
+    of_engine = {**shared, "model": "llama-tiny", "rival": "transformer_engine_current"}
+    sharded, divided = (
+        dataclasses.replace(in_fp8, attention="flash", problem={**of_engine, "parallel": mode})
+        for mode in ("fsdp2", "tp")
+    )
     return {
+        "engine fsdp2": ranks.run(sharded, Context(), by_engine),
+        "engine tp": ranks.run(divided, Context(), by_engine),
+        "engine bf16": ranks.run(divided, Context(), engine_in_bf16),
         "tokens float32": ranks.run(of_tokens, Context(), sends_float32),
         "tokens fp8": ranks.run(of_tokens, Context(), child.run_one),
         "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),

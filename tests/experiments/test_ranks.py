@@ -1,6 +1,7 @@
 """A trial over ranks, by real processes: whatever happens to a rank is one typed row that names it, and no process stays."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ BF16 = "gather fp8: a step is to gather 98,304 bytes of uint8; this one gathered
 TOKENS = (
     "sequence parallelism: a step is to gather 0 to 8,192 bytes of float32; this one gathered 4,096 bytes of bfloat16"
 )
+ENGINE = "rival transformer_engine_current: a step is to gather 8,192 to 16,384 bytes of uint8; this one gathered "
 LATE = "came late or never to a collective that the others waited 4 s for"
 OTHER = "different parameters, as with experts or blocks that not every token reaches: such a model needs one process"
 BATCHES = {
@@ -24,7 +26,8 @@ FAULTS = Path(__file__).with_name("rank_faults.py")
 @pytest.fixture(scope="module")
 def replies() -> Any:
     """What the supervisor said of each fault, all by one program."""
-    run = Run(main=FAULTS)
+    path = os.pathsep.join([str(FAULTS.parents[1]), os.environ["PYTHONPATH"]])
+    run = Run(main=FAULTS, env={"PYTHONPATH": path})
     done = run.finish()
     assert done.returncode == 0, done.stderr
     assert run.family() == []
@@ -50,6 +53,7 @@ def replies() -> Any:
         ),
         ("gathers bf16", "failed_check", BF16),
         ("tokens float32", "failed_check", TOKENS),
+        ("engine bf16", "failed_check", ENGINE),
         (
             "gathers rows",
             "unsupported",
@@ -81,6 +85,17 @@ def test_a_gather_in_fp8_is_what_the_record_says(replies: Any) -> None:
     assert tokens["work"]["sequence_parallel"]
     sent = {each["dtype"] for each in tokens["work"]["collectives"] if "gather" in each["name"]}
     assert sent == {"uint8", "bfloat16", "float32"}  # between the layers, of the head, of the embedding's gradient
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "tp"])
+def test_a_trial_of_transformer_engine_s_layers_is_checked_as_any_other(replies: Any, mode: str) -> None:
+    """By a stand-in: loss and gradients against float64, what ran, and what was gathered, weights or tokens."""
+    said = replies[f"engine {mode}"]
+    assert said["outcome"] == "ok", said["reason"]
+    assert len(said["check"]["quantities"]) > 10
+    assert said["work"]["ran"]["gemm_fp8"] == 12
+    gathers = {each["dtype"] for each in said["work"]["collectives"] if "gather" in each["name"]}
+    assert gathers == {"bfloat16", "float32"} | ({"uint8"} if mode == "tp" else set())
 
 
 def test_a_hanging_rank_is_found_by_the_others_patience(replies: Any) -> None:

@@ -46,17 +46,18 @@ def test_scaling_reads_traces_energy_and_memory_of_every_rank(tmp_path: Path) ->
             assert row["work"]["interconnect"]["busbw"] > 1e9
 
 
-def test_other_projects_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("project", ["torchtitan", "torchao", "transformer_engine"])
+def test_another_project_s_steps_over_two_gpus_are_checked_and_timed(tmp_path: Path, project: str) -> None:
     """torchtitan's in bf16, torchao's and Transformer Engine's in FP8, where their packages are installed."""
-    only = ",".join(f"*-{name}*-x2/*" for name in ("torchtitan", "torchao", "transformer_engine"))
     sizes = ("--model", "llama3-1b", "--batch", "1", "--tokens", "1024", "--seeds", "1")
-    command = ("run", "scaling", "--device", "cuda", *sizes, "--only", only)
+    command = ("run", "scaling", "--device", "cuda", *sizes, "--only", f"*-{project}*-x2/*")
     done = te_bench(*command, "--out", tmp_path, main=None, timeout=590, env=PAIR)
     found = rows(tmp_path)
-    assert [row["reason"] for row in found if "pip install" not in (row["reason"] or "pip install")] == [], done.stdout
-    ran = [row for row in found if row["outcome"] == "ok"]
-    assert {"fsdp2", "tp"} <= {row["work"]["parallel"] for row in ran}
-    for row in ran:
+    if any("pip install" in (row["reason"] or "") for row in found):
+        pytest.skip(found[0]["reason"])
+    assert [row["reason"] for row in found if row["outcome"] != "ok"] == [], done.stdout + done.stderr
+    assert {"fsdp2", "tp"} <= {row["work"]["parallel"] for row in found}
+    for row in found:
         assert {"world": 2, "backend": "nccl"}.items() <= row["work"].items()
         assert row["check"]["quantities"]
 

@@ -3,6 +3,7 @@
 In a process of its own, which forks its ranks before it has computed anything.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -46,6 +47,7 @@ SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, block_size=16, vocab_size=50)
 LLAMA: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
 LLAMA |= {"num_key_value_heads": 4, "head_dim": 8, "block_size": 16, "vocab_size": 50}
 DECODERS = {"llama": LlamaConfig(**LLAMA), "qwen 3": LlamaConfig(**LLAMA, qk_norm=True)}
+ODD = dataclasses.replace(DECODERS["llama"], num_key_value_heads=1)
 BIASED = dataclasses.replace(SMALL, bias=True)
 REFUSED = [
     dataclasses.replace(SMALL, n_head=1),
@@ -511,10 +513,12 @@ def theirs(mode: str, config: Any, rival: str = "torchtitan") -> TrainStep:
     return TrainStep(model, UNCLIPPED, precision="bf16", mode="eager", parallel=ways.kind(own.way, mode)())
 
 
-def beside_theirs(mode: str, config: Any, way: str) -> dict[str, float]:
+def beside_theirs(mode: str, config: Any, way: str, rival: str | None = None) -> dict[str, float]:
     """Errors of a project's step in float64, by te-bench's own modules, and of three losses of its training."""
     torch.manual_seed(dist.get_rank())  # rank 0's weights are what all train
     model = decoder.build(config, attention="manual", padded_vocab_size=64).double()
+    if rival is not None:
+        in_high_precision(model, rival)
     ours = TrainStep(model, OPTIM, precision="fp64", mode="eager", parallel=ways.kind(way, mode)())
     one = theirs_alone(config)
     loss, gradients = ours.gradients(*batch(0))
@@ -528,6 +532,12 @@ def beside_theirs(mode: str, config: Any, way: str) -> dict[str, float]:
         "norm": abs(ours.grad_norm.item() / one.grad_norm.item() - 1),
         "course": max(course),
     }
+
+
+def in_high_precision(model: Any, rival: str) -> None:
+    """Let the rival change the model, and run outside of its autocast."""
+    rivals.load(rival).build(model)
+    model.passes = model.passes._replace(autocast=lambda *_, **__: contextlib.nullcontext())
 
 
 def theirs_alone(config: Any, optim: Optim = OPTIM) -> TrainStep:
@@ -554,6 +564,53 @@ def of_rivals() -> dict[str, Any]:
     if importlib.util.find_spec("torchao"):
         found["torchao"] = of_torchao()
     return found
+
+
+def of_engine() -> dict[str, Any]:
+    """Transformer Engine's ways by a stand-in: beside one process in float64; in bf16 and FP8 errors of all gradients."""
+    import engine_by_te  # resume_cases, which takes some of this file, has no path to it
+
+    engine_by_te.plant()
+    found: dict[str, Any] = {}
+    truth = theirs_alone(DECODERS["llama"], UNCLIPPED).gradients(*batch(0))[1]
+    for mode in ("ddp", "fsdp2", "tp"):
+        way = functools.partial(ways.kind("transformer_engine", mode))
+        errors = {
+            name: beside_theirs(mode, config, "transformer_engine", "transformer_engine_current")
+            for name, config in DECODERS.items()
+        }
+        found[mode] = {"errors": errors}
+        for recipe in (None, "delayed", "current"):
+            ours, one = (engine_step(recipe, divided) for divided in (way(), SINGLE))
+            for step in (ours, one):
+                step.gradients(*batch(0))  # delayed scaling casts with scales of 1
+            found[mode][recipe or "bf16"] = {
+                "errors": [off(step.gradients(*batch(0))[1], truth) for step in (ours, one)],
+                "losses": [losses(step, 5) for step in (ours, one)],
+                "collectives": collectives.of_call(lambda s=ours: s(*batch(0))),  # type: ignore[misc]
+                "asked": ours.parallel.gathered(ours.model, None, ROWS * 16),
+            }
+    found["refused"] = refusal(lambda: theirs("tp", ODD, "transformer_engine_current"))
+    return found
+
+
+def engine_step(recipe: str | None, divided: Parallel) -> TrainStep:
+    """Transformer Engine's step of a Llama in bf16, or under that recipe."""
+    torch.manual_seed(0)
+    model = decoder.build(DECODERS["llama"], attention="manual", padded_vocab_size=64)
+    if recipe is None:
+        in_high_precision(model, "transformer_engine_current")
+    else:
+        rivals.load(f"transformer_engine_{recipe}").build(model)
+    precision = "bf16" if recipe is None else "fp8"
+    return TrainStep(model, UNCLIPPED, precision=precision, mode="eager", parallel=divided)
+
+
+def off(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The error of all gradients together, of their norm."""
+    assert found.keys() == truth.keys()
+    squares = torch.stack([(found[name] - truth[name]).double().square().sum() for name in truth])
+    return (squares.sum() / sum(t.square().sum() for t in truth.values())).sqrt().item()
 
 
 def of_torchao() -> dict[str, Any]:
@@ -638,6 +695,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
         found["groups"] = in_groups(world)
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["rivals"] = of_rivals()
+    found["engine"] = of_engine()
     found["nested"] = {mode: nested(mode) for mode in MODES if mode != "tp"}
     kinds = ((str(parts), functools.partial(Gated, parts)) for parts in (None, "mlp"))
     sent: list[dict[str, Any]] = []

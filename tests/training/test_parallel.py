@@ -423,6 +423,47 @@ def test_another_project_s_step_is_that_of_the_global_batch_to_rounding(of_two: 
     assert max(error for errors in said.values() for error in errors.values()) <= 1e-12, said
 
 
+@pytest.mark.parametrize("mode", ["fsdp2", "tp", "ddp"])
+def test_transformer_engine_s_layers_over_ranks_are_one_process_s_to_rounding(of_two: Any, mode: str) -> None:
+    """te-bench's own in their place. In float64, of a Llama and a Qwen 3; bf16 and FP8 err as one process does."""
+    said = of_two["engine"][mode]
+    assert said["errors"].keys() == {"llama", "qwen 3"}
+    assert max(error for errors in said["errors"].values() for error in errors.values()) <= 1e-12, said["errors"]
+    for precision, most in (("bf16", 0.01), ("delayed", 0.05), ("current", 0.05)):
+        ours, one = said[precision]["errors"]
+        assert ours <= 1.1 * one <= 1.1 * most, precision
+        assert said[precision]["losses"][0] == pytest.approx(said[precision]["losses"][1], rel=3e-3)
+
+
+def test_transformer_engine_s_layers_send_what_their_way_says(of_two: Any) -> None:
+    """Weights in bf16 for either pass under fsdp2; under tp what Linears are given in FP8. Delayed scaling sends amaxes."""
+    for recipe in ("delayed", "current"):
+        sharded, shared = (of_two["engine"][mode][recipe] for mode in ("fsdp2", "tp"))
+        sent = {(each["name"], each["dtype"]): each for each in sharded["collectives"]}
+        assert {"bfloat16": (sent["allgather_base", "bfloat16"]["bytes"],) * 2} == {
+            dtype: tuple(asked) for dtype, asked in sharded["asked"].items()
+        }
+        assert sent["allreduce", "float32"]["times"] == (2 if recipe == "delayed" else 1)  # beside the loss
+        sent = {each["dtype"]: each["bytes"] for each in shared["collectives"] if "gather" in each["name"]}
+        assert sent.keys() == shared["asked"].keys() == {"uint8", "bfloat16", "float32"}
+        assert all(least <= sent[dtype] <= most for dtype, (least, most) in shared["asked"].items())
+        # Of four pairs in two blocks: a column Linear's input in either pass, a row Linear's gradient once.
+        assert sent["uint8"] == 3 * 4 * 8 * 16 * 32
+    assert of_two["engine"]["refused"].startswith(
+        "tp: the 8 + 1 + 1 heads of 8 features of qkv_proj do not divide into 2 "
+    )
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2", "tp"])
+def test_transformer_engine_s_layers_go_over_ranks_in_eager_steps_by_torch_s_adamw(mode: str) -> None:
+    refused = functools.partial(ways.kind("transformer_engine", mode).refused, blocks=None)
+    assert refused(precision="fp8", mode="eager", optimizer=None) is None
+    said = refused(precision="fp8", mode="cudagraph", optimizer=None)
+    assert said == "Transformer Engine's layers go over ranks in eager steps, not in mode cudagraph"
+    assert "optimizer triton" in refused(precision="fp8", mode="eager", optimizer="triton")
+    assert "gradient scaler" in refused(precision="fp16", mode="eager", optimizer=None)
+
+
 def test_torchtitan_gathers_all_weights_in_bf16(of_two: Any) -> None:
     """For either pass, but for last norm and head, which it keeps; and scatters their gradients in float32."""
     said = of_two["rivals"]

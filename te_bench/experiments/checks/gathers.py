@@ -2,7 +2,7 @@
 
 require(trial, step, collectives, measurement)    # CheckFailed where FP8 was asked for and something else was gathered
 
-A project whose way gathers in FP8 asks for it too; its tables are gathered in half precision beside them. Sequence
+A project whose way says what it gathers is held to that; its tables may be gathered in half precision beside it. Sequence
 parallelism asks for it in a recipe that casts by a given scale. A trial that asked for an overlap is held to operators of
 symmetric memory that gathered and scattered as many numbers as its Linears take.
 """
@@ -26,14 +26,18 @@ SEEN = ("eager", "compile")  # modes whose steps hand their collectives to the b
 def require(
     trial: Trial, step: TrainStep, collectives: Sequence[dict[str, Any]] | None, measurement: Measurement
 ) -> None:
-    """Nothing of a trial that gathers none in FP8. Raises CheckFailed, without timings; Unsupported where none is seen."""
+    """Nothing of te-bench's that gathers none in FP8, nor of a way that does not say what it gathers.
+
+    Raises CheckFailed, without timings; Unsupported where none is seen.
+    """
     p = TrainStepProblem.of(trial)
     if step.parallel.world == 1:
         return
     if p.overlap is not None:
         _require_overlapped(p, step, collectives, measurement)
     due = step.parallel.gathered(step.model, p.gather, p.batch // step.parallel.replicas * p.block)
-    if (p.gather is None and "uint8" not in due) or (collectives is None and trial.mode not in SEEN):
+    held = bool(due) if p.rival else p.gather is not None or "uint8" in due
+    if not held or (collectives is None and trial.mode not in SEEN):
         return
     title = f"gather {p.gather}" if p.gather else f"rival {p.rival}" if p.rival else "sequence parallelism"
     if collectives is None:

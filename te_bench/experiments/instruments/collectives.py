@@ -63,15 +63,14 @@ class _Seen(TorchDispatchMode):
         if operator.namespace in NAMESPACES and name not in OTHER:
             fellows = _fellows([*args, *(kwargs or {}).values()])
             if FUSED.match(name):  # a rank's part of what is sent: its factors are no part of it
-                largest = [args[0] if "all_gather" in name else result]
-                sent = _bytes(largest) * (len(fellows) or dist.get_world_size())
+                largest, ranks = [args[0] if "all_gather" in name else result], len(fellows) or dist.get_world_size()
             else:
                 sides = [_tensors(argument) for argument in args]
-                largest = max((side for side in (*sides, _tensors(result)) if side), key=_bytes)
-                sent = _bytes(largest)
-            key = name.strip("_"), str(largest[0].dtype).removeprefix("torch."), fellows
-            self.times[key] += 1
-            self.bytes[key] += sent
+                largest, ranks = max((side for side in (*sides, _tensors(result)) if side), key=_bytes), 1
+            for dtype in dict.fromkeys(x.dtype for x in largest):  # of several in one, as FP8 and its scales
+                key = name.strip("_"), str(dtype).removeprefix("torch."), fellows
+                self.times[key] += 1
+                self.bytes[key] += ranks * _bytes([x for x in largest if x.dtype is dtype])
         return result
 
 

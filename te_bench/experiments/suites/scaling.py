@@ -28,11 +28,11 @@ MODES: dict[str | None, tuple[str, ...]] = {
     "fsdp2": ("compile", "cudagraph"),
     "tp": ("compile",),
 }
-#: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; without it a rival has one process.
+#: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; with a ddp it has one process.
 ALONE = "fsdp2"
 RIVALS_OF_OWN = (
-    "torchtitan's ddp, its loss by chunks and its activation checkpointing, and Transformer Engine's fsdp2 and tp: te-bench "
-    "has no such steps of theirs"
+    "torchtitan's ddp, its loss by chunks and its activation checkpointing, and what overlaps Transformer Engine's tp "
+    "(Userbuffers): te-bench has no such steps of theirs"
 )
 RIVALS_OF_A_USER = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
 LEFT_OUT = (
@@ -106,7 +106,7 @@ def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[
             continue
         ways: list[tuple[str | None, tuple[str, ...]]] = [*rival.ranks.items()]
         if world == 1:
-            ways = [(ALONE, rival.ranks[ALONE])] if ALONE in rival.ranks else [(None, ("eager",))]
+            ways = [(None, ("eager",))] if "ddp" in rival.ranks else [(ALONE, rival.ranks[ALONE])]
         theirs = {**problem, "rival": name}
         found += [
             _step(options, theirs, parallel, world, rival.precision, rival.recipe or "", mode, seed)

@@ -43,11 +43,7 @@ def _embed(model: Decoder, ranks: Ranks, first: int, tokens: Tensor) -> Tensor:
     Norms and sums do not ask which tokens those are. Raises ValueError for a T that does not divide.
     """
     tables, (B, T) = model.tables(), tokens.shape
-    rows = model.config.vocab_size
-    torch._assert_async(((tokens >= 0) & (tokens < rows)).all(), f"a token that no row of {rows} embeds")
-    own = tokens - first
-    last = len(tables.tokens.weight) - 1
-    x = tables.tokens(own.clamp(0, last)).masked_fill(((own < 0) | (own > last))[..., None], 0)
+    x = own_rows(model, first, tokens)
     places = torch.arange(T, device=tokens.device)
     if ranks.sequence:
         share = ranks.part("tokens of a sequence", T)
@@ -56,6 +52,16 @@ def _embed(model: Decoder, ranks: Ranks, first: int, tokens: Tensor) -> Tensor:
         places = torch.arange(begin, begin + B * share, device=tokens.device).remainder(T).view(B, share)
     x = Division(ranks, "row").leave(x)
     return x if tables.positions is None else x + tables.positions(places)
+
+
+def own_rows(model: Decoder, first: int, tokens: Tensor) -> Tensor:
+    """What this rank's rows embed, and zeros for tokens of others': (...) -> (..., C), whose sum over the ranks is all."""
+    tables, rows = model.tables(), model.config.vocab_size
+    torch._assert_async(((tokens >= 0) & (tokens < rows)).all(), f"a token that no row of {rows} embeds")
+    own = tokens - first
+    last = len(tables.tokens.weight) - 1
+    x: Tensor = tables.tokens(own.clamp(0, last)).masked_fill(((own < 0) | (own > last))[..., None], 0)
+    return x
 
 
 def _loss(ranks: Ranks, first: int, x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:

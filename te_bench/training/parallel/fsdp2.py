@@ -76,7 +76,7 @@ class FSDP2(DDP):
         """Leave this rank its share of each matrix."""
         blocks = blocks_of(model)
         self._fp8 = None if self.gather is None else Fp8Gather(blocks, self.shards, self.largest)
-        vectors: Any = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+        whole: Any = {parameter for parameter in model.parameters() if not self.shares(parameter)}
         mesh = self._mesh()
         policy = MixedPrecisionPolicy(
             param_dtype=multiplies_in,
@@ -84,10 +84,14 @@ class FSDP2(DDP):
             cast_forward_inputs=False,
         )
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=vectors)
-        fully_shard(model, mesh=mesh, ignored_params=vectors)
+            fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(model, mesh=mesh, ignored_params=whole)
         if self._fp8 is not None:
             model.register_forward_pre_hook(self._fp8.begin, prepend=True)  # before any weight is gathered
+
+    def shares(self, parameter: nn.Parameter) -> bool:
+        """Whether a rank has a share of it; else it is whole in every rank."""
+        return parameter.dim() > 1
 
     def _mesh(self) -> DeviceMesh:
         """The ranks over which torch's fully_shard cuts."""
@@ -118,18 +122,16 @@ class FSDP2(DDP):
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         in_fp8: set[Any] = {layer.weight for layer in linears(blocks_of(model))} if gather else set()
-        return self._block_bytes(model, in_fp8, lambda parameter: parameter.dim() > 1)
+        return self._block_bytes(model, in_fp8)
 
-    def _block_bytes(
-        self, model: nn.Module, in_fp8: Collection[nn.Parameter], shared: Callable[[nn.Parameter], bool]
-    ) -> dict[str, tuple[int, int]]:
+    def _block_bytes(self, model: nn.Module, in_fp8: Collection[nn.Parameter]) -> dict[str, tuple[int, int]]:
         """Of both passes. A block of which some are gathered in FP8 is sent as bytes, others' two; rows are filled up."""
         found: Counter[str] = Counter()
         for block in blocks_of(model):
             sizes = {
                 p: math.ceil(len(p) / self.shards) * self.shards * math.prod(p.shape[1:])
                 for p in block.parameters()
-                if shared(p)
+                if self.shares(p)
             }
             one, two = (sum(n for p, n in sizes.items() if (p in in_fp8) is kind) for kind in (True, False))
             found["uint8" if one else "bfloat16"] += PASSES * (one + 2 * two)

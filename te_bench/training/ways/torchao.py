@@ -60,7 +60,7 @@ class Sharded(torchtitan.Sharded):
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         layers: list[Any] = [layer for block in blocks_of(model) for layer in block.modules() if _by_tensor(layer)]
-        return self._block_bytes(model, {layer.weight for layer in layers}, lambda _: True) if layers else {}
+        return self._block_bytes(model, {layer.weight for layer in layers}) if layers else {}
 
 
 class SharedLayers(torchtitan.SharedLayers):

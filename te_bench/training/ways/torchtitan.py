@@ -73,6 +73,9 @@ class Sharded(FSDP2):
         head = Backend(forward=loss)
         found.heads = {True: head, False: head}
 
+    def shares(self, parameter: nn.Parameter) -> bool:
+        return True
+
     def _loss_of(self, model: Any) -> Entropy:
         return _entropy
 

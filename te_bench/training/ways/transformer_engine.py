@@ -1,6 +1,11 @@
-"""Transformer Engine's: its layers in torch's DistributedDataParallel, with the largest amaxes of all ranks.
+"""Transformer Engine's: its layers in DistributedDataParallel or fully_shard, or divided by their own arguments.
 
-Every micro-batch is reduced. Source: Transformer Engine 2.20.2, docs/examples/te_llama and pytorch/quantization.py.
+Delayed scaling takes the largest amaxes of all ranks. Embedding, head and loss are PyTorch's, as te-bench's own ways divide
+them.
+
+Source: Transformer Engine 2.20.2, docs/examples/te_llama and pytorch/quantization.py; that of 2026-08-22, examples/pytorch/
+quantized_model_init/fully_shard.py, pytorch/distributed.py, pytorch/module/layernorm_linear.py; Megatron-LM,
+core/distributed/finalize_model_grads.py.
 """
 
 import functools
@@ -12,21 +17,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from te_bench.models.checkpointing import blocks_of
+from te_bench.models.decoder import Decoder
+from te_bench.models.modules.tensor_parallel import Division, Ranks
+from te_bench.models.peers import transformer_engine
+from te_bench.training.parallel import _vocabulary
 from te_bench.training.parallel._group import Grouped
+from te_bench.training.parallel._shared_layers import part_of
+from te_bench.training.parallel.fsdp2 import FSDP2
+from te_bench.training.parallel.tp import TP
+
+COPIES = 2  # of what is gathered in FP8 at the most: by rows and by columns
+SCALES = 16  # bytes of data for one of scales at the least: a block of 128 has 4, and as many to fill up
 
 
-class Replicated(Grouped):
-    name = "ddp"
+class _OfLayers(Grouped):
+    """A rank that computes by Transformer Engine's layers."""
 
     @classmethod
     def refused(
         cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
     ) -> str | None:
         if mode != "eager":
-            return f"DistributedDataParallel is for eager steps of Transformer Engine's layers, not for mode {mode}"
-        if optimizer is not None:
-            return f"the optimizer {optimizer} has copies of weights that DistributedDataParallel does not see; leave it out"
-        return "the gradient scaler is not tried with it; choose bf16" if precision == "fp16" else None
+            return f"Transformer Engine's layers go over ranks in eager steps, not in mode {mode}"
+        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, gather=gather)
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
@@ -35,8 +49,88 @@ class Replicated(Grouped):
             autocast = functools.partial(passes.autocast, amax_reduction_group=dist.group.WORLD)
             found.passes = passes._replace(autocast=autocast)
 
+
+class Replicated(_OfLayers):
+    """Every micro-batch is reduced."""
+
+    name = "ddp"
+
+    @classmethod
+    def refused(
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+    ) -> str | None:
+        if optimizer is not None:
+            return f"the optimizer {optimizer} has copies of weights that DistributedDataParallel does not see; leave it out"
+        if precision == "fp16":
+            return "the gradient scaler is not tried with it; choose bf16"
+        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, gather=gather)
+
     def forward(self, model: nn.Module) -> Callable[..., Tensor]:
         return DistributedDataParallel(model, broadcast_buffers=False)
 
 
-MODES = {"ddp": Replicated}
+class Sharded(_OfLayers, FSDP2):
+    """fully_shard on each TransformerLayer and on the rest: layers are gathered in bf16, norms too, and cast after it."""
+
+    def shares(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+        """Each layer stands in its block, with the block's parameters: what fully_shard gives to one, the other has.
+
+        So Transformer Engine finds the layer to be FSDP2's, and keeps no FP8 weights for the backward pass.
+        """
+        found: Any = model
+        blocks = blocks_of(model)
+        for block, layer, parts in zip(
+            blocks, transformer_engine.layers(found), transformer_engine.blocks(found), strict=True
+        ):
+            transformer_engine.give(layer, *parts)
+            block.transformer_layer = layer
+            block.forward = layer.__call__
+        norm = transformer_engine.last_norm(found)
+        found.passes = found.passes._replace(body=functools.partial(transformer_engine.through, blocks, norm))
+        super()._shard(model, multiplies_in)
+
+
+class SharedLayers(_OfLayers, TP):
+    """The layers' own tensor and sequence parallelism: a rank has (T / ranks, B, C) between them.
+
+    It leaves the gradients of what every rank has to its users: they are added up, as Megatron-LM does it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sequence_parallel=True)
+
+    def divide(self, model: nn.Module) -> None:
+        super().divide(model)
+        found: Any = model
+        over = {"tp_group": self._group, "tp_size": self._group.size(), "set_parallel_mode": True}
+        over |= {"sequence_parallel": True, "attn_input_format": "sbhd"}
+        layers, norm = transformer_engine.layers(found, **over), transformer_engine.last_norm(found)
+        found.passes = found.passes._replace(body=functools.partial(transformer_engine.body, layers, norm, dim=0))
+
+    def _cut_vocabulary(self, model: Decoder, ranks: Ranks) -> None:
+        """As te-bench's own, the sequence first."""
+        rows = len(model.tables().head.weight)
+        super()._cut_vocabulary(model, ranks)
+        found: Any = model
+        first, forward = part_of(rows, self._group.rank(), ranks.size)[0], found.forward
+        found.embed = lambda tokens: Division(ranks, "row").leave(_vocabulary.own_rows(model, first, tokens.T))
+        found.forward = lambda tokens, targets: forward(tokens, targets.T)
+
+    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+        """In FP8 what te-bench's own tp sends so, by rows and by columns; with blocks' scales. The rest as te-bench's."""
+        found: Any = model
+        sent = tokens * sum(
+            layer.in_features if mode == "column" else layer.out_features for mode, layer in self._pairs
+        )
+        embedded = tokens * found.config.shape.hidden
+        return {
+            "uint8": (sent, COPIES * sent),
+            "bfloat16": (2 * embedded, 2 * embedded),
+            "float32": (0, 4 * embedded + COPIES * sent // SCALES),
+        }
+
+
+MODES = {"ddp": Replicated, "fsdp2": Sharded, "tp": SharedLayers}

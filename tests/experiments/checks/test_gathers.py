@@ -47,6 +47,15 @@ def test_what_a_project_gathers_in_fp8_is_counted() -> None:
         of(None)
 
 
+def test_what_a_project_says_that_it_gathers_in_half_precision_is_held_to() -> None:
+    sharded = {"bfloat16": (5, 5)}
+    of([TABLES], due=sharded)
+    with pytest.raises(
+        CheckFailed, match="a step is to gather 5 bytes of bfloat16; this one gathered 10 bytes of float32"
+    ):
+        of([TABLES | {"dtype": "float32", "bytes": 10}], due=sharded)
+
+
 def test_one_rank_gathers_nothing_and_other_ways_nothing_in_fp8() -> None:
     of(None, world=1)
     of([TABLES], due={})

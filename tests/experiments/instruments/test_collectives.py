@@ -41,3 +41,18 @@ def test_compiled_code_runs_as_it_is_while_its_collectives_are_seen() -> None:
         dist.destroy_process_group()
     assert len(ran) == 1
     assert seen == [{"name": "all_reduce", "dtype": "float32", "times": 1, "bytes": 16}]
+
+
+def test_a_collective_of_several_dtypes_is_counted_by_dtype() -> None:
+    """As FP8 and its blocks' scales are gathered in one."""
+    sent = [torch.zeros(8, dtype=torch.uint8), torch.zeros(3)]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = list(map(torch.empty_like, sent))
+        group = dist.group.WORLD
+        assert group is not None
+        seen = collectives.of_call(lambda: group.allgather_into_tensor_coalesced(whole, sent).wait())
+    finally:
+        dist.destroy_process_group()
+    name = {"name": "allgather_into_tensor_coalesced", "times": 1}
+    assert seen == [name | {"dtype": "float32", "bytes": 12}, name | {"dtype": "uint8", "bytes": 8}]

@@ -155,7 +155,10 @@ def test_speed_of_a_llama_has_every_rival_as_its_users_train(device: str, tmp_pa
 
 
 def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) -> None:
-    """On one GPU torchtitan's are over a group of one rank; of a GPT there are those that are no Llama's alone."""
+    """On one GPU torchtitan's are over a group of one rank, what a project has a ddp of is one process's.
+
+    Of a GPT there are those that are no Llama's alone.
+    """
 
     def found(**options: Any) -> set[tuple[str, str | None, str, int | None]]:
         trials = plan.resolve("scaling", Options(seeds=1, cache=tmp_path, **options)).trials
@@ -170,7 +173,7 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
     engine = "transformer_engine_delayed"
     assert {one for one in found(device="cuda", model="llama3-1b", batch=1) if one[0] == engine} == {
         (engine, None, "eager", None),
-        *((engine, "ddp", "eager", world) for world in (2, 4, 8)),
+        *((engine, parallel, "eager", world) for parallel in ("ddp", "fsdp2", "tp") for world in (2, 4, 8)),
     }
     assert {rival.partition("_")[0] for rival, *_ in found(device="cuda")} == {"torchao", "torchtitan"}
     asked = found(device="cuda", model="llama3-1b", batch=1, recipes=("rowwise_scaling",))
