@@ -525,3 +525,9 @@ def test_a_step_on_a_gpu(mode: str, more: dict[str, Any]) -> None:
     )
     found = train_step.run(trial, Context())
     assert len(found.samples["latency_s"]) == 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+def test_a_right_step_of_experts_passes_its_check_on_a_gpu(mode: str, tmp_path: Path) -> None:
+    check(Trial.from_json(step_of_experts(tmp_path, "all", mode=mode).to_json() | {"device": "cuda"}))
