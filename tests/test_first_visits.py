@@ -185,10 +185,19 @@ def test_a_maintainer_has_a_gate_that_passes_unchanged_code_and_catches_a_slow_d
     quick.write_text(
         "from te_bench import cli\nfrom te_bench.gate import commands\ncommands.TIMED_S = 0.3\ncli.main()\n"
     )
-    done = visit("te-bench gate --config", main=quick, env=python)
+
+    def gate() -> subprocess.CompletedProcess[str]:
+        """Asked again where the machine was too busy to decide, as exit code 3 says."""
+        for _ in range(3):
+            if (done := visit("te-bench gate --config", main=quick, env=python)).returncode != 3:
+                break
+            visit.typed -= 1  # the same command
+        return done
+
+    done = gate()
     assert (done.returncode, done.stdout.startswith("PASS: 1 PASS of 1 timed. Margin 5 %")) == (0, True), done
     commit(0.12, "another")
-    done = visit("te-bench gate --config", main=quick, env=python)
+    done = gate()
     said = screen(done)
     assert (done.returncode, said.startswith("REGRESSION: 1 REGRESSION of 1 timed.")) == (1, True), done
     how = r"start is (\d\.\d+) times as slow \[(\d\.\d+), (\d\.\d+)\]"

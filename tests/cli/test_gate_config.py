@@ -82,19 +82,19 @@ def answer(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_script_that_takes_40_percent_longer_is_found_and_an_unchanged_one_passes(gate, commit, tmp_path):
+def test_a_script_that_takes_twice_as_long_is_found_and_an_unchanged_one_passes(gate, commit, tmp_path):
     base = commit({"job.sh": SCRIPT.format(seconds=0.05)})
-    commit({"job.sh": SCRIPT.format(seconds=0.07)})
+    commit({"job.sh": SCRIPT.format(seconds=0.1)})
     text = '[bench.job]\ncommand = "sh job.sh"'
     done = gate(base, text)
     assert (done.code, "REGRESSION: 1 REGRESSION of 1 timed" in done.out) == (1, True), done
     [found] = answer(tmp_path)["trials"]
     assert found["name"] == "job"
-    assert 1.02 < found["low"] < found["ratio"] < 1.5  # beyond the margin, 2 %: how far is for the host's noise to say
-    assert found["ratio"] > 1.2
+    assert 1.02 < found["low"] < found["ratio"] < 2.5  # beyond the margin, 2 %: how far is for the host's noise to say
+    assert found["ratio"] > 1.4
     assert found["calls"] >= 2 * found["pairs"] >= 2 * 5  # several runs a pair
-    done = gate("HEAD", text, "--margin", "30%")  # which goes before the file's
-    assert (done.code, "PASS: 1 " in done.out, "Margin 30 %" in done.out) == (0, True, True), done
+    done = gate("HEAD", text, "--margin", "60%")  # which goes before the file's
+    assert (done.code, "PASS: 1 " in done.out, "Margin 60 %" in done.out) == (0, True, True), done
 
 
 def test_a_pytest_benchmark_suite_is_judged_by_benchmark(gate, commit, tmp_path):
