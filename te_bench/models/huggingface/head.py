@@ -28,6 +28,7 @@ from te_bench.models.subclassing import Mixed, mix
 
 #: A class of transformers (5.17, 5.23) whose forward is that of `Head` below, in other words than Llama's.
 LIKE_LLAMA = frozenset(("GPT2LMHeadModel",))
+LLAMA, MIXTRAL = "LlamaForCausalLM", "MixtralForCausalLM"
 
 # Loaded beforehand, because torch.compile can't trace an import.
 _heads = {name: load(name) for name in ("chunked", "fp8", "reference")}
@@ -38,10 +39,13 @@ class Head(Mixed):
     """Put before a causal language model's class."""
 
     _te_head_in_fp8: bool
+    _te_routed: bool  # whether it is a mixture of experts, whose loss may have another of an uneven router in it
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own: Any = cls._te_origin.forward
+        cls._te_routed = _is_like(cls._te_origin, MIXTRAL)
+        cls._te_unevenness = inspect.unwrap(own).__globals__.get("load_balancing_loss_func")  # type: ignore[attr-defined]
         names = [name for name in inspect.signature(own).parameters if name != "self"]
 
         @functools.wraps(own)  # trainers look at its signature
@@ -86,16 +90,30 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
         copy = None if weight is table else weight
         padding = model.base_model.embed_tokens.padding_idx
         given["inputs_embeds"], weight = tied(table, None, given.pop("input_ids"), padding)
+    if model._te_routed and given.get("output_router_logits") is None:
+        given["output_router_logits"] = model.config.output_router_logits
     outputs = model.base_model(**given, return_dict=True)
     options = {name: given[name] for name in ("num_items_in_batch", "ignore_index", "shift_labels") if name in given}
     recipe = fp8.current.recipe
     in_fp8 = model._te_head_in_fp8 and fp8.current.enabled and not (recipe is not None and recipe.bf16_wgrad)
     loss = causal_loss(outputs.last_hidden_state, weight, labels, in_fp8=in_fp8, copy=copy, **options)
-    made = CausalLMOutputWithPast(
-        loss=loss, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )  # fmt: skip
+    kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
+    made = (
+        _balanced(model, loss, outputs, given, kept) if model._te_routed else CausalLMOutputWithPast(loss=loss, **kept)
+    )
     return made if (model.config.return_dict if return_dict is None else return_dict) else made.to_tuple()
+
+
+def _balanced(model: Any, loss: Tensor, outputs: Any, given: dict[str, Any], kept: dict[str, Any]) -> Any:
+    """What a mixture of experts returns: beside the loss, and in it where it is asked for, that of an uneven router."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    uneven = None
+    if given["output_router_logits"]:
+        experts = model.num_experts, model.num_experts_per_tok
+        uneven = type(model)._te_unevenness(outputs.router_logits, *experts, given.get("attention_mask"))
+        loss = loss + model.router_aux_loss_coef * uneven.to(loss.device)
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=uneven, router_logits=outputs.router_logits, **kept)
 
 
 def _shared_table(model: Any, given: dict[str, Any]) -> Tensor | None:
@@ -157,11 +175,11 @@ def has_usual_loss(model: Any) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
-def _is_like_llama(origin: Any) -> bool:
-    """Whether a class's forward is the same code as Llama's, as of most families: hidden states, a Linear, a loss."""
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+def _is_like(origin: Any, family: str) -> bool:
+    """Whether a class's forward is the same code as that of a family's model: hidden states, a Linear, a loss."""
+    import transformers
 
-    codes = [inspect.unwrap(cls.forward).__code__ for cls in (origin, LlamaForCausalLM)]
+    codes = [inspect.unwrap(cls.forward).__code__ for cls in (origin, getattr(transformers, family))]
     return len({(code.co_code, code.co_names) for code in codes}) == 1
 
 
@@ -170,9 +188,11 @@ def convert(model: Any, undo: contextlib.ExitStack, in_fp8: bool) -> str:
 
     in_fp8: whether it may compute in FP8, where a recipe is on. Raises ValueError, which says why the head stays.
     """
-    origin = model._te_origin if isinstance(model, Mixed) else type(model)
-    if origin.__name__ not in LIKE_LLAMA and not _is_like_llama(origin):
-        raise ValueError("its forward is not Llama's: it may do more with the logits, or compute another loss")
+    origin: Any = model._te_origin if isinstance(model, Mixed) else type(model)
+    if origin.__name__ not in LIKE_LLAMA and not any(_is_like(origin, family) for family in (LLAMA, MIXTRAL)):
+        raise ValueError(
+            "its forward is not Llama's or Mixtral's: it may do more with the logits, or compute another loss"
+        )
     head = model.lm_head
     if not isinstance(head, nn.Linear | Linear) or head.bias is not None:
         raise ValueError("lm_head is no Linear without a bias")

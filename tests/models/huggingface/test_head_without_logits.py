@@ -46,6 +46,21 @@ def test_the_loss_is_transformers_own(given: dict[str, Any]) -> None:
     assert model(input_ids=tokens(), **given).logits is None
 
 
+@pytest.mark.parametrize("asked", [{}, {"output_router_logits": True}], ids=["", "balanced"])
+def test_a_mixture_of_experts_has_its_router_s_loss_too(asked: dict[str, Any]) -> None:
+    plain, model = make("mixtral"), convert("mixtral")
+    given = {**inputs("mixtral"), **asked}
+    outputs, others = plain(**given), model(**given)
+    assert others.logits is None
+    assert (others.aux_loss is None) == (outputs.aux_loss is None) == (not asked)
+    if asked:
+        torch.testing.assert_close(others.aux_loss, outputs.aux_loss)
+        assert [x.shape for x in others.router_logits] == [x.shape for x in outputs.router_logits]
+    (loss, gradients), (again, found) = run(plain, given), run(model, given)
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    assert_same(found, gradients, 1e-4)
+
+
 def test_who_asks_for_logits_gets_them() -> None:
     model = convert()
     given = inputs("llama")

@@ -23,7 +23,7 @@ OTHERWISE, NO_BLOCKS = {"blocks": "compute otherwise than Llama"}, {"blocks": "n
 #: What stays, and words of the reason.
 STAYS: dict[str, dict[str, str]] = {
     **dict.fromkeys(("phi3", "gemma"), OTHERWISE),
-    "mixtral": {"mlp": "no module has the Linears", "head": "not Llama's", **OTHERWISE},
+    "mixtral": {"mlp": "no module has the Linears", **OTHERWISE},
     "gemma2": {"attention": "caps the scores", "head": "not Llama's", **OTHERWISE},
     "gpt2": {"rotary": NO_ROTARY, **NO_BLOCKS},
     "bert": {"mlp": "no module has the Linears", "rotary": NO_ROTARY, "head": NO_HEAD, **NO_BLOCKS},
