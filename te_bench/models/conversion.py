@@ -131,7 +131,8 @@ def convert(
     # What an FP8 head reads is a kept layer's no more.
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
-    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others)
+    by_itself = isinstance(model, _Autocasting)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others, by_itself)
 
 
 def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:
