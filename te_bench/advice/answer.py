@@ -50,7 +50,9 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         alike = "; or ".join(choice.beside(decision.use) for choice in decision.tied)
         said += [f"Not distinguished from it: {alike}."]
     if evidence.left_out:
-        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget measures it."]
+        budgeted = "--budget" in decision.why  # which says how large a one
+        more = "" if budgeted else " A larger --budget measures it."
+        said += [f"No time for: {text.listed(evidence.left_out, 2)}.{more}"]
     return [sentence for sentence in said if sentence]
 
 
