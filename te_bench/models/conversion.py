@@ -35,8 +35,9 @@ MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
 
 #: Classes of transformers (5.23) that compute weight * x / sqrt(mean(x^2) + variance_epsilon), and nothing else.
 RMS_NORMS = frozenset(
-    ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "T5LayerNorm")
-)
+    f"{name}RMSNorm"
+    for name in ["Llama", "Mamba", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"]
+) | {"T5LayerNorm"}
 
 #: What a module remembers of hooks that go with the layer. Handles given out before remove them from the new one, too.
 HOOKS = (
