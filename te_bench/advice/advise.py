@@ -179,17 +179,18 @@ class Run:
         steps += [q.trial(q.have, seed) for seed in range(1, SEEDS)] * 2
         expected = self._expected([q.survey(), *steps]) * WITH_PARTS
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
+        about = f"about {duration(expected)} if the model is small"
         if q.survey().id in self.known:  # how much of the rest is known, only the predictions will tell
             self.say(
                 f"{said}What was measured before takes no time; --budget allows {duration(self.budget_s)} for the rest."
             )
             return
         if expected <= self.budget_s:
-            said += f"{len(steps)} steps and the parts that decide are measured, about {duration(expected)}"
+            said += f"{len(steps)} steps and the parts that decide are measured, {about}"
             self.say(f"{said}; --budget allows {duration(self.budget_s)}.")
             return
         held = max(1, self.affordable([q.survey(), *steps]) - 1)
-        said += f"All of it takes about {duration(expected)}; in your {duration(self.budget_s)}: the survey and "
+        said += f"All of it takes {about}; in your {duration(self.budget_s)}: the survey and "
         self.say(f"{said}{held} {'steps' if held > 1 else 'step'}.")
 
     def do(self, trials: Sequence[Trial]) -> list[Record]:

@@ -9,7 +9,7 @@ from typing import Any
 from te_bench.advice import convergence
 from te_bench.advice.advise import Evidence
 from te_bench.advice.candidates import COMPILED, Choice, Question
-from te_bench.advice.code import code
+from te_bench.advice.code import NOTHING, code
 from te_bench.advice.decision import (
     AS_FAST,
     Decision,
@@ -50,13 +50,17 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         alike = "; or ".join(choice.beside(decision.use) for choice in decision.tied)
         said += [f"Not distinguished from it: {alike}."]
     if evidence.left_out:
-        said += [f"No time for: {text.listed(evidence.left_out, 2)}. A larger --budget measures it."]
+        budgeted = "--budget" in decision.why  # which says how large a one
+        more = "" if budgeted else " A larger --budget measures it."
+        said += [f"No time for: {text.listed(evidence.left_out, 2)}.{more}"]
     return [sentence for sentence in said if sentence]
 
 
 def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding], page: str) -> str:
     """The sentences and the code in LINES lines; what is too long for that is on the page."""
-    lines = [f"    {line}" for line in code(evidence.question, decision.use)]
+    copied = code(evidence.question, decision.use)
+    unknown = decision.undecided and copied == [NOTHING]
+    lines = [] if unknown else [f"    {line}" for line in copied]
     kept: list[str] = []
     for number, sentence in enumerate(sentences(evidence, decision, findings)):
         wrapped = textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False)

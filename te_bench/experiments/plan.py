@@ -149,9 +149,10 @@ def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
             continue
         weights = own.facts.parameters if own else cost.parameters(known[p.model], p.padded_vocab)
         batch = p.batch if isinstance(p.batch, int) else 1
+        parts = f"{p.accumulate} x " if p.accumulate and p.accumulate > 1 else ""
         flop = 6.0 * weights * batch * (p.accumulate or 1) * p.block
         steps = f"{trial.problem['steps']:,} steps" if trial.problem.get("steps") else "tens of them"
-        largest = max(largest, (flop, f"{p.model}, {batch} x {p.block} tokens,", steps))
+        largest = max(largest, (flop, f"{p.model}, {parts}{batch} x {p.block} tokens,", steps))
     flop, what, steps = largest
     if flop < SLOW_S * CPU_FLOP_S:
         return None

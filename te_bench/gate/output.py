@@ -1,7 +1,9 @@
 """What a gate found, for a terminal, a pull request, a JUnit reader and a program."""
 
+import itertools
 import json
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -44,11 +46,13 @@ def sentence(gate: Gate) -> str:
 
 
 def table(gate: Gate, limit: int | None = None) -> Table | None:
-    """A row a trial, the slowest first, and their geometric mean; names of `limit` characters, cut in the middle."""
+    """A row a trial, the slowest first, and their geometric mean; names of `limit` characters, cut."""
     if gate.decision is None:
         return None
+    trials = [name for name in gate.judgements if name != FAMILY]
+    shown = {FAMILY: FAMILY} | ({} if limit is None else _shorten(trials, limit))
     ordered = sorted(gate.judgements.items(), key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
-    rows = [_row(name, one, gate, limit) for name, one in ordered]
+    rows = [_row(shown.get(name, name), one, gate.timed.throttled.get(name, 0)) for name, one in ordered]
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
     note = (
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
@@ -80,10 +84,9 @@ def _say_how_rare(gate: Gate) -> str:
     )
 
 
-def _row(name: str, one: GateJudgement, gate: Gate, limit: int | None) -> dict[str, Value]:
-    aside = gate.timed.throttled.get(name, 0)
+def _row(name: str, one: GateJudgement, aside: int) -> dict[str, Value]:
     return {
-        "Trial": word(name if limit is None else _cut_middle(name, limit)),
+        "Trial": word(name),
         "Typical call": _ratio(one),
         "All calls": _ratio(one.mean or MeasuredRatio()),
         "Finds": number(one.detectable, lambda share: text.MISSING if share is None else f">= {_percent(share)}"),
@@ -101,6 +104,23 @@ def _ratio(one: MeasuredRatio) -> Value:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
+
+
+def _shorten(names: Sequence[str], limit: int) -> dict[str, str]:
+    """The names cut in the middle; where two look alike then, without the words that all begin and end with."""
+    cut = {name: _cut_middle(name, limit) for name in names}
+    if len(set(cut.values())) == len(cut):
+        return cut
+    words = [re.split("(?<=[/-])", name) for name in names]
+    start = _count_shared(words)
+    end = _count_shared([found[start:][::-1] for found in words])
+    apart = ["".join(found[start : len(found) - end]).rstrip("/-") for found in words]
+    return {name: _cut_middle(f"…{of}", limit) for name, of in zip(names, apart, strict=True)}
+
+
+def _count_shared(words: Sequence[Sequence[str]]) -> int:
+    """How many words all lists begin with."""
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False)))
 
 
 def _cut_middle(name: str, limit: int) -> str:

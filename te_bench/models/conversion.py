@@ -35,8 +35,9 @@ MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
 
 #: Classes of transformers (5.23) that compute weight * x / sqrt(mean(x^2) + variance_epsilon), and nothing else.
 RMS_NORMS = frozenset(
-    ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Phi3RMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "T5LayerNorm")
-)
+    f"{name}RMSNorm"
+    for name in ["Llama", "Mamba", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"]
+) | {"T5LayerNorm"}
 
 #: What a module remembers of hooks that go with the layer. Handles given out before remove them from the new one, too.
 HOOKS = (
@@ -131,7 +132,8 @@ def convert(
     # What an FP8 head reads is a kept layer's no more.
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
-    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others)
+    by_itself = isinstance(model, _Autocasting)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others, by_itself)
 
 
 def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:

@@ -65,7 +65,10 @@ class ConvertedPart:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert` did, and what it found done; str() is a table of it. parameters: all of the model's."""
+    """What `convert` did, and what it found done; str() is a table of it.
+
+    parameters: all of the model's. by_itself: whether calling the model enters a recipe; if not, your own te.autocast does.
+    """
 
     converted: tuple[ConvertedLayer, ...]
     kept: tuple[KeptLayer, ...]
@@ -73,10 +76,11 @@ class Conversion:
     found: tuple[TeLayer, ...] = ()
     outside: tuple[OtherWeight, ...] = ()
     parts: tuple[ConvertedPart, ...] = ()
+    by_itself: bool = True
 
     @property
     def gemm_parameters(self) -> int:
-        """How many of the parameters FP8 GEMMs read."""
+        """How many of the parameters FP8 GEMMs read, under a recipe."""
         return sum(sum(entry.parameters for entry in some) for some in (self.converted, self.found, self.parts))
 
     @property
@@ -90,7 +94,9 @@ class Conversion:
         rows += [(f.name, f"te.{f.kind}", "te's already") for f in self.found]
         rows += [(k.name, k.kind, f"kept: {k.reason}") for k in self.kept]
         rows += [(p.name or "the model", p.kind, f"{p.part}: {p.after or f'kept: {p.reason}'}") for p in self.parts]
-        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in self.outside]
+        taken = {part.name for part in self.parts if part.after is not None and part.part == "experts"}
+        outside = [weight for weight in self.outside if weight.name.rpartition(".")[0] not in taken]
+        rows += [(o.name, o.kind, f"kept: {o.reason}") for o in outside]
         # The layers of a stack differ in their number only: they are one row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
         table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
@@ -99,11 +105,16 @@ class Conversion:
         share = self.gemm_parameters / max(self.parameters, 1)
         total = len(self.converted) + len(self.kept) + len(self.found)
         already = f", {len(self.found)} te's already" if self.found else ""
-        already += f", {len(self.outside)} weights outside of layers" if self.outside else ""
+        already += f", {len(outside)} weights outside of layers" if outside else ""
         unknown = sum(o.parameters for o in self.outside if o.multiplied is None)
         but = f", not counting {unknown:,} parameters whose use is not known" if unknown else ""
+        under = (
+            ""
+            if self.by_itself or not self.gemm_parameters
+            else "no recipe, so FP8 only under your te.autocast: there "
+        )
         lines.append(
-            f"{len(self.converted)} of {total} layers converted{already}; FP8 GEMMs read {self.gemm_parameters:,} of "
+            f"{len(self.converted)} of {total} layers converted{already}; {under}FP8 GEMMs read {self.gemm_parameters:,} of "
             f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"
         )
         if self.parts:

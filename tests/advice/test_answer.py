@@ -223,6 +223,7 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     said = answer.terminal(evidence, found, [], "index.html")
     assert said.startswith("Undecided: in 0 s only what you have was measured.")
     assert "No time for" in said
+    assert said.count("--budget") == 1  # the one with a time
 
 
 def test_every_sentence_is_one_thought(answered: Answered, tmp_path: Path) -> None:

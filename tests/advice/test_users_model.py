@@ -271,6 +271,14 @@ def test_the_code_runs_as_it_is(choice, tmp_path, monkeypatch):
     assert code.code(cpu, cpu.have) == ["# Nothing to change."]
 
 
+def test_an_undecided_answer_does_not_say_that_nothing_is_to_change(tmp_path, monkeypatch):
+    machine = Machine(of_file(FACTORY, tmp_path, monkeypatch))
+    evidence = gathered(machine, budget_s=0.0)
+    said = answer.terminal(evidence, decided(machine, evidence, tmp_path), [], "index.html")
+    assert said.startswith("Undecided")
+    assert "Nothing to change" not in said
+
+
 def test_the_code_of_a_model_that_takes_tokens_alone_computes_the_loss(tmp_path, monkeypatch):
     logits = "self.head(y.squeeze(1))"
     bare = FACTORY.replace("tokens, targets", "tokens")

@@ -301,6 +301,11 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
             "is 47.9 TFLOP",
         ),  # of 256 classes
         ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. For"),
+        (
+            "convergence",
+            {"device": "cpu", "preset": "gpt2", "data": {"": "random"}},
+            "gpt2, 4 x 12 x 1024 tokens, is 36.7 TFLOP",
+        ),
         ("nanogpt", {"device": "cuda"}, None),
         ("speed", {"device": "cpu"}, None),
         ("attention", {"device": "cpu"}, None),

@@ -50,6 +50,16 @@ def test_the_terminal_has_every_verdict_in_a_hundred_columns() -> None:
     assert "Finds is the test's power, not what it found" in text
 
 
+def test_names_that_are_cut_stay_apart() -> None:
+    differing = ("V50257/math", "V50257/flash", "V50304/flash")
+    names = [f"train_step/gpt2-b12-t1024-{one}/fp8/float8_current_scaling/cudagraph" for one in differing]
+    lines = output.terminal(gate(decision=decide({name: ratios(0.0) for name in names}), findings=()))
+    rows = [line.split()[0] for line in lines if line.endswith("  PASS") and "geometric" not in line]
+    assert len(set(rows)) == len(names)
+    assert any("304" in row for row in rows)
+    assert max(map(len, lines)) <= 100
+
+
 def test_a_regression_is_said_with_its_factor_and_interval() -> None:
     """In words before the table, the slowest first; of many the slowest five."""
 

@@ -47,7 +47,8 @@ def test_the_report_is_a_table() -> None:
     total = weights + 3 * (64 + 64) + 32 * 10 + 10
     assert (report.gemm_parameters, report.parameters) == (weights, total)
     assert text.splitlines()[-1] == (
-        f"9 of 10 layers converted; FP8 GEMMs read {weights:,} of {total:,} parameters ({weights / total:.1%}) "
+        "9 of 10 layers converted; no recipe, so FP8 only under your te.autocast: there "
+        f"FP8 GEMMs read {weights:,} of {total:,} parameters ({weights / total:.1%}) "
         f"and do {weights / (weights + 320):.1%} of a token's FLOP with weights"
     )
 
@@ -224,6 +225,8 @@ def test_twice_is_once() -> None:
     assert all(a is b for a, b in zip(model.modules(), layers, strict=True))
     assert not torch.equal(model(an_input()), expected)  # the recipe is the second one's
     assert type(model).__mro__.count(Tiny) == 1
+    again = str(convert(model))  # the second call's recipe is still entered
+    assert "; FP8 GEMMs read " in again
 
 
 def test_in_two_goes_the_second_report_is_of_the_whole_model() -> None:
@@ -237,7 +240,8 @@ def test_in_two_goes_the_second_report_is_of_the_whole_model() -> None:
     assert [k.name for k in report.kept] == ["2"]
     assert (report.gemm_parameters, report.parameters) == (whole.gemm_parameters, whole.parameters)
     lines = str(report).splitlines()
-    assert lines[-1].startswith("4 of 7 layers converted, 2 te's already; FP8 GEMMs read 8,192 of ")
+    assert lines[-1].startswith("4 of 7 layers converted, 2 te's already; no recipe, ")
+    assert "there FP8 GEMMs read 8,192 of " in lines[-1]
     assert ["*.up", "1", "x", "te.Linear", "te's", "already"] in [line.split() for line in lines]
 
 

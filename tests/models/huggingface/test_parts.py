@@ -162,6 +162,16 @@ def test_experts_that_stay_say_why(settings: dict[str, Any], reason: str) -> Non
     assert reason in (first.reason or "")
 
 
+def test_the_report_says_of_experts_what_they_are_and_of_no_recipe_that_nothing_is_fp8() -> None:
+    lines = str(te.convert(make("mixtral"), parts="all")).splitlines()
+    [row] = [line for line in lines if ".mlp.experts" in line]
+    assert row.endswith("experts: in autocast's precision, by grouped_mm")
+    assert ", 3 weights outside of layers; no recipe, so FP8 only under your te.autocast" in lines[-2]
+    raw = [line for line in str(te.convert(make("mixtral"))).splitlines() if ".mlp.experts." in line]
+    assert all("kept: 4 experts in one parameter" in line for line in raw)
+    assert len(raw) == 2
+
+
 def test_a_model_without_attention_is_given_none() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64, state_size=4)
