@@ -132,8 +132,13 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         _first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
-    ours = Gradients.of_step(step, inputs, targets)
-    parts, taken = large.ByParts(), _choices(trial, step, inputs, targets, kinks)
+    taken = routes.Taken()
+    notes = "topk" in kinks.found and world_of(trial) == 1  # of several ranks each sees a part
+    with taken if notes and trial.mode == "eager" else contextlib.nullcontext():
+        ours = Gradients.of_step(step, inputs, targets)
+    if notes and trial.mode != "eager":
+        _choose(trial, step, inputs, targets, taken)
+    parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)
     library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.meet()
@@ -158,18 +163,17 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     return step, judge(", ".join(words), quantities), own
 
 
-def _choices(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: "Kinks") -> routes.Taken:
-    """What topk chooses in the step's passes, in eager mode; nothing over ranks, each of which sees a part.
+def _choose(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, taken: routes.Taken) -> None:
+    """Note what topk chooses in the step's passes, where the step is compiled and shows no functions: in eager mode.
 
-    Nothing in FP8, whose limits are wide enough for a token that goes elsewhere, and whose recipes count passes.
+    Nothing for a recipe that counts passes: what its scales are would change.
     """
-    taken, model = routes.Taken(), _model(step)
-    if "topk" in kinks.found and trial.recipe is None and world_of(trial) == 1:
+    model = _model(step)
+    if trial.recipe is None or recipes.load(trial.recipe).make_state(1, step.device) is None:
         batches = zip(inputs.chunk(step.optim.accumulate), targets.chunk(step.optim.accumulate), strict=True)
         with torch.no_grad(), taken, autocast(step.device, trial.precision), model.autocast():
             for batch in batches:
                 model(*batch)
-    return taken
 
 
 def _require_many_at_kinks(trial: Trial, kinks: "Kinks", targets: int, accumulate: int) -> None:
@@ -312,6 +316,7 @@ def _reference(
     rounded = not exact and trial.attention not in UNFUSED
     modes: list[TorchFunctionMode] = [routes.Again(taken)] if taken.calls else []
     modes += [grouped_gemm.Exact(), Doubled()] if exact else [AsFused()] if rounded else []
+    modes += [grouped_gemm.InAutocast()] if not exact and _model(step).converted_experts else []
     with parts.beside(*modes):
         try:
             found = Gradients.of_step(reference, inputs, targets)

@@ -149,6 +149,16 @@ def test_experts_multiply_in_autocast_s_precision() -> None:
         assert (gradients[1][name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
+def test_experts_whose_weights_are_given_for_a_call_multiply_in_autocast_s_precision() -> None:
+    """They are no parameters then."""
+    model = make("mixtral")
+    te.convert(model, parts="experts")
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with Products() as products, torch.autocast("cpu", torch.bfloat16):
+        torch.func.functional_call(model, weights, (), inputs("mixtral"))
+    assert products.dtypes == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
