@@ -26,13 +26,11 @@ class Asked(NamedTuple):
     out: Any
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any) -> Self:
-        def asked(
-            input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, out: Any = None
-        ) -> Self:
-            return cls(input, dim % max(input.dim(), 1), largest, out)
-
-        return asked(*args, **(kwargs or {}))
+    def of(
+        cls, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
+    ) -> Self:
+        """By topk's own arguments."""
+        return cls(input, dim % max(input.dim(), 1), largest, out)
 
 
 class Taken(TorchFunctionMode):
@@ -45,7 +43,7 @@ class Taken(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
-            asked = Asked.of(args, kwargs)
+            asked = Asked.of(*args, **(kwargs or {}))
             kept = asked._replace(
                 scores=asked.scores.detach().clone(), out=None
             )  # a model may go on to write into them
@@ -64,7 +62,7 @@ class Again(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        asked = Asked.of(args, kwargs)
+        asked = Asked.of(*args, **(kwargs or {}))
         found = [
             (_distance(asked.scores, theirs.scores, asked.dim), i)
             for i, (theirs, chosen) in enumerate(self.taken.calls)
