@@ -172,6 +172,12 @@ def test_experts_that_stay_say_why(settings: dict[str, Any], reason: str) -> Non
     assert reason in (first.reason or "")
 
 
+def test_a_model_without_experts_is_told_where_they_were_asked_for() -> None:
+    [part] = te.convert(make("llama"), parts=("linear", "experts")).parts
+    assert part.reason == "it holds no experts that go by transformers' interface"
+    assert not any(part.part == "experts" for part in te.convert(make("llama"), parts="all").parts)
+
+
 def test_a_model_without_attention_is_given_none() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64, state_size=4)
