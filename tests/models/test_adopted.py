@@ -253,6 +253,12 @@ def test_experts_that_are_a_little_wrong_fail(tmp_path: Path, monkeypatch: pytes
         check(step_of_experts(tmp_path, "all", seed=6))
 
 
+def test_a_model_that_draws_its_experts_is_told_though_one_sequence_has_the_same_loss(tmp_path: Path) -> None:
+    phimoe = MIXTRAL | {"model_type": "phimoe", "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(Unsupported, match="something random that te-bench cannot turn off"):
+        check(step_of_experts(tmp_path, config=phimoe))
+
+
 def test_a_step_that_chooses_experts_by_other_scores_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are sigmoids near 1/2, so that their sizes agree whatever they choose."""
     own = trial_model.step_of
