@@ -10,6 +10,7 @@ import os
 import signal
 
 _at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is te-bench's, which ends this; else a traceback
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # `runner` starts it so, for the time before this line
 
 from te_bench.experiments import processes, runner  # noqa: E402
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize, get_temp_dir
 from pathlib import Path
 from typing import Any, Protocol
@@ -247,7 +247,12 @@ def start_fork_server(*, on_cpu: bool) -> Any:
     os.environ[PRELOADED] = " ".join([TRIAL, *PROFILER, *(MODELS if on_cpu else ())])
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["__main__", PRELOAD])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # else the server's start does that, which lets Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # which the server has, until its preload
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return server
 
 

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from fractions import Fraction
 
 import torch
 
@@ -161,8 +162,8 @@ def binomial_quantile(q: float, n: int) -> int:
     In integers, which are exact: scipy.special would take every trial's process 0.2 s to import.
     """
     sides, k = 1, 0  # of 2^n equally likely throws those with k heads
-    below = sides
-    while below < q * 2**n:
+    below, wanted = sides, Fraction(q) * 2**n
+    while below < wanted:
         sides = sides * (n - k) // (k + 1)
         k += 1
         below += sides

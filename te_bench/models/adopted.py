@@ -360,6 +360,12 @@ class Adopted(nn.Module):
         return [f"module.{layer.name}" for layer in layers if not layer.parameters]
 
     @property
+    def converted_experts(self) -> bool:
+        """Whether experts multiply in autocast's precision, as transformers' own do not."""
+        done = () if self.conversion is None else self.conversion.parts
+        return any(part.part == "experts" and part.after is not None for part in done)
+
+    @property
     def fp8_heads(self) -> list[str]:
         """Heads whose loss is computed in FP8 without their being converted layers."""
         found = () if self.conversion is None or self.recipe is None else self.conversion.parts

@@ -61,14 +61,14 @@ def convert(
             continue
         found = list(convertor(model, filter, undo))
         yield from found
-        if not found and (part != "experts" or len(parts) == 1):  # few models have any
+        if not found and (part != "experts" or len(parts) < len(PARTS)):  # of all parts few models have that one
             yield ConvertedPart(part, "", type(model).__name__, None, ABSENT[part])
 
 
 #: Why a model without any stays as it is.
 ABSENT = {
     "mlp": "no module has the Linears of an MLP by names that convert knows (gate_proj, up_proj, down_proj; fc1, fc2; ...)",
-    "experts": "it holds no experts of transformers",
+    "experts": "it holds no experts that go by transformers' interface",
     "rotary": "no attention of transformers in it calls apply_rotary_pos_emb",
     "attention": "it holds no model of transformers",
     "blocks": "no model of transformers in it has embed_tokens, layers and rotary_emb",

@@ -117,6 +117,12 @@ def test_every_form_is_written_whatever_the_answer(gate: Gate, tmp_path: Path) -
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["json", "junit", "markdown"]
 
 
+def test_a_form_that_cannot_be_written_is_usage(gate: Gate, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = gate("--json", tmp_path / "file" / "gate.json")
+    assert (done.code, "Choose another --json" in done.err) == (2, True)
+
+
 def test_what_cannot_be_written_is_known_before_anything_is_measured(command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x", f"{tmp_path / 'file'} is no directory")):

@@ -420,6 +420,15 @@ def test_the_fork_server_imports_while_the_plan_is_made_and_not_for_a_run_that_i
     assert not mark.exists()
 
 
+def test_a_ctrl_c_before_the_fork_server_imports_anything_is_te_benchs(tmp_path: Path) -> None:
+    """Else Python, which starts there, would print where it was."""
+    started = "import os, signal, sys\nif 'forkserver' in sys.orig_argv[-1]:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "sitecustomize.py").write_text(started)
+    env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), IDLE["PYTHONPATH"]))}
+    done = te_bench(*NAPS, tmp_path / "out", "--only", "*/s0", main=PLANTED, env=env)
+    assert (done.returncode, "KeyboardInterrupt" in done.stderr) == (0, False), done
+
+
 def test_a_program_that_had_a_fork_server_before_runs_trials(tmp_path: Path) -> None:
     """It goes on serving, and has imported nothing for te-bench."""
     program = tmp_path / "program.py"

@@ -14,6 +14,7 @@ import torch
 from own_models import MODULE
 from torch import Tensor
 
+from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
@@ -171,9 +172,16 @@ MIXTRAL = {
     "max_position_embeddings": 32,
 }  # fmt: skip
 
+GPT_OSS = MIXTRAL | {"model_type": "gpt_oss", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+DEEPSEEK = MIXTRAL | {
+    "model_type": "deepseek_v3", "num_key_value_heads": 2, "num_local_experts": 8, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 
-def step_of_experts(folder: Path, parts: str | None = None, **more: Any) -> Trial:
-    trial = step(of_config(MIXTRAL, folder), **more)
+
+def step_of_experts(folder: Path, parts: str | None = None, config: dict[str, Any] = MIXTRAL, **more: Any) -> Trial:
+    trial = step(of_config(config, folder), **more)
     return dataclasses.replace(trial, problem={**trial.problem, "batch": 8, **({"parts": parts} if parts else {})})
 
 
@@ -186,6 +194,43 @@ def test_planning_asks_a_model_with_experts_and_counts_those_that_a_token_takes(
     assert adopted.Adopted(made).flop_per_token(8) == pytest.approx(6 * (2 * (layer + attention) + 32 * 64), rel=0.01)
 
 
+GROUPED = """
+import torch
+from torch import nn
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.weights = nn.Embedding(64, 16), nn.Parameter(torch.randn(2, 16, 16) / 4)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens).flatten(0, 1)
+        ends = torch.tensor([len(x) // 2, len(x)], dtype=torch.int32)
+        rows = nn.functional.grouped_mm(x, self.weights, offs=ends)
+        columns = nn.functional.grouped_mm(self.weights, x.T, offs=ends).T
+        sums = nn.functional.grouped_mm(rows.T, columns, offs=ends)
+        y = nn.functional.grouped_mm(rows, sums.tanh(), offs=ends) + columns
+        return (y @ self.embedding.weight.T).view(*tokens.shape, 64)
+"""
+
+
+def test_a_model_s_own_grouped_mm_of_rows_columns_and_sums_is_planned_and_checked(tmp_path: Path) -> None:
+    (tmp_path / "own_grouped.py").write_text(GROUPED)
+    source = sources.identify("own_grouped:Grouped")
+    assert source is not None
+    assert probe.find_out(source, 8).parameters == 64 * 16 + 2 * 16 * 16
+    check(step(source, precision="fp32"))
+
+
+def test_planning_takes_experts_whose_rows_are_too_odd_for_bf16(tmp_path: Path) -> None:
+    """In float32 they are multiples of 16 bytes, and they train."""
+    source = of_config(MIXTRAL | {"intermediate_size": 60}, tmp_path)
+    assert probe.find_out(source, 8).sdpa == 2
+    made = adopted.make(source, attention="own", device="cpu")
+    loss: Tensor = adopted.Adopted(made)(*made.draw(1, 8, seed=0, device="cpu"))
+    loss.backward()
+
+
 @pytest.mark.parametrize(
     ("parts", "more"),
     [
@@ -193,6 +238,8 @@ def test_planning_asks_a_model_with_experts_and_counts_those_that_a_token_takes(
         ("all", {"seed": 6}),
         (None, {"precision": "fp32"}),
         ("all", {"recipe": "float8_current_scaling"}),
+        ("all", {"config": GPT_OSS, "seed": 6}),  # experts in bf16, and a yardstick's in float32 would round less
+        ("all", {"config": GPT_OSS, "seed": 5, "recipe": "float8_current_scaling"}),  # a token goes elsewhere
     ],
 )
 def test_a_right_step_of_experts_passes_its_check(parts: str | None, more: dict[str, Any], tmp_path: Path) -> None:
@@ -204,6 +251,59 @@ def test_experts_that_are_a_little_wrong_fail(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(experts.Experts, "forward", lambda self, x, *routing: 1.05 * own(self, x, *routing))
     with pytest.raises(CheckFailed, match="experts"):
         check(step_of_experts(tmp_path, "all", seed=6))
+
+
+def test_a_model_that_draws_its_experts_is_told_though_one_sequence_has_the_same_loss(tmp_path: Path) -> None:
+    phimoe = MIXTRAL | {"model_type": "phimoe", "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(Unsupported, match="something random that te-bench cannot turn off"):
+        check(step_of_experts(tmp_path, config=phimoe))
+
+
+def test_a_step_that_chooses_experts_by_other_scores_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sigmoids near 1/2, so that their sizes agree whatever they choose."""
+    own = trial_model.step_of
+
+    def biased(trial: Trial) -> TrainStep:
+        found = own(trial)
+        for name, bias in found.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias += torch.linspace(0.1, -0.1, len(bias))
+        return found
+
+    trial = step_of_experts(tmp_path, config=DEEPSEEK)
+    check(trial)
+    monkeypatch.setattr(trial_model, "step_of", biased)
+    with pytest.raises(CheckFailed, match="experts"):
+        check(trial)
+
+
+BOTH_ENDS = """
+import torch
+from torch import nn
+
+class BothEnds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.scores, self.values = nn.Embedding(64, 16), nn.Linear(16, 8), nn.Embedding(8, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        scores = self.scores(x)
+        high, best = torch.topk(input=scores, k=2, sorted=False)
+        low, worst = scores.topk(2, dim=2, largest=False)
+        most = torch.topk(scores.flatten(0, 1), 2, 0).values.sum(0)
+        y = (self.values(best) * high[..., None]).sum(-2) - (self.values(worst) * low[..., None]).sum(-2)
+        return (x + y + most.sum()) @ self.embedding.weight.T
+"""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_step_that_chooses_the_best_and_the_worst_passes_its_check(precision: str, tmp_path: Path) -> None:
+    (tmp_path / "own_ends.py").write_text(BOTH_ENDS)
+    source = sources.identify("own_ends:BothEnds")
+    assert source is not None
+    trial = step(source, precision=precision)
+    check(dataclasses.replace(trial, problem={**trial.problem, "batch": 16}))
 
 
 def test_a_model_without_attention_is_measured(tmp_path: Path) -> None:

@@ -5,15 +5,32 @@ fault: of right bf16 steps of a Mixtral 3 of 16 failed with 256 targets, and 2 o
 token where the step sent it, where their scores are near to the step's.
 """
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-#: Relative distance of a reference's scores to the step's, at most: those of another layer or batch are as far as they are
-#: large. A step whose scores are wrong by more keeps its choices to itself, and fails by its gradients.
+#: Distance of a reference's scores to the step's, at most, relative to what those differ by: scores of another layer or
+#: batch are as far as they are large. A step whose scores are wrong by more keeps its choices to itself, and fails by its
+#: gradients.
 NEAR = 0.25
+
+
+class Asked(NamedTuple):
+    """What a call of topk was given that decides over its choice."""
+
+    scores: Tensor
+    dim: int
+    largest: bool
+    out: Any
+
+    @classmethod
+    def of(
+        cls, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
+    ) -> Self:
+        """By topk's own arguments."""
+        return cls(input, dim % max(input.dim(), 1), largest, out)
 
 
 class Taken(TorchFunctionMode):
@@ -21,13 +38,16 @@ class Taken(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Tensor, Tensor]] = []
+        self.calls: list[tuple[Asked, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
-            scores = args[0] if args else kwargs["input"]
-            self.calls.append((scores.detach(), result[1]))
+            asked = Asked.of(*args, **(kwargs or {}))
+            kept = asked._replace(
+                scores=asked.scores.detach().clone(), out=None
+            )  # a model may go on to write into them
+            self.calls.append((kept, result[1].clone()))
         return result
 
 
@@ -42,25 +62,28 @@ class Again(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        scores = args[0] if args else kwargs["input"]
+        asked = Asked.of(*args, **(kwargs or {}))
         found = [
-            (_distance(scores, theirs), i)
+            (_distance(asked.scores, theirs.scores, asked.dim), i)
             for i, (theirs, chosen) in enumerate(self.taken.calls)
-            if _fits(theirs, chosen, scores, result[1])
+            if theirs.scores.shape == asked.scores.shape
+            and chosen.shape == result[1].shape
+            and theirs[1:3] == asked[1:3]
         ]
         distance, nearest = min(found, default=(NEAR, 0))
         if distance >= NEAR:
             return result
         chosen = self.taken.calls[nearest][1]
-        dim = kwargs.get("dim", -1) if len(args) < 3 else args[2]
-        return torch.return_types.topk((scores.gather(dim, chosen), chosen))
+        given = asked.scores.gather(asked.dim, chosen)
+        if asked.out is not None:
+            given, chosen = (ours.copy_(again) for ours, again in zip(asked.out, (given, chosen), strict=True))
+        return torch.return_types.topk((given, chosen))
 
 
-def _fits(theirs: Tensor, chosen: Tensor, scores: Tensor, mine: Tensor) -> bool:
-    return theirs.shape == scores.shape and chosen.shape == mine.shape
-
-
-def _distance(scores: Tensor, theirs: Tensor) -> float:
+def _distance(scores: Tensor, theirs: Tensor, dim: int) -> float:
+    """Beside what theirs differ by along dim: a constant that all have, as a sigmoid's 1/2, chooses nothing."""
     finite = scores.isfinite() & theirs.isfinite()  # groups that are ruled out have -inf
     a, b = (x.detach().double().masked_fill(~finite, 0.0) for x in (scores, theirs))
-    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+    mean = b.sum(dim, keepdim=True) / finite.sum(dim, keepdim=True).clamp(min=1)
+    spread = (b - mean).masked_fill(~finite, 0.0)
+    return ((a - b).norm() / spread.norm().clamp(min=1e-30)).item()

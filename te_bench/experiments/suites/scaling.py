@@ -106,7 +106,8 @@ def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[
             continue
         ways: list[tuple[str | None, tuple[str, ...]]] = [*rival.ranks.items()]
         if world == 1:
-            ways = [(None, ("eager",))] if "ddp" in rival.ranks else [(ALONE, rival.ranks[ALONE])]
+            over_one = ALONE in rival.ranks and "ddp" not in rival.ranks
+            ways = [(ALONE, rival.ranks[ALONE])] if over_one else [(None, ("eager",))]
         theirs = {**problem, "rival": name}
         found += [
             _step(options, theirs, parallel, world, rival.precision, rival.recipe or "", mode, seed)

@@ -10,12 +10,12 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from te_bench.models.grouped_gemm import ALIGNED
 from te_bench.models.subclassing import Mixed, mix
 
 USUAL = "grouped_mm"  # transformers' default experts_implementation
-ALIGNED = 8  # features, that torch's grouped_mm takes rows of bfloat16
 
 
 class Experts(Mixed):
@@ -33,14 +33,17 @@ class Experts(Mixed):
 
 
 class _Cast:
-    """The experts, whose weights read as autocast's dtype."""
+    """The experts, whose weights read as autocast's dtype; float64 stays, as autocast leaves it."""
 
     def __init__(self, experts: Any, dtype: torch.dtype):
         self._experts, self._dtype = experts, dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
+        is_weight = (
+            isinstance(value, Tensor) and value.is_floating_point()
+        )  # torch.func and parametrizations give tensors
+        return value.to(self._dtype) if is_weight and value.dtype is not torch.float64 else value
 
 
 def multiplies(module: Any) -> bool:

@@ -1,5 +1,6 @@
 """Every suite on both devices: resolvable, no trial twice, the baseline among its cells, each seed a repetition."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,15 @@ def test_scaling_has_other_projects_steps_as_they_divide_them(tmp_path: Path) ->
     assert {rival for rival, *_ in asked} == {"torchao_rowwise", "torchtitan"}
     small = {(parallel, world) for parallel, world in over if world < 4}
     assert found(device="cpu") == {("torchtitan", parallel, "eager", world) for parallel, world in small}
+
+
+def test_scaling_has_a_project_that_divides_by_tp_alone_as_one_process_on_one_gpu(tmp_path, monkeypatch):
+    load = rivals.load
+    by_tp: dict[str, Any] = {"torchtitan": {"ranks": {"tp": ("compile",)}}}
+    monkeypatch.setattr(rivals, "load", lambda name: dataclasses.replace(load(name), **by_tp.get(name, {})))
+    trials = plan.resolve("scaling", Options(seeds=1, cache=tmp_path, device="cuda")).trials
+    found = {(t.problem.get("parallel"), t.problem.get("world")) for t in trials if t.problem.get("rival") in by_tp}
+    assert found == {(None, None), ("tp", 2), ("tp", 4), ("tp", 8)}
 
 
 def test_scaling_has_the_fastest_step_of_one_gpu_under_ddp(tmp_path: Path) -> None:

@@ -149,6 +149,16 @@ def test_experts_multiply_in_autocast_s_precision() -> None:
         assert (gradients[1][name] - gradient).norm() < 0.1 * gradient.norm(), name
 
 
+def test_experts_whose_weights_are_given_for_a_call_multiply_in_autocast_s_precision() -> None:
+    """They are no parameters then."""
+    model = make("mixtral")
+    te.convert(model, parts="experts")
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with Products() as products, torch.autocast("cpu", torch.bfloat16):
+        torch.func.functional_call(model, weights, (), inputs("mixtral"))
+    assert products.dtypes == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -170,6 +180,12 @@ def test_the_report_says_of_experts_what_they_are_and_of_no_recipe_that_nothing_
     raw = [line for line in str(te.convert(make("mixtral"))).splitlines() if ".mlp.experts." in line]
     assert all("kept: 4 experts in one parameter" in line for line in raw)
     assert len(raw) == 2
+
+
+def test_a_model_without_experts_is_told_where_they_were_asked_for() -> None:
+    [part] = te.convert(make("llama"), parts=("linear", "experts")).parts
+    assert part.reason == "it holds no experts that go by transformers' interface"
+    assert not any(part.part == "experts" for part in te.convert(make("llama"), parts="all").parts)
 
 
 def test_a_model_without_attention_is_given_none() -> None:
