@@ -239,7 +239,7 @@ def test_planning_takes_experts_whose_rows_are_too_odd_for_bf16(tmp_path: Path) 
         (None, {"precision": "fp32"}),
         ("all", {"recipe": "float8_current_scaling"}),
         ("all", {"config": GPT_OSS, "seed": 6}),  # experts in bf16, and a yardstick's in float32 would round less
-        ("all", {"config": GPT_OSS, "seed": 5, "recipe": "float8_current_scaling"}),  # a token goes elsewhere
+        ("all", {"config": GPT_OSS, "seed": 15, "recipe": "float8_current_scaling"}),  # a token goes elsewhere
     ],
 )
 def test_a_right_step_of_experts_passes_its_check(parts: str | None, more: dict[str, Any], tmp_path: Path) -> None:
