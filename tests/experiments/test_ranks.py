@@ -23,11 +23,16 @@ BATCHES = {
 FAULTS = Path(__file__).with_name("rank_faults.py")
 
 
+def started(*arguments: str) -> Run:
+    """The program of faults, which takes a stand-in from the tests' folder."""
+    path = os.pathsep.join([str(FAULTS.parents[1]), os.environ["PYTHONPATH"]])
+    return Run(*arguments, main=FAULTS, env={"PYTHONPATH": path})
+
+
 @pytest.fixture(scope="module")
 def replies() -> Any:
     """What the supervisor said of each fault, all by one program."""
-    path = os.pathsep.join([str(FAULTS.parents[1]), os.environ["PYTHONPATH"]])
-    run = Run(main=FAULTS, env={"PYTHONPATH": path})
+    run = started()
     done = run.finish()
     assert done.returncode == 0, done.stderr
     assert run.family() == []
@@ -190,7 +195,7 @@ def test_of_torchtitan_s_step_every_weight_is_a_share(scaled: Any) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """The work of steps that are compiled, each in few graphs and nothing twice; all by one program."""
-    done = Run("compiled", main=FAULTS).finish()
+    done = started("compiled").finish()
     assert done.returncode == 0, done.stderr
     replies = json.loads(done.stdout)
     for reply in replies.values():
