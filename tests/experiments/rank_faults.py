@@ -29,6 +29,7 @@ from te_bench.experiments.processes import ProcessCall, wait_for_any
 from te_bench.experiments.spec import Trial
 from te_bench.kernels.quantize import Operand
 from te_bench.models.modules.tensor_parallel import Ranks
+from te_bench.models.sources import Source
 from te_bench.training.parallel import ddp, fsdp2, tp
 from te_bench.training.step import Optim, TrainStep
 
@@ -279,6 +280,17 @@ def replies() -> dict[str, Any]:
     return found | {name: call.result() for name, call in calls.items()}
 
 
+def of_experts() -> dict[str, Any]:
+    """A Mixtral's step, of which rounding sends a token of one rank elsewhere than float64 does."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = json.dumps({"model_type": "mixtral", **sizes, **heads, "num_hidden_layers": 2})
+    source = Source(model="hf:mixtral", config=config).settings
+    problem = {**source, "block": 16, "vocab": 64, "padded_vocab": 64, "batch": 8, "parallel": "ddp", "world": 2}
+    trial = dataclasses.replace(TRIAL, attention="own", precision="bf16", seed=7, problem=problem)
+    return ranks.run(trial, Context(), child.run_one)
+
+
 def of_gathers() -> dict[str, Any]:
     asked = {"problem": {**PROBLEM, "parallel": "fsdp2", "gather": "fp8", "layers": 1, "block": 8}, "precision": "fp8"}
     in_fp8 = dataclasses.replace(TRIAL, **asked, recipe="float8_current_scaling")
@@ -294,6 +306,7 @@ def of_gathers() -> dict[str, Any]:
         "engine fsdp2": ranks.run(sharded, Context(), by_engine),
         "engine tp": ranks.run(divided, Context(), by_engine),
         "engine bf16": ranks.run(divided, Context(), engine_in_bf16),
+        "experts": of_experts(),
         "tokens float32": ranks.run(of_tokens, Context(), sends_float32),
         "tokens fp8": ranks.run(of_tokens, Context(), child.run_one),
         "gathers bf16": ranks.run(in_fp8, Context(), gathers_bf16),

@@ -192,6 +192,10 @@ def test_of_torchtitan_s_step_every_weight_is_a_share(scaled: Any) -> None:
     assert gathered == {"bfloat16"}
 
 
+def test_a_token_that_rounding_sends_to_another_expert_in_one_rank_is_no_fault(replies: Any) -> None:
+    assert replies["experts"]["outcome"] == "ok", replies["experts"]["reason"]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> Any:
     """The work of steps that are compiled, each in few graphs and nothing twice; all by one program."""

@@ -134,11 +134,13 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     taken = routes.Taken()
-    notes = "topk" in kinks.found and world_of(trial) == 1  # of several ranks each sees a part
+    notes = "topk" in kinks.found
     with taken if notes and trial.mode == "eager" else contextlib.nullcontext():
         ours = Gradients.of_step(step, inputs, targets)
     if notes and trial.mode != "eager":
         _choose(trial, step, inputs, targets, taken)
+    if notes:
+        taken.join(step.parallel)
     parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)
     library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
@@ -174,7 +176,7 @@ def _choose(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, take
         batches = zip(inputs.chunk(step.optim.accumulate), targets.chunk(step.optim.accumulate), strict=True)
         with torch.no_grad(), taken, autocast(step.device, trial.precision), model.autocast():
             for batch in batches:
-                model(*batch)
+                model(*map(step.parallel.rows, batch))
 
 
 def _require_many_at_kinks(trial: Trial, kinks: "Kinks", targets: int, accumulate: int) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from te_bench.training.parallel import Parallel
+
 #: Distance of a reference's scores to the step's, at most, relative to what those differ by: scores of another layer or
 #: batch are as far as they are large. A step whose scores are wrong by more keeps its choices to itself, and fails by its
 #: gradients.
@@ -49,6 +51,20 @@ class Taken(TorchFunctionMode):
             )  # a model may go on to write into them
             self.calls.append((kept, result[1].clone()))
         return result
+
+    def join(self, parallel: Parallel) -> None:
+        """Of ranks that have rows of a micro-batch each: what all of them chose, as one pass would. All ask at once."""
+        if parallel.replicas == 1 or not self.calls:
+            return
+        device = self.calls[0][1].device
+        sent = [(asked._replace(scores=asked.scores.cpu()), chosen.cpu()) for asked, chosen in self.calls]
+        found = dict(parallel.of_all((parallel.replica, sent)))
+        self.calls = []
+        for calls in zip(*(found[replica] for replica in range(parallel.replicas)), strict=True):
+            scores, chosen = (
+                torch.cat(each).to(device) for each in zip(*((a.scores, c) for a, c in calls), strict=True)
+            )
+            self.calls.append((calls[0][0]._replace(scores=scores), chosen))
 
 
 class Again(TorchFunctionMode):
