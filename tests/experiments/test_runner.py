@@ -344,44 +344,32 @@ def test_kill_9_at_random_moments_loses_nothing_repeats_nothing_and_leaves_nobod
     assert results(tmp_path) == uninterrupted()
 
 
-SLOW = """
+#: A sitecustomize.py that notes when the fork server imports what trials run, and holds it up.
+WATCHED = """
 import pathlib
 import sys
 import time
 
-class Slow:
+class Watched:
     @staticmethod
     def find_spec(name, *_):
         if name == "te_bench.experiments.trial":
             pathlib.Path({mark!r}).touch()
-            time.sleep(60)
+            time.sleep({seconds})
 
-sys.meta_path.insert(0, Slow)
+sys.meta_path.insert(0, Watched)
 """
 
 
 def test_kill_9_while_the_fork_server_imports_torch_ends_it_at_once(tmp_path: Path) -> None:
     mark = tmp_path / "importing"
-    (tmp_path / "sitecustomize.py").write_text(SLOW.format(mark=str(mark)))
+    (tmp_path / "sitecustomize.py").write_text(WATCHED.format(mark=str(mark), seconds=60))
     env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
     with running(*NAPS, tmp_path / "out", env=env) as run:
         assert eventually(mark.exists, 30)
         os.kill(run.process.pid, signal.SIGKILL)
         assert run.gone(), run.family()
 
-
-IMPORTED = """
-import pathlib
-import sys
-
-class Imported:
-    @staticmethod
-    def find_spec(name, *_):
-        if name == "te_bench.experiments.trial":
-            pathlib.Path({mark!r}).touch()
-
-sys.meta_path.insert(0, Imported)
-"""
 
 PATIENT = """
 import pathlib
@@ -410,7 +398,7 @@ if __name__ == "__main__":
 
 def test_the_fork_server_imports_while_the_plan_is_made_and_not_for_a_run_that_is_there(tmp_path: Path) -> None:
     mark, program = tmp_path / "imported", tmp_path / "patient.py"
-    (tmp_path / "sitecustomize.py").write_text(IMPORTED.format(mark=str(mark)))
+    (tmp_path / "sitecustomize.py").write_text(WATCHED.format(mark=str(mark), seconds=0))
     program.write_text(PATIENT.format(mark=str(mark), planted=str(PLANTED.parent)))
     env = {"PYTHONPATH": os.pathsep.join((str(tmp_path), IDLE["PYTHONPATH"]))}
     done = te_bench(*NAPS, tmp_path / "out", main=program, env=env)
