@@ -181,23 +181,22 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
 def _lack(model: Any, models: list[Any]) -> str | None:
     """Why te-bench's attention is none for a model, or None."""
     # A class without attention can set one, by transformers' rule.
-    if not model._can_set_attn_implementation() or not any(map(_attends, models)):
+    if not model._can_set_attn_implementation() or not _mention(models, "ALL_ATTENTION_FUNCTIONS"):
         return "it has no attention that goes by transformers' interface"
     if any(getattr(inner.config, "attn_logit_softcapping", None) is not None for inner in models):
         return "it caps the scores softly, which no kernel does"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "it has attention sinks, which no kernel does"
-    files = {getattr(type(inner), "_te_origin", type(inner)) for inner in models}
-    if any("position_bias" in _source(sys.modules[file.__module__]) for file in files):
+    if _mention(models, "position_bias"):
         return "it adds a bias of positions to the scores, which no kernel does"
     return None
 
 
-def _attends(model: Any) -> bool:
-    """Whether the file of its class, or of one that it extends, asks transformers for an attention."""
-    own = {base.__module__ for base in type(model).__mro__ if hasattr(base, "config_class")}
-    own -= {"transformers.modeling_utils"}
-    return any("ALL_ATTENTION_FUNCTIONS" in _source(sys.modules[name]) for name in own)
+def _mention(models: list[Any], word: str) -> bool:
+    """Whether the file of a model's class, or of one that it extends, has the word."""
+    classes = [base for model in models for base in type(model).__mro__ if hasattr(base, "config_class")]
+    files = {base.__module__ for base in classes} - {"transformers.modeling_utils"}
+    return any(word in _source(sys.modules[name]) for name in files)
 
 
 def _source(module: Any) -> str:
