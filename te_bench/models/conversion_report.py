@@ -108,11 +108,8 @@ class Conversion:
         already += f", {len(outside)} weights outside of layers" if outside else ""
         unknown = sum(o.parameters for o in self.outside if o.multiplied is None)
         but = f", not counting {unknown:,} parameters whose use is not known" if unknown else ""
-        under = (
-            ""
-            if self.by_itself or not self.gemm_parameters
-            else "no recipe, so FP8 only under your te.autocast: there "
-        )
+        asks = not self.by_itself and self.gemm_parameters
+        under = "no recipe, so FP8 only under your te.autocast: there " if asks else ""
         lines.append(
             f"{len(self.converted)} of {total} layers converted{already}; {under}FP8 GEMMs read {self.gemm_parameters:,} of "
             f"{self.parameters:,} parameters ({share:.1%}) and do {self.flop_share:.1%} of a token's FLOP with weights{but}"

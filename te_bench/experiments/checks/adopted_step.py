@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import attention_rows, large, routes
+from te_bench.experiments.checks import large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
+from te_bench.experiments.checks.function_modes import AsFused, Doubled, Kinks
 from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, NOISE_FACTOR
@@ -133,14 +133,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         _first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
-    taken = routes.Taken()
-    notes = "topk" in kinks.found
-    with taken if notes and trial.mode == "eager" else contextlib.nullcontext():
-        ours = Gradients.of_step(step, inputs, targets)
-    if notes and trial.mode != "eager":
-        _choose(trial, step, inputs, targets, taken)
-    if notes:
-        taken.join(step.parallel)
+    ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)
     library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
@@ -166,20 +159,31 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     return step, judge(", ".join(words), quantities), own
 
 
-def _choose(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, taken: routes.Taken) -> None:
-    """Note what topk chooses in the step's passes, where the step is compiled and shows no functions: in eager mode.
+def _pass(
+    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, chooses: bool
+) -> tuple[Gradients, routes.Taken]:
+    """The step's gradients, and what topk chose in its passes: of a compiled step, which shows no functions, in eager ones.
 
-    Nothing for a recipe that counts passes: what its scales are would change.
+    Nothing of a compiled step whose recipe counts passes: what its scales are would change.
     """
-    model = _model(step)
-    if trial.recipe is None or recipes.load(trial.recipe).make_state(1, step.device) is None:
+    taken, model = routes.Taken(), _model(step)
+    with taken if chooses and trial.mode == "eager" else contextlib.nullcontext():
+        ours = Gradients.of_step(step, inputs, targets)
+    if chooses and trial.mode != "eager" and not _counts_passes(trial, step):
         batches = zip(inputs.chunk(step.optim.accumulate), targets.chunk(step.optim.accumulate), strict=True)
         with torch.no_grad(), taken, autocast(step.device, trial.precision), model.autocast():
             for batch in batches:
                 model(*map(step.parallel.rows, batch))
+    if chooses:
+        taken.join(step.parallel)
+    return ours, taken
 
 
-def _require_many_at_kinks(trial: Trial, kinks: "Kinks", targets: int, accumulate: int) -> None:
+def _counts_passes(trial: Trial, step: TrainStep) -> bool:
+    return trial.recipe is not None and recipes.load(trial.recipe).make_state(1, step.device) is not None
+
+
+def _require_many_at_kinks(trial: Trial, kinks: Kinks, targets: int, accumulate: int) -> None:
     """Raise Unsupported for a batch of which too few numbers meet a kink in half precision."""
     least = min((count for name, count in kinks.found.items() if name not in SWITCHED), default=None)
     if least is None or trial.precision not in ("bf16", "fp16"):
@@ -395,67 +399,3 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
             model.set_submodule(name, new)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     emulate(model, recipe, leave=[name for name in linears if name not in converted])
-
-
-class Kinks(TorchFunctionMode):
-    """Notes the functions called whose derivative jumps, each with the fewest numbers that a call of it was given."""
-
-    NAMES = frozenset(
-        ("relu", "relu_", "relu6", "leaky_relu", "threshold", "hardtanh", "hardswish", "max_pool2d", "topk")
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(func, "__name__", "")) in self.NAMES:
-            given = args[0] if args else next(iter((kwargs or {}).values()))
-            self.found[name] = min(given.numel(), self.found.get(name, given.numel()))
-        return func(*args, **(kwargs or {}))
-
-
-class AsFused(TorchFunctionMode):
-    """scaled_dot_product_attention rounded as fused kernels do; with a bias that is trained, which they lack, as it is."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self.attend(*args, **(kwargs or {}))
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        trained = attn_mask is not None and attn_mask.requires_grad
-        device = query.device.type
-        if torch.is_autocast_enabled(device):  # rotary embedding in float32 gives that, and autocast takes it back
-            query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-        if trained or dropout_p or query.dim() != 4 or query.dtype not in (torch.bfloat16, torch.float16):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        bias = attn_mask
-        if bias is not None and bias.dtype is torch.bool:
-            bias = torch.zeros_like(bias, dtype=torch.float32).masked_fill(~bias, -math.inf)
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        return attention_rows.as_fused(query, key, value, causal=is_causal, scale=scale, bias=bias)
-
-
-class Doubled(TorchFunctionMode):
-    """What a module widens to float32 goes to float64: norms and losses do that by themselves."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widened(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})

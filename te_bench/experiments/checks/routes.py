@@ -46,10 +46,8 @@ class Taken(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
             asked = Asked.of(*args, **(kwargs or {}))
-            kept = asked._replace(
-                scores=asked.scores.detach().clone(), out=None
-            )  # a model may go on to write into them
-            self.calls.append((kept, result[1].clone()))
+            scores = asked.scores.detach().clone()  # a model may go on to write into them
+            self.calls.append((asked._replace(scores=scores, out=None), result[1].clone()))
         return result
 
     def join(self, parallel: Parallel) -> None:

@@ -40,10 +40,9 @@ class _Cast:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        is_weight = (
-            isinstance(value, Tensor) and value.is_floating_point()
-        )  # torch.func and parametrizations give tensors
-        return value.to(self._dtype) if is_weight and value.dtype is not torch.float64 else value
+        # No Parameter under torch.func, and where it is parametrized.
+        is_weight = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+        return value.to(self._dtype) if is_weight else value
 
 
 def multiplies(module: Any) -> bool:

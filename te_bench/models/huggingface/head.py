@@ -81,8 +81,6 @@ def _can_skip(model: Any, given: dict[str, Any], asked: bool | None) -> bool:
 
 
 def _without_logits(model: Any, given: dict[str, Any]) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
     return_dict = given.pop("return_dict", None)
     labels, _ = given.pop("labels"), given.pop("logits_to_keep", 0)
     weight, copy = model.lm_head.weight, None
@@ -97,17 +95,17 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
     recipe = fp8.current.recipe
     in_fp8 = model._te_head_in_fp8 and fp8.current.enabled and not (recipe is not None and recipe.bf16_wgrad)
     loss = causal_loss(outputs.last_hidden_state, weight, labels, in_fp8=in_fp8, copy=copy, **options)
-    kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
-    made = (
-        _balanced(model, loss, outputs, given, kept) if model._te_routed else CausalLMOutputWithPast(loss=loss, **kept)
-    )
+    made = _outputs(model, loss, outputs, given)
     return made if (model.config.return_dict if return_dict is None else return_dict) else made.to_tuple()
 
 
-def _balanced(model: Any, loss: Tensor, outputs: Any, given: dict[str, Any], kept: dict[str, Any]) -> Any:
-    """What a mixture of experts returns: beside the loss, and in it where it is asked for, that of an uneven router."""
-    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+def _outputs(model: Any, loss: Tensor, outputs: Any, given: dict[str, Any]) -> Any:
+    """What the model returns; of a mixture of experts with an uneven router's loss, added where it is asked for."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+    kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
+    if not model._te_routed:
+        return CausalLMOutputWithPast(loss=loss, **kept)
     uneven = None
     if given["output_router_logits"]:
         experts = model.num_experts, model.num_experts_per_tok
