@@ -5,10 +5,12 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import pytest
 
+from te_bench.cli.budget import PUBLISHED_S
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
@@ -61,6 +63,17 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
     assert bool(old) == bool(reason), f"today's {said['suite']} would not run {old[:5]}; published.toml says {reason!r}"
     reason = known(folder).get("missing")
     assert bool(missing) == bool(reason), f"no record of {missing[:5]}; published.toml says {reason!r}"
+
+
+def test_a_plan_s_times_are_those_of_the_records() -> None:
+    taken = defaultdict(list)
+    for folder in FOLDERS:
+        for record in journal(folder).records.values():
+            if record.outcome == "ok" and record.trial.workload in PUBLISHED_S:
+                taken[record.trial.workload].append(record.wall_s)
+    tenths = {name: quantiles(walls, n=10, method="inclusive") for name, walls in taken.items()}
+    for name, (low, high) in PUBLISHED_S.items():
+        assert (low, high) == pytest.approx((tenths[name][0], tenths[name][-1]), rel=0.2), f"{name}: {tenths[name]}"
 
 
 def test_no_two_tables_give_one_configuration_two_figures() -> None:

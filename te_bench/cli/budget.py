@@ -18,6 +18,17 @@ if TYPE_CHECKING:
     from te_bench.reports.convergence.forecast import Forecast
 
 
+#: Seconds that trials of the published records took on an NVIDIA H200 or H100: nine in ten more than the first, nine in ten
+#: less than the second.
+PUBLISHED_S = {
+    "attention": (2, 10),
+    "layer": (4, 15),
+    "max_batch": (19, 117),
+    "scaling": (14, 60),
+    "train_step": (3, 37),
+}
+
+
 def resolve_with_seeds(
     suite: str,
     only: str | None,
@@ -71,16 +82,31 @@ def resolve_with_seeds(
 
 
 def time_of(experiment: "Experiment", directory: Path) -> str:
-    """What its trials take, one after the other: by the median of the same configuration's in DIR, process and all."""
+    """What its trials take, one after the other: by the median of the same configuration's in DIR, process and all.
+
+    Of none of them known: as long as published trials of the same kinds.
+    """
     from te_bench.reports.convergence.planning import duration
 
     taken = _seconds_of(_journal_of(directory).records.values())
     known = [taken[one.cell] for one in experiment.trials if one.cell in taken]
     if not known:
         why = f"none of these trials has run in {directory}"
-        return f"time: not known, for {why}; te-bench run says after each trial how long the others will take"
+        return f"time: not known, for {why}; {_by_published(experiment.trials)}"
     of = "" if len(known) == len(experiment.trials) else f" for {len(known)} of them, the others being new"
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
+
+
+def _by_published(trials: "Sequence[Trial]") -> str:
+    """How long such trials took elsewhere: those on a GPU, of kinds that were published."""
+    from te_bench.reports.convergence.planning import duration
+
+    spans = [PUBLISHED_S[trial.workload] for trial in trials if trial.device == "cuda" and trial.workload in PUBLISHED_S]
+    if not spans:
+        return "te-bench run says after each trial how long the others will take"
+    low, high = (duration(math.fsum(each)) for each in zip(*spans, strict=True))
+    these = "they" if len(spans) == len(trials) else f"{len(spans)} of them"
+    return f"at the pace of the published records (H100, H200) {these} take {low} to {high}, one at a time"
 
 
 def _journal_of(directory: Path) -> "Journal":

@@ -70,9 +70,10 @@ def since_all_began(
 
 
 def exposed(collectives: Iterable[Span], others: Iterable[Span]) -> float:
-    """Seconds in which a collective runs and nothing else does."""
+    """Seconds in which a collective runs and nothing else does: of rounding too, at most those in which one runs."""
     collectives, others = list(collectives), list(others)
-    return _total(_union([*collectives, *others])) - _total(_union(others))
+    running = _total(_union(collectives))
+    return min(running, max(0.0, _total(_union([*collectives, *others])) - _total(_union(others))))
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

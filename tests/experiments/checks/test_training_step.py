@@ -22,6 +22,7 @@ from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models import decoder
 from te_bench.models import recipe as recipes
+from te_bench.models.configs import CONFIGS
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
 from te_bench.training.optimizer import TableAdamW
@@ -553,3 +554,21 @@ def test_on_a_cpu_where_nothing_is_launched_one_look_is_enough() -> None:
     assert len(calls) == 1
     assert seen.launches is None
     assert any("attention" in name for name in seen.names)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "memory_gib", "rows"),
+    [
+        ("gpt2", 1024, 0, 1),  # a CPU
+        ("gpt2", 1024, 24, 1),
+        ("gpt2", 1024, 80, 2),
+        ("gpt2", 1024, 141, 4),
+        ("gpt2-xl", 1024, 141, 1),
+        ("llama3-8b", 8192, 141, 1),
+        ("gpt2", 64, 0, 12),
+    ],
+)
+def test_references_compute_as_many_sequences_together_as_the_gpu_holds(
+    name: str, tokens: int, memory_gib: int, rows: int
+) -> None:
+    assert training_step.rows_together(CONFIGS[name].shape, tokens, 12, memory_gib * 2**30) == rows

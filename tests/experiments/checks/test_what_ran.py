@@ -613,6 +613,7 @@ def test_a_gpu_s_layer_is_twelve_gemms(recipe: str | None, mode: str) -> None:
     changes: dict[str, Any] = {"problem": {**LAYER, "hidden": 256, "ffn": 512, "sequence": 64}, "mode": mode}
     changes |= {"device": "cuda", "precision": "bf16" if recipe is None else "fp8", "recipe": recipe}
     trial = dataclasses.replace(TRIAL, workload="layer", **changes)
+    compilation.begin(trial)
     p = layer.config_of(trial)
     iteration = layer.Iteration(layer.layers.load("te_layer"), p, 0, mode=mode)
     for _ in range(3):

@@ -24,6 +24,11 @@ def test_a_collective_is_exposed_while_nothing_else_runs(collectives, others, se
     assert exposed(collectives, others) == pytest.approx(seconds)
 
 
+def test_rounding_exposes_no_more_of_a_collective_than_there_is() -> None:
+    assert exposed([(0.0, 0.3)], [(0.5, 0.8)]) <= 0.3  # 0.3 + (0.8 - 0.5) - (0.8 - 0.5) is more
+    assert exposed([(0.5, 0.8)], [(0.0, 0.3), (0.5, 0.8)]) == 0
+
+
 def test_a_collective_begins_with_its_last_rank() -> None:
     """Rank 0 waits 3 s for the first gather, rank 1 one for the second; in between both reduce. Streams may overlap."""
     first = [("gather", 0.0, 4.0), ("reduce", 3.0, 6.0), ("gather", 7.0, 8.0)]

@@ -52,6 +52,7 @@ def test_loss_and_gradients_are_close_to_ours(config: LlamaConfig, name: str) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("gpu-memory")  # each check takes half of a GPU's
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_a_step_passes_its_check_and_shows_what_it_is_made_of(name: str, mode: str) -> None:
     rival = rivals.load(name)
