@@ -245,7 +245,9 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
     asked = ("plan", "speed", "--device", "cpu", "--model", "tiny", "--only", "*/flash/bf16/*", "--out", "run")
     assert "time: not known, for none of these trials has run in run;" in " ".join(command(*asked).out.split())
     on_a_gpu = " ".join(command("plan", "attention", "--device", "cuda", "--only", "*/cudnn/*").out.split())
-    assert re.search(r"at the pace of the published records \(H100, H200\) they take \d+ s to \d+ \w+, one at", on_a_gpu)
+    assert re.search(
+        r"at the pace of the published records \(H100, H200\) they take \d+ s to \d+ \w+, one at", on_a_gpu
+    )
     trials = json.loads(command(*asked, "--seeds", 2, "--json").out)["trials"]
     planned = [Trial.from_json({key: one[key] for key in one.keys() - {"id", "name"}}) for one in trials]
     first = replace(journals.record(planned[0]), wall_s=70.0)

@@ -66,6 +66,15 @@ def test_a_terminal_without_blocks_gets_ascii(ladder: Path, monkeypatch: pytest.
     assert "####" in raw.getvalue().decode("ascii")
 
 
+def test_memory_begins_with_what_takes_least_and_its_part_of_the_baseline(command: Command, ladder: Path) -> None:
+    said, heading, least, *others = command("show", ladder, "memory").out.splitlines()
+    name, part = re.fullmatch(r"The least: (.+), (\d+) % of the baseline's\.", said).groups()  # type: ignore[union-attr]
+    assert name in least
+    assert float(least.split()[-1]) <= float(others[0].split()[-1])
+    assert heading.startswith("GiB")
+    assert 0 < int(part) < 100
+
+
 def test_what_did_not_run_is_said_with_its_reason(command: Command, run: Path, ladder: Path) -> None:
     assert "oom: " in command("show", run, "unsupported").out
     assert command("show", ladder, "unsupported").out == "Every planned trial ended ok.\n"
@@ -79,7 +88,9 @@ def test_energy_of_steps_is_shown_the_least_first(command: Command, tmp_path: Pa
         one = records[place]
         records[place] = dataclasses.replace(one, samples={**one.samples, "energy_j": [joules]})
     run = journals.write(tmp_path / "ladder", records, baseline=journals.baseline_cell())
-    heading, least, most = command("show", run, "energy").out.splitlines()
+    said, heading, least, most = command("show", run, "energy").out.splitlines()
+    assert said.startswith("The least: ")
+    assert said.removeprefix("The least: ").partition(",")[0] in least
     assert heading == "mJ a token, of all GPUs"
     assert (least.split()[-1], most.split()[-1]) == ("0.500", "1.000")
     assert "J/step" in command("report", run).out + (run / "report" / "report.md").read_text()

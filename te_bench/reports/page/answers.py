@@ -179,6 +179,8 @@ def _memory(result: GroupResult) -> list[Chart | str]:
     ):
         held = sorted((p, step.configuration.label) for step in result.steps.steps if (p := peak(step)))
         if held:
+            of_baseline = next((p for step in result.steps.steps if step.is_baseline and (p := peak(step))), None)
+            charts += _least(held, of_baseline)
             bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in held)
             charts.append(Chart(heading=what, bars=bars))
     found = ((one.configuration.label, one.max_batch) for one in result.largest_batches if one.max_batch)
@@ -190,6 +192,15 @@ def _memory(result: GroupResult) -> list[Chart | str]:
         if step.memory.get("peak")
     )
     return [*charts, Chart(heading="GiB at the peak of the fullest rank", bars=ranks)] if ranks else charts
+
+
+def _least(known: Sequence[tuple[float, str]], of_baseline: float | None) -> list[str]:
+    """Which of several takes least, the first, and how that compares with the baseline, in a sentence."""
+    if len(known) < 2:
+        return []
+    least, name = known[0]
+    part = round(100 * least / of_baseline) if of_baseline else 100
+    return [f"The least: {name}" + (f", {part} % of the baseline's." if part != 100 else ".")]
 
 
 def _reserved_alone(step: MeasuredStep) -> float | None:
@@ -229,18 +240,20 @@ def _unsupported(result: GroupResult) -> list[Chart | str]:
 def _energy(result: GroupResult) -> list[Chart | str]:
     layers = [one.step for variant in result.layers for one in variant.layers]
     steps: list[ScaledStep | MeasuredStep] = [*result.scaled, *result.steps.steps]
+    of_tokens = [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
+    of_layers = [(s.energy_j or 0.0, s.configuration.label) for s in layers]
+    baseline = next((1e3 * (s.energy_per_token or 0.0) for s in result.steps.steps if s.is_baseline), None)
     return [
-        *_joules(
-            "mJ a token, of all GPUs", [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
-        ),
-        *_joules("J forward and backward of a layer", [(s.energy_j or 0.0, s.configuration.label) for s in layers]),
+        *_joules("mJ a token, of all GPUs", of_tokens, baseline),
+        *_joules("J forward and backward of a layer", of_layers),
     ]
 
 
-def _joules(heading: str, counted: list[tuple[float, str]]) -> list[Chart]:
+def _joules(heading: str, counted: list[tuple[float, str]], of_baseline: float | None = None) -> list[Chart | str]:
     """The least first; 0 is not counted."""
-    bars = tuple(TextBar(name=name, value=j, shown=text.plain(j)) for j, name in sorted(counted) if j)
-    return [Chart(heading=heading, bars=bars)] if bars else []
+    held = [one for one in sorted(counted) if one[0]]
+    bars = tuple(TextBar(name=name, value=j, shown=text.plain(j)) for j, name in held)
+    return [*_least(held, of_baseline), Chart(heading=heading, bars=bars)] if bars else []
 
 
 #: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
