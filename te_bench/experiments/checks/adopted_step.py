@@ -19,7 +19,17 @@ from te_bench.experiments import trial_model
 from te_bench.experiments.checks import large, routes
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.function_modes import AsFused, Doubled, Kinks
-from te_bench.experiments.checks.gradients import HEAD_SCALE, HELD, SHARE, UNFUSED, Gradients, compared, settle
+from te_bench.experiments.checks.gradients import (
+    HEAD_SCALE,
+    HELD,
+    SHARE,
+    UNFUSED,
+    Gradients,
+    another_batch,
+    compared,
+    over_batches,
+    settle,
+)
 from te_bench.experiments.checks.quantity import Quantity, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, NOISE_FACTOR
 from te_bench.experiments.instruments import memory
@@ -132,6 +142,22 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     with kinks:
         _first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
+    quantities = over_batches(
+        _quantities(trial, step, inputs, targets, kinks),
+        step,
+        lambda number: _quantities(trial, step, *another_batch(trial, number, len(inputs)), kinks),
+    )
+    p = StepProblem.of(trial)
+    words = ["math attention", "fp64", "same weights"]
+    words += ["without dropout"] if not own else []
+    words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
+    words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
+    words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
+    return step, judge(", ".join(words), quantities), own
+
+
+def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
+    """Loss and gradients of one batch beside float64's and the yardstick's."""
     settle(trial.recipe, lambda: step.gradients(inputs, targets))
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
@@ -144,19 +170,15 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     told = truth._replace(of={name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
         raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
-    p = StepProblem.of(trial)
-    slack = 1.0 if p.against is None else FACTOR  # a rival may round more coarsely than the recipe says
+    slack = (
+        1.0 if StepProblem.of(trial).against is None else FACTOR
+    )  # a rival may round more coarsely than the recipe says
     how: dict[str, Any] = {"precision": trial.precision, "targets": targets.numel(), "slack": slack}
-    quantities = compared(ours, library, told, **how, rows=not kinks.found)
+    found = compared(ours, library, told, **how, rows=not kinks.found)
     for name in noise:
         error = relative_error(ours.of.get(name), truth.of[name])
-        quantities.append(Quantity(f"grad {name}, rounding alone", error, _noise(name, library, truth)))
-    words = ["math attention", "fp64", "same weights"]
-    words += ["without dropout"] if not own else []
-    words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
-    words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
-    words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
-    return step, judge(", ".join(words), quantities), own
+        found.append(Quantity(f"grad {name}, rounding alone", error, _noise(name, library, truth)))
+    return found
 
 
 def _pass(

@@ -16,7 +16,9 @@ from te_bench.experiments.checks.gradients import (
     SHARE,
     UNFUSED,
     Gradients,
+    another_batch,
     compared,
+    over_batches,
     settle,
 )
 from te_bench.experiments.checks.quantity import Quantity, judge
@@ -86,6 +88,20 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
         checked = check_step(without, tokens, targets, trial_model.step_of(without))
         torch._dynamo.reset()  # of the trial's own step nothing is compiled anew
         return checked
+    quantities = over_batches(
+        _quantities(trial, step, tokens, targets),
+        step,
+        lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
+    )
+    p = StepProblem.of(trial)
+    if p.against is None or not p.against.own_attention:  # which nothing of ours can look into
+        quantities += _check_attention(trial, tokens, targets, step)
+    fewer = "" if p.layers is None else f", both with {p.layers} of the model's layers"
+    return judge(f"manual attention, fp64, unpadded, same weights{fewer}", quantities)
+
+
+def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> list[Quantity]:
+    """Loss and every gradient of one batch, beside float64's and the yardstick's."""
     settle(trial.recipe, lambda: step.gradients(tokens, targets))
     ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)
@@ -110,10 +126,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     floor = "fp8" if fp8_head else trial.precision
     quantities = compared(*found, precision=trial.precision, targets=targets.numel(), slack=slack, loss_floor=floor)
     quantities.append(Quantity("grad padding rows", _largest(padding), 0.0))
-    if p.against is None or not p.against.own_attention:  # which nothing of ours can look into
-        quantities += _check_attention(trial, tokens, targets, step)
-    fewer = "" if p.layers is None else f", both with {p.layers} of the model's layers"
-    return judge(f"manual attention, fp64, unpadded, same weights{fewer}", quantities)
+    return quantities
 
 
 def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:

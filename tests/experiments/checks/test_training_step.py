@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import training_step
+from te_bench.experiments.checks import gradients, training_step
+from te_bench.experiments.checks.gradients import EMULATION
+from te_bench.experiments.checks.quantity import Quantity
+from te_bench.experiments.checks.tolerances import FP8_OVERALL
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Unsupported
 from te_bench.experiments.spec import Trial
@@ -572,3 +575,24 @@ def test_references_compute_as_many_sequences_together_as_the_gpu_holds(
     name: str, tokens: int, memory_gib: int, rows: int
 ) -> None:
     assert training_step.rows_together(CONFIGS[name].shape, tokens, 12, memory_gib * 2**30) == rows
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "wrong"),
+    [
+        ([("grad w", 0.1), (EMULATION, 1.15)], [[(EMULATION, 1.0)]] * 2, []),  # by chance
+        ([("grad w", 0.1), (EMULATION, 1.15)], [[(EMULATION, 1.16)]] * 2, [f"{EMULATION}, of 3 batches"]),  # a format
+        ([(EMULATION, 1.3)], [[(EMULATION, 0.9)]] * 2, [EMULATION]),  # too far for chance
+        ([("grad w", 3.0), (EMULATION, 1.15)], [[(EMULATION, 0.9)]] * 2, ["grad w", EMULATION]),  # not alone
+        ([(EMULATION, 1.15)], [[(EMULATION, 1.0)], [(EMULATION, 1.0), ("grad w", 3.0)]], ["grad w"]),  # now and then
+    ],
+)
+def test_fp8_coarser_than_its_emulation_is_so_in_every_batch(
+    first: list[tuple[str, float]], others: list[list[tuple[str, float]]], wrong: list[str]
+) -> None:
+    def quantities(errors: list[tuple[str, float]]) -> list[Quantity]:
+        return [Quantity(name, error, FP8_OVERALL if name == EMULATION else 2.0) for name, error in errors]
+
+    step = trial_model.step_of(a_trial("fp8"))
+    found = gradients.over_batches(quantities(first), step, lambda number: quantities(others[number - 1]))
+    assert [q.name for q in found if q.wrong] == wrong
