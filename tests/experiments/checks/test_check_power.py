@@ -95,7 +95,7 @@ def test_a_gradient_that_is_a_little_too_large_fails(name, precision, recipe, re
 
 @pytest.mark.parametrize(("precision", "recipe", "row"), [(*case, (0, 255)[i % 2]) for i, case in enumerate(CASES)])
 def test_one_row_of_256_that_is_zero_fails(precision, recipe, row, references):
-    """In FP4, whose elements err by a third, one of the wrong sign: zeros are within that noise (docs/fp8.md)."""
+    """In FP4, whose elements err by a third, one of the wrong sign: zeros are within that noise (docs/fp8-details.md)."""
     factor = -1 if in_fp4(recipe) else 0
     for name, side in (("mlp.c_fc", 0), ("mlp.c_proj", 1)):
 
