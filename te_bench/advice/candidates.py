@@ -244,7 +244,9 @@ def of_model(options: Options, capability: tuple[int, int] | None) -> Question:
 
 def _sized(options: Options, block: int) -> Settings:
     usual: Settings = {"model": options.model, "batch": 12 if options.device == "cuda" else 4, "block": block}
-    return {**suite_trials.sized(options, usual), **suite_trials.BENCH_PY, "data": "random"}
+    sized = suite_trials.sized(options, usual)
+    threads = suite_trials.threads_of(options, sized["model"])
+    return {**sized, **threads, **suite_trials.BENCH_PY, "data": "random"}
 
 
 def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None) -> Question:
@@ -393,4 +395,5 @@ def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:
     """A trial of one part of a step."""
     fields: dict[str, Any] = {"attention": NO_ATTENTION, "protocol": "kernel", **more}
-    return Trial(workload=workload, device=question.device, problem=problem, **fields)
+    threads = {name: value for name, value in question.problem.items() if name == "threads"}
+    return Trial(workload=workload, device=question.device, problem={**threads, **problem}, **fields)

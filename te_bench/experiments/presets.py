@@ -90,12 +90,6 @@ PRESETS: dict[str, Settings] = {
     },
 }
 
-#: Of a CPU a tiny model has matrices for one thread: a second makes its steps hardly faster, and beside other work, for
-#: which it waits, a trial eight times as long (two vCPUs, AMD EPYC).
-_ONE_THREAD: Settings = {"threads": 1}
-TINY_HIDDEN = 64  # features
-TINY_PARAMETERS = 2**18
-
 #: Options of a training that `problem_of` obeys.
 TRAINING = frozenset({"batch", "accumulate", "steps", "tokens", "learning_rate", "warmup"})
 
@@ -155,7 +149,7 @@ def problem_of(options: Options) -> Settings:
         "steps": steps,
         "eval_every": every,
         "warmup": _warmup(options, problem, steps),
-        **(_ONE_THREAD if options.device == "cpu" and _is_tiny(options, model) else {}),
+        **suite_trials.threads_of(options, model),
         **_sharing(options),
         **({**fused_parts(options), "head": "chunked"} if preset in FUSED else {}),
     }
@@ -164,11 +158,6 @@ def problem_of(options: Options) -> Settings:
 def fused_parts(options: Options) -> Settings:
     """The fused step but for its head."""
     return {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
-
-
-def _is_tiny(options: Options, model: str) -> bool:
-    own = adoptee(options)
-    return configs()[model].shape.hidden <= TINY_HIDDEN if own is None else own.facts.parameters <= TINY_PARAMETERS
 
 
 def _sharing(options: Options) -> Settings:

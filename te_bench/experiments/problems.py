@@ -67,6 +67,7 @@ _TYPES = {int: "a whole number", float: "a number", str: "a name", bool: "true o
 class TrialProblem:
     """The settings of one trial; `said` are those that its JSON has."""
 
+    threads: int | None = None  # of a CPU's torch
     said: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     others: ClassVar[str | None] = None  # the field that takes settings of any other name, where there is one
 
@@ -85,8 +86,11 @@ class TrialProblem:
                 plugins.check(name, value, [choice for kind in _kinds(hint) for choice in get_args(kind)])
             if not _is(value, hint) and (name in trial.problem or default is MISSING):
                 raise ValueError(f"{trial.workload} needs {_words(hint)} for {name!r}, got {value!r}")
-        given = {name: trial.problem[name] for name in settings if name in trial.problem}
-        return kind(**given, **({kind.others: others} if kind.others else {}), said=frozenset(given))
+        given: dict[str, Any] = {name: trial.problem[name] for name in settings if name in trial.problem}
+        said = frozenset(given)
+        if kind.others is not None:
+            given[kind.others] = others
+        return kind(**given, said=said)
 
     def to_json(self) -> dict[str, Any]:
         """The settings that the trial's JSON has, and any other that is not at its default."""
@@ -153,7 +157,6 @@ class StepProblem(TrialProblem):
     grad_clip: float | None = None  # the gradients' largest norm; 0: any
     accumulate: int | None = None  # micro-batches of a step
     data: str = "random"
-    threads: int | None = None  # of a CPU's torch
     perturb_ulp: int | None = None  # units in the last place by which the weights are moved that it begins with
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks

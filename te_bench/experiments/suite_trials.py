@@ -57,6 +57,9 @@ BENCH_PY: Settings = {
 HOPPER = (9, 0)
 GLUON_WIDTHS = 64, 128  # heads that the attention backend `gluon` takes
 
+#: A model of at most so many features or, a user's, parameters is tiny.
+TINY_HIDDEN, TINY_PARAMETERS = 64, 2**18
+
 
 def gpu_here() -> dict[str, Any]:
     """The first GPU that CUDA would see; {} without one."""
@@ -128,6 +131,17 @@ def vocabulary(options: Options, model: str, *, padded: bool) -> int:
     return -(-vocab // MULTIPLE) * MULTIPLE if padded else vocab
 
 
+def threads_of(options: Options, model: str) -> Settings:
+    """One thread for a tiny model on a CPU, else as many as torch takes.
+
+    Its matrices are for one: a second makes its steps hardly faster. Beside other work, for which each waits, a trial takes
+    eight times as long with two (two vCPUs, AMD EPYC).
+    """
+    own = adoptee(options)
+    tiny = configs()[model].shape.hidden <= TINY_HIDDEN if own is None else own.facts.parameters <= TINY_PARAMETERS
+    return {"threads": 1} if tiny and options.device == "cpu" else {}
+
+
 def can_hold(options: Options, attention: str, problem: Settings) -> bool:
     """False for a backend that would keep too many scores in a training step; one without a batch is of one sequence."""
     if (own := adoptee(options)) is not None:
@@ -179,6 +193,7 @@ def _trial(
     seed: int,
     recipe: str = FP8_RECIPE,
 ) -> Trial:
+    problem = {**threads_of(options, problem["model"]), **problem}
     trial = alone(options.device, workload, problem, attention, precision, protocol, seed)
     return dataclasses.replace(trial, mode=mode, recipe=recipe if precision == "fp8" else None)
 

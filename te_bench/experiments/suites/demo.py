@@ -1,7 +1,6 @@
 """te-bench demo: a first report in about a minute. On a GPU one round of `quick`; on a CPU the smallest GPT's steps.
 
-A byte's vocabulary keeps a CPU's steps short: GPT-2's would take most of a tiny GPT's step, and of a newcomer's minute. One
-thread each, for two wait for each other: on two cores under a load of 11 six minutes in place of 34 s (2026-11-26).
+A byte's vocabulary keeps a CPU's steps short: GPT-2's would take most of a tiny GPT's step, and of a newcomer's minute.
 """
 
 import dataclasses
@@ -11,8 +10,8 @@ from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.experiments.suites import quick
 
-TINY: Settings = {"model": "tiny", "batch": 2, "block": quick.BLOCK, "vocab": 256, "threads": 1}
-SHORT = {"batch": 8, "steps": 60, "eval_every": 15, "eval_tokens": 8192, "warmup": 10, "threads": 1}
+TINY: Settings = {"model": "tiny", "batch": 2, "block": quick.BLOCK, "vocab": 256}
+SHORT = {"batch": 8, "steps": 60, "eval_every": 15, "eval_tokens": 8192, "warmup": 10}
 
 
 def experiment(options: Options) -> Experiment:

@@ -162,14 +162,15 @@ def test_a_tiny_llama_is_measured_and_checked(suite: str, chosen: str) -> None:
         assert len(reply["samples"]["latency_s"]) == 20
 
 
-#: suite -> the ids of its baseline on a CPU and on a GPU, as they were when GPT was the only model (2026-11-24).
+#: suite -> the ids of its baseline on a CPU and on a GPU, as they were when GPT was the only model (2026-11-24), a tiny GPT
+#: with one thread.
 BASELINES: dict[str, tuple[str, str]] = {
-    "quick": ("9c51a9785de4de9a", "dee06eafe593b0d6"),
+    "quick": ("13eaf2342b3d0d0d", "dee06eafe593b0d6"),
     "nanogpt": ("3666eb9f28b1a61d", "6aeaae97b18bab30"),
-    "speed": ("bd0b1a5ffacd2454", "dee06eafe593b0d6"),
-    "fp8": ("8954b4bed5cd1e45", "5a1a792a2602c40a"),
+    "speed": ("4835f1eb8cf65f4d", "dee06eafe593b0d6"),
+    "fp8": ("fb1d5685545885ce", "5a1a792a2602c40a"),
     "memory": ("1e8aa1a46eeb93c3", "e8213d7f0c87b63f"),
-    "curves": ("15388e4b99ad8fde", "195797c883b1c419"),
+    "curves": ("4d0cbd50b996b721", "195797c883b1c419"),
     "convergence": ("af6ccf81a27edde0", "509c256fa4dea642"),
     "stress": ("d5a4bafa866ad4a2", "63c540ba1eb76fe3"),
     "layer": ("567799ddfdf0888e", "c36e07d5a07857fd"),
@@ -181,3 +182,11 @@ BASELINES: dict[str, tuple[str, str]] = {
 def test_a_gpts_trials_are_those_of_earlier_records(suite: str, device: str, number: int) -> None:
     """tests/test_published.py holds whole plans to records; these are the CPU's too."""
     assert resolve(suite, device).baseline == BASELINES[suite][number]
+
+
+@pytest.mark.parametrize("suite", ["quick", "speed", "fp8", "curves"])
+def test_a_tiny_model_s_steps_have_one_thread_of_a_cpu(suite: str) -> None:
+    """Beside other programs two threads wait for each other: a step of 6 ms took 219."""
+    steps = [t for t in resolve(suite, "cpu").trials if t.problem.get("model") == "tiny"]
+    assert {t.problem.get("threads") for t in steps} == {1}
+    assert "threads" not in {name for t in resolve(suite, "cuda").trials for name in t.problem}
