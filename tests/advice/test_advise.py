@@ -448,7 +448,7 @@ def test_on_a_cpu_a_tiny_model_s_steps_and_parts_have_one_thread() -> None:
     part = candidates.alone(asked, "linear", {"tokens": 8, "in_features": 64, "out_features": 64})
     trials = [asked.survey(), part, *map(asked.trial, asked.choices)]
     assert {t.problem.get("threads") for t in trials} == {1}
-    for trial in trials:
-        TrialProblem.of(trial)
+    for each in trials:
+        TrialProblem.of(each)
     larger = candidates.of_model(Options(device="cpu", model="gpt2"), None)
     assert "threads" not in larger.survey().problem
