@@ -2,9 +2,11 @@
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +17,24 @@ PluginT = TypeVar("PluginT")
 
 def names(package: str) -> list[str]:
     """Sorted names of the plug-ins in a package: its modules that do not start with an underscore."""
+    module = sys.modules.get(package)
+    folders = _folders(package, tuple(sys.path)) if module is None else tuple(module.__path__)
+    return list(_listed(folders, tuple(Path(folder).stat().st_mtime_ns for folder in folders)))
+
+
+@functools.cache
+def _folders(package: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Where a package that is not imported lies, of which the interpreter would ask its whole path each time."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, f"{package} is not a package of te_bench"
-    found = pkgutil.iter_modules(spec.submodule_search_locations)
-    return sorted(module.name for module in found if not module.name.startswith("_"))
+    return tuple(spec.submodule_search_locations or ())
+
+
+@functools.cache
+def _listed(folders: tuple[str, ...], changed: tuple[int, ...]) -> tuple[str, ...]:
+    """The modules of folders as they were last changed; a plan of a thousand trials asks for them ten thousand times."""
+    found = pkgutil.iter_modules(folders)
+    return tuple(sorted(module.name for module in found if not module.name.startswith("_")))
 
 
 def _kind(package: str) -> str:

@@ -31,6 +31,14 @@ if not any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.setdefault("TRITON_
 # Modules make objects by the hundred thousand and torch's compiler by the million, few of them garbage.
 gc.set_threshold(100_000)
 
+
+# Nothing that tests write is to outlive a loss of power: those of the command line would wait 4,000 times for a disk.
+def _written(file: Any) -> None:
+    os.fstat(file if isinstance(file, int) else file.fileno())  # a file that is not open is an error, as ever
+
+
+os.fsync = _written
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # one worker a core already
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a process of Inductor's own, which imports torch
@@ -75,6 +83,15 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays, 700,000 objects: to look for garbage among them took half a second a time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures' own
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """So does what a module's tests have imported and compiled, a million objects in the end: a trial that a test runs in
+    this process looks for garbage again and again, 0.1 s each time."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,5 +1,8 @@
 """The folder is the registry: names from files, near matches in errors, docstrings read without importing."""
 
+import importlib
+import os
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -41,6 +44,24 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_names_are_the_files_without_an_underscore(package: str) -> None:
     assert plugins.names(package) == ["apples", "broken"]
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_folder_is_read_again_when_it_has_changed_and_not_before(
+    package: str, imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of a thousand trials asks ten thousand times."""
+    if imported:
+        importlib.import_module(package)
+    usual, read = pkgutil.iter_modules, []
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda folders: (read.append(folders), usual(folders))[1])
+    plugins.names(package).clear()  # what one caller does with its list is no other's
+    assert plugins.names(package) == ["apples", "broken"]
+    assert len(read) == 1
+    (tmp_path / "stalls" / "pears.py").write_text("")
+    os.utime(tmp_path / "stalls", ns=(0, 0))  # whatever the file system's clock saw of it
+    assert plugins.names(package) == ["apples", "broken", "pears"]
+    assert len(read) == 2
 
 
 def test_load_gives_the_attribute_of_the_file(package: str) -> None:

@@ -1,10 +1,13 @@
 """te-bench in this process, and a machine with the GPUs that a test wants."""
 
+import functools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.main
 
 from te_bench import cli
 from te_bench.experiments import environment
@@ -23,11 +26,22 @@ class Started(NamedTuple):
     options: dict[str, Any]
 
 
+# A process has one command, and asks once for its options and for the hash of its own code.
+_options = functools.cache(typer.main.get_command)
+_usual_hash, _own_hash = environment.code_hash, functools.cache(environment.code_hash)
+
+
+def _code_hash(package: Path | None = None) -> str:
+    return _own_hash() if package is None else _usual_hash(package)
+
+
 class Command:
     """command("plan", "quick") runs te-bench in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
         self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setattr(typer.main, "get_command", _options)
+        monkeypatch.setattr(environment, "code_hash", _code_hash)
 
     def __call__(self, *arguments: object) -> Done:
         self.monkeypatch.setattr(sys, "argv", ["te-bench", *map(str, arguments)])

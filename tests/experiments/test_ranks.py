@@ -112,29 +112,32 @@ def test_ranks_wait_for_a_reference_however_long_it_takes_one(replies: Any) -> N
     assert replies["slow reference"]["work_s"] > 2 * 4
 
 
-@pytest.fixture(scope="module")
-def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run from the command line, of one process and of two: what it printed, its records, and its report."""
-    folder = tmp_path_factory.mktemp("scaled")
-    chosen = "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*,*dp*-x2/flash/bf16/*,*-torchtitan-fsdp2-*"
+def scaled(folder: Path, chosen: str, number: int) -> tuple[str, list[dict[str, Any]]]:
+    """A run of so many trials from the command line: what it printed, and its records."""
     done = te_bench("run", "scaling", "--device", "cpu", "--tokens", "16", "--only", chosen, "--out", folder, main=None)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["outcome"] for row in rows(folder)] == ["ok"] * 6, done
-    ours = [row for row in rows(folder) if "rival" not in row["trial"]["problem"]]
-    theirs = [row for row in rows(folder) if "rival" in row["trial"]["problem"]]
-    found = {(row["work"].get("parallel"), row["trial"]["precision"]): row for row in ours}
-    return done.stdout, found, (folder / "report" / "report.md").read_text(), theirs
+    found = rows(folder)
+    assert [row["outcome"] for row in found] == ["ok"] * number, done
+    return done.stdout, found
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a run said, its steps by mode of parallelism, and torchtitan's, of one process and of two."""
+    said, found = scaled(tmp_path_factory.mktemp("scaled"), "*dp*-x2/flash/bf16/*,*-torchtitan-fsdp2-*", 4)
+    theirs = [row for row in found if "rival" in row["trial"]["problem"]]
+    return said, {row["work"]["parallel"]: row for row in found if row not in theirs}, theirs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "seen"), [("ddp", {"allreduce"}), ("fsdp2", {"allgather", "reduce_scatter", "allreduce"})]
 )
-def test_a_run_divides_its_steps_and_says_so(scaled: Any, mode: str, seen: set[str]) -> None:
+def test_a_run_divides_its_steps_and_says_so(in_bf16: Any, mode: str, seen: set[str]) -> None:
     """The record says over what and by which collectives, and the check held the global batch."""
-    said, found, *_ = scaled
+    said, found, _ = in_bf16
     assert f"bf16, {mode} x2" in said
-    step = found[mode, "bf16"]
+    step = found[mode]
     assert {"world": 2, "parallel": mode, "backend": "gloo", "tokens": 4 * 16}.items() <= step["work"].items()
     assert {each["name"].removesuffix("_base") for each in step["work"]["collectives"]} == seen
     gathers = [each["dtype"] for each in step["work"]["collectives"] if "gather" in each["name"]]
@@ -162,9 +165,9 @@ def test_a_run_by_hsdp_says_its_groups(tmp_path: Path) -> None:
     assert [0, 2] in [each.get("ranks") for each in step["work"]["collectives"] if each["name"] == "allreduce"]
 
 
-def test_scaling_counts_what_each_rank_holds(scaled: Any) -> None:
+def test_scaling_counts_what_each_rank_holds(tmp_path: Path) -> None:
     """In FP8, on one process and on two: shares of what FSDP2 divides, and FP8 copies of whole weights in every rank."""
-    one, two = (scaled[1][mode, "fp8"] for mode in (None, "fsdp2"))
+    _, (one, two) = scaled(tmp_path, "*V256/*/delayed_scaling/*,*-fsdp2-x2/*/delayed_scaling/*", 2)
     assert two["work"]["tokens"] == 2 * one["work"]["tokens"]
     [alone], ranks = ([rank["memory"] for rank in row["work"]["ranks"]] for row in (one, two))
     assert len(ranks) == 2
@@ -179,12 +182,13 @@ def test_scaling_counts_what_each_rank_holds(scaled: Any) -> None:
     assert link["busbw"] == pytest.approx(link["bytes"] / link["seconds"])  # 2 (n - 1) / n = 1
     assert "exposed_s" not in two["work"]["ranks"][0]  # a CPU has none
     assert "energy_j" not in two["samples"]
-    assert "A training step on more GPUs" in scaled[2]
+    assert "A training step on more GPUs" in (tmp_path / "report" / "report.md").read_text()
 
 
-def test_of_torchtitan_s_step_every_weight_is_a_share(scaled: Any) -> None:
+@pytest.mark.slow
+def test_of_torchtitan_s_step_every_weight_is_a_share(in_bf16: Any) -> None:
     """On one process it is over a group of one rank, on two each has half."""
-    theirs = scaled[3]
+    theirs = in_bf16[2]
     assert [row["work"]["world"] for row in theirs] == [1, 2]
     held = [[rank["memory"]["weights"] for rank in row["work"]["ranks"]] for row in theirs]
     assert held[1] == [held[0][0] / 2] * 2

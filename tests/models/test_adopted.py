@@ -185,6 +185,7 @@ def step_of_experts(folder: Path, parts: str | None = None, config: dict[str, An
     return dataclasses.replace(trial, problem={**trial.problem, "batch": 8, **({"parts": parts} if parts else {})})
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_planning_asks_a_model_with_experts_and_counts_those_that_a_token_takes(tmp_path: Path) -> None:
     source = of_config(MIXTRAL, tmp_path)
     assert sources.ask(source, tokens=8).sdpa == 2

@@ -1,4 +1,6 @@
-"""What N ranks compute beside one process, for test_parallel: python rank_cases.py WORLD... prints what was found, as JSON.
+"""What N ranks compute beside one process, for test_parallel: python rank_cases.py CASES... prints what was found, as JSON.
+
+Cases are 2 or 4, of so many ranks; and groups, of four ranks in two groups.
 
 In a process of its own, which forks its ranks before it has computed anything.
 """
@@ -680,7 +682,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def cases(trial: Trial, context: Context) -> dict[str, Any]:
-    """Of two ranks all, of four what another number of shares may change, and what takes two groups."""
+    """Of two ranks all, of four what another number of shares may change."""
     world = world_of(trial)
     found: dict[str, Any] = {mode: beside_one(mode, world) for mode in MODES}
     found["tp sp"] = beside_one("tp", world, sequence_parallel=True)
@@ -692,7 +694,6 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["fp8"]["tp sp"] = in_fp8("tp", None, sequence_parallel=True)
     found["gathers"] = {name: gathers(name) for name in RECIPES}
     if world > 2:
-        found["groups"] = in_groups(world)
         return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
     found["rivals"] = of_rivals()
     found["engine"] = of_engine()
@@ -733,7 +734,8 @@ def on_hosts(*names: str) -> str:
         socket.gethostname = usual
 
 
-def in_groups(world: int) -> dict[str, Any]:
+def in_groups(trial: Trial, context: Context) -> dict[str, Any]:
+    world = world_of(trial)
     found = {
         "hsdp": beside_one("hsdp", world, shard=2),
         "fsdp2+tp": beside_one("fsdp2+tp", world, shard=2),
@@ -752,7 +754,7 @@ def in_groups(world: int) -> dict[str, Any]:
     accumulating = a_step(parallel.load("hsdp", shard=2), "fp64", accumulate=2)
     accumulating(*batch(0))  # the first pass plans the buckets
     found["accumulating"] = collectives.of_call(lambda: accumulating(*batch(0)))
-    return found
+    return {"outcome": "ok", "reason": None, "samples": {}, "found": found}
 
 
 def at(world: int, cases: Callable[[Trial, Context], dict[str, Any]]) -> dict[str, Any]:
@@ -779,4 +781,5 @@ if __name__ == "__main__":
     if "2" in sys.argv[1:]:
         for name in ("te_bench.models.huggingface", "torch._inductor.compile_fx", "networkx"):  # and transformers
             importlib.import_module(name)  # once for all ranks
-    print(json.dumps({world: at(int(world), cases) for world in sys.argv[1:]}))
+    asked = {"2": (2, cases), "4": (4, cases), "groups": (4, in_groups)}
+    print(json.dumps({name: at(*asked[name]) for name in sys.argv[1:]}))

@@ -43,21 +43,21 @@ def of_two() -> Any:
 @pytest.fixture(scope="module")
 def in_groups() -> Any:
     """What four ranks found in two groups."""
-    return _found(4)["groups"]
+    return _found("groups")
 
 
-def _found(world: int) -> Any:
-    reply = _replies()[str(world)]
+def _found(cases: int | str) -> Any:
+    reply = _replies("4" if cases == 4 else "2 groups")[str(cases)]
     assert reply["outcome"] == "ok", reply["reason"]
     return reply["found"]
 
 
 @functools.cache
-def _replies() -> Any:
-    """Of two ranks and of four, by one process: what it imports takes longest."""
+def _replies(cases: str) -> Any:
+    """Of these, by one process: what it imports takes longest."""
     path = os.pathsep.join([str(CASES.parents[1]), os.environ["PYTHONPATH"]])
     interpreted = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(CASES), "2", "4"]
+    command = [sys.executable, str(CASES), *cases.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=interpreted)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -90,6 +90,7 @@ def bert(folder: Path, layers: int, hidden: int, seed: int = 0, **problem: Any) 
     return Trial(workload="train_step", device="cpu", problem=problem, attention=OWN_ATTENTION, seed=seed)
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_in_float32(tmp_path, monkeypatch):
     """The gradient of a key's bias is 0 but for rounding, of which each attention leaves its own."""
     ratios: list[float] = []
@@ -114,6 +115,7 @@ def test_rounding_of_a_bias_without_a_gradient_is_no_fault_of_another_attention_
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_norms_in_half_precision_are_no_fault_of_a_deep_model(tmp_path: Path) -> None:
     """A post-norm model's residual stream goes through every norm: te's, in bf16, round it where its own keep float32."""
     trial = bert(tmp_path, layers=12, hidden=32, parts="all")

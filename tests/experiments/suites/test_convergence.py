@@ -79,6 +79,7 @@ def test_a_recipe_has_an_arm_with_an_fp8_head_unless_it_keeps_the_head_out_of_fp
     assert planned == {name for name in names if recipes.load(name).lacks_fp8_head() is None}
 
 
+@pytest.mark.usefixtures("asked_here")
 def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:
     """That is what advise advises."""
     llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128}
