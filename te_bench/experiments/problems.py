@@ -110,6 +110,7 @@ def _settings(workload: str) -> dict[str, tuple[Any, Any]]:
     return {f.name: (hints[f.name], f.default) for f in _fields(PROBLEMS[workload])}
 
 
+@functools.cache
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) not in (None, Literal) else (hint,)
 
