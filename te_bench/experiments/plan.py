@@ -72,7 +72,8 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     chosen = [t for t in experiment.trials if matches(t.name, only)]
     if not chosen:
         shown = "\n  ".join(names[:12])
-        raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}")
+        where = "\nThese are a CPU's; --device cuda plans a GPU's." if options.device == "cpu" else ""
+        raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}{where}")
     return dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
 
 

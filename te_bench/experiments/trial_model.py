@@ -197,7 +197,17 @@ def indivisible(trial: Trial) -> str | None:
     if p.parallel is None:
         return None
     reason = (p.against and _no_way(p, p.against)) or _mode_of(p).refused(**_how(trial), gather=p.gather)
+    reason = reason or _no_gather(trial)
     return reason and f"parallel {p.parallel}: {reason}"
+
+
+def _no_gather(trial: Trial) -> str | None:
+    """Why weights of the trial's recipe cannot be gathered as it asks for, or None."""
+    if StepProblem.of(trial).gather is None or trial.recipe is None:
+        return None
+    from te_bench.training.parallel import _fp8_gather  # imports FSDP2, which other trials need not
+
+    return _fp8_gather.refused(recipes.load(trial.recipe))
 
 
 def _how(trial: Trial) -> dict[str, Any]:

@@ -55,6 +55,16 @@ def test_a_plan_says_which_steps_over_ranks_no_machine_can_divide(command: Comma
     assert all(f": {reason} " in said for reason in refused.values())
 
 
+def test_a_plan_says_which_recipes_weights_are_not_gathered_in_fp8(command: Command) -> None:
+    asked = ("plan", "fp8", "--device", "cuda", "--seeds", 1, "--gpus-per-trial", 2, "--parallel", "fsdp2")
+    asked += ("--gather", "fp8", "--only", "*/eager/*")
+    planned = json.loads(command(*asked, "--json").out)["trials"]
+    refused = {trial["recipe"]: trial["unsupported"] for trial in planned if "unsupported" in trial}
+    assert set(refused) == {"float8_block_scaling", "rowwise_scaling"}
+    assert {trial["recipe"] for trial in planned} - set(refused) == {None, "delayed_scaling", "float8_current_scaling"}
+    assert all(": gather fp8: " in reason and "more than one scale a weight" in reason for reason in refused.values())
+
+
 def test_list_shows_suites_unless_told_otherwise_and_there_is_a_version(command: Command) -> None:
     assert command("list").out == command("list", "suites").out
     done = command("--version")

@@ -151,6 +151,10 @@ def test_only_chooses_by_one_pattern_or_several_and_keeps_the_baseline() -> None
     with pytest.raises(ValueError, match=r"--only 'flush' matches no trial of nanogpt") as caught:
         plan.resolve("nanogpt", options, only="flush")
     assert "train_step/gpt2-b12-t1024-V50257/manual/bf16/eager/s0" in str(caught.value)
+    assert str(caught.value).endswith("These are a CPU's; --device cuda plans a GPU's.")
+    with pytest.raises(ValueError, match=r"--only 'flush' matches no trial of nanogpt") as caught:
+        plan.resolve("nanogpt", Options(device="cuda"), only="flush")
+    assert "CPU" not in str(caught.value)
 
 
 def test_steps_are_divided_where_it_is_asked_for_and_only_there() -> None:

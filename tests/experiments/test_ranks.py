@@ -62,7 +62,7 @@ def replies() -> Any:
         (
             "gathers rows",
             "unsupported",
-            "gather fp8: RowwiseScaling has more than one scale a weight; choose per-tensor",
+            "parallel fsdp2: gather fp8: RowwiseScaling has more than one scale a weight; choose per-tensor",
         ),
         ("not a number, check=True", "failed_check", "loss: error nan > "),
         ("not a number, check=False", "diverged", "the loss is not finite"),

@@ -70,6 +70,18 @@ class Shard(Tensor):
         return Gathered(operand, dtype), ()
 
 
+def refused(recipe: Recipe) -> str | None:
+    """Why weights that a recipe casts cannot be gathered in FP8, or None."""
+    name = type(recipe).__name__
+    if not recipe.float8_per_tensor_scaling():
+        return f"gather fp8: {name} has more than one scale a weight; choose per-tensor scaling, or leave it out"
+    if recipe.bf16_wgrad:
+        return "gather fp8: the recipe keeps wgrad out of FP8, and casts by no given scale; leave it out"
+    if recipe.by_given_scale() is None:
+        return f"gather fp8: {name} casts in a way of its own; leave it out"
+    return None
+
+
 class Fp8Gather:
     """The scales of the weights that are gathered in FP8: of te.Linear's in blocks, where no other module has them."""
 
@@ -105,18 +117,9 @@ class Fp8Gather:
                 "this step's weights are gathered in FP8, but the model's autocast is without: run it in the autocast of "
                 "training, or make a step without gather"
             )
-        if not recipe.float8_per_tensor_scaling():
-            name = type(recipe).__name__
-            raise Indivisible(
-                f"gather fp8: {name} has more than one scale a weight; choose per-tensor scaling, or leave it out"
-            )
-        if recipe.bf16_wgrad:
-            raise Indivisible(
-                "gather fp8: the recipe keeps wgrad out of FP8, and casts by no given scale; leave it out"
-            )
+        if reason := refused(recipe):
+            raise Indivisible(reason)
         self._cast = recipe.by_given_scale()
-        if self._cast is None:
-            raise Indivisible(f"gather fp8: {type(recipe).__name__} casts in a way of its own; leave it out")
         slots = [layer.gemms().weight for layer in self.layers]
         shards = [layer.weight._local_tensor.part for layer in self.layers]
         self._scales = self._delayed(slots, shards) if recipe.delayed() else self._current(recipe, shards)
