@@ -1,8 +1,9 @@
 """Loss and gradients of one pass beside float64's, by the limits that every check of a training step shares."""
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -19,8 +20,10 @@ from te_bench.experiments.checks.tolerances import (
     FP8_OVERALL,
     LOSS_FLOOR,
 )
+from te_bench.experiments.instruments import memory
 from te_bench.experiments.spec import Trial
 from te_bench.models import recipe as recipes
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
@@ -110,13 +113,42 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
     if not alone or step.parallel is not SINGLE:
         return first
     ratios, found = [wrong[0].error], [q for q in first if not q.wrong]
-    for number in range(1, BATCHES):
-        for quantity in of_batch(number):
-            if quantity.name == EMULATION:
-                ratios.append(quantity.error)
-            elif quantity.wrong:
-                found.append(quantity)
+    with _as_it_was(step):
+        for number in range(1, BATCHES):
+            memory.reset(
+                step.device.type
+            )  # references refer to themselves: the last batch's would stay beside this one's
+            for quantity in of_batch(number):
+                if quantity.name == EMULATION:
+                    ratios.append(quantity.error)
+                elif quantity.wrong:
+                    found.append(quantity)
     return [*found, Quantity(f"{EMULATION}, of {BATCHES} batches", geometric_mean(ratios), FP8_OVERALL)]
+
+
+@contextlib.contextmanager
+def _as_it_was(step: TrainStep) -> Iterator[None]:
+    """Put back what passes change: amax histories and scales, buffers, random numbers.
+
+    Delayed scaling keeps its largest amax for 1,024 steps: a training would go on with that of batches it never saw.
+    """
+    kept = {**dict(step.model.named_buffers()), **_scales(step)}
+    before = {name: tensor.detach().clone() for name, tensor in kept.items()}
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for name, tensor in kept.items():
+            tensor.copy_(before[name])
+
+
+def _scales(step: TrainStep) -> dict[str, Tensor]:
+    """Of its recipe: not copies."""
+    return {
+        f"{path} {name}": tensor
+        for path, module in step.model.named_modules()
+        if isinstance(module, Fp8Module)
+        for name, tensor in module.recipe_state().items()
+    }
 
 
 def another_batch(trial: Trial, number: int, rows: int) -> tuple[Tensor, Tensor]:
