@@ -634,6 +634,7 @@ def test_references_that_have_no_memory_go_by_fewer_sequences(monkeypatch: pytes
         ([(EMULATION, 1.3)], [[(EMULATION, 0.9)]] * 2, [EMULATION]),  # too far for chance
         ([("grad w", 3.0), (EMULATION, 1.15)], [[(EMULATION, 0.9)]] * 2, ["grad w", EMULATION]),  # not alone
         ([(EMULATION, 1.15)], [[(EMULATION, 1.0)], [(EMULATION, 1.0), ("grad w", 3.0)]], ["grad w"]),  # now and then
+        ([(EMULATION, 1.15)], [[(EMULATION, 1.4)], [(EMULATION, 0.8)]], [EMULATION]),  # too far in another batch
     ],
 )
 def test_fp8_coarser_than_its_emulation_is_so_in_every_batch(
