@@ -107,8 +107,9 @@ def _by_published(trials: "Sequence[Trial]") -> str:
     if not spans:
         return "te-bench run says after each trial how long the others will take"
     low, high = (duration(math.fsum(each)) for each in zip(*spans, strict=True))
-    these = "they" if len(spans) == len(trials) else f"{len(spans)} of them"
-    return f"at the pace of the published records (H100, H200) {these} take {low} to {high}, one at a time"
+    these = ("it" if len(trials) == 1 else "they") if len(spans) == len(trials) else f"{len(spans)} of them"
+    take = "takes" if len(spans) == 1 else "take"
+    return f"at the pace of the published records (H100, H200) {these} {take} {low} to {high}, one at a time"
 
 
 def _journal_of(directory: Path) -> "Journal":

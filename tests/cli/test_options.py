@@ -248,6 +248,10 @@ def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path:
     assert re.search(
         r"at the pace of the published records \(H100, H200\) they take \d+ s to \d+ \w+, one at", on_a_gpu
     )
+    of_one = command("plan", "memory", "--device", "cuda", "--only", "*/cudnn/*", "--seeds", 1, "--json").out
+    name = json.loads(of_one)["trials"][0]["name"]
+    of_one = " ".join(command("plan", "memory", "--device", "cuda", "--only", name).out.split())
+    assert "it takes 19 s to 117 s, one at" in of_one
     trials = json.loads(command(*asked, "--seeds", 2, "--json").out)["trials"]
     planned = [Trial.from_json({key: one[key] for key in one.keys() - {"id", "name"}}) for one in trials]
     first = replace(journals.record(planned[0]), wall_s=70.0)

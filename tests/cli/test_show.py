@@ -96,6 +96,25 @@ def test_energy_of_steps_is_shown_the_least_first(command: Command, tmp_path: Pa
     assert "J/step" in command("report", run).out + (run / "report" / "report.md").read_text()
 
 
+def test_energy_of_layers_is_told_by_variant_for_each_computes_another_function(
+    command: Command, tmp_path: Path
+) -> None:
+    """The MLP alone takes less than any whole layer, and is no answer to which layer takes least."""
+    records = []
+    for variant, factor in (("fair", 1.0), ("mlp", 0.5)):
+        for one in journals.layer_records(variant=variant):
+            joules = [factor * one.samples["latency_s"][0]]
+            records.append(dataclasses.replace(one, samples={**one.samples, "energy_j": joules}))
+    run = journals.write(tmp_path / "layer", records, suite="layer")
+    lines = command("show", run, "energy").out.splitlines()
+    assert sum(line.startswith("The least: ") for line in lines) == 2
+    headings = [line for line in lines if line.startswith("J forward and backward of a layer, ")]
+    assert [heading.rpartition(", ")[2] for heading in headings] == ["fair", "mlp"]
+    for heading in headings:
+        at = lines.index(heading)
+        assert lines[at - 1].removeprefix("The least: ").partition(" FP8")[0] in lines[at + 1]
+
+
 def test_without_a_question_what_can_be_asked_and_verbose_says_every_setting(command: Command, ladder: Path) -> None:
     said = command("show", ladder).out
     assert said.startswith("Fastest: ")

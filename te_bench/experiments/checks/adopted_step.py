@@ -6,6 +6,7 @@ and without dropout. The yardstick is the same at the trial's precision, FP8 emu
 
 import contextlib
 import dataclasses
+import gc
 import math
 import warnings
 from collections.abc import Iterator
@@ -162,6 +163,8 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)
+    if parts.found:
+        gc.collect()  # by parts, it refers to itself: its weights would stay beside the yardstick's
     library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.meet()
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
@@ -170,9 +173,8 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
     told = truth._replace(of={name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
         raise Unsupported("no gradient of its loss is more than rounding: te-bench has nothing to check")
-    slack = (
-        1.0 if StepProblem.of(trial).against is None else FACTOR
-    )  # a rival may round more coarsely than the recipe says
+    rival = StepProblem.of(trial).against is not None
+    slack = FACTOR if rival else 1.0  # a rival may round more coarsely than the recipe says
     how: dict[str, Any] = {"precision": trial.precision, "targets": targets.numel(), "slack": slack}
     found = compared(ours, library, told, **how, rows=not kinks.found)
     for name in noise:

@@ -1,8 +1,9 @@
 """Loss and gradients of one pass beside float64's, by the limits that every check of a training step shares."""
 
+import contextlib
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -19,8 +20,10 @@ from te_bench.experiments.checks.tolerances import (
     FP8_OVERALL,
     LOSS_FLOOR,
 )
+from te_bench.experiments.instruments import memory
 from te_bench.experiments.spec import Trial
 from te_bench.models import recipe as recipes
+from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
@@ -103,20 +106,48 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
 
     of_batch(k): the quantities of another batch; over ranks there is none. Rounding is chance: over the few numbers of a
     small model the ratio of a batch strays by 6 % (one standard deviation; a T5 of 32 features, 60 seeds), apart from those
-    of other batches (correlation 0.0). A wrong format is wrong in every batch. What else is wrong in one counts.
+    of other batches (correlation 0.0). A wrong format is wrong in every batch. What else is wrong in one counts, and a ratio
+    that is further beyond. The step is left as it was.
     """
     wrong = [q for q in first if q.wrong]
     alone = [q.name for q in wrong] == [EMULATION] and wrong[0].error < FP8_OVERALL**2
     if not alone or step.parallel is not SINGLE:
         return first
     ratios, found = [wrong[0].error], [q for q in first if not q.wrong]
-    for number in range(1, BATCHES):
-        for quantity in of_batch(number):
-            if quantity.name == EMULATION:
-                ratios.append(quantity.error)
-            elif quantity.wrong:
-                found.append(quantity)
+    with _as_it_was(step):
+        for number in range(1, BATCHES):
+            # References refer to themselves: the last batch's would stay beside this one's.
+            memory.reset(step.device.type)
+            for quantity in of_batch(number):
+                if quantity.name == EMULATION and quantity.error < FP8_OVERALL**2:
+                    ratios.append(quantity.error)
+                elif quantity.wrong:
+                    found.append(quantity)
     return [*found, Quantity(f"{EMULATION}, of {BATCHES} batches", geometric_mean(ratios), FP8_OVERALL)]
+
+
+@contextlib.contextmanager
+def _as_it_was(step: TrainStep) -> Iterator[None]:
+    """Put back what passes change: amax histories and scales, buffers, random numbers.
+
+    Delayed scaling keeps its largest amax for 1,024 steps: a training would go on with that of batches it never saw.
+    """
+    before = {name: tensor.clone() for name, tensor in _changed_by_passes(step).items()}
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for name, tensor in _changed_by_passes(step).items():
+            if name in before and not torch.equal(tensor, before[name]):  # others may be read alone, as expanded ones
+                tensor.copy_(before[name])
+
+
+def _changed_by_passes(step: TrainStep) -> dict[str, Tensor]:
+    """The buffers and what a recipe keeps: not copies."""
+    found = {name: buffer.detach() for name, buffer in step.model.named_buffers()}
+    for path, module in step.model.named_modules():
+        if isinstance(module, Fp8Module):
+            found |= {f"{path} {name}": tensor for name, tensor in module.recipe_state().items()}
+    return found
 
 
 def another_batch(trial: Trial, number: int, rows: int) -> tuple[Tensor, Tensor]:

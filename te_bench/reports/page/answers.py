@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from te_bench.kernels.attention import in_fp8
 from te_bench.reports.analysis.attention import PASSES
+from te_bench.reports.analysis.layers import LayerVariant
 from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed
 from te_bench.reports.analysis.naming import kernel_name, printable
 from te_bench.reports.analysis.rows import Configuration
@@ -124,8 +125,7 @@ def _interval(ratio: Ratio | None) -> str:
 def _fastest(result: GroupResult) -> list[Chart | str]:
     charts: list[Chart | str] = []
     ranked = [("a step", result.steps.steps)]
-    layers = sorted(result.layers, key=lambda one: not one.comparable)
-    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in layers]
+    ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in _by_variant(result)]
     for what, steps in ranked:
         bars = tuple(_step_bar(step) for step in steps if step.latency_s)
         if bars:
@@ -138,6 +138,11 @@ def _fastest(result: GroupResult) -> list[Chart | str]:
         )
         charts.append(Chart(heading="tokens a second of each GPU", bars=bars))
     return [*charts, *_attention(result)]
+
+
+def _by_variant(result: GroupResult) -> list[LayerVariant]:
+    """Those of which all layers are comparable first."""
+    return sorted(result.layers, key=lambda one: not one.comparable)
 
 
 def _step_bar(step: MeasuredStep) -> TextBar:
@@ -238,15 +243,15 @@ def _unsupported(result: GroupResult) -> list[Chart | str]:
 
 
 def _energy(result: GroupResult) -> list[Chart | str]:
-    layers = [one.step for variant in result.layers for one in variant.layers]
     steps: list[ScaledStep | MeasuredStep] = [*result.scaled, *result.steps.steps]
     of_tokens = [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
-    of_layers = [(s.energy_j or 0.0, s.configuration.label) for s in layers]
     baseline = next((1e3 * (s.energy_per_token or 0.0) for s in result.steps.steps if s.is_baseline), None)
-    return [
-        *_joules("mJ a token, of all GPUs", of_tokens, baseline),
-        *_joules("J forward and backward of a layer", of_layers),
-    ]
+    found = _joules("mJ a token, of all GPUs", of_tokens, baseline)
+    for one in _by_variant(result):  # of which each computes another function
+        of_layers = [(s.energy_j or 0.0, s.configuration.label) for s in one.ranking.steps]
+        baseline = next((s.energy_j for s in one.ranking.steps if s.is_baseline), None)
+        found += _joules(f"J forward and backward of a layer, {one.name}", of_layers, baseline)
+    return found
 
 
 def _joules(heading: str, counted: list[tuple[float, str]], of_baseline: float | None = None) -> list[Chart | str]:

@@ -1,7 +1,9 @@
 """The check of a training step: it passes what is right, on every seed, and fails mutations of model and kernels."""
 
 import dataclasses
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from whole_recipes import WHOLE
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import gradients, training_step
+from te_bench.experiments.checks import gradients, large, training_step
 from te_bench.experiments.checks.gradients import EMULATION
 from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import FP8_OVERALL
@@ -25,7 +27,7 @@ from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.backends.reference import spread
 from te_bench.models import decoder
 from te_bench.models import recipe as recipes
-from te_bench.models.configs import CONFIGS
+from te_bench.models.configs import CONFIGS, DecoderConfig
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
 from te_bench.training.optimizer import TableAdamW
@@ -569,12 +571,59 @@ def test_on_a_cpu_where_nothing_is_launched_one_look_is_enough() -> None:
         ("gpt2-xl", 1024, 141, 1),
         ("llama3-8b", 8192, 141, 1),
         ("gpt2", 64, 0, 12),
+        ("gpt2-xl", 128, 16, 12),  # no more than on a CPU, for all else that a token keeps is more than its scores
     ],
 )
 def test_references_compute_as_many_sequences_together_as_the_gpu_holds(
     name: str, tokens: int, memory_gib: int, rows: int
 ) -> None:
     assert training_step.rows_together(CONFIGS[name].shape, tokens, 12, memory_gib * 2**30) == rows
+
+
+@pytest.mark.parametrize("tokens", [128, 1024])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl", "llama3-1b", "llama3-8b", "qwen3-0.6b"])
+def test_references_keep_no_more_than_their_part_of_a_gpu(name: str, tokens: int) -> None:
+    """One layer, as the check of a large model has: logits and what a token keeps are then more than scores."""
+    config = dataclasses.replace(CONFIGS[name], **{CONFIGS[name].LAYERS: 1}, block_size=tokens)
+    kept = bytes_kept(config, tokens)
+    alone = training_step.rows_together(config.shape, tokens, 1024, 0)
+    for memory in (2**34, 2**37):
+        together = training_step.rows_together(config.shape, tokens, 1024, memory)
+        assert together == alone or together * kept <= memory / 6
+
+
+def bytes_kept(config: DecoderConfig, tokens: int) -> int:
+    """For the backward pass of one sequence in float64, and two more copies of the logits, which the loss makes."""
+    with torch.device("meta"):
+        model = decoder.build(config, attention="manual").double()
+        batch = torch.zeros(1, tokens, dtype=torch.int64)
+    own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, dict[int, torch.UntypedStorage]()
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(batch, batch)
+    return sum(storage.nbytes() for storage in kept.values()) + 2 * 8 * tokens * config.vocab_size
+
+
+def test_references_that_have_no_memory_go_by_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, tried = TrainStep.gradients, []
+
+    def gradients(step: TrainStep, tokens: Tensor, targets: Tensor) -> Any:
+        tried.append(len(tokens) // step.optim.accumulate)
+        if tried[-1] > 1:
+            raise torch.OutOfMemoryError
+        return right(step, tokens, targets)
+
+    monkeypatch.setattr(TrainStep, "gradients", gradients)
+    trial = a_trial("bf16")
+    found = training_step.reference(trial, trial_model.optim_of(trial), *train_step.random_batches(trial)[0])
+    assert tried == [4, 2, 1]
+    assert found.loss == pytest.approx(5.5, abs=0.2)  # ln(250)
 
 
 @pytest.mark.parametrize(
@@ -585,6 +634,7 @@ def test_references_compute_as_many_sequences_together_as_the_gpu_holds(
         ([(EMULATION, 1.3)], [[(EMULATION, 0.9)]] * 2, [EMULATION]),  # too far for chance
         ([("grad w", 3.0), (EMULATION, 1.15)], [[(EMULATION, 0.9)]] * 2, ["grad w", EMULATION]),  # not alone
         ([(EMULATION, 1.15)], [[(EMULATION, 1.0)], [(EMULATION, 1.0), ("grad w", 3.0)]], ["grad w"]),  # now and then
+        ([(EMULATION, 1.15)], [[(EMULATION, 1.4)], [(EMULATION, 0.8)]], [EMULATION]),  # too far in another batch
     ],
 )
 def test_fp8_coarser_than_its_emulation_is_so_in_every_batch(
@@ -596,3 +646,73 @@ def test_fp8_coarser_than_its_emulation_is_so_in_every_batch(
     step = trial_model.step_of(a_trial("fp8"))
     found = gradients.over_batches(quantities(first), step, lambda number: quantities(others[number - 1]))
     assert [q.name for q in found if q.wrong] == wrong
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("delayed_scaling", {}),
+        ("delayed_scaling", {**FAST, "blocks": "fused"}),
+        ("nvfp4_block_scaling", {}),  # which draws random numbers
+    ],
+)
+def test_a_step_of_which_more_batches_were_asked_trains_on_as_if_none_had_been(
+    recipe: str, problem: dict[str, Any]
+) -> None:
+    trial = a_trial("fp8", recipe=recipe, **problem)
+    batches = train_step.random_batches(trial)
+
+    def trained(*, more: bool) -> list[float]:
+        step = trial_model.step_of(trial)
+        gradients.settle(trial.recipe, lambda: step.gradients(*batches[0]))
+
+        def of_batch(number: int) -> list[Quantity]:
+            step.gradients(*batches[number])
+            return [Quantity(EMULATION, 1.0, FP8_OVERALL)]
+
+        if more:
+            gradients.over_batches([Quantity(EMULATION, 1.15, FP8_OVERALL)], step, of_batch)
+        return [step(*batches[number]).item() for number in range(3)]
+
+    assert trained(more=True) == trained(more=False)
+
+
+def test_references_of_one_batch_are_gone_before_those_of_the_next() -> None:
+    """Of a large model two batches' would not fit; those by parts, and those that emulate FP8, refer to themselves."""
+
+    class Reference:
+        def __init__(self) -> None:
+            self.itself = self
+
+    made: list[weakref.ref[Reference]] = []
+
+    def of_batch(number: int) -> list[Quantity]:
+        assert [one for one in made if one() is not None] == []
+        made.append(weakref.ref(Reference()))
+        return [Quantity(EMULATION, 1.0, FP8_OVERALL)]
+
+    gc.disable()
+    try:
+        gradients.over_batches([Quantity(EMULATION, 1.15, FP8_OVERALL)], trial_model.step_of(a_trial("fp8")), of_batch)
+    finally:
+        gc.enable()
+    assert len(made) == 2
+
+
+def test_a_reference_by_parts_is_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, right, made = a_trial("bf16", padded_vocab=V), trial_model.build, list[weakref.ref[Any]]()
+
+    def build(asked: Trial) -> Any:
+        model = right(asked)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(trial_model, "build", build)
+    monkeypatch.setattr(large, "LARGE", 2**10)
+    gc.disable()
+    try:
+        training_step.reference(trial, trial_model.optim_of(trial), *train_step.random_batches(trial)[0])
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
