@@ -170,9 +170,7 @@ def reference(
             if large.is_large(trial_model.config_of(trial).shape, tokens.shape[1]):
                 gc.collect()  # by parts, it refers to itself: its weights would stay beside the next reference's
             return found
-        except (
-            torch.OutOfMemoryError
-        ):  # beside a large step, as a captured one is, which keeps all that it computes with
+        except torch.OutOfMemoryError:  # a captured step keeps all that it computes with
             if together == 1:
                 raise
         together = max(count for count in range(1, together) if rows % count == 0)
