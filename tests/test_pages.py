@@ -13,7 +13,7 @@ from te_bench.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"^(?:    | *\$ +)(te-bench .*(?:\\\n.*)*)$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:    | *\$ +)(te-bench .*?(?:\\\n.*?)*)$", re.MULTILINE)
 ANSWER = re.compile(r"te-bench (FP8|bf16)\b")  # a configuration, in the quoted output of a command
 ELIDED = "..."
 UsageError = typer.BadParameter.__mro__[1]  # click's, or typer's own copy of it
