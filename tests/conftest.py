@@ -87,8 +87,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # after the fixtures' own
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """So does what a module's tests have imported and compiled, a million objects in the end: a trial that a test runs in
-    this process looks for garbage again and again, 0.1 s each time."""
+    """What a module's tests imported and compiled stays too, a million objects in the end: a trial that a test runs in this
+    process looks for garbage again and again, 0.1 s each time."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()

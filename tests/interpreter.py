@@ -200,9 +200,8 @@ def _unless_of_a_type(tensor: Any) -> Any:
 
     def quick(right: Any) -> Any:
         def check(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
-            if (
-                type(lhs) is type(rhs) is tensor and len(options) < 4
-            ):  # the fourth: for a quotient, of which halves are none
+            # The fourth option is a quotient's, of which halves are none.
+            if type(lhs) is type(rhs) is tensor and len(options) < 4:
                 a = lhs.dtype
                 if a.name == rhs.dtype.name and not a.is_ptr():
                     return self.broadcast_impl_value(lhs, rhs)

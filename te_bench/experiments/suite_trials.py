@@ -134,8 +134,8 @@ def vocabulary(options: Options, model: str, *, padded: bool) -> int:
 def threads_of(options: Options, model: str) -> Settings:
     """One thread for a tiny model on a CPU, else as many as torch takes.
 
-    Its matrices are for one: a second makes its steps hardly faster. Beside other work, for which each waits, a trial takes
-    eight times as long with two (two vCPUs, AMD EPYC).
+    A second thread makes its steps hardly faster. Where other programs run, the two wait for each other, and a trial takes
+    eight times as long (two vCPUs, AMD EPYC).
     """
     own = adoptee(options)
     tiny = configs()[model].shape.hidden <= TINY_HIDDEN if own is None else own.facts.parameters <= TINY_PARAMETERS

@@ -1,9 +1,8 @@
 """Loss and gradients of one pass beside float64's, by the limits that every check of a training step shares."""
 
-import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
@@ -21,9 +20,9 @@ from te_bench.experiments.checks.tolerances import (
     LOSS_FLOOR,
 )
 from te_bench.experiments.instruments import memory
+from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import recipe as recipes
-from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
@@ -102,19 +101,19 @@ def compared(
 
 
 def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int], list[Quantity]]) -> list[Quantity]:
-    """`first`; where EMULATION alone is wrong, by less than its limit again, the mean over BATCHES stands in its place.
+    """`first`, or in place of EMULATION, where a batch's may be beyond its limit by chance, the mean of BATCHES batches.
 
-    of_batch(k): the quantities of another batch; over ranks there is none. Rounding is chance: over the few numbers of a
-    small model the ratio of a batch strays by 6 % (one standard deviation; a T5 of 32 features, 60 seeds), apart from those
-    of other batches (correlation 0.0). A wrong format is wrong in every batch. What else is wrong in one counts, and a ratio
-    that is further beyond. The step is left as it was.
+    It may where nothing else is wrong and it is below the square of its limit. of_batch(k): the quantities of another batch;
+    over ranks none is asked. A small model has few numbers to round, and its ratio strays by 6 % from batch to batch (one
+    standard deviation; a T5 of 32 features, 60 seeds; correlation 0.0). A wrong format is wrong in every batch. A further
+    batch fails the check by anything else that is wrong in it, and by a ratio above the square. The step is left as it was.
     """
     wrong = [q for q in first if q.wrong]
     alone = [q.name for q in wrong] == [EMULATION] and wrong[0].error < FP8_OVERALL**2
     if not alone or step.parallel is not SINGLE:
         return first
     ratios, found = [wrong[0].error], [q for q in first if not q.wrong]
-    with _as_it_was(step):
+    with undisturbed(step):
         for number in range(1, BATCHES):
             # References refer to themselves: the last batch's would stay beside this one's.
             memory.reset(step.device.type)
@@ -124,30 +123,6 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
                 elif quantity.wrong:
                     found.append(quantity)
     return [*found, Quantity(f"{EMULATION}, of {BATCHES} batches", geometric_mean(ratios), FP8_OVERALL)]
-
-
-@contextlib.contextmanager
-def _as_it_was(step: TrainStep) -> Iterator[None]:
-    """Put back what passes change: amax histories and scales, buffers, random numbers.
-
-    Delayed scaling keeps its largest amax for 1,024 steps: a training would go on with that of batches it never saw.
-    """
-    before = {name: tensor.clone() for name, tensor in _changed_by_passes(step).items()}
-    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
-        yield
-    with torch.no_grad():
-        for name, tensor in _changed_by_passes(step).items():
-            if name in before and not torch.equal(tensor, before[name]):  # others may be read alone, as expanded ones
-                tensor.copy_(before[name])
-
-
-def _changed_by_passes(step: TrainStep) -> dict[str, Tensor]:
-    """The buffers and what a recipe keeps: not copies."""
-    found = {name: buffer.detach() for name, buffer in step.model.named_buffers()}
-    for path, module in step.model.named_modules():
-        if isinstance(module, Fp8Module):
-            found |= {f"{path} {name}": tensor for name, tensor in module.recipe_state().items()}
-    return found
 
 
 def another_batch(trial: Trial, number: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -162,17 +162,19 @@ def reference(
     """
     rows = len(tokens) // optim.accumulate // StepProblem.of(trial).replicas
     memory_bytes = torch.cuda.get_device_properties().total_memory if trial.device == "cuda" else 0
-    together = rows_together(trial_model.config_of(trial).shape, tokens.shape[1], rows, memory_bytes)
+    shape, length = trial_model.config_of(trial).shape, tokens.shape[1]
+    together = rows_together(shape, length, rows, memory_bytes)
     while True:
         try:
             by = dataclasses.replace(optim, accumulate=len(tokens) // together)
             found = _reference(trial, by, tokens, targets, recipe, fp8_head, as_fused)
-            if large.is_large(trial_model.config_of(trial).shape, tokens.shape[1]):
-                gc.collect()  # by parts, it refers to itself: its weights would stay beside the next reference's
-            return found
         except torch.OutOfMemoryError:  # a captured step keeps all that it computes with
             if together == 1:
                 raise
+        else:
+            if large.is_large(shape, length):
+                gc.collect()  # by parts, it refers to itself: its weights would stay beside the next reference's
+            return found
         together = max(count for count in range(1, together) if rows % count == 0)
         memory.reset(trial.device)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
 from te_bench.models.decoder import NotFused
@@ -39,10 +40,9 @@ def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float |
     modules = {name: module for name, module in step.model.named_modules() if isinstance(module, Linear)}
     seen: dict[str, tuple[Tensor, int]] = {}
     before = fp8.numerics(step.model)
-    devices = [step.device] if step.device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(_untouched(step.model, list(modules.values())))
+        stack.enter_context(undisturbed(step))
+        stack.enter_context(_gradients_apart(step.model))
         stack.enter_context(warnings.catch_warnings(action="ignore", category=NotFused))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
@@ -95,12 +95,9 @@ def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> 
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module, modules: list[Linear]) -> Iterator[None]:
-    """Put gradients and FP8 state back, the latter in place: a captured graph owns the one and reads the other."""
+def _gradients_apart(model: nn.Module) -> Iterator[None]:
+    """While inside, parameters have other gradients: a captured graph owns theirs."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    states = [m._state for m in modules if m._state is not None]
-    buffers = [t for state in states for t in state.buffers()]
-    saved = [t.clone() for t in buffers]
     for p, _ in gradients:
         p.grad = None
     try:
@@ -108,5 +105,3 @@ def _untouched(model: nn.Module, modules: list[Linear]) -> Iterator[None]:
     finally:
         for p, gradient in gradients:
             p.grad = gradient
-        for t, value in zip(buffers, saved, strict=True):
-            t.copy_(value)

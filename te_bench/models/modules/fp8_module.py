@@ -326,6 +326,10 @@ class Fp8Module(Parallelised, nn.Module):
         found = state.tensors() if state is not None and state.real else self._loaded
         return {name: tensor.detach() for name, tensor in found.items()}
 
+    def written(self) -> list[Tensor]:
+        """The tensors of what the recipe keeps that training writes to."""
+        return [] if self._state is None else self._state.buffers()
+
     def begin_recipe_state(self) -> None:
         """Put what the recipe keeps back to where a new module has it, in place: a captured graph reads it there."""
         self._loaded = {}
