@@ -65,7 +65,7 @@ class Assumption:
 ASSUMED = (
     *(
         Assumption(
-            of={"model": model, "steps": 2035, "batch": 12, "accumulate": 4},
+            of={"model": model, "steps": 2035, "batch": 48, "accumulate": 1},
             schedule={"learning_rate": 3e-4, "warmup": 400},
             spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
             trial_s=230.0,

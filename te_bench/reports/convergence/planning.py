@@ -56,7 +56,7 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     ),
     *(
         (
-            {"model": model, "steps": 2035, "batch": 12, "accumulate": 4, "learning_rate": 3e-4, **branch},
+            {"model": model, "steps": 2035, "batch": 48, "accumulate": 1, "learning_rate": 3e-4, **branch},
             Spread(sd=0.0143, correlation=1 - (0.00033 / 0.0143) ** 2 / 2, pairs=2, assumed=f"{whose}{_PILOT}"),
         )
         for model in ("gpt2", "llama-114m")
