@@ -141,6 +141,10 @@ def _kernels_of(device: str) -> dict[str, str]:
     return {part: kernels[device] for part, kernels in found.items() if device in kernels}
 
 
+def _same_kernels(name: str, head: linear_cross_entropy.Backend, device: str) -> bool:
+    return device in head.kernels and linear_cross_entropy.load(name).kernels.get(device) == head.kernels[device]
+
+
 @functools.cache
 def _of_rivals() -> dict[str, str]:
     """{"rival_TITLE": what proves it on a GPU} of those that have kernels of their own."""
@@ -169,12 +173,14 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
         expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate * pieces)
         if expected["block_format_casts"] != NONE:
             expected["block_format_casts"] = (expected["block_format_casts"][0], None)
+    their_head = p.against.head if p.against else None
+    head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
+    if their_head:  # which may be one of te_bench's backends, too
+        chosen |= {f"head_{name}" for name in linear_cross_entropy.names() if _same_kernels(name, head, trial.device)}
     for part in (*_kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         expected[part] = (least, None) if part in chosen else NONE
-    their_head = p.against.head if p.against else None
-    head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
         in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half)

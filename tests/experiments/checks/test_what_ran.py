@@ -333,6 +333,14 @@ OF_RIVALS = {
 }
 
 
+@pytest.mark.parametrize("name", rivals.names())
+def test_a_rival_s_own_head_may_be_one_of_te_bench_s_backends(name: str) -> None:
+    """Suite `heads` times Liger's loss alone; in Liger's step the same kernels are what was asked for."""
+    trial = a_trial(rivals.load(name).recipe, device="cuda", model="llama-tiny", rival=name)
+    asked = what_ran.expected_of_step(trial, 32)["head_liger"]
+    assert asked == ((1, None) if name == "liger" else (0, 0))
+
+
 @pytest.mark.parametrize("name", [name for name in rivals.names() if rivals.load(name).kernels])
 def test_a_rival_s_step_is_told_by_its_kernels_whatever_its_recipe(name: str) -> None:
     trial = a_trial(rivals.load(name).recipe, device="cuda", model="llama-tiny", rival=name)
