@@ -68,9 +68,9 @@ ASSUMED = (
             of={"model": model, "steps": 2035, "batch": 48, "accumulate": 1},
             schedule={"learning_rate": 3e-4, "warmup": 400},
             spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
-            trial_s=230.0,
-            fixed_s=35.0,
-            trial_from="GPT-2 124M's six runs of results/h200/convergence-pilot on an H200",
+            trial_s=190.0,
+            fixed_s=25.0,
+            trial_from="GPT-2 124M's seven runs of results/h200/convergence-first on an H200",
         )
         for model in ("gpt2", "llama-114m")
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Trial
-from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
+from te_bench.experiments.suites.convergence import BROKEN, TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
@@ -31,6 +31,8 @@ class Forecast:
     runs: int
     margin: float
     seconds: float | None
+    broken: int  # of these runs, those of the planted fault, and their seconds
+    broken_s: float | None
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
@@ -125,10 +127,14 @@ class Forecast:
         return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
-        seconds = None if self.seconds is None else self.seconds / self.seeds * seeds
+        faults = min(seeds, BROKEN) / min(self.seeds, BROKEN)  # of the plan's runs of the planted fault
+        runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
+        seconds = None
+        if self.seconds is not None and self.broken_s is not None:
+            seconds = (self.seconds - self.broken_s) / self.seeds * seeds + self.broken_s * faults
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
-        return Option(rounds=seeds, runs=round(self.runs * seeds / self.seeds), seconds=seconds, power=tuple(shown))
+        return Option(rounds=seeds, runs=runs, seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
         """What they are, what they prove and what they leave on the disk, a line each."""
@@ -165,11 +171,14 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     taken, time_from = trial_seconds(experiment.trials, earlier)
     scope = scope_of(control)
     total = None if None in taken.values() else sum(time or 0.0 for time in taken.values())
+    broken = [trial for trial in experiment.trials if trial.problem.get("arm") == "broken"]
     return Forecast(
         outlook=outlook,
         unused=(unused or earlier.other_chips) if earlier.timings else None,
         seeds=seeds,
         runs=len(experiment.trials),
+        broken=len(broken),
+        broken_s=None if total is None else sum(taken[trial.name] or 0.0 for trial in broken),
         margin=judgement["margin"],
         seconds=total,
         trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},
@@ -210,7 +219,7 @@ def _pool_instead(outlook: Outlook) -> str:
 
 def _source(spread: Spread) -> str:
     if spread.assumed:
-        return f"assumed: that of {spread.assumed}, {spread.pairs} seeds"
+        return f"assumed: that of {spread.assumed}"
     return f"measured on {spread.pairs} seeds, pair correlation {spread.correlation:.2f}"
 
 

@@ -4,7 +4,7 @@ Spread and seconds come from records of earlier runs, a pilot's or the run's own
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import median, numbers, step_seconds
 from te_bench.reports.convergence import power
-from te_bench.reports.convergence.study import Study, StudyArm
+from te_bench.reports.convergence.study import Study
 
 FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
@@ -41,7 +41,9 @@ class Spread:
         return power.at_most(self.gap_sd, self.pairs - 1)
 
 
-_PILOT = "GPT-2's runs in results/h200/convergence-pilot"
+#: bf16's and FP8's runs of one seed, each about their mean, 5 degrees of freedom: a run has 0.00121 (sd), and so its gap to
+#: the mean of two 0.00148.
+_FIRST = "GPT-2's runs of one seed in results/h200/convergence-first and -pilot"
 
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
@@ -51,13 +53,13 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
             sd=0.0193,
             correlation=0.86,
             pairs=8,
-            assumed="four configurations of results/h200/convergence-short and -dpa",
+            assumed="four configurations of results/h200/convergence-short and -dpa, 8 seeds",
         ),
     ),
     *(
         (
             {"model": model, "steps": 2035, "batch": 48, "accumulate": 1, "learning_rate": 3e-4, **branch},
-            Spread(sd=0.0143, correlation=1 - (0.00033 / 0.0143) ** 2 / 2, pairs=2, assumed=f"{whose}{_PILOT}"),
+            Spread(sd=0.0143, correlation=1 - (0.00148 / 0.0143) ** 2 / 2, pairs=6, assumed=f"{whose}{_FIRST}"),
         )
         for model in ("gpt2", "llama-114m")
         for branch, whose in (({"warmup": 400}, ""), ({"branch_at": 1200}, "whole trainings, "))
@@ -65,12 +67,15 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     (
         {"model": "tiny", "steps": 150, "branch_at": 75, "batch": 8, "learning_rate": 1e-3, "order": None},
         Spread(
-            sd=0.00012 / math.sqrt(2), correlation=0.0, pairs=6, assumed="FP8 from step 75 on, on a CPU, 2026-11-28"
+            sd=0.00012 / math.sqrt(2),
+            correlation=0.0,
+            pairs=6,
+            assumed="FP8 from step 75 on, on a CPU, 2026-11-28, 6 seeds",
         ),
     ),
     (
         {"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "learning_rate": 1e-3, "warmup": 15},
-        Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22"),
+        Spread(sd=0.0015 / math.sqrt(2), correlation=0.0, pairs=5, assumed="FP8 on a CPU, 2026-11-22, 5 seeds"),
     ),
 )
 
@@ -178,7 +183,7 @@ def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
         known
         for study in studies
         if study.control is not None and study.control.trial.cell == control.cell
-        if (known := _spread(study.control, study.recipes)) is not None
+        if (known := _spread(study)) is not None
     ]
     return max(found, key=lambda known: known.pairs, default=_assumed(control))
 
@@ -190,13 +195,13 @@ def _assumed(control: Trial) -> Spread | None:
     return next(alike, None)
 
 
-def _spread(control: StudyArm, recipes: Sequence[StudyArm]) -> Spread | None:
+def _spread(study: Study) -> Spread | None:
     """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
     losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
-    base = control.finals
-    for arm in recipes:
-        finals = arm.finals
-        seeds = [seed for seed in finals if seed in base and arm.runs[seed].trunk == control.runs[seed].trunk]
+    for arm in study.recipes:
+        finals, base, sides = arm.finals, study.base(arm), study.beside(arm)
+        trunks = {seed: {one.runs[seed].trunk for one in (arm, *sides)} for seed in finals if seed in base}
+        seeds = [seed for seed, different in trunks.items() if len(different) == 1]
         if len(seeds) < FEWEST_PAIRS:
             continue
         a, b = (np.array([side[seed] for seed in seeds]) for side in (finals, base))
@@ -254,16 +259,19 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     return {name: median([one.seconds(steps) for one in found if steps]) for name, (found, steps) in alike.items()}
 
 
-def seeds_within(budget_s: float, *, slots: int, seed_s: float, where: str = "", fewest: int = FEWEST_SEEDS) -> int:
-    """floor(budget slots / seconds of all arms of one seed), of as many trials at once as there are slots.
+def seeds_within(
+    budget_s: float, *, slots: int, seed_s: float, once_s: float = 0.0, where: str = "", fewest: int = FEWEST_SEEDS
+) -> int:
+    """floor((budget slots - once_s) / seed_s), of as many trials at once as there are slots.
 
-    where: said after a time that they take. Raises ValueError for a budget that is too small for the `fewest`.
+    seed_s: seconds that each seed adds; once_s: of what more seeds do not add to; where: said after a time that they take.
+    Raises ValueError for a budget that is too small for the `fewest`.
     """
-    seeds = int(budget_s * slots / seed_s)
+    seeds = int((budget_s * slots - once_s) / seed_s)
     if seeds < fewest:
         raise ValueError(
             f"--budget {duration(budget_s)}: a verdict needs {fewest} seeds, which take about "
-            f"{duration(fewest * seed_s / slots)}{where}"
+            f"{duration((fewest * seed_s + once_s) / slots)}{where}"
         )
     return seeds
 

@@ -1,9 +1,10 @@
 """Records of a convergence run to arms: what each seed of each arm ended on, and whether it ended at all."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from te_bench.experiments.environment import OF_TIMES
 from te_bench.experiments.problems import TrainingProblem
@@ -206,6 +207,23 @@ class Study:
         """bf16 runs for each run of a recipe, where all recipes share them; None where runs are compared by pairs."""
         ratio = self.number("pool")
         return None if ratio is None else int(ratio)
+
+    @property
+    def two_bf16_runs(self) -> bool:
+        """Whether A/A's run of a seed counts beside the control's in what recipes are held to."""
+        return self.number("bf16_runs") == 2
+
+    def beside(self, arm: StudyArm) -> tuple[StudyArm, ...]:
+        """The bf16 arms whose mean, seed by seed, an arm is held to: of a recipe A/A's too, where the plan says so."""
+        assert self.control is not None
+        return (self.control, self.aa) if self.aa and self.two_bf16_runs and arm.kind == "recipe" else (self.control,)
+
+    def base(
+        self, arm: StudyArm, losses: Callable[[StudyArm], Mapping[int, float]] = lambda side: side.finals
+    ) -> dict[int, float]:
+        """By seed, the mean of the losses of these arms, the final ones; only seeds that all of them have."""
+        sides = [losses(side) for side in self.beside(arm)]
+        return {seed: fmean(side[seed] for side in sides) for seed in sides[0] if all(seed in side for side in sides)}
 
     @property
     def rounds(self) -> int:

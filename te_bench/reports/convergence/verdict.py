@@ -12,7 +12,7 @@ import numpy as np
 
 from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.suites.convergence import TRUNKS
+from te_bench.experiments.suites.convergence import BROKEN, TRUNKS
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict, compare, copies, judge
@@ -60,7 +60,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         void=void,
         unfinished=unfinished,
         exploration=bool(notes),
-        notes=(*study.notes, *notes, *_note_trunks(study, control), *_note_outliers(control, (*recipes, aa))),
+        notes=(*study.notes, *notes, *_note_trunks(study, control), *_note_outliers(study, (*recipes, aa))),
     )
 
 
@@ -92,7 +92,7 @@ def _note_trunks(study: Study, control: StudyArm) -> list[str]:
     ]
 
 
-def _note_outliers(control: StudyArm, findings: Sequence[ArmVerdict | None]) -> list[str]:
+def _note_outliers(study: Study, findings: Sequence[ArmVerdict | None]) -> list[str]:
     """A note of each gap, or beside a pool each loss, that lies far from the others of its arm: the mean rests on it."""
     said = []
     for finding in findings:
@@ -107,7 +107,7 @@ def _note_outliers(control: StudyArm, findings: Sequence[ArmVerdict | None]) -> 
                 )
                 continue
             seed = finding.seeds[place]
-            gap = finding.arm.finals[seed] - control.finals[seed]
+            gap = finding.arm.finals[seed] - study.base(finding.arm)[seed]
             said.append(
                 f"{finding.arm.name}, seed {seed}: its gap {gap:+.2g} lies far from the others, whose mean is "
                 f"{(c.gap * c.n - gap) / (c.n - 1):+.2g}; where such outliers are common the error rate may not hold"
@@ -133,10 +133,11 @@ def _setting(study: Study, name: str, asked: float | None, default: float, notes
     return asked
 
 
-def paired_seeds(arm: StudyArm, control: StudyArm) -> tuple[int, ...]:
-    """The seeds on which both ended, neither diverged on the way and, of branches, both went on from the same weights."""
-    apart = {*arm.diverged, *control.diverged, *_of_two_trunks(arm, control)}
-    return tuple(seed for seed in arm.finals if seed in control.finals and seed not in apart)
+def paired_seeds(study: Study, arm: StudyArm) -> tuple[int, ...]:
+    """The seeds on which it and bf16 ended, none diverged on the way and, of branches, all went on from the same weights."""
+    sides = study.beside(arm)
+    apart = {*arm.diverged, *(seed for side in sides for seed in (*side.diverged, *_of_two_trunks(arm, side)))}
+    return tuple(seed for seed in arm.finals if all(seed in side.finals for side in sides) and seed not in apart)
 
 
 def _of_two_trunks(arm: StudyArm, control: StudyArm) -> list[int]:
@@ -163,7 +164,7 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
         elif reason := _why_untestable(study, arm, control):
             found[arm.name] = _inconclusive(reason, family)
         else:
-            arms[arm.name] = _pair(arm, control)
+            arms[arm.name] = _pair(study, arm)
     if study.pool is not None:
         broken = {n: CandidateVerdict(verdict=Verdict.DIVERGED, reason=r, family=family) for n, r in diverged.items()}
         return pool_study.judge_recipes(study, margin, alpha, found | broken)
@@ -179,10 +180,10 @@ def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerd
     return _judge_recipes(study, study.control, margin, alpha), aa
 
 
-def _pair(arm: StudyArm, control: StudyArm) -> tuple[list[float], list[float]]:
-    """The final losses of both, by the seeds that they share."""
-    seeds = paired_seeds(arm, control)
-    return [arm.finals[seed] for seed in seeds], [control.finals[seed] for seed in seeds]
+def _pair(study: Study, arm: StudyArm) -> tuple[list[float], list[float]]:
+    """Its final losses and bf16's, by the seeds that they share."""
+    seeds, base = paired_seeds(study, arm), study.base(arm)
+    return [arm.finals[seed] for seed in seeds], [base[seed] for seed in seeds]
 
 
 def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, alpha: float) -> CandidateVerdict:
@@ -196,7 +197,7 @@ def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, 
     if study.pool is not None:  # the broken recipe has few runs, and no look
         pair, paired = (list(arm.finals.values()), list(control.finals.values())), False
     else:
-        pair, paired = _pair(arm, control), True
+        pair, paired = _pair(study, arm), True
     return judge({arm.name: pair}, margin=margin, alpha=alpha, paired=paired)[arm.name]
 
 
@@ -206,9 +207,9 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | Non
     peak, least = float(p.get("learning_rate") or 0), float(p.get("min_learning_rate") or 0)
     if least > DECAYED * peak:
         return f"the learning rate came down to {least:g} of {peak:g} only: gaps before the end of a decay are of the moment"
-    if study.pool is None and (missing := _missing_seeds(study, arm, control)):
+    if study.pool is None and (missing := _missing_seeds(study, arm)):
         return missing
-    for side in (arm, control):
+    for side in (arm, *study.beside(arm)):
         seeds = list(side.finals)
         if found := copies(list(side.finals.values())):
             return (
@@ -218,24 +219,28 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | Non
     if study.pool is not None:
         few = min(len(arm.finals), len(control.finals))
         return None if few > 1 else f"{few} run: the noise between runs cannot be known from fewer than 2"
-    n = len(paired_seeds(arm, control))
-    if study.branch_at is not None and n < TRUNKS:
+    n = len(paired_seeds(study, arm))
+    if study.branch_at is not None and n < TRUNKS and arm.kind != "broken":
         return f"{n} pairs that share a trunk: a verdict on branches takes {TRUNKS} trunks"
     return None if n > 1 else f"{n} pair of seeds: the noise between seeds cannot be known from fewer than 2"
 
 
-def _missing_seeds(study: Study, arm: StudyArm, control: StudyArm) -> str | None:
-    """The planned seeds whose pair has no result though neither run of it diverged, as a sentence."""
+def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
+    """The planned seeds whose pair has no result though no run of it diverged, as a sentence."""
     planned = study.number("seeds")
-    for side in (arm, control):
+    for side in (arm, *study.beside(arm)):
         lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
         if lost:
             said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
             return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(said))})"
-        if planned is not None and len(side.runs) < planned:
-            return f"{side.name} has {len(side.runs)} of the {planned:g} seeds of the plan"
-    only = sorted(set(arm.runs) ^ set(control.runs))
-    return f"{_seeds(only)} was run in one of {arm.name} and {control.name} only: pairs need both" if only else None
+        wanted = planned if planned is None or side.kind != "broken" else min(planned, BROKEN)
+        if wanted is not None and len(side.runs) < wanted:
+            return f"{side.name} has {len(side.runs)} of the {wanted:g} seeds of the plan"
+    for side in study.beside(arm):
+        only = set(arm.runs) - set(side.runs) if arm.kind == "broken" else set(arm.runs) ^ set(side.runs)
+        if only:
+            return f"{_seeds(sorted(only))} was run in one of {arm.name} and {side.name} only: pairs need both"
+    return None
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
@@ -259,7 +264,7 @@ def why_overfitted(control: StudyArm, margin: float) -> str | None:
     Of its mean curve over the seeds, at evaluations of as many tokens as the last: early ones of a preset may be shorter.
     """
     seeds = list(control.finals)
-    at = common_steps(control, control, seeds)
+    at = common_steps((control,), seeds)
     if "early_eval_tokens" in control.trial.problem:
         at = [step for step in at if step > EVALUATED_FULLY * float(control.trial.problem["steps"] or 0)]
     if len(at) < FEWEST_POINTS:
@@ -317,13 +322,14 @@ def _is_open(
 
 
 def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:
-    seeds, c = paired_seeds(arm, control), judgement.comparison
+    seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
     native, trained = (
         None if c is None else _compare_beside(ours, theirs, seeds, c)
-        for ours, theirs in ((arm.natives, control.finals), (arm.trained, control.trained))
+        for ours, theirs in ((arm.natives, study.base(arm)), (arm.trained, study.base(arm, lambda side: side.trained)))
     )
-    at = common_steps(control, arm, seeds)
-    ours, theirs = ([losses_at(side, seed, at) for seed in seeds] for side in (arm, control))
+    at = common_steps((*sides, arm), seeds)
+    ours = [losses_at(arm, seed, at) for seed in seeds]
+    theirs = [np.mean([losses_at(side, seed, at) for side in sides], axis=0).tolist() for seed in seeds]
     return ArmVerdict(
         arm=arm,
         seeds=seeds,
@@ -331,10 +337,10 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         native=native,
         trained=trained,
         # Survivors are a biased choice; and what faster steps save, a branch has in a part of its training alone.
-        speedup=None if c is None or not at or study.branch_at else _speedup(control, arm, seeds, at),
+        speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), _mean_gaps(ours, theirs)),
-        missing=_missing_seeds(study, arm, control) if study.pool is None else _unfinished(study, arm, judgement),
+        missing=_missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement),
     )
 
 
@@ -356,14 +362,17 @@ def _compare_beside(
     return compare(*pair, margin=c.margin, alpha=c.alpha) if len(both) > 1 else None
 
 
-def _speedup(control: StudyArm, arm: StudyArm, seeds: Sequence[int], at: Sequence[float]) -> Speedup | None:
+def _speedup(
+    control: StudyArm, curves: Sequence[Sequence[float]], arm: StudyArm, seeds: Sequence[int], at: Sequence[float]
+) -> Speedup | None:
+    """curves: bf16's losses at these steps, by seed."""
     timed = [s for s in seeds if control.runs[s].step_s and arm.runs[s].step_s]
     if not timed:
         return None
     within = [s for s in timed if control.runs[s].host == arm.runs[s].host]
     return capability_matched(
         at,
-        [losses_at(control, s, at) for s in seeds],
+        curves,
         [arm.finals[s] for s in seeds],
         control_step_s=[control.runs[s].step_s or 0.0 for s in within],
         candidate_step_s=[arm.runs[s].step_s or 0.0 for s in within],
@@ -371,9 +380,9 @@ def _speedup(control: StudyArm, arm: StudyArm, seeds: Sequence[int], at: Sequenc
     )
 
 
-def common_steps(control: StudyArm, arm: StudyArm, seeds: Sequence[int]) -> list[float]:
-    """The steps at which every run of both was evaluated, the first (before which nothing was learnt) to the last."""
-    steps = [set(side.runs[seed].curve[0]) for side in (control, arm) for seed in seeds]
+def common_steps(arms: Sequence[StudyArm], seeds: Sequence[int]) -> list[float]:
+    """The steps at which every run of these was evaluated, the first (before which nothing was learnt) to the last."""
+    steps = [set(arm.runs[seed].curve[0]) for arm in arms for seed in seeds]
     return sorted(set.intersection(*steps)) if steps else []
 
 

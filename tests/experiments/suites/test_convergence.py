@@ -52,7 +52,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
             ("bf16", None, "control", None, None),
             ("bf16", None, "aa", 1, None),
             *(("fp8", name, "recipe", None, None) for name in (*RECIPES, *[suite_trials.FP8_ATTENTION] * two_heads)),
-            ("fp8", convergence.FAULTY, "broken", None, convergence.FAULT),
+            *[("fp8", convergence.FAULTY, "broken", None, convergence.FAULT)] * (seed < convergence.BROKEN),
         }
         assert len(arms) == len(found) + two_heads
     assert len({t.name for t in experiment.trials}) == len(experiment.trials)
@@ -173,16 +173,18 @@ def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
 
 
 def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
-    fixed = {"margin": 0.005, "tighter": 0.003, "alpha": 0.05, "seeds": 8, "steps": 2035}
-    assert resolve(preset="gpt2").judgement == resolve(preset="llama").judgement == fixed
+    fixed = {"margin": 0.005, "tighter": 0.003, "alpha": 0.05, "seeds": 10, "steps": 2035}
+    pairs = {**fixed, "bf16_runs": 2}  # the control's and A/A's
+    assert resolve(preset="gpt2").judgement == resolve(preset="llama").judgement == pairs
     assert "tighter" not in resolve(preset="gpt2", margin=0.01).judgement
-    assert resolve(preset="gpt2", as_pilot=True).judgement == {**fixed, "seeds": 3, "pilot": True}
+    assert resolve(preset="gpt2", as_pilot=True).judgement == {**pairs, "seeds": 3, "pilot": True}
     assert resolve(preset="gpt2", design="pool").judgement == {**fixed, "pool": 3}
     assert "pool" not in resolve(preset="cpu-pool", design="pairs").judgement
-    assert resolve(preset="gpt2-short").judgement == {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300}
+    short = {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300, "bf16_runs": 2}
+    assert resolve(preset="gpt2-short").judgement == short
     assert resolve(preset="char").judgement["seeds"] == 8
     mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=7)
-    assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 7}
+    assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 7, "bf16_runs": 2}
     assert all(t.problem["steps"] == 7 for t in mine.trials)
 
 
@@ -430,9 +432,8 @@ def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
         arms = [trial for trial in experiment.trials if trial.seed == seed]
         assert arms[0].problem["arm"] == "control"  # which trains the trunk
         assert {trunk_of(trial).id for trial in arms} == {arms[0].id}
-        assert Counter(trial.problem["arm"] for trial in arms) == {
-            "control": 1, "aa": 1, "broken": 1, "recipe": len(arms) - 3,
-        }  # fmt: skip
+        arm = Counter(trial.problem["arm"] for trial in arms)
+        assert (arm["control"], arm["aa"], arm["broken"]) == (1, 1, seed < convergence.BROKEN)
     assert len({trial.seed for trial in experiment.trials}) == len(seeds)
     assert all(trial.problem["branch_at"] == 75 for trial in experiment.trials)
     assert experiment.title.startswith("Convergence: does FP8 from step 75 on train like BF16?")

@@ -1,17 +1,30 @@
 """Verdicts on runs whose truth is known, and what may not be concluded from runs that cannot carry it."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import pytest
-from convergence_runs import JUDGEMENT, STEPS, TRUTH, run_record, study_at, study_of, study_records, write_study
+from convergence_runs import (
+    JUDGEMENT,
+    STEPS,
+    TRUTH,
+    arm_trial,
+    run_record,
+    study_at,
+    study_of,
+    study_records,
+    write_study,
+)
 
 from te_bench.experiments.spec import Record
 from te_bench.experiments.store import Store, load
 from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
+from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.arm_stability import arm_stabilities
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
@@ -79,6 +92,45 @@ def test_pairs_are_of_one_seed(tmp_path: Path) -> None:
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
     comparison = found.recipes[0].judgement.comparison
     assert comparison.correlation > 0.99
+
+
+@pytest.mark.parametrize("two", [True, False])
+def test_a_recipe_is_held_to_the_mean_of_as_many_bf16_runs_of_a_seed_as_the_plan_says(
+    tmp_path: Path, two: bool
+) -> None:
+    plan = {**JUDGEMENT, "bf16_runs": 2} if two else JUDGEMENT
+    study = study_of(tmp_path / "run", study_records(sd=0.002), plan)
+    found = judge_study(study)
+    recipe, control, aa = study.recipes[0].finals, study.control.finals, study.aa.finals
+    base = {seed: (loss + aa[seed]) / 2 if two else loss for seed, loss in control.items()}
+    c = found.recipes[0].judgement.comparison
+    assert c.gap == pytest.approx(sum(recipe[seed] - base[seed] for seed in base) / 5)
+    assert c.n == 5
+    assert found.aa.judgement.comparison.gap == pytest.approx(sum(aa[seed] - control[seed] for seed in base) / 5)
+    ends, gaps = found.recipes[0].gap_curve
+    assert (ends[-1], gaps[-1]) == (STEPS, pytest.approx(c.gap))
+    spread = planning.spread([study], arm_trial("control", 0))
+    sds = [stdev(arm.finals[seed] - base[seed] for seed in base) for arm in study.recipes]
+    assert spread.gap_sd == pytest.approx(math.sqrt(sum(sd**2 for sd in sds) / len(sds)))
+
+
+def test_a_seed_without_its_second_bf16_run_has_no_verdict(tmp_path: Path) -> None:
+    records = [one for one in study_records() if (one.trial.problem["arm"], one.trial.seed) != ("aa", 3)]
+    found = judge_study(study_of(tmp_path / "run", records, {**JUDGEMENT, "bf16_runs": 2}))
+    assert set(by_name(found).values()) == {Verdict.INCONCLUSIVE}
+    assert found.recipes[0].judgement.reason == "bf16, A/A has 4 of the 5 seeds of the plan"
+    once = judge_study(study_of(tmp_path / "once", records))
+    assert once.recipes[0].judgement.comparison is not None
+
+
+def test_the_planted_fault_needs_three_runs(tmp_path: Path) -> None:
+    def until(seeds: int) -> StudyVerdict:
+        kept = [r for r in study_records(sd=0.0002) if r.trial.problem["arm"] != "broken" or r.trial.seed < seeds]
+        return judge_study(study_of(tmp_path / str(seeds), kept))
+
+    assert until(3).exit_code == 0
+    assert until(3).broken.verdict is Verdict.INFERIOR
+    assert "has 2 of the 3 seeds of the plan" in str(until(2).void)
 
 
 def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
