@@ -15,7 +15,9 @@ def gaps(found: StudyVerdict) -> Table | None:
     whose = found.study.whose
     against = f"the mean of {whose} runs" if pool else f"{whose} on the same seeds"
     if found.study.two_bf16_runs:
-        against = f"the mean of {whose} two on the same seed, A/A's the second (of A/A and the planted fault less the first)"
+        against = (
+            f"the mean of {whose} two on the same seed, A/A's the second (of A/A and the planted fault less the first)"
+        )
     note = (
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
         f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
