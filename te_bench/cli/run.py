@@ -177,7 +177,8 @@ def carry_out(
     """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
 
     slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
-    limit: leaves what would not end in time, which it holds then. Of a pilot no loss is printed, for its means stay hidden.
+    limit: leaves what would not end in time, which it holds then. Of a part of a study that has not begun the whole plan is
+    written first. Of a pilot no loss is printed, for its means stay hidden.
 
     Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
     """
@@ -185,12 +186,15 @@ def carry_out(
     from te_bench.experiments.progress import Progress
     from te_bench.experiments.store import Plan, Store
     from te_bench.reports.convergence import stopping
+    from te_bench.reports.convergence.earlier_runs import first_plan
 
     trials, here = experiment.trials, machine["id"]
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
+        if experiment.whole is not None and first_plan(experiment.whole, store.journal) is None:
+            store.add_plan(Plan.of(experiment.whole, here))  # which is judged: a part that runs first chooses nothing
         store.add_plan(Plan.of(experiment, here))
         if fresh and context.trunks is not None and context.trunks.exists():  # as the journal is, which is there anew
             context.trunks.rename(context.trunks.with_name(f"{here}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"))

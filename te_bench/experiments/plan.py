@@ -74,7 +74,11 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         shown = "\n  ".join(names[:12])
         where = "\nThese are a CPU's; --device cuda plans a GPU's." if options.device == "cpu" else ""
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}{where}")
-    return dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
+    whole = dataclasses.replace(
+        experiment, trials=interleave(list(experiment.trials)), asked=run_options.words(options)
+    )
+    part = dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
+    return dataclasses.replace(part, whole=whole) if experiment.judgement and len(chosen) < len(names) else part
 
 
 def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:

@@ -97,6 +97,7 @@ class Experiment:
     bf16 runs for each run of a recipe, where all recipes share them; pilot, where the means stay hidden.
     heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
     asked: the options that it was made for, as run_options.words says them.
+    whole: of a part that --only chose the experiment by whose plan the part is judged; None where no verdict is given.
     """
 
     suite: str
@@ -107,6 +108,7 @@ class Experiment:
     heeds: frozenset[str] = frozenset()
     left_out: tuple[str, ...] = ()  # what of the suite is not there, or not for a user's model, a sentence each
     asked: tuple[str, ...] = ()
+    whole: "Experiment | None" = None
 
     @property
     def of_losses(self) -> bool:

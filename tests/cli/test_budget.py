@@ -511,7 +511,7 @@ def test_a_part_of_a_plan_that_has_begun_has_the_power_of_the_plan(command, monk
     row = re.search(r" 20 183 [\d.]+ ([\d% ]+) \*", whole)
     assert row
     assert re.search(rf" 20 100 [\d.]+ {row[1]} \*", said)
-    assert "Holm over 2" in pool("--seeds", 20, "--out", tmp_path / "other", *part, command=command)[1]
+    assert "Holm over 6" in pool("--seeds", 20, "--out", tmp_path / "other", *part, command=command)[1]  # as it will be
 
 
 def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,13 +606,19 @@ def test_a_pilot_that_is_made_longer_tells_its_spread_by_all_of_it(
 
 @pytest.mark.usefixtures("started")
 def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command: Command, tmp_path: Path) -> None:
-    """Two recipes were planned: one that is run first is judged among two."""
+    """Two recipes are planned: one that is run first is judged among two, and the part writes the whole plan."""
     both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")
     part = ("--only", "*-control-*,*-aa-*,*-recipe-*/delayed_scaling/*")
     assert command("run", *both, "--out", tmp_path / "run").code == 130
-    for out, told in (("run", True), ("other", False)):
+    for out in ("run", "other"):
         said = plainly(command("plan", *both, *part, "--out", tmp_path / out).out)
-        assert ("the hardest of 2 recipes (Holm, alpha 0.025)" in said) == told, said
+        assert "the hardest of 2 recipes (Holm, alpha 0.025)" in said
+    for _ in range(2):  # the second goes on by the same plan
+        assert command("run", *both, *part, "--out", tmp_path / "part").code == 130
+    begun, parts = load(tmp_path / "run").plans, load(tmp_path / "part").plans
+    assert [len(plan.trials) for plan in parts] == [6 * 4 + 3, 18, 18]
+    assert parts[0].trials == begun[0].trials
+    assert parts[0].asked == begun[0].asked
     one_seed = plainly(command("plan", *both, "--only", "*/s0", "--out", tmp_path / "run").out)
     assert re.search(r" 6 5 (-|[\d.]+) .* \*", one_seed), one_seed
 

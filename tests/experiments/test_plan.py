@@ -307,7 +307,7 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
         ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. For"),
         (
             "convergence",
-            {"device": "cpu", "preset": "gpt2", "data": {"": "random"}},
+            {"device": "cpu", "preset": "gpt2", "data": {"": "random"}, "batch": 12, "accumulate": 4},
             "gpt2, 4 x 12 x 1024 tokens, is 36.7 TFLOP",
         ),
         ("nanogpt", {"device": "cuda"}, None),

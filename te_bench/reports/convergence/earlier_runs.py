@@ -101,7 +101,7 @@ def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Sc
 def family(one: Experiment, journal: Journal | None) -> set[str]:
     """Trial.cell of the recipes that are judged together: its own, and those of the plan by which it will be judged."""
     first = first_plan(one, journal)
-    planned = map(trial_of, first.trials if first else ())
+    planned = map(trial_of, first.trials) if first else one.whole.trials if one.whole else ()
     return {trial.cell for trial in (*one.trials, *planned) if trial.problem.get("arm") == "recipe"}
 
 
