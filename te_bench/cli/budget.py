@@ -24,7 +24,7 @@ PUBLISHED_S = {
     "attention": (2, 10),
     "layer": (4, 15),
     "max_batch": (19, 117),
-    "scaling": (14, 61),
+    "scaling": (18, 60),
     "train_step": (5, 38),
 }
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,7 +88,7 @@ def plan(
     if limit is not None:
         here = planned.environment_of(experiment, asked, gpus)
         sitting = planned.what_ends(experiment, directory, forecast, limit, here)
-    undivided = {} if asked.parallel is None else _undivided(experiment.trials)
+    undivided = _undivided([trial for trial in experiment.trials if "parallel" in trial.problem])
     if as_json:
         why = {trial: {"unsupported": reason} for trial, reason in undivided.items()}
         trials = [{"id": t.id, "name": t.name, **t.to_json(), **why.get(t.id, {})} for t in experiment.trials]
@@ -115,8 +115,10 @@ def plan(
         raise ValueError(f"no plan to run: {refused}")
 
 
-def _undivided(trials: "Iterable[Trial]") -> dict[str, str]:
-    """{id of a trial whose step no machine divides over ranks so: why}. Imports torch, for modes of parallelism know it."""
+def _undivided(trials: "Sequence[Trial]") -> dict[str, str]:
+    """{id of a trial whose step no machine divides over ranks so: why}; imports torch for some, for the modes know it."""
+    if not trials:
+        return {}
     from te_bench.experiments.problems import is_step
     from te_bench.experiments.trial_model import indivisible
 

@@ -74,6 +74,10 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         shown = "\n  ".join(names[:12])
         where = "\nThese are a CPU's; --device cuda plans a GPU's." if options.device == "cpu" else ""
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}{where}")
+    if options.gather is not None and all("gather" not in trial.problem for trial in chosen):
+        raise ValueError(
+            f"--gather {options.gather} is of steps in FP8, and --only {only!r} chooses none; leave out one"
+        )
     whole = dataclasses.replace(
         experiment, trials=interleave(list(experiment.trials)), asked=run_options.words(options)
     )
@@ -283,15 +287,21 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
         raise ValueError(f"{trial.name}: overlap is of a {' or '.join(PROVEN)} with sequence_parallel")
     if p.world is not None and isinstance(p.batch, int) and p.batch % p.replicas:
         less = p.batch // p.replicas * p.replicas or p.replicas
+        parts = (
+            f"{p.replicas} ranks" if p.replicas == p.world else f"{p.replicas} groups of {p.world // p.replicas} ranks"
+        )
         raise ValueError(
-            f"a batch of {p.batch} does not divide into {p.world} ranks: give --batch {less}, or another --gpus-per-trial"
+            f"a batch of {p.batch} does not divide into {parts}: give --batch {less}, or another --gpus-per-trial"
         )
     if (
         p.world is not None
         and isinstance(p, TrainingProblem)
         and (p.steps is None or p.eval_every_s or p.batch == "max")
     ):
-        raise ValueError(f"{trial.name}: ranks have clocks and memories of their own; give it steps and a batch")
+        raise ValueError(
+            f"{trial.name}: ranks have clocks and memories of their own, so only trainings with a number of steps and a "
+            "batch go over ranks: leave --gpus-per-trial out, or choose convergence or stress"
+        )
     if p.fault is not None and trial.recipe is None:
         raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 

@@ -41,10 +41,11 @@ def end_with_parent(parent: int) -> None:
 def take_signals() -> None:
     """Have a signal do in this fork what it does in a fresh process: a fork begins with its caller's handlers, Ray's say.
 
-    What the caller ignores stays ignored, but SIGTERM, which ends a fork in any case.
+    What the caller ignores stays ignored, but SIGTERM, which ends a fork in any case, and SIGCHLD: who ignores that, as
+    Ray's workers do, is never told how a process of its own ended (wait(2)), and would wait for it forever.
     """
     for number in signal.valid_signals():
-        if number == signal.SIGTERM or callable(signal.getsignal(number)):
+        if number in (signal.SIGTERM, signal.SIGCHLD) or callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 

@@ -197,7 +197,7 @@ def indivisible(trial: Trial) -> str | None:
     if p.parallel is None:
         return None
     reason = (p.against and _no_way(p, p.against)) or _mode_of(p).refused(**_how(trial), gather=p.gather)
-    reason = reason or _no_gather(trial)
+    reason = reason or _no_gather(trial) or _no_heads(p)
     return reason and f"parallel {p.parallel}: {reason}"
 
 
@@ -208,6 +208,17 @@ def _no_gather(trial: Trial) -> str | None:
     from te_bench.training.parallel import _fp8_gather  # imports FSDP2, which other trials need not
 
     return _fp8_gather.refused(recipes.load(trial.recipe))
+
+
+def _no_heads(p: StepProblem) -> str | None:
+    """Why ranks cannot share the layers of te-bench's own model, or None; of another model only the model itself tells."""
+    if p.source is not None or p.parallel not in parallel.SHARING or p.world is None:
+        return None
+    shape, ranks = configs()[p.model].shape, p.world // p.replicas
+    for what, size in (("heads", shape.heads), ("heads of keys and values", shape.groups), ("features", shape.ffn)):
+        if size % ranks:
+            return f"the {size} {what} of {p.model} do not divide into {ranks} ranks; take fewer, or choose ddp"
+    return None
 
 
 def _how(trial: Trial) -> dict[str, Any]:

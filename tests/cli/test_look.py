@@ -55,6 +55,15 @@ def test_a_plan_says_which_steps_over_ranks_no_machine_can_divide(command: Comma
     assert all(f": {reason} " in said for reason in refused.values())
 
 
+def test_a_plan_says_of_which_of_te_benchs_models_the_layers_do_not_divide(command: Command) -> None:
+    """Of a suite that chooses its modes itself, too: GPT-2's 12 heads go to 2 and 4 ranks, and not to 8."""
+    asked = ("plan", "scaling", "--device", "cuda", "--seeds", 1, "--only", "*-tp-x*/cudnn/bf16/*")
+    planned = json.loads(command(*asked, "--json").out)["trials"]
+    refused = {(t["problem"]["world"], t.get("unsupported")) for t in planned if "rival" not in t["problem"]}
+    said = "parallel tp: the 12 heads of gpt2 do not divide into 8 ranks; take fewer, or choose ddp"
+    assert refused == {(2, None), (4, None), (8, said)}
+
+
 def test_a_plan_says_which_recipes_weights_are_not_gathered_in_fp8(command: Command) -> None:
     asked = ("plan", "fp8", "--device", "cuda", "--seeds", 1, "--gpus-per-trial", 2, "--parallel", "fsdp2")
     asked += ("--gather", "fp8", "--only", "*/eager/*")

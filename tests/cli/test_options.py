@@ -70,6 +70,14 @@ USAGE = [
         ["run", "speed", "--batch", "6", "--gpus-per-trial", "4", "--parallel", "ddp"],
         "a batch of 6 does not divide into 4 ranks: give --batch 4, or another --gpus-per-trial",
     ),
+    (
+        ["run", "fp8", "--batch", "6", "--gpus-per-trial", "8", "--parallel", "fsdp2+tp", "--shard", "2"],
+        "a batch of 6 does not divide into 4 groups of 2 ranks: give --batch 4, or another --gpus-per-trial",
+    ),
+    (
+        ["run", "fp8", "--gpus-per-trial", "2", "--parallel", "fsdp2", "--gather", "fp8", "--only", "*/bf16/*"],
+        "--gather fp8 is of steps in FP8, and --only '*/bf16/*' chooses none; leave out one",
+    ),
     (["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"], "--parallel: the suite attention has no"),
     (["run", "quick", "--gpus", "0"], "--gpus 0: this run is on the cpu; leave it out, or add --device cuda"),
     (["list", "suits"], "unknown kind 'suits'. Did you mean suites? Known: suites, attention, recipes, layers,"),

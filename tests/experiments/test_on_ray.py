@@ -312,3 +312,13 @@ def test_a_cluster_of_its_own_leaves_no_process_and_no_file(tmp_path: Path) -> N
         assert (len(rows(tmp_path / "out")) >= 2, done.stderr.startswith(said)) == (True, True), done
         assert run.gone()
     assert eventually(lambda: scratch() <= before, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_step_over_ranks_ends_there_too(tmp_path: Path) -> None:
+    """Ray's workers ignore signals of children, and a trial's ranks are its process's children."""
+    pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
+    asked = ("--gpus-per-trial", 2, "--parallel", "ddp", "--seeds", 1, "--only", "*/bf16/*", "--out", tmp_path / "out")
+    done = te_bench("run", "fp8", "--device", "cpu", "--on", "ray", *asked)
+    assert (done.returncode, outcomes(tmp_path / "out")) == (0, ["ok"]), done

@@ -242,7 +242,8 @@ def test_ranks_that_cannot_be_are_refused(more: dict[str, Any], message: str) ->
 
 def test_a_training_over_ranks_has_steps_and_a_batch() -> None:
     """Ranks that read clocks of their own would not stop at the same step."""
-    with pytest.raises(ValueError, match="ranks have clocks and memories of their own; give it steps and a batch"):
+    only = "only trainings with a number of steps and a batch go over ranks: leave --gpus-per-trial out, or choose conv"
+    with pytest.raises(ValueError, match=only):
         plan.resolve("curves", Options(device="cpu", gpus_per_trial=2, parallel="ddp"))
 
 
@@ -307,7 +308,7 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
         ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. For"),
         (
             "convergence",
-            {"device": "cpu", "preset": "gpt2", "data": {"": "random"}, "batch": 12, "accumulate": 4},
+            {"device": "cpu", "preset": "gpt2", "batch": 12, "accumulate": 4, "data": {"": "random"}},
             "gpt2, 4 x 12 x 1024 tokens, is 36.7 TFLOP",
         ),
         ("nanogpt", {"device": "cuda"}, None),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,26 @@ def test_a_fork_has_no_handler_of_who_forked_and_ignores_what_that_does(handled:
     assert run_supervised(lambda: os.kill(os.getpid(), signal.SIGUSR2)) is None
     with pytest.raises(KeyboardInterrupt):
         ProcessCall(multiprocessing.get_context("fork"), signal.raise_signal, signal.SIGINT).run()
+
+
+def a_call_in_a_call() -> bytes:
+    return call("fork", "answers").run()
+
+
+def test_a_call_sees_its_own_calls_end_where_signals_of_children_are_ignored() -> None:
+    """As Ray's workers ignore them, whose trials over ranks would else never end. The fork server inherits it."""
+    ignoring = (
+        "import multiprocessing, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); import test_processes as t; "
+    )
+    ignoring += "print(len(t.ProcessCall(multiprocessing.get_context('forkserver'), t.a_call_in_a_call).run()))"
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]])}
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": {**os.environ, **paths}}
+    with subprocess.Popen([sys.executable, "-c", ignoring], **how) as process:
+        try:
+            assert process.communicate(timeout=60)[0] == f"{2**20}\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_a_fork_frees_its_copy_of_a_temporary_folder_and_removes_nothing(tmp_path: Path) -> None:

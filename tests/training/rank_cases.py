@@ -36,6 +36,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.kernels.linear_cross_entropy import kernels, tied
 from te_bench.kernels.quantize.backends.reference import dequantize
 from te_bench.models import decoder, rivals
+from te_bench.models.adopt import adopt
 from te_bench.models.configs import LlamaConfig
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe, Slot
@@ -705,6 +706,7 @@ def cases(trial: Trial, context: Context) -> dict[str, Any]:
     found["gated sent"] = [each for each in sent if (each["name"], each["dtype"]) == ("allreduce", "float32")]
     found["compiled"] = compiled()
     found["not planned"] = refusal(lambda: nested("tp"))
+    found["adopted"] = refusal(lambda: beside("tp", lambda: adopt(Nested()), torch.float32))
     found["whole"] = refusal(lambda: beside("tp", Gathered))
     found["refused"] = [refusal(lambda c=c: decoder_by("tp", c)) for c in REFUSED]  # type: ignore[misc]
     found["refused sp"] = [

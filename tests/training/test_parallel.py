@@ -172,7 +172,8 @@ def test_a_user_s_pairs_are_divided_as_its_plan_says(found: Any) -> None:
 
 
 def test_a_model_without_pairs_is_told_how_to_name_them(of_two: Any) -> None:
-    assert of_two["not planned"].startswith("tp: Nested says not how it divides: give it a tp_plan")
+    for name in ("not planned", "adopted"):
+        assert of_two[name].startswith("tp: Nested says not how it divides: give it a tp_plan")
     assert of_two["whole"] == (
         "tp: the tp_plan of Gathered leaves every layer's result whole in each rank (colwise_gather_output and "
         "rowwise_split_input); give it one with pairs of colwise and rowwise, or choose ddp"

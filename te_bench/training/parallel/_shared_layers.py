@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from te_bench.kernels.activation import KINDS
 from te_bench.models import dropout
+from te_bench.models.adopted import Adopted
 from te_bench.models.conversion import HOOKS
 from te_bench.models.decoder import Decoder
 from te_bench.models.modules.activations import compute_dtype
@@ -376,7 +377,8 @@ def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
 def _no_pairs(model: nn.Module) -> str:
     """That a model has no pairs, by what its plan says of its layers."""
     said = next((plan for m in model.modules() if isinstance(plan := getattr(m, "tp_plan", None), dict) and plan), {})
-    name, whole = type(model).__name__, " and ".join(dict.fromkeys(map(str, said.values())))
+    theirs = model.module if isinstance(model, Adopted) else model
+    name, whole = type(theirs).__name__, " and ".join(dict.fromkeys(map(str, said.values())))
     if whole:
         why = f"the tp_plan of {name} leaves every layer's result whole in each rank ({whole})"
         return f"{why}; give it one with pairs of colwise and rowwise"
