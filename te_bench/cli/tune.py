@@ -68,8 +68,7 @@ def tune(
     if path is None:
         raise ValueError("no home folder to keep a table in: name one with --table FILE")
     own = table is None
-    operator = tuning.KINDS[what].operator
-    _known(path, operator, own)  # before anything is measured
+    _known(path, own)  # before anything is measured
     incomplete = False
     if results:
         if measuring := said(context, *MEASURING):
@@ -86,7 +85,7 @@ def tune(
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
         found = _of_this_run(what, directory, records)
     if found:
-        before = _known(path, operator, own)
+        before = _known(path, own)
         _write(path, measured.merged(before, found))
         print("\n".join([*_lines(found), *_lost(before, found), f"table: {path}"]))
     else:
@@ -95,22 +94,14 @@ def tune(
         raise typer.Exit(INCOMPLETE)
 
 
-def _known(path: Path, operator: str, own: bool) -> "tuple[Timing, ...]":
-    """The rows of the table, () where there is none. Of the user's own files those that cannot be read are set aside."""
+def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
+    """The rows of the table, () where there is none. The user's own is set aside where it, or a row, cannot be read."""
     from te_bench.kernels import measured
 
+    if not measured.exists(file):
+        return ()
     if not own:
-        return measured.read(path) if path.exists() else ()
-    rows: tuple[Timing, ...] = ()
-    for file in reversed(measured.user_tables(operator)):
-        rows = measured.merged(rows, _good_rows(file))
-    return rows
-
-
-def _good_rows(file: Path) -> "tuple[Timing, ...]":
-    """The rows of a user's file that can be read; what has others, or is no table, an older one say, is set aside too."""
-    from te_bench.kernels import measured
-
+        return measured.read(file)
     try:
         rows, wrong = measured.read_good(file)
     except ValueError as error:
