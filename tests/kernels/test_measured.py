@@ -54,7 +54,6 @@ def test_to_forget_is_to_choose_anew_of_gemms_too(own: Path, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(architecture, "processors", lambda _: 132)
     monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(gluon, "MISSING", None)
     monkeypatch.setitem(policy.LAUNCHES, "gluon", lambda *_, **__: "gluon's")
     monkeypatch.setattr(policy.scaled_mm, "forward", lambda *_, **__: "cuBLASLt's")
 
