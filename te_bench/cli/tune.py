@@ -62,6 +62,7 @@ def tune(
     from te_bench.experiments import on_ray, tuning
     from te_bench.kernels import measured
     from te_bench.reports.analysis import measured_times
+    from te_bench.reports.files import write_file
 
     plugins.check("kind", what, list(KINDS))
     path = table or measured.user_table()
@@ -86,7 +87,7 @@ def tune(
         found = _of_this_run(what, directory, records)
     if found:
         before = _known(path, own)
-        _write(path, measured.merged(before, found))
+        write_file(path, measured.text(measured.merged(before, found)).encode(), "--table")
         print("\n".join([*_lines(found), *_lost(before, found), f"table: {path}"]))
     else:
         print(f"nothing passed: {path} is as it was")
@@ -97,6 +98,7 @@ def tune(
 def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
     """The rows of the table, () where there is none. The user's own is set aside where it, or a row, cannot be read."""
     from te_bench.kernels import measured
+    from te_bench.reports.files import write_file
 
     if not measured.exists(file):
         return ()
@@ -113,7 +115,7 @@ def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
         file.replace(aside)
         print(f"set aside as {aside}: {'; '.join(wrong)}")
         if rows:
-            _write(file, rows)
+            write_file(file, measured.text(rows).encode(), "--table")
     return rows
 
 
@@ -161,17 +163,6 @@ def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tu
         return ()
     found = measured_times.of_results(what, [directory], records[0].environment)
     return tuple(row for row in found if row.problem in asked)
-
-
-def _write(path: Path, rows: "Sequence[Timing]") -> None:
-    from te_bench.kernels import measured
-    from te_bench.reports.files import write_atomically
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, measured.text(rows).encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}. Name another file with --table.") from error
 
 
 def _lines(rows: "Sequence[Timing]") -> list[str]:
