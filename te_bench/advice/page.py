@@ -190,7 +190,7 @@ def _verified(evidence: Evidence) -> Table | None:
                 "Step": word(choice.words()),
                 "Measured, ms": Value(text=f"{said}, noisy: {low} to {high}" if wide else said, sort=measured),
                 "Predicted, ms": number(guessed, text.milliseconds),
-                "Off by": Value(text=text.MISSING if off is None else f"{100 * off:+.1f} %", sort=off),
+                "Off by": number(off, text.signed_percent),
                 **({"J": number(of_processes(records, "energy_j"))} if counted else {}),
                 "Peak, GiB": number(peak(records), text.gib),
                 "Runs": number(len(records), text.count),

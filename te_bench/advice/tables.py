@@ -63,7 +63,7 @@ def errors(directory: Path) -> Table:
                     "Predicted, ms": number(guess["seconds"], text.milliseconds),
                     "±, ms": number(guess["bound_s"], text.milliseconds),
                     "Measured, ms": number(seconds, text.milliseconds),
-                    "Error": Value(text=f"{100 * error:+.1f} %", sort=error),
+                    "Error": number(error, text.signed_percent),
                 }
             )
     if not rows:

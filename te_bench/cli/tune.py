@@ -62,14 +62,14 @@ def tune(
     from te_bench.experiments import on_ray, tuning
     from te_bench.kernels import measured
     from te_bench.reports.analysis import measured_times
+    from te_bench.reports.files import write_file
 
     plugins.check("kind", what, list(KINDS))
     path = table or measured.user_table()
     if path is None:
         raise ValueError("no home folder to keep a table in: name one with --table FILE")
     own = table is None
-    operator = tuning.KINDS[what].operator
-    _known(path, operator, own)  # before anything is measured
+    _known(path, own)  # before anything is measured
     incomplete = False
     if results:
         if measuring := said(context, *MEASURING):
@@ -86,8 +86,8 @@ def tune(
         incomplete = any(record.outcome not in ("ok", "unsupported") for record in records)
         found = _of_this_run(what, directory, records)
     if found:
-        before = _known(path, operator, own)
-        _write(path, measured.merged(before, found))
+        before = _known(path, own)
+        write_file(path, measured.text(measured.merged(before, found)).encode(), "--table")
         print("\n".join([*_lines(found), *_lost(before, found), f"table: {path}"]))
     else:
         print(f"nothing passed: {path} is as it was")
@@ -95,22 +95,15 @@ def tune(
         raise typer.Exit(INCOMPLETE)
 
 
-def _known(path: Path, operator: str, own: bool) -> "tuple[Timing, ...]":
-    """The rows of the table, () where there is none. Of the user's own files those that cannot be read are set aside."""
+def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
+    """The rows of the table, () where there is none. The user's own is set aside where it, or a row, cannot be read."""
     from te_bench.kernels import measured
+    from te_bench.reports.files import write_file
 
+    if not measured.exists(file):
+        return ()
     if not own:
-        return measured.read(path) if path.exists() else ()
-    rows: tuple[Timing, ...] = ()
-    for file in reversed(measured.user_tables(operator)):
-        rows = measured.merged(rows, _good_rows(file))
-    return rows
-
-
-def _good_rows(file: Path) -> "tuple[Timing, ...]":
-    """The rows of a user's file that can be read; what has others, or is no table, an older one say, is set aside too."""
-    from te_bench.kernels import measured
-
+        return measured.read(file)
     try:
         rows, wrong = measured.read_good(file)
     except ValueError as error:
@@ -122,7 +115,7 @@ def _good_rows(file: Path) -> "tuple[Timing, ...]":
         file.replace(aside)
         print(f"set aside as {aside}: {'; '.join(wrong)}")
         if rows:
-            _write(file, rows)
+            write_file(file, measured.text(rows).encode(), "--table")
     return rows
 
 
@@ -170,17 +163,6 @@ def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tu
         return ()
     found = measured_times.of_results(what, [directory], records[0].environment)
     return tuple(row for row in found if row.problem in asked)
-
-
-def _write(path: Path, rows: "Sequence[Timing]") -> None:
-    from te_bench.kernels import measured
-    from te_bench.reports.files import write_atomically
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, measured.text(rows).encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}. Name another file with --table.") from error
 
 
 def _lines(rows: "Sequence[Timing]") -> list[str]:

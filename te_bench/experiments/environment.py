@@ -116,10 +116,8 @@ def _packages() -> tuple[str, ...]:
 
 def nvidia_gpus() -> list[dict[str, Any]]:
     """Each GPU that the driver's management library sees, [] without one: never touches CUDA."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # no library or no driver: there are no GPUs to speak of
@@ -242,10 +240,8 @@ def _clocks(handle: Any) -> Clocks:
 
 def _handle(uuid: str) -> Any | None:
     """The management library's handle of a GPU; None without the library, a driver or that GPU."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
+    import pynvml
+
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -159,12 +159,9 @@ def _read_clocks(device: str) -> tuple[int, float | None]:
     """(reasons why the GPU's clocks are held back, nvml.h's bits; its SM clock in Hz); (0, None) where nobody knows."""
     if device != "cuda":
         return 0, None
+    import pynvml
     import torch
 
-    try:
-        import pynvml
-    except ImportError:
-        return 0, None
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")

@@ -1,16 +1,10 @@
 """What all kernels in Gluon need, whatever they compute."""
 
-import triton
-
 from te_bench.kernels.architecture import HOPPER
 
-ABSENT = f"Triton {triton.__version__} has no Gluon for Hopper: pip install 'triton>=3.6'"
 
-
-def unsupported(device: str, capability: tuple[int, int] | None, missing: str | None, interpreted: bool) -> str | None:
-    """Why no kernel in Gluon runs there, or None. missing: ABSENT where its import failed; interpreted: as Triton's are."""
-    if missing is not None:
-        return missing
+def unsupported(device: str, capability: tuple[int, int] | None, interpreted: bool) -> str | None:
+    """Why no kernel in Gluon runs there, or None. interpreted: as Triton's are."""
     if interpreted:
         return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
     if device != "cuda":

@@ -12,13 +12,12 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
-ATTENTION_SCHEMA = 1  # of tables that held attention alone, whose rows were called cells
 #: {operator: what `te-bench tune` calls it}.
 OPERATORS = {"attention": "attention", "gemm": "gemm", "linear_cross_entropy": "head"}
 SHIPPED = Path(__file__).with_name("measured.json")
@@ -30,9 +29,9 @@ _choices: list[Callable[[], None]] = []  # what `forget` calls
 class Timing:
     """A row: seconds of the backends that passed their check, for one problem on one machine."""
 
-    operator: str  # one of OPERATORS, or another version's
+    operator: str  # one of OPERATORS
     machine: str  # as `machine_name` has it
-    problem: Any  # as the operator's table reads it: frozen, with every size given; another version's as JSON
+    problem: Any  # as the operator's table reads it: frozen, with every size given
     seconds: Mapping[str, float]
     source: str  # where the seconds come from
 
@@ -79,19 +78,10 @@ def user_table() -> Path | None:
         return None
 
 
-def user_tables(operator: str) -> list[Path]:
-    """The user's files that hold its rows, the one that counts more first: below the table one of attention alone."""
-    path = user_table()
-    if path is None:
-        return []
-    files = [path, path.with_name("attention.json")] if operator == "attention" else [path]
-    return list(filter(_exists, files))
-
-
-def _exists(file: Path) -> bool:
+def exists(file: Path | None) -> bool:
     """False too where the folder may not be searched: another user's home, as in containers."""
     try:
-        return file.exists()
+        return file is not None and file.exists()
     except OSError:
         return False
 
@@ -131,13 +121,13 @@ def users_choices(operators: Iterable[str], machine: str) -> list[str]:
 
 def _own(operator: str) -> list[Timing]:
     """The user's rows. Of two that are equally near, which comes first does not depend on the file's order."""
-    rows: tuple[Timing, ...] = ()
-    for path in reversed(user_tables(operator)):
-        try:
-            rows = merged(rows, read(path, operator))
-        except ValueError as error:
-            raise ValueError(f"{error}. To measure it anew: te-bench tune {OPERATORS[operator]}") from error
-    return sorted(rows, key=_said)
+    path = user_table()
+    if path is None or not exists(path):
+        return []
+    try:
+        return sorted(read(path, operator), key=_said)
+    except ValueError as error:
+        raise ValueError(f"{error}. To measure it anew: te-bench tune {OPERATORS[operator]}") from error
 
 
 def merged(old: Iterable[Timing], new: Iterable[Timing]) -> tuple[Timing, ...]:
@@ -158,7 +148,10 @@ def read(path: Path, operator: str | None = None) -> tuple[Timing, ...]:
 def read_good(path: Path, operator: str | None = None) -> tuple[tuple[Timing, ...], list[str]]:
     """The rows of a file that can be read, and what is wrong with each other. Raises ValueError for what is no table."""
     try:
-        bodies = list(_bodies(json.loads(path.read_text(encoding="utf-8"))))
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if table["schema"] != SCHEMA:
+            raise ValueError(f"schema {table['schema']}; this te-bench reads schema {SCHEMA}")
+        bodies = list(table["rows"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no table of measured times ({error})") from error
     rows, bad = [], []
@@ -186,20 +179,9 @@ def _said(row: Timing) -> str:
 
 
 def _body(row: Timing) -> dict[str, Any]:
-    if row.operator in OPERATORS:
-        problem = {name: value for name, value in asdict(row.problem).items() if name != "capability"}
-    else:
-        problem = json.loads(row.problem)
+    problem = {name: value for name, value in asdict(row.problem).items() if name != "capability"}
     seconds = {name: row.seconds[name] for name in row.fastest()}
     return {"operator": row.operator, "machine": row.machine, "problem": problem, "seconds": seconds}
-
-
-def _bodies(table: Any) -> Iterator[Mapping[str, Any]]:
-    if table["schema"] == ATTENTION_SCHEMA:
-        return ({"operator": "attention", **cell} for cell in table["cells"])
-    if table["schema"] != SCHEMA:
-        raise ValueError(f"schema {table['schema']}; this te-bench reads schema {SCHEMA}")
-    return iter(table["rows"])
 
 
 def _timing(body: Mapping[str, Any]) -> Timing:
@@ -207,9 +189,8 @@ def _timing(body: Mapping[str, Any]) -> Timing:
     seconds = {str(name): float(value) for name, value in body["seconds"].items()}
     if not seconds or not all(0 < value < math.inf for value in seconds.values()):
         raise ValueError(f"seconds {body['seconds']} must be numbers greater than 0")
-    if operator in OPERATORS:
-        problem = importlib.import_module(f"te_bench.kernels.{operator}.table").read_problem(problem)
-    else:
-        problem = json.dumps(problem)  # another version's: kept, and read by nobody
+    if operator not in OPERATORS:
+        raise ValueError(f"operator {operator!r}: {', '.join(OPERATORS)}")
+    problem = importlib.import_module(f"te_bench.kernels.{operator}.table").read_problem(problem)
     machine, source = str(body["machine"]), str(body["source"])
     return Timing(operator=operator, machine=machine, problem=problem, seconds=seconds, source=source)

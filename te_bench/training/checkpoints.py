@@ -33,7 +33,7 @@ from te_bench.training import weights
 from te_bench.training.corpus import Corpus
 from te_bench.training.parallel import SINGLE, Parallel
 
-FORMAT = 2  # of the part "te_bench"; 1 was a GPT's alone, its shape in model_args
+FORMAT = 2  # of the part "te_bench"
 NANOGPT = "gpt"  # the family that nanoGPT trains
 #: Fields of its configuration that nanoGPT has, under the same names, with nanoGPT's defaults.
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
@@ -127,12 +127,12 @@ def load(path: Path) -> Checkpoint:
     if path.is_dir():
         return _load_folder(path)
     content = _unpickle(path)
-    own = content.get("te_bench", {"format": 1})
-    if not isinstance(own, dict) or own.get("format") not in (1, FORMAT):
-        raise ValueError(f"{path} was saved by another version of te-bench: this one reads formats 1 and {FORMAT}")
-    missing = [key for key in ("model", "model_args") if not isinstance(content.get(key), dict)]
-    if own["format"] == FORMAT:
-        missing = [key for key in missing if key == "model"]
+    nanogpts = "te_bench" not in content
+    own = {} if nanogpts else content["te_bench"]
+    if not nanogpts and (not isinstance(own, dict) or own.get("format") != FORMAT):
+        raise ValueError(f"{path} was saved by another version of te-bench: this one reads format {FORMAT}")
+    needed = ("model", "model_args") if nanogpts else ("model",)
+    missing = [key for key in needed if not isinstance(content.get(key), dict)]
     if missing:
         there = ", ".join(map(str, list(content)[:6])) or "nothing"
         raise ValueError(f"{path} has no {' and no '.join(missing)}: it holds {there}. Give {READABLE}")
@@ -140,7 +140,8 @@ def load(path: Path) -> Checkpoint:
     if odd:
         raise ValueError(f"{path} is damaged: its {odd[0]} is {own[odd[0]]!r}, not text")
     try:
-        config = _read_config(own, content.get("model_args"))
+        fields = {**DEFAULTS, **content["model_args"]} if nanogpts else own.get("config")
+        config = _read_config(str(NANOGPT if nanogpts else own.get("family")), fields)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     tokenizer = own.get("tokenizer")
@@ -201,14 +202,11 @@ def _is_scale(name: str) -> bool:
     return name.rpartition(".")[2].startswith(PREFIX)
 
 
-def _read_config(own: Mapping[str, Any], model_args: Any) -> DecoderConfig:
+def _read_config(family: str, fields: Any) -> DecoderConfig:
     """The configuration that a file tells. Raises ValueError for a model that te-bench has not."""
-    family, fields = own.get("family"), own.get("config")
-    if own["format"] == 1:
-        family, fields = NANOGPT, {**DEFAULTS, **model_args, "gelu": own.get("gelu", "none")}
     known = {config.family: type(config) for config in configs().values()}
-    plugins.check("family of models", str(family), list(known))
-    config: DecoderConfig = _rebuild(known[str(family)], fields)
+    plugins.check("family of models", family, list(known))
+    config: DecoderConfig = _rebuild(known[family], fields)
     return config
 
 

@@ -119,9 +119,10 @@ class Subwords:
     """
 
     def __init__(self, content: str, source: str = "tokenizer.json") -> None:
-        library = _library()
+        import tokenizers
+
         try:
-            self.tokenizer = library.Tokenizer.from_str(content)
+            self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises bare Exception for every fault of the content
             raise ValueError(f"{source} is not a tokenizer.json of the package tokenizers: {error}") from error
         self.tokenizer.no_truncation()
@@ -185,7 +186,8 @@ def train_bpe(texts: Iterable[str], size: int) -> str:
     GPT-2's pre-tokenisation, no special tokens. The same texts give the same bytes, on any number of threads: the
     library counts words in integers and breaks ties between merges by id.
     """
-    library = _library()
+    import tokenizers as library
+
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -228,12 +230,3 @@ def read_utf8(path: str, expected: str) -> str:
         raise ValueError(f"{what}; convert it, for example with iconv") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for ~
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}; give {expected}") from error
-
-
-def _library() -> Any:
-    """The package tokenizers with the submodules that it imports itself."""
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ValueError("this tokenizer needs the package 'tokenizers': pip install tokenizers") from error
-    return tokenizers

@@ -1,7 +1,6 @@
 """te-bench tune: measured, checked, and written where the code that chooses looks."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def own_file(text: str, name: str = "measured.json") -> Path:
-    """A file of the user's own that holds this."""
+def own_file(text: str) -> Path:
+    """The user's own table, which holds this."""
     path = measured.user_table()
     path.parent.mkdir(parents=True)
-    path.with_name(name).write_text(text)
-    return path.with_name(name)
+    path.write_text(text)
+    return path
 
 
 def own_table() -> tuple[Timing, ...]:
@@ -181,13 +180,6 @@ def test_a_bad_row_is_set_aside_and_the_good_ones_stay(command: Command) -> None
     assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine"]
 
 
-def test_a_table_of_attention_alone_is_no_matter_of_gemms(command: Command) -> None:
-    older = own_file("my notes", "attention.json")
-    done = command("tune", "gemm", "--from", SPEED)
-    assert "holds no timings of gemm" in done.err
-    assert older.read_text() == "my notes"
-
-
 def test_backends_that_a_shape_no_longer_has_are_named(command: Command) -> None:
     shipped = measured.read(measured.SHIPPED, "attention")
     row = next(row for row in shipped if row.problem.length == 1024 and row.problem.causal)
@@ -217,20 +209,6 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
     assert after[:6] == records
     assert len(after) == 7
     assert len(own_table()) == 2
-
-
-def test_a_table_of_attention_alone_is_kept_below_the_new_one(command: Command) -> None:
-    shipped = json.loads(measured.text(measured.read(measured.SHIPPED)[:2]))["rows"]
-    cells = [{name: row[name] for name in row.keys() - {"operator"}} | {"machine": "mine"} for row in shipped]
-    older = own_file(json.dumps({"schema": 1, "cells": cells}), "attention.json")
-    assert command("tune", "attention", "--from", SPEED).code == 0
-    assert [row.machine for row in own_table()] == ["NVIDIA H200", "mine", "mine"]
-    older.write_text("my notes")
-    older.with_name("measured.json").unlink()
-    done = command("tune", "attention", "--from", SPEED)
-    assert done.code == 0
-    assert f"set aside as {older.with_suffix('.bad')}" in done.out
-    assert len(own_table()) == 1
 
 
 @pytest.mark.slow

@@ -196,15 +196,6 @@ def test_a_decoder_of_ones_own_comes_back(tmp_path: Path) -> None:
         sys.modules.pop(f"{zoo.__name__}.sandwich", None)
 
 
-def test_the_first_format_is_still_read(tmp_path: Path) -> None:
-    model = a_model(gelu="tanh")
-    own = {"format": 1, "gelu": "tanh", "recipe": "rowwise_scaling", "tokenizer": None, "tokenizer_state": None}
-    torch.save(nanogpts(model, te_bench=own, fp8={}), tmp_path / "old.pt")
-    found = checkpoints.load(tmp_path / "old.pt")
-    assert (found.config, found.recipe) == (model.config, "rowwise_scaling")
-    assert torch.equal(logits(found.build(attention="manual").eval()), logits(model))
-
-
 LLAMA = dataclasses.asdict(CONFIGS["llama-tiny"])
 
 
@@ -305,7 +296,8 @@ def filled(**changes: Any) -> dict[str, Any]:
 
 
 def made(**own: Any) -> dict[str, Any]:
-    return nanogpts(a_model(), te_bench={"format": 1, **own})
+    of_it = {"format": 2, "family": "gpt", "config": dataclasses.asdict(a_model().config)}
+    return nanogpts(a_model(), te_bench=of_it | own)
 
 
 C_FC = "transformer.h.1.mlp.c_fc.weight"
@@ -325,7 +317,7 @@ C_FC = "transformer.h.1.mlp.c_fc.weight"
         ({"model": torch.ones(3), "model_args": {}}, "has no model:"),
         (made(format=99), "another version of te-bench"),
         (made(recipe=3), "recipe is 3"),
-        (made(gelu="relu"), "gelu is 'relu': give none or tanh"),
+        (made(config=dataclasses.asdict(TINY) | {"gelu": "relu"}), "gelu is 'relu': give none or tanh"),
         (made(tokenizer="chars"), "'chars' has no state"),
         (made(tokenizer="words"), "unknown tokenizer 'words'"),
         (nanogpts(a_model(), fp8=[1]), "fp8 part"),

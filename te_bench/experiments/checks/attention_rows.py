@@ -19,6 +19,7 @@ from torch import Tensor
 from te_bench.experiments.checks import large, rounding
 from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import ACCUMULATED, ATTENTION_ROWS
+from te_bench.experiments.instruments.undisturbed import gradients_apart
 from te_bench.kernels import attention
 from te_bench.kernels.attention.sdpa import repeat_heads
 from te_bench.training.step import TrainStep, autocast
@@ -45,7 +46,7 @@ def check(step: TrainStep, tokens: Tensor, targets: Tensor, name: str, precision
     computes in. A layer whose attention was not called is an error. The step's gradients stay as they are.
     """
     calls: list[Call] = []
-    with _kept(step.model), _recorded(step.model, calls):
+    with gradients_apart(step.model), _recorded(step.model, calls):
         with step.region():
             loss = step.model(tokens, targets)
         step.scaler.scale(loss).backward()
@@ -64,19 +65,6 @@ def _share(q: Quantity) -> float:
     """Of its limit; what is not a number is worse than any."""
     share = q.error / q.limit
     return math.inf if math.isnan(share) else share
-
-
-@contextlib.contextmanager
-def _kept(model: torch.nn.Module) -> Iterator[None]:
-    """Gradients put back: a captured graph owns them."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    for p, _ in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient
 
 
 @contextlib.contextmanager

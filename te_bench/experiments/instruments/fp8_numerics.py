@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments.instruments.undisturbed import undisturbed
+from te_bench.experiments.instruments.undisturbed import gradients_apart, undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
 from te_bench.models.decoder import NotFused
@@ -42,7 +42,7 @@ def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float |
     before = fp8.numerics(step.model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(undisturbed(step))
-        stack.enter_context(_gradients_apart(step.model))
+        stack.enter_context(gradients_apart(step.model))
         stack.enter_context(warnings.catch_warnings(action="ignore", category=NotFused))
         for name, module in modules.items():
             stack.enter_context(_watched(name, module, seen))
@@ -92,16 +92,3 @@ def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> 
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def _gradients_apart(model: nn.Module) -> Iterator[None]:
-    """While inside, parameters have other gradients: a captured graph owns theirs."""
-    gradients = [(p, p.grad) for p in model.parameters()]
-    for p, _ in gradients:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in gradients:
-            p.grad = gradient

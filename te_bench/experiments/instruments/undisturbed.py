@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.training.step import TrainStep
@@ -26,3 +27,16 @@ def undisturbed(step: TrainStep) -> Iterator[None]:
                 for tensor, value in zip(changed, saved, strict=True):
                     if not torch.equal(tensor, value):  # others may be read alone, as expanded ones
                         tensor.copy_(value)
+
+
+@contextlib.contextmanager
+def gradients_apart(model: nn.Module) -> Iterator[None]:
+    """While inside, parameters have other gradients: a captured graph owns theirs."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient

@@ -64,7 +64,7 @@ def unsupported(n: int, k: int, device: str, capability: architecture.Capability
     """Why the kernel cannot multiply (M, K) by (K, N) there, or None."""
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"N {n} and K {k} must be multiples of {ALIGNMENT}: TMA rows start at 16-byte addresses"
-    return _gluon.unsupported(device, capability, gluon.MISSING, gluon.INTERPRETED)
+    return _gluon.unsupported(device, capability, gluon.INTERPRETED)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

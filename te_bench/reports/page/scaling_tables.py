@@ -40,7 +40,7 @@ def published(found: Sequence[Compared]) -> Table:
             "GPUs": Value(text=f"{one.figure.layout.world:,}", sort=one.figure.layout.world),
             "tok/s/GPU": number(one.figure.tokens_per_second, text.count),
             "Predicted": number(one.predicted, text.count),
-            "Error": Value(text=one.kind, sort=None) if one.fitted else number(one.error, _signed_percent),
+            "Error": Value(text=one.kind, sort=None) if one.fitted else number(one.error, text.signed_percent),
         }
         for one in found
     ]
@@ -56,7 +56,3 @@ def said(found: Sequence[Compared]) -> str:
             f"{size.number} predictions of {what}: median error {100 * size.median:.1f} %, worst {100 * size.worst:.0f} %."
         )
     return " ".join(lines)
-
-
-def _signed_percent(share: float | None) -> str:
-    return text.MISSING if share is None else f"{100 * share:+.1f} %"

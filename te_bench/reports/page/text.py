@@ -68,6 +68,10 @@ def percent(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:.1f} %"
 
 
+def signed_percent(share: float | None) -> str:
+    return MISSING if share is None else f"{100 * share:+.1f} %"
+
+
 def speedup(ratio: Ratio | None) -> str:
     """3.79× [3.70, 3.88], or 3.79× alone when one pair gives no interval."""
     if ratio is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -203,39 +202,19 @@ def test_the_users_own_rows_take_the_place_of_the_shipped_ones() -> None:
     assert auto.choose(H200, SHIPPED_GPU).name == "flash"
 
 
-def test_a_table_of_attention_alone_still_counts_below_the_users_own() -> None:
-    """As te-bench wrote it before other operators had one: attention.json, schema 1."""
-    path = measured.user_table()
-    assert path is not None
-    problem = {name: v for name, v in dataclasses.asdict(table.whole(H200)).items() if name != "capability"}
-    cell = {"machine": HERE, "problem": problem, "seconds": {"math": 1e-4, "flash": 1e-3}, "source": "before"}
-    path.with_name("attention.json").write_text(json.dumps({"schema": 1, "cells": [cell]}, indent=1))
-    measured.forget()
-    assert auto.choose(H200, HERE).name == "math"
-    assert "(before)" in auto.choose(H200, HERE).why
-    know(a_row(dataclasses.replace(H200, batch=24), flash=1e-4))
-    assert auto.choose(H200, HERE).name == "math"
-    know(a_row(flash=1e-4))
-    assert auto.choose(H200, HERE).name == "flash"
-
-
-@pytest.mark.parametrize("name", ["measured.json", "attention.json"])
-def test_a_table_that_is_none_is_named(name: str) -> None:
-    own = measured.user_table()
-    assert own is not None
+def test_a_table_that_is_none_is_named(own: Path) -> None:
     for broken in (
         "",
         "[]",
         '{"schema": 3, "rows": []}',
-        '{"schema": 1, "cells": [{}]}',
         '{"schema": 2, "rows": [{}]}',
         measured.text([a_row(flash=0.0)]),
         measured.text([a_row(dataclasses.replace(H200, batch=-1), flash=1.0)]),
         measured.text([a_row(flash=1.0)]).replace('"window": null', '"window": [3]'),
     ):
-        own.with_name(name).write_text(broken)
+        own.write_text(broken)
         measured.forget()
-        with pytest.raises(ValueError, match=rf"{name}.* is no .*measured time.* te-bench tune attention"):
+        with pytest.raises(ValueError, match=r"measured.json.* is no .*measured time.* te-bench tune attention"):
             auto.choose(H200, HERE)
 
 
@@ -302,4 +281,5 @@ def test_a_folder_that_may_not_be_searched_holds_no_table(monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "exists", refused)
-    assert measured.user_tables("attention") == measured.users_choices(["attention"], "cpu") == []
+    assert measured.users_choices(["attention"], "cpu") == []
+    assert measured.timings("attention") == measured.read(measured.SHIPPED, "attention")

@@ -23,17 +23,15 @@ from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
         ({"device": "cpu"}, False),
         ({"capability": (8, 9)}, False),
         ({"capability": (10, 0)}, False),
-        ({"missing": "no Gluon"}, False),
         ({"interpret": True}, False),
     ],
     ids=str,
 )
 def test_where_it_is(changes: dict[str, Any], gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
-        "width": 128, "features": 128, "device": "cuda", "capability": (9, 0), "missing": None, "interpret": False,
+        "width": 128, "features": 128, "device": "cuda", "capability": (9, 0), "interpret": False,
     } | changes  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: given["capability"])
-    monkeypatch.setattr(triton_fp8, "MISSING", given["missing"])
     monkeypatch.setattr(triton_fp8.triton.knobs.runtime, "interpret", given["interpret"])
     monkeypatch.setattr(triton_fp8, "_has_gluon", triton_fp8._has_gluon.__wrapped__)  # it remembers each device
 

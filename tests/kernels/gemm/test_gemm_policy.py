@@ -133,7 +133,7 @@ def test_the_choice_is_what_runs_with_everything_handed_on(an_h200: list[str]) -
 
 
 def test_a_backend_that_cannot_is_not_chosen(an_h200: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon, "MISSING", "no Gluon")
+    monkeypatch.setattr(gluon, "INTERPRETED", True)
     policy.forward(*integers((64, 48, 32), PAIRS[0]), out_dtype=BF16, fast_accum=True)
     assert an_h200 == ["scaled_mm"]
 

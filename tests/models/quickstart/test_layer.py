@@ -68,7 +68,10 @@ def test_a_rival_is_the_plain_layer(name: str, mask: str) -> None:
     weights = weights_of(wide)
     truth = results("plain", wide, weights)
     p = changed(mask=mask, attention="manual" if name == "plain" else "flash")
-    ours = results(name, p, weights)
+    assert_close(results(name, p, weights), truth)
+
+
+def assert_close(ours: dict[str, Any], truth: dict[str, Any]) -> None:
     assert ours.keys() == truth.keys()
     for key, value in truth.items():
         assert value is not None
@@ -96,11 +99,7 @@ def test_a_rival_is_the_plain_layer_of_a_model(name: str, by_head: bool) -> None
         "mlp.linear2.weight": (32, 48),
     }
     truth = results("plain", wide, weights)
-    ours = results(name, changed(attention="manual" if name == "plain" else "flash", **of_model), weights)
-    assert ours.keys() == truth.keys()
-    for key, value in truth.items():
-        assert value is not None
-        torch.testing.assert_close(ours[key], value.float(), rtol=1e-4, atol=2e-5, msg=lambda m, key=key: f"{key}: {m}")
+    assert_close(results(name, changed(attention="manual" if name == "plain" else "flash", **of_model), weights), truth)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "qwen3-0.6b"])

@@ -18,13 +18,8 @@ from te_bench.kernels.attention.autograd import (
     with_positive_scale,
     without_masks,
 )
+from te_bench.kernels.attention.hopper import launch
 
-try:
-    from te_bench.kernels.attention.hopper import launch
-except ImportError:
-    MISSING: str | None = gluon.ABSENT
-else:
-    MISSING = None
 INTERPRETED: bool = triton.knobs.runtime.interpret
 WIDTHS = 64, 128
 
@@ -40,7 +35,7 @@ def unsupported(p: Problem) -> str | None:
         return "window: only the causal mask; take triton"
     if p.dropout:
         return f"dropout {p.dropout}: it has none; take triton"
-    return gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
+    return gluon.unsupported(p.device, p.capability, INTERPRETED)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

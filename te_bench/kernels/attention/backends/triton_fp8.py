@@ -23,15 +23,9 @@ from te_bench.kernels.attention.autograd import (
     without_masks,
 )
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
+from te_bench.kernels.attention.hopper import fp8_launch
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable.scores import within_reach
-
-try:
-    from te_bench.kernels.attention.hopper import fp8_launch
-except ImportError:
-    MISSING: str | None = gluon.ABSENT
-else:
-    MISSING = None
 
 WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
 #: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
@@ -60,7 +54,7 @@ Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 @functools.cache
 def _has_gluon(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return gluon.unsupported(device.type, capability, MISSING, triton.knobs.runtime.interpret) is None
+    return gluon.unsupported(device.type, capability, triton.knobs.runtime.interpret) is None
 
 
 def _in_gluon(q: Tensor, features: int) -> bool:

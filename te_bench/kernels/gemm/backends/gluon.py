@@ -9,24 +9,18 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Problem
+from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
 from te_bench.kernels.gemm.hopper.plans import Plan, plan
 from te_bench.kernels.gemm.operands import check, granularities, refusal
 from te_bench.kernels.gemm.operators import GROUP_M, misaligned, unpadded
 from te_bench.kernels.quantize import BLOCK, Operand
 
-try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
-except ImportError:
-    MISSING: str | None = gluon.ABSENT
-else:
-    MISSING = None
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
@@ -36,17 +30,17 @@ def unsupported(p: Problem) -> str | None:
     kind, other = granularities(p.a, p.b)
     if kind not in ("tensor", "row"):
         return f"scales per {kind} x {other}: this one has tensor x tensor and row x row"
-    return gluon.unsupported(p.device, p.capability, MISSING, INTERPRETED)
+    return gluon.unsupported(p.device, p.capability, INTERPRETED)
 
 
 @functools.cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> "gl.NVMMASharedLayout":
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     names = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5, torch.float32: gl.float32}
     in_gluon = names.get(dtype) or {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return gl.NVMMASharedLayout.get_default_for([rows, columns], in_gluon)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int) -> "TensorDescriptor":
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [rows, columns], _layout(rows, columns, x.dtype))
 
 
