@@ -1,5 +1,6 @@
 """The quickened interpreter is in force, computes what Triton's own does, and leaves triton.language as it found it."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -70,3 +71,101 @@ def test_a_conversion_is_tritons_own_bit_for_bit(source, target, rounding, turne
         assert ours.dtype == right.dtype
         assert ours.shape == right.shape
         assert np.array_equal(ours, right)
+
+
+@pytest.fixture
+def in_a_launch() -> Iterator[None]:
+    scope = interpreter._patch_lang(four_times_kernel.fn)
+    yield
+    scope.restore()
+
+
+def described(one: Any) -> Any:
+    """What can be compared: constants have no equality that is True or False, and types of blocks compare by two things."""
+    if isinstance(one, tl.tensor):
+        return *map(described, (one.type, one.dtype, one.shape, one.numel, one.handle.dtype)), one.handle.data.tolist()
+    if isinstance(one, tl.core.tuple | tuple | list):
+        return type(one), [described(value) for value in one], str(getattr(one, "type", None))
+    if isinstance(one, tl.core.base_type):
+        return type(one), {name: described(value) for name, value in vars(one).items()}
+    return type(one), one.value if isinstance(one, tl.constexpr) else one
+
+
+def done(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return described(function(*arguments))
+    except Exception as error:
+        return type(error), str(error)
+
+
+def made(of: type, init: Callable[..., None], *arguments: Any) -> Any:
+    one = object.__new__(of)
+    init(one, *arguments)
+    return one
+
+
+SCALARS = [tl.int1, tl.int32, tl.uint32, tl.int64, tl.float8e5, tl.float16, tl.bfloat16, tl.float32]
+POINTER = tl.pointer_type(tl.float32)
+SIZES = [[], [1], [4], [2, 4], [1, 4], [2, 1], [3], [2**21], [4.0], [True], [tl.constexpr(2), 4], [tl.constexpr(4.0)]]
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, tl.core.tuple([2, 4]), tl.core.tuple([tl.constexpr(4)])], ids=str)
+def test_a_type_of_a_block_is_tritons_own(sizes: Any) -> None:
+    init = tl.block_type.__init__
+    for element in (tl.int32, tl.float16, POINTER, tl.pointer_type(tl.int32), tl.pointer_type(tl.float32, const=True)):
+        for _ in range(2):  # of a shape that is known by then as well
+            ours, right = (done(made, tl.block_type, f, element, sizes) for f in (init, init.__wrapped__))
+            assert ours == right
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [4], [2, 4]], ids=str)
+@pytest.mark.parametrize("element", [tl.int32, tl.float16, POINTER], ids=str)
+def test_a_tensor_is_tritons_own(element: Any, sizes: list[int]) -> None:
+    init, handle = tl.tensor.__init__, interpreter.TensorHandle(np.zeros(sizes or [1], np.int16), element)
+    kind = tl.block_type(element, sizes) if sizes else element
+    for _ in range(2):
+        ours, right = (done(made, tl.tensor, f, handle, kind) for f in (init, init.__wrapped__))
+        assert ours == right
+
+
+def tensor(element: Any, sizes: list[int]) -> tl.tensor:
+    data = np.ones(sizes or [1], interpreter._get_np_dtype(element))
+    return tl.tensor(interpreter.TensorHandle(data, element), tl.block_type(element, sizes) if sizes else element)
+
+
+SHAPES: list[tuple[list[int], list[int]]]
+SHAPES = [([], []), ([], [4]), ([4], []), ([4], [4]), ([4], [8]), ([2, 4], [2, 4]), ([2, 4], [2, 1]), ([4], [2, 4])]
+OPTIONS = [(), (True, True), (False, False, True, True)]  # of a product, a sum, a quotient
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("one", [*SCALARS, POINTER], ids=str)
+def test_two_operands_become_what_they_become_in_tritons_own(one, options, in_a_launch):
+    semantic = interpreter.interpreter_semantic
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    for other in (*SCALARS, POINTER):
+        for a, b in SHAPES:
+            x, y = tensor(one, a), tensor(other, b)
+            assert done(check, x, y, *options) == done(check.__wrapped__, semantic, x, y, *options)
+            assert done(broadcast, x, y) == done(broadcast.__wrapped__, semantic, x, y)
+    for number in (0, 3, -1, 0.5, True):
+        for x in (tensor(one, []), tensor(one, [4])):
+            assert done(check, x, number, *options) == done(check.__wrapped__, semantic, x, number, *options)
+
+
+@pytest.mark.parametrize("one", [*SCALARS, POINTER], ids=str)
+def test_types_compare_and_are_laid_out_as_tritons_own(one: Any) -> None:
+    equal, array = tl.dtype.__eq__, interpreter._get_np_dtype
+    for other in (*SCALARS, POINTER, tl.block_type(one, [4]), tl.constexpr(one), one.name, 4, None):
+        assert equal(one, other) is equal.__wrapped__(one, other)
+    for kind in (one, tl.block_type(one, [4]), tl.pointer_type(one), tl.block_type(tl.pointer_type(one), [4])):
+        assert array(kind) == array.__wrapped__(kind)
+
+
+VALUES = [3, 0.5, True, "a", None, tl.float32, tl.constexpr(3), tl.constexpr([tl.constexpr(3)]), (1, tl.constexpr(2))]
+
+
+@pytest.mark.parametrize("value", [*VALUES, [tl.constexpr(1)], tl.core.tuple([tl.constexpr(1), 2]), tl], ids=str)
+def test_a_constant_is_unwrapped_as_by_tritons_own(value: Any) -> None:
+    unwrap = tl.core._unwrap_if_constexpr
+    assert done(unwrap, value) == done(unwrap.__wrapped__, value)
