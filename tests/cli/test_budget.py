@@ -605,6 +605,16 @@ def test_a_pilot_that_is_made_longer_tells_its_spread_by_all_of_it(
 
 
 @pytest.mark.usefixtures("started")
+def test_a_part_that_begins_anew_with_other_code_is_judged_among_all_too(command: Command, tmp_path: Path) -> None:
+    both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")
+    planned = trials(seeds=6, steps=None, recipes=("delayed_scaling", "float8_current_scaling"))
+    write(tmp_path / "run", [ended(one) for one in planned[:1]], seeds=6)  # of another environment
+    part = ("--only", "*-control-*,*-aa-*,*-recipe-*/delayed_scaling/*")
+    assert command("run", *both, *part, "--out", tmp_path / "run").code == 130
+    assert [len(plan.trials) for plan in load(tmp_path / "run").plans] == [1, 6 * 4 + 3, 18]
+
+
+@pytest.mark.usefixtures("started")
 def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command: Command, tmp_path: Path) -> None:
     """Two recipes are planned: one that is run first is judged among two, and the part writes the whole plan."""
     both = (*CONVERGENCE[:-1], "delayed_scaling,float8_current_scaling")
@@ -619,6 +629,15 @@ def test_a_part_of_pairs_that_have_begun_is_planned_as_it_will_be_judged(command
     assert [len(plan.trials) for plan in parts] == [6 * 4 + 3, 18, 18]
     assert parts[0].trials == begun[0].trials
     assert parts[0].asked == begun[0].asked
+    said = plainly(
+        command("verdict", tmp_path / "part").out
+    )  # not the part's command, which would end and leave the rest
+    assert (
+        "27 of 27 trials to go. Go on: te-bench run convergence --recipes delayed_scaling,float8_current_scaling"
+        in said
+    )
+    assert "--only" not in said
+    assert "--device cpu --seeds 6 " in said
     one_seed = plainly(command("plan", *both, "--only", "*/s0", "--out", tmp_path / "run").out)
     assert re.search(r" 6 5 (-|[\d.]+) .* \*", one_seed), one_seed
 
