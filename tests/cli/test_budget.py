@@ -375,8 +375,8 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     power = r"\(alpha 0\.05\): power \d+% at a true gap of 0; 80 % takes 7 seeds, or with 5 a margin of 0\.0043 nat"
     assert re.search(power, flat)
     assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0; 80 % takes 11 seeds", flat)
-    chance = "chance that a recipe is called EQUIVALENT, by that spread, where its true gap in nat is: seeds runs CPU h"
-    assert f"{chance} 0 0.001 0.0015" in flat
+    chance = "chance that a recipe and A/A are called EQUIVALENT, by that spread, where its true gap in nat is:"
+    assert f"{chance} seeds runs CPU h 0 0.001 0.0015" in flat
     assert "Holm" not in flat  # one recipe
     assert "time: not known; --pilot DIR of a pilot would tell" in flat
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
@@ -523,7 +523,8 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         seeds = found["judgement"]["seeds"]
         assert found["conclusion"]["cautious"]["power"] >= 0.8
         [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
-        assert planned["power"][0] == found["conclusion"]["cautious"]["power"]
+        both = found["conclusion"]["cautious"]["power"] * found["conclusion"]["aa"]["power"]
+        assert planned["power"][0] == pytest.approx(both)
         assert (planned["runs"], planned["seconds"]) == (seeds * 8 + 3, found["estimate"]["device_s"])
         assert len(found["trials"]) == seeds * 8 + 3
     for option, value in (("learning-rate", 6e-4), ("warmup", 100)):  # of the same time, and of another spread
@@ -602,6 +603,33 @@ def test_a_pilot_that_is_made_longer_tells_its_spread_by_all_of_it(
         command("plan", *CONVERGENCE, "--design", design, "--as-pilot", "--seeds", 7, "--out", directory).out
     )
     assert "came after this run's first plan" not in said
+
+
+def test_a_plan_of_one_recipe_is_refused_where_its_aa_would_leave_it_void(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A/A is held to one bf16 run and the recipe to two: of six seeds 81 % show the recipe, and 65 % A/A."""
+    gpus(monkeypatch, 0)
+    one = (
+        "plan",
+        "convergence",
+        "--device",
+        "cuda",
+        "--data",
+        "random",
+        "--preset",
+        "gpt2",
+        "--recipes",
+        "rowwise_scaling",
+    )
+    done = command(*one, "--seeds", 6)
+    assert done.code == 2
+    assert "A/A, without which no verdict counts, by that spread: power 65% at a true gap of 0; 80 % takes 7 seeds" in (
+        plainly(done.out)
+    )
+    assert "6 seeds would show A/A's true gap of 0 to lie within 0.005 nat with a power of 65% only" in done.err
+    assert "It takes --seeds 7, or --margin 0.0057, or gaps that vary by 0.0021 (sd) or less, not 0.0025" in done.err
+    assert command(*one, "--seeds", 7).code == 0
 
 
 @pytest.mark.usefixtures("started")
