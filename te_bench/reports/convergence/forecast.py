@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Trial
-from te_bench.experiments.suites.convergence import BROKEN, TRUNKS, best_ratio
+from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
@@ -33,6 +33,7 @@ class Forecast:
     seconds: float | None
     broken: int  # of these runs, those of the planted fault, and their seconds
     broken_s: float | None
+    faults: int  # seeds that have one, of as many or more
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
@@ -129,7 +130,7 @@ class Forecast:
         return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
-        faults = min(seeds, BROKEN) / min(self.seeds, BROKEN)  # of the plan's runs of the planted fault
+        faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # of the plan's runs of the planted fault
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
         seconds = None
         if self.seconds is not None and self.broken_s is not None:
@@ -184,6 +185,7 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         runs=len(experiment.trials),
         broken=len(broken),
         broken_s=None if total is None else sum(taken[trial.name] or 0.0 for trial in broken),
+        faults=int(str(experiment.judgement["fault_runs"])),
         margin=judgement["margin"],
         seconds=total,
         trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},

@@ -291,19 +291,35 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     return {name: median([one.seconds(steps) for one in found if steps]) for name, (found, steps) in alike.items()}
 
 
-def seeds_within(
-    budget_s: float, *, slots: int, seed_s: float, once_s: float = 0.0, where: str = "", fewest: int = FEWEST_SEEDS
-) -> int:
-    """floor((budget slots - once_s) / seed_s), of as many trials at once as there are slots.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedSeconds:
+    """What seeds of pairs take, one trial at a time: each seed_s, and each of the first `faults` fault_s besides."""
 
-    seed_s: seconds that each seed adds; once_s: of what more seeds do not add to; where: said after a time that they take.
+    seed_s: float
+    fault_s: float = 0.0
+    faults: int = 0
+
+    def of(self, seeds: int) -> float:
+        return seeds * self.seed_s + min(seeds, self.faults) * self.fault_s
+
+    def within(self, seconds: float) -> int:
+        """The most seeds that take no longer."""
+        seeds = int((seconds - self.faults * self.fault_s) / self.seed_s)
+        return seeds if seeds >= self.faults else int(seconds / (self.seed_s + self.fault_s))
+
+
+def seeds_within(
+    budget_s: float, *, slots: int, takes: SeedSeconds, where: str = "", fewest: int = FEWEST_SEEDS
+) -> int:
+    """The most seeds that a budget holds, of as many trials at once as there are slots. where: said after a time.
+
     Raises ValueError for a budget that is too small for the `fewest`.
     """
-    seeds = int((budget_s * slots - once_s) / seed_s)
+    seeds = takes.within(budget_s * slots)
     if seeds < fewest:
         raise ValueError(
             f"--budget {duration(budget_s)}: a verdict needs {fewest} seeds, which take about "
-            f"{duration((fewest * seed_s + once_s) / slots)}{where}"
+            f"{duration(takes.of(fewest) / slots)}{where}"
         )
     return seeds
 
