@@ -532,7 +532,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
         done = command(*asked, "gpt2", f"--{option}", value)
         assert (done.code, "power: not known" in plainly(done.out), "4.38 GPU hours" in done.out) == (0, True, True)
     said = plainly(command(*asked, "gpt2").out)
-    assert "sd 0.0015 nat, assumed: that of GPT-2's runs of one seed in results/h200/convergence-first" in said
+    assert "sd 0.0015 nat, assumed: that of a gap to two bf16 runs, by GPT-2's runs of one seed in results/h200" in said
     assert "seeds runs GPU h 0 0.0017 0.0025" in said  # gaps of 0, a third and half of the margin
     [row] = re.findall(r" 10 83 4\.38 ([\d% ]+) \*", said)
     shown = [int(each.rstrip("%")) for each in row.split()]

@@ -54,7 +54,7 @@ class Spread:
 
 #: bf16's and FP8's runs of one seed, each about their mean, 5 degrees of freedom: a run has 0.00121 (sd), and so its gap to
 #: the mean of two 0.00148.
-_FIRST = "GPT-2's runs of one seed in results/h200/convergence-first and -pilot"
+_FIRST = "a gap to two bf16 runs, by GPT-2's runs of one seed in results/h200/convergence-first and -pilot"
 
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
@@ -79,7 +79,7 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
             ),
         )
         for model in ("gpt2", "llama-114m")
-        for branch, whose in (({"warmup": 400}, ""), ({"branch_at": 1200}, "whole trainings, "))
+        for branch, whose in (({"warmup": 400}, ""), ({"branch_at": 1200}, "whole trainings: "))
     ),
     (
         {"model": "tiny", "steps": 150, "branch_at": 75, "batch": 8, "learning_rate": 1e-3, "order": None},
