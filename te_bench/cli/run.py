@@ -193,7 +193,7 @@ def carry_out(
         if store.journal.torn:
             print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
         store.add_environment(machine)
-        if experiment.whole is not None and first_plan(experiment.whole, store.journal) is None:
+        if experiment.whole is not None and first_plan(experiment.whole, store.journal, here) is None:
             store.add_plan(Plan.of(experiment.whole, here))  # which is judged: a part that runs first chooses nothing
         store.add_plan(Plan.of(experiment, here))
         if fresh and context.trunks is not None and context.trunks.exists():  # as the journal is, which is there anew

@@ -99,7 +99,14 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
             why, name = finding.missing or finding.judgement.reason, finding.arm.name
             said = why if why.startswith(name) else f"{name}: {why}"
             say(said, indent="  ")
-        for note in (*one.notes, *([] if one.study.pilot else [one.study.assumption])):
+        more = [] if one.study.pilot else [one.study.assumption]
+        if more and one.study.two_bf16_runs:
+            more = [
+                f"a recipe is held to the mean of {one.study.whose} two runs of each seed, the control's and A/A's; A/A and "
+                "the planted fault to the control's",
+                *more,
+            ]
+        for note in (*one.notes, *more):
             say(f"Note: {note}.", indent="  ")
     return max((one.exit_code for one in judged), key=_SEVERITY.index)
 

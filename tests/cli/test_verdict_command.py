@@ -49,6 +49,13 @@ def test_exit_code_and_sentences_of_a_run_and_another_margin_is_exploration(comm
     assert "margin 0.03 was chosen after the plan, which says 0.003" in flat(other.out)
 
 
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_verdict_says_that_a_recipe_is_held_to_two_bf16_runs_where_it_is(command, tmp_path, runs: int) -> None:
+    write_study(tmp_path / "run", study_records(sd=0.0003), {**JUDGEMENT, "bf16_runs": runs})
+    said = "a recipe is held to the mean of bf16's two runs of each seed, the control's and A/A's; A/A and the planted fault"
+    assert (said in flat(command("verdict", tmp_path / "run").out)) == (runs == 2)
+
+
 def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(command: Command, tmp_path: Path) -> None:
     pilot = write_study(tmp_path / "run", study_records({"control": 0.0, "aa": 0.0}, sd=0.0003))
     done = command("verdict", pilot)

@@ -11,9 +11,9 @@ from te_bench.reports.analysis.rows import Group, printable
 def commands_of(group: Group, out: Path | None = None) -> list[str]:
     """One for each set of options that the group was asked for with, the oldest first. out: where results go on."""
     trials = [row.trial for configuration in group.configurations for row in configuration.rows]
-    command = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
+    devices = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
     seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
-    command += [f"--seeds {min(seeds)}"] if len(seeds) == 1 else []  # else they are the suite's own numbers
+    alike = min(seeds) if len(seeds) == 1 else None  # else they are the suite's own numbers, or those of a study
     problems = [trial.problem for trial in trials]
     known = {"training": (None, "stdlib")}  # what is trained on where nothing is said; other steps' tokens are random
     own = {
@@ -21,13 +21,17 @@ def commands_of(group: Group, out: Path | None = None) -> list[str]:
         for trial in trials
         if trial.problem.get("data") not in known.get(trial.workload, (None, "random"))
     }
-    command += [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
+    rest = [f"--data {shlex.quote(printable(f'{model}={data}'))}" for model, data in sorted(own)]
     budgets = {p["budget_s"] for p in problems if p.get("budget_s") is not None}
-    command += [f"--budget {budget:g}s" for budget in budgets if len(budgets) == 1]
-    command += [f"--out {shlex.quote(printable(os.path.relpath(out)))}"] if out else []
+    rest += [f"--budget {budget:g}s" for budget in budgets if len(budgets) == 1]
+    rest += [f"--out {shlex.quote(printable(os.path.relpath(out)))}"] if out else []
     lines = []
     for asked in group.asked:
         words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
-        verb = ["run", *words, *command] if group.suite != ADVICE else [*words, command[0]]
+        # A study's plan says them: its planted fault has fewer runs, and a part of it fewer still.
+        planned = [number for plan in group.judged if plan.asked == asked if (number := plan.judgement.get("seeds"))]
+        number = max(map(int, map(str, planned)), default=alike)
+        verb = ["run", *words, *devices, *([f"--seeds {number}"] if number else []), *rest]
+        verb = verb if group.suite != ADVICE else [*words, devices[0]]
         lines.append(" ".join(["te-bench", *verb]))
     return lines

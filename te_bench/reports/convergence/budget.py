@@ -7,7 +7,6 @@ from pathlib import Path
 
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
-from te_bench.experiments.suites.convergence import BROKEN
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import design_of, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
@@ -33,12 +32,14 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     assert asked.budget_s is not None
     fault = {trial.name for trial in one.trials if trial.problem["arm"] == "broken"}
     seed_s = sum(time or 0.0 for name, time in taken.items() if name not in fault)
-    once_s = BROKEN * sum(taken[name] or 0.0 for name in fault)
+    takes = planning.SeedSeconds(
+        seed_s=seed_s, fault_s=sum(taken[name] or 0.0 for name in fault), faults=int(str(one.judgement["fault_runs"]))
+    )
     most = planning.seeds_within(
-        asked.budget_s, slots=machine.slots, seed_s=seed_s, once_s=once_s, where=machine.on, fewest=fewest_seeds(one)
+        asked.budget_s, slots=machine.slots, takes=takes, where=machine.on, fewest=fewest_seeds(one)
     )
     if asked.seeds is not None and asked.seeds > most:
-        needed = planning.duration((asked.seeds * seed_s + once_s) / machine.slots)
+        needed = planning.duration(takes.of(asked.seeds) / machine.slots)
         raise ValueError(
             f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is "
             f"{planning.duration(asked.budget_s)}: give --seeds {most}, or a larger budget"

@@ -105,12 +105,16 @@ def family(one: Experiment, journal: Journal | None) -> set[str]:
     return {trial.cell for trial in (*one.trials, *planned) if trial.problem.get("arm") == "recipe"}
 
 
-def first_plan(one: Experiment, journal: Journal | None) -> Plan | None:
-    """The plan by which this very experiment will be judged, if it has begun; a pilot's only for one as short."""
+def first_plan(one: Experiment, journal: Journal | None, environment: str | None = None) -> Plan | None:
+    """The plan by which this very experiment will be judged, if it has begun; a pilot's only for one as short.
+
+    environment: by its id the only one that is looked at, as a verdict is of one; of None all are.
+    """
     seeds = int(str(one.judgement["seeds"])) if one.judgement.get("pilot") else math.inf
     for plan in journal.plans if journal else ():
         planned = {trial_of(value).cell for value in plan.trials}
         counts = not plan.judgement.get("pilot") or int(str(plan.judgement.get("seeds", 0))) >= seeds
-        if plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and counts:
+        here = environment in (None, plan.environment)
+        if here and plan.suite == one.suite and one.baseline in planned and plan.judgement.get("seeds") and counts:
             return plan
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Trial
-from te_bench.experiments.suites.convergence import BROKEN, TRUNKS, best_ratio
+from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.convergence import planning
@@ -33,6 +33,7 @@ class Forecast:
     seconds: float | None
     broken: int  # of these runs, those of the planted fault, and their seconds
     broken_s: float | None
+    faults: int  # seeds that have one, of as many or more
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     fixed: str | None = None  # what was asked otherwise, and that the first plan counts
@@ -62,18 +63,18 @@ class Forecast:
             return f"--seeds {self.seeds}: a pilot of pairs takes {few} seeds, {why}; give {few} or more"
         if outlook is None or self.pilot or not outlook.underpowered:
             return None
-        cautious = outlook.cautious
-        ways = [f"--seeds {cautious.seeds_needed}"] if cautious.seeds_needed else []
-        ways += [] if cautious.detectable is None else [f"--margin {two_figures(cautious.detectable, math.ceil)}"]
-        largest = planning.largest_sd(outlook.seeds, outlook.margin, cautious.alpha)
+        weakest, sd, whose = outlook.cautious, outlook.spread.gap_sd_at_most, "a true gap"
+        if outlook.aa_is_weaker:
+            weakest, sd, whose = outlook.aa, outlook.spread.aa_sd_at_most, "A/A's true gap"
+        ways = [f"--seeds {weakest.seeds_needed}"] if weakest.seeds_needed else []
+        ways += [] if weakest.detectable is None else [f"--margin {two_figures(weakest.detectable, math.ceil)}"]
+        largest = planning.largest_sd(outlook.seeds, outlook.margin, weakest.alpha)
         if largest is not None:
-            ways.append(
-                f"gaps that vary by {two_figures(largest, math.floor)} (sd) or less, not {outlook.spread.gap_sd_at_most:.2g}"
-            )
+            ways.append(f"gaps that vary by {two_figures(largest, math.floor)} (sd) or less, not {sd:.2g}")
         seeds = f"{outlook.seeds} seed{'s' * (outlook.seeds > 1)}"
         return (
-            f"{seeds} would show a true gap of 0 to lie within {outlook.margin:g} nat with a power of "
-            f"{cautious.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {cautious.alpha:.3g}). It takes "
+            f"{seeds} would show {whose} of 0 to lie within {outlook.margin:g} nat with a power of "
+            f"{weakest.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {weakest.alpha:.3g}). It takes "
             f"{', or '.join(ways)}; te-bench run takes it all the same with --underpowered"
         )
 
@@ -94,8 +95,9 @@ class Forecast:
             )
         else:
             spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
-            alone, hardest, cautious = (
-                _conclusion(one, outlook.seeds, fewest) for one in (outlook.alone, outlook.hardest, outlook.cautious)
+            alone, hardest, cautious, aa = (
+                _conclusion(one, outlook.seeds, fewest)
+                for one in (outlook.alone, outlook.hardest, outlook.cautious, outlook.aa)
             )
             said += [
                 f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
@@ -106,7 +108,8 @@ class Forecast:
             said += [f"  {step}: {hardest}"] if outlook.recipes > 1 else []
             said += [
                 f"  the same by the spread that is planned for: {cautious}",
-                "  chance that a recipe is called EQUIVALENT, by that spread, where its true gap in nat is:",
+                *([f"  A/A, without which no verdict counts, by that spread: {aa}"] if outlook.aa_is_weaker else []),
+                "  chance that a recipe and A/A are called EQUIVALENT, by that spread, where its true gap in nat is:",
                 *self._table(outlook),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
@@ -118,7 +121,7 @@ class Forecast:
     def _options(self, outlook: Outlook) -> list[Option]:
         """What other numbers of seeds cost and show, by the spread that is planned for, on Holm's hardest step."""
         fewest = planning.FEWEST_SEEDS if self.scope is None else TRUNKS
-        most = max(self.seeds, outlook.cautious.seeds_needed or 0)
+        most = max(self.seeds, outlook.cautious.seeds_needed or 0, outlook.aa.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
         return [self._option(seeds, outlook) for seeds in options]
 
@@ -127,13 +130,16 @@ class Forecast:
         return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
-        faults = min(seeds, BROKEN) / min(self.seeds, BROKEN)  # of the plan's runs of the planted fault
+        faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # of the plan's runs of the planted fault
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
         seconds = None
         if self.seconds is not None and self.broken_s is not None:
             seconds = (self.seconds - self.broken_s) / self.seeds * seeds + self.broken_s * faults
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
-        shown = (power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
+        aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
+        # Of normal losses b - a is independent of (a + b) / 2, and so is A/A's gap of a recipe's; beside one bf16 run the
+        # two go together, and the chance is a little larger.
+        shown = (aa * power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
         return Option(rounds=seeds, runs=runs, seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
@@ -179,6 +185,7 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         runs=len(experiment.trials),
         broken=len(broken),
         broken_s=None if total is None else sum(taken[trial.name] or 0.0 for trial in broken),
+        faults=int(str(experiment.judgement["fault_runs"])),
         margin=judgement["margin"],
         seconds=total,
         trial_s={trial.cell: taken[trial.name] for trial in experiment.trials},

@@ -23,16 +23,22 @@ PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock star
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How far final losses vary between the seeds of one arm, and how far the two of a pair vary together."""
+    """How far final losses vary between the seeds of one arm, and how far two runs of a seed vary together."""
 
     sd: float
     correlation: float  # 0 where only the gaps are known
     pairs: int  # that it is known from
+    bf16_runs: int = 1  # of a seed, to whose mean the gap is
     assumed: str | None = None  # whose it is, where it is not of the user's own records
 
     @property
     def gap_sd(self) -> float:
-        """Standard deviation of candidate - control in one pair."""
+        """Standard deviation of a recipe's loss less the mean of bf16's in one pair."""
+        return self.aa_sd * math.sqrt((1 + 1 / self.bf16_runs) / 2)
+
+    @property
+    def aa_sd(self) -> float:
+        """Standard deviation of one run less one other of its seed, as A/A's gap is."""
         return power.gap_sd(self.sd, self.correlation)
 
     @property
@@ -40,10 +46,15 @@ class Spread:
         """Its upper bound of 80 % confidence: trusting 5 pairs' estimate gives the power in half of cases."""
         return power.at_most(self.gap_sd, self.pairs - 1)
 
+    @property
+    def aa_sd_at_most(self) -> float:
+        """The same bound of A/A's."""
+        return power.at_most(self.aa_sd, self.pairs - 1)
+
 
 #: bf16's and FP8's runs of one seed, each about their mean, 5 degrees of freedom: a run has 0.00121 (sd), and so its gap to
 #: the mean of two 0.00148.
-_FIRST = "GPT-2's runs of one seed in results/h200/convergence-first and -pilot"
+_FIRST = "a gap to two bf16 runs, by GPT-2's runs of one seed in results/h200/convergence-first and -pilot"
 
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
@@ -59,10 +70,16 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     *(
         (
             {"model": model, "steps": 2035, "batch": 48, "accumulate": 1, "learning_rate": 3e-4, **branch},
-            Spread(sd=0.0143, correlation=1 - (0.00148 / 0.0143) ** 2 / 2, pairs=6, assumed=f"{whose}{_FIRST}"),
+            Spread(
+                sd=0.0143,
+                correlation=1 - (0.00121 / 0.0143) ** 2,
+                pairs=6,
+                bf16_runs=2,
+                assumed=f"{whose}{_FIRST}",
+            ),
         )
         for model in ("gpt2", "llama-114m")
-        for branch, whose in (({"warmup": 400}, ""), ({"branch_at": 1200}, "whole trainings, "))
+        for branch, whose in (({"warmup": 400}, ""), ({"branch_at": 1200}, "whole trainings: "))
     ),
     (
         {"model": "tiny", "steps": 150, "branch_at": 75, "batch": 8, "learning_rate": 1e-3, "order": None},
@@ -101,11 +118,18 @@ class Outlook:
     alone: Prospect
     hardest: Prospect
     cautious: Prospect  # the hardest step by the upper bound of the spread: what a plan must do with
+    aa: Prospect  # A/A by that bound, on its own; without it EQUIVALENT there is no verdict
+
+    @property
+    def aa_is_weaker(self) -> bool:
+        """Whether A/A has less power than a recipe: it is held to one bf16 run, a recipe perhaps to the mean of two."""
+        return (self.aa.power or 0.0) < (self.cautious.power or 0.0)
 
     @property
     def underpowered(self) -> bool:
-        """Whether these seeds would probably end INCONCLUSIVE."""
-        return self.recipes > 0 and (self.cautious.power or 0.0) < power.POWER - ROUNDING
+        """Whether these seeds would probably end INCONCLUSIVE, or the verdict void."""
+        least = min(self.aa.power or 0.0, self.cautious.power or 0.0)
+        return self.recipes > 0 and least < power.POWER - ROUNDING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +152,15 @@ def outlook(
     """
     family = max(recipes, 1)
     alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd, fewest) for level in (alpha, alpha / family))
-    cautious = _prospect(seeds, margin, alpha / family, spread.gap_sd_at_most, fewest)
     return Outlook(
-        seeds=seeds, margin=margin, recipes=recipes, spread=spread, alone=alone, hardest=hardest, cautious=cautious
+        seeds=seeds,
+        margin=margin,
+        recipes=recipes,
+        spread=spread,
+        alone=alone,
+        hardest=hardest,
+        cautious=_prospect(seeds, margin, alpha / family, spread.gap_sd_at_most, fewest),
+        aa=_prospect(seeds, margin, alpha, spread.aa_sd_at_most, fewest),
     )
 
 
@@ -176,8 +206,9 @@ def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
     """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else one of
     ASSUMED for the same training; else None.
 
-    sd^2 is the mean variance of both arms over the paired seeds, correlation 1 - var(gap) / (2 sd^2), so that
-    gap_sd is that of the measured gaps. Another length, batch or learning rate has another spread: not counted.
+    sd^2 is the mean variance of the recipe's runs and of bf16's over the paired seeds, correlation
+    1 - var(gap) / ((1 + 1 / bf16_runs) sd^2), so that gap_sd is that of the measured gaps. Another length, batch or
+    learning rate has another spread: not counted.
     """
     found = [
         known
@@ -197,21 +228,22 @@ def _assumed(control: Trial) -> Spread | None:
 
 def _spread(study: Study) -> Spread | None:
     """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
-    losses, gaps, freedom, pairs = 0.0, 0.0, 0, 0
+    losses, gaps, freedom, pairs, bf16_runs = 0.0, 0.0, 0, 0, 1
     for arm in study.recipes:
         finals, base, sides = arm.finals, study.base(arm), study.beside(arm)
         trunks = {seed: {one.runs[seed].trunk for one in (arm, *sides)} for seed in finals if seed in base}
         seeds = [seed for seed, different in trunks.items() if len(different) == 1]
         if len(seeds) < FEWEST_PAIRS:
             continue
-        a, b = (np.array([side[seed] for seed in seeds]) for side in (finals, base))
-        weight = len(seeds) - 1
-        losses += weight * float(a.var(ddof=1) + b.var(ddof=1)) / 2
+        a, b, *bf16 = (np.array([of[seed] for seed in seeds]) for of in (finals, base, *(one.finals for one in sides)))
+        weight, bf16_runs = len(seeds) - 1, len(bf16)
+        losses += weight * float(a.var(ddof=1) + np.mean([one.var(ddof=1) for one in bf16])) / 2
         gaps += weight * float((a - b).var(ddof=1))
         freedom, pairs = freedom + weight, max(pairs, len(seeds))
     if not gaps:
         return None
-    return Spread(sd=math.sqrt(losses / freedom), correlation=1 - gaps / (2 * losses), pairs=pairs)
+    correlation = 1 - gaps / ((1 + 1 / bf16_runs) * losses)
+    return Spread(sd=math.sqrt(losses / freedom), correlation=correlation, pairs=pairs, bf16_runs=bf16_runs)
 
 
 def pace(record: Record) -> Pace | None:
@@ -259,19 +291,35 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
     return {name: median([one.seconds(steps) for one in found if steps]) for name, (found, steps) in alike.items()}
 
 
-def seeds_within(
-    budget_s: float, *, slots: int, seed_s: float, once_s: float = 0.0, where: str = "", fewest: int = FEWEST_SEEDS
-) -> int:
-    """floor((budget slots - once_s) / seed_s), of as many trials at once as there are slots.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedSeconds:
+    """What seeds of pairs take, one trial at a time: each seed_s, and each of the first `faults` fault_s besides."""
 
-    seed_s: seconds that each seed adds; once_s: of what more seeds do not add to; where: said after a time that they take.
+    seed_s: float
+    fault_s: float = 0.0
+    faults: int = 0
+
+    def of(self, seeds: int) -> float:
+        return seeds * self.seed_s + min(seeds, self.faults) * self.fault_s
+
+    def within(self, seconds: float) -> int:
+        """The most seeds that take no longer."""
+        seeds = int((seconds - self.faults * self.fault_s) / self.seed_s)
+        return seeds if seeds >= self.faults else int(seconds / (self.seed_s + self.fault_s))
+
+
+def seeds_within(
+    budget_s: float, *, slots: int, takes: SeedSeconds, where: str = "", fewest: int = FEWEST_SEEDS
+) -> int:
+    """The most seeds that a budget holds, of as many trials at once as there are slots. where: said after a time.
+
     Raises ValueError for a budget that is too small for the `fewest`.
     """
-    seeds = int((budget_s * slots - once_s) / seed_s)
+    seeds = takes.within(budget_s * slots)
     if seeds < fewest:
         raise ValueError(
             f"--budget {duration(budget_s)}: a verdict needs {fewest} seeds, which take about "
-            f"{duration((fewest * seed_s + once_s) / slots)}{where}"
+            f"{duration(takes.of(fewest) / slots)}{where}"
         )
     return seeds
 

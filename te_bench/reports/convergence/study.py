@@ -24,6 +24,7 @@ AFTER_PILOT = (
     "were chosen"
 )
 LATE = 0.1  # the share of training whose mean is its end
+LEFT = (NOT_RUN, "interrupted")  # outcomes of trials that the command does when it is given again
 KINDS = ("control", "aa", "recipe", "broken")
 #: Settings beside the course that a study's arms share, and how a title says them.
 SETTINGS = {"batch": "batch", "accumulate": "micro-batches", "learning_rate": "learning rate", "warmup": "warm-up"}
@@ -176,7 +177,7 @@ class Study:
     @property
     def to_go(self) -> int:
         """Planned runs that have not ended, or had been begun when te-bench was stopped."""
-        return sum(run.row.outcome in (NOT_RUN, "interrupted") for arm in self.arms for run in arm.runs.values())
+        return sum(run.row.outcome in LEFT for arm in self.arms for run in arm.runs.values())
 
     @property
     def reference(self) -> str:
@@ -342,8 +343,10 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
 
 
 def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:
-    """The command of the newest plan of these configurations."""
-    asked = tuple(plan.asked for plan in plans[-1:]) or group.asked
+    """The command of the newest plan of these configurations that has most of what is left."""
+    left = {row.trial.id for one in configurations for row in one.rows if row.outcome in LEFT}
+    has = [(len(left & {trial_of(value).id for value in plan.trials}), number) for number, plan in enumerate(plans)]
+    asked = (plans[max(has)[1]].asked,) if has else group.asked
     of_study = dataclasses.replace(group, configurations=tuple(configurations), asked=asked)
     return commands_of(of_study, group.directory)[-1]
 

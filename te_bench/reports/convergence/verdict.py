@@ -60,7 +60,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         void=void,
         unfinished=unfinished,
         exploration=bool(notes),
-        notes=(*study.notes, *notes, *_note_trunks(study, control), *_note_outliers(study, (*recipes, aa))),
+        notes=(*study.notes, *notes, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
     )
 
 
@@ -83,10 +83,13 @@ def _of_pilot(study: Study, margin: float, alpha: float) -> StudyVerdict:
     )
 
 
-def _note_trunks(study: Study, control: StudyArm) -> list[str]:
-    apart = {arm.name: _of_two_trunks(arm, control) for arm in study.arms}
+def _note_trunks(study: Study) -> list[str]:
+    apart = {
+        arm.name: sorted({seed for side in study.beside(arm) for seed in _of_two_trunks(arm, side)})
+        for arm in study.arms
+    }
     return [
-        f"{name}, {_seeds(seeds)}: left out, for the trunk was trained again and is not the one that bf16 went on from"
+        f"{name}, {_seeds(seeds)}: left out, for a trunk was trained again, and it did not go on from the one that bf16 did"
         for name, seeds in apart.items()
         if seeds
     ]
@@ -233,7 +236,8 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
         if lost:
             said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
             return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(said))})"
-        wanted = planned if planned is None or side.kind != "broken" else min(planned, BROKEN)
+        faults = study.number("fault_runs") or BROKEN
+        wanted = planned if planned is None or side.kind != "broken" else min(planned, faults)
         if wanted is not None and len(side.runs) < wanted:
             return f"{side.name} has {len(side.runs)} of the {wanted:g} seeds of the plan"
     for side in study.beside(arm):

@@ -53,9 +53,11 @@ def _timed(found: StudyVerdict) -> list[ArmVerdict]:
 def figure(found: StudyVerdict) -> Figure | None:
     """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
     drawn = [finding for finding in _timed(found) if finding.speedup and finding.speedup.step_time]
-    control, whose = found.study.control, found.study.whose
-    curves = [_curve(arm) for arm in (control, *(finding.arm for finding in drawn)) if arm is not None]
-    if control is None or not drawn or not curves[0]:
+    if not drawn:
+        return None
+    whose, arms = found.study.whose, [finding.arm for finding in drawn]
+    curves = [_curve(*found.study.beside(arms[0])), *map(_curve, arms)]
+    if not curves[0]:
         return None
     drawing = blank(0.8 + 1.75 * len(drawn))
     panels = drawing.subplots(len(drawn), sharex=True, sharey=True, squeeze=False)[:, 0]
@@ -88,8 +90,9 @@ def figure(found: StudyVerdict) -> Figure | None:
     return drawing
 
 
-def _curve(arm: StudyArm) -> tuple[LossPoint, ...]:
-    ended = [run.record for run in arm.runs.values() if run.final is not None and run.record is not None]
+def _curve(*arms: StudyArm) -> tuple[LossPoint, ...]:
+    runs = [run for arm in arms for run in arm.runs.values()]
+    ended = [run.record for run in runs if run.final is not None and run.record is not None]
     return points(ended, "val_step", "val_time_s", "val_loss")
 
 

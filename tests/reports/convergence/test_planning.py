@@ -12,7 +12,7 @@ from journals import record
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Record
 from te_bench.reports.convergence import planning, power
-from te_bench.reports.convergence.planning import Spread
+from te_bench.reports.convergence.planning import SeedSeconds, Spread
 from te_bench.reports.convergence.skewed import mean_of
 
 ASSUMED = Spread(sd=0.0019, correlation=0.0, pairs=8)
@@ -43,6 +43,31 @@ def test_power_is_what_simulated_runs_show() -> None:
     assert found.alone.power == pytest.approx(float(shown), abs=0.02)
 
 
+def test_a_recipe_and_aa_are_shown_as_often_as_by_simulated_runs_of_two_bf16_a_seed() -> None:
+    """A/A, one run less another, varies more than a recipe's loss less the mean of two, and may void what is shown."""
+    spread = Spread(sd=0.0019, correlation=0.4, pairs=9, bf16_runs=2)
+    found = planning.outlook(seeds=6, margin=0.004, alpha=0.05, recipes=1, spread=spread)
+    shared, own = (spread.sd * math.sqrt(part) for part in (spread.correlation, 1 - spread.correlation))
+    draw = np.random.default_rng(4)
+    recipe, control, aa = shared * draw.standard_normal((5000, 6)) + own * draw.standard_normal((3, 5000, 6))
+
+    def shown(gaps: np.ndarray) -> np.ndarray:
+        ends = np.array([mean_of(row).interval(0.05) for row in gaps])
+        return np.abs(ends).max(axis=1) < 0.004
+
+    both = shown(recipe - (control + aa) / 2), shown(aa - control)
+    assert found.alone.power == pytest.approx(float(both[0].mean()), abs=0.02)
+    assert power.power(6, spread.aa_sd, 0.004) == pytest.approx(float(both[1].mean()), abs=0.02)
+    assert power.power(6, spread.aa_sd, 0.004) * found.alone.power == pytest.approx(
+        float((both[0] & both[1]).mean()), abs=0.02
+    )
+    assert found.aa_is_weaker
+    enough = next(n for n in range(3, 40) if planning.outlook(
+        seeds=n, margin=0.004, alpha=0.05, recipes=1, spread=spread
+    ).cautious.power >= power.POWER)  # fmt: skip
+    assert planning.outlook(seeds=enough, margin=0.004, alpha=0.05, recipes=1, spread=spread).underpowered
+
+
 def test_one_seed_shows_nothing() -> None:
     found = planning.outlook(seeds=1, margin=0.003, alpha=0.05, recipes=2, spread=ASSUMED)
     assert (found.alone.power, found.alone.detectable) == (None, None)
@@ -60,6 +85,17 @@ def test_the_spread_is_that_of_the_pairs_on_record(tmp_path: Path) -> None:
     assert found.sd == pytest.approx(math.hypot(0.001, 0.002), rel=0.3)  # a run's own noise and its seed's
     gaps = [[arm.finals[s] - study.control.finals[s] for s in range(40)] for arm in study.recipes]
     assert found.gap_sd == pytest.approx(math.sqrt(np.mean([np.var(g, ddof=1) for g in gaps])))
+
+
+def test_the_spread_is_of_single_runs_where_a_recipe_is_held_to_the_mean_of_two(tmp_path: Path) -> None:
+    plan_of = {**JUDGEMENT, "seeds": 80, "bf16_runs": 2}
+    study = study_of(tmp_path / "run", study_records(seeds=range(80), sd=0.002), plan_of)
+    found = planning.spread([study], arm_trial("control", 0))
+    bf16, recipes = (np.array([list(arm.finals.values()) for arm in arms]) for arms in (study.arms[:2], study.recipes))
+    assert found.sd == pytest.approx(np.concatenate([bf16, recipes]).std(ddof=1, axis=1).mean(), rel=0.01)
+    assert found.correlation == pytest.approx(np.corrcoef(bf16, recipes)[:2, 2:].mean(), abs=0.03)
+    assert found.gap_sd == pytest.approx((recipes - bf16.mean(axis=0)).std(ddof=1, axis=1).mean(), rel=0.01)
+    assert found.aa_sd == pytest.approx((bf16[1] - bf16[0]).std(ddof=1), rel=0.2)
 
 
 def test_neither_a_recipe_s_gap_nor_another_training_s_spread_is_our_spread(tmp_path: Path) -> None:
@@ -135,11 +171,11 @@ def test_who_costs_what() -> None:
 
 def test_seeds_within_a_budget_are_rounded_down_and_fewer_than_three_refused() -> None:
     for budget_s, slots, seeds in ((3599, 1, 5), (3600, 1, 6), (3599, 4, 23), (1800, 1, 3)):
-        assert planning.seeds_within(budget_s, slots=slots, seed_s=600) == seeds
+        assert planning.seeds_within(budget_s, slots=slots, takes=SeedSeconds(seed_s=600)) == seeds
     with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 3 seeds, which take about 30 min$"):
-        planning.seeds_within(600, slots=1, seed_s=600)
+        planning.seeds_within(600, slots=1, takes=SeedSeconds(seed_s=600))
     with pytest.raises(ValueError, match="which take about 15 min on 2 GPUs"):
-        planning.seeds_within(300, slots=2, seed_s=600, where=" on 2 GPUs")
+        planning.seeds_within(300, slots=2, takes=SeedSeconds(seed_s=600), where=" on 2 GPUs")
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2"])

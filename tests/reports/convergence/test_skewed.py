@@ -1,5 +1,6 @@
 """The error rates that docs/convergence-statistics.md states, by simulation of gaps whose mean is the margin."""
 
+import itertools
 import math
 
 import numpy as np
@@ -36,6 +37,30 @@ def rate(shape, looks, limits, simulations=20_000):
 def test_a_gap_of_the_margin_is_called_good_in_at_most_alpha_of_cases(shape, alpha):
     for n in (3, 4, 5, 8, 13):
         assert rate(shape, (n,), (skewed.critical(n - 1, alpha),)) <= most(alpha, 20_000), n
+
+
+@pytest.mark.parametrize("spread", [0.17, 0.33, 0.67])
+@pytest.mark.parametrize("n", [3, 5, 10])
+def test_two_bf16_runs_of_which_one_is_a_a_s_let_few_recipes_pass(n, spread):
+    """Control and A/A count in the recipe's gap, and a recipe passes where A/A is EQUIVALENT, too.
+
+    spread: what single runs vary by, as a share of the margin.
+    """
+    draw, simulations, limit = np.random.default_rng(8), 20_000, skewed.critical(n - 1, 0.05)
+
+    def below(gaps, bound):
+        mean, sd = gaps.mean(axis=1), gaps.std(axis=1, ddof=1)
+        skewness = stats.skew(gaps, axis=1, bias=False)
+        return skewed.worse((mean - bound) / (sd / math.sqrt(n)), skewness) <= limit
+
+    for of_bf16, of_recipe in itertools.product(SHAPES, SHAPES):
+        shapes = [SHAPES[of_bf16], SHAPES[of_bf16], SHAPES[of_recipe]]
+        control, aa, recipe = (spread * shape(draw, (simulations, n)) for shape in shapes)
+        good = below(recipe + MARGIN - (control + aa) / 2, MARGIN)
+        valid = below(aa - control, MARGIN) & below(control - aa, MARGIN)
+        assert good.mean() <= most(0.036, simulations)
+        if valid.mean() > 0.8:
+            assert good[valid].mean() <= most(0.036, int(valid.sum()))
 
 
 def test_student_s_t_would_not_hold():

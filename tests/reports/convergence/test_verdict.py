@@ -123,14 +123,16 @@ def test_a_seed_without_its_second_bf16_run_has_no_verdict(tmp_path: Path) -> No
     assert once.recipes[0].judgement.comparison is not None
 
 
-def test_the_planted_fault_needs_three_runs(tmp_path: Path) -> None:
-    def until(seeds: int) -> StudyVerdict:
+def test_the_planted_fault_needs_three_runs_or_those_of_the_plan(tmp_path: Path) -> None:
+    def until(seeds: int, **plan: Any) -> StudyVerdict:
         kept = [r for r in study_records(sd=0.0002) if r.trial.problem["arm"] != "broken" or r.trial.seed < seeds]
-        return judge_study(study_of(tmp_path / str(seeds), kept))
+        return judge_study(study_of(tmp_path / f"{seeds} of {plan}", kept, {**JUDGEMENT, **plan}))
 
     assert until(3).exit_code == 0
     assert until(3).broken.verdict is Verdict.INFERIOR
     assert "has 2 of the 3 seeds of the plan" in str(until(2).void)
+    assert "has 3 of the 4 seeds of the plan" in str(until(3, fault_runs=4).void)
+    assert until(4, fault_runs=4).exit_code == 0
 
 
 def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from contrast import faint_texts
@@ -11,7 +12,7 @@ from journals import only_group, result_of
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.group_result import load_report
-from te_bench.reports.page import gallery, loss_figures, render, tables, verdict_figures
+from te_bench.reports.page import equal_loss, gallery, loss_figures, render, tables, verdict_figures
 from te_bench.reports.page.drawing import Drawing, draw
 from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
@@ -179,6 +180,17 @@ def test_time_to_equal_loss_is_one_number_and_a_figure_with_bf16_beside_each_rec
     assert f"delayed scaling: {number}" in drawn
     assert "seeds: smallest to largest" in drawn
     assert all(f">{name}: " in drawn for name in rows)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_the_figure_of_time_to_equal_loss_is_of_the_loss_that_a_recipe_is_held_to(tmp_path: Path, runs: int) -> None:
+    written = write_study(tmp_path / "run", study_records(sd=0.002), {**JUDGEMENT, "bf16_runs": runs})
+    [found] = only_group(written).studies
+    figure = equal_loss.figure(found)
+    assert figure is not None
+    [level] = {line.get_ydata()[0] for axes in figure.axes for line in axes.lines if list(line.get_xdata()) == [0, 1]}
+    finals = [arm.finals.values() for arm in (found.study.control, found.study.aa)[:runs]]
+    assert level == pytest.approx(fmean(loss for one in finals for loss in one))
 
 
 @pytest.mark.parametrize(
