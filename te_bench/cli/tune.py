@@ -188,4 +188,5 @@ def label(row: "Timing") -> str:
     heads = f"H{p.heads}" + (f"/{p.kv_heads}" if p.kv_heads != p.heads else "")
     mask = "causal" if p.causal else "full"
     mask = f"window {p.window[0]}:{p.window[1]}" if p.window else mask
-    return f"B{p.batch} {heads} T{p.length} D{p.head_dim} {mask} {p.dtype}"
+    more = [*(["packed"] if p.packed else []), *([f"dropout {p.dropout}"] if p.dropout else [])]
+    return " ".join([f"B{p.batch} {heads} T{p.length} D{p.head_dim} {mask}", *more, p.dtype])

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from te_bench import plugins
+from te_bench.kernels.attention import Problem
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Trial
@@ -33,6 +34,7 @@ _SHOWN = {
     "kv_heads": "g",
     "window_left": "w",
     "window_right": "w",
+    "documents": "documents",
     "length": "t",
     "head_dim": "d",
     "lr_factor": "lr",
@@ -280,12 +282,40 @@ class AttentionProblem(TrialProblem):
     kv_heads: int | None = None  # where keys and values are shared
     window_left: int | None = None  # row i sees keys i - left to i + right alone; -1: no end
     window_right: int | None = None
+    documents: int | None = None  # so many in each sequence, of `lengths`, all packed one after the other
+    dropout: float = 0.0
 
     @property
     def window(self) -> tuple[int, int] | None:
         if self.window_left is None or self.window_right is None:
             return None
         return self.window_left, self.window_right
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of a sequence's documents: each half of what is left, rounded up, but the last, which is the rest."""
+        found, left = [], self.length
+        for _ in range((self.documents or 1) - 1):
+            found.append(left - left // 2)
+            left //= 2
+        return (*found, left)
+
+    def posed(self, dtype: str, device: str, capability: tuple[int, int] | None = None) -> Problem:
+        """What a backend is asked to do."""
+        return Problem(
+            batch=self.batch * len(self.lengths),
+            heads=self.heads,
+            length=max(self.lengths),
+            head_dim=self.head_dim,
+            dtype=dtype,
+            causal=self.causal,
+            dropout=float(self.dropout),
+            device=device,
+            capability=capability,
+            kv_heads=self.kv_heads,
+            window=self.window,
+            packed=self.documents is not None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,6 +445,7 @@ def label(settings: Mapping[str, Any]) -> str:
     """The settings that tell one problem from another at a glance, as a trial's name shows them."""
     said = {name: "" if settings[name] is True else settings[name] for name in _SHOWN if name in settings}
     words = [f"{_SHOWN[name]}{value}" for name, value in said.items()]
-    if "causal" in settings:
+    if "causal" in settings:  # of attention alone
         words.append("causal" if settings["causal"] else "full")
+        words += [f"dropout{settings['dropout']}"] if settings.get("dropout") else []
     return "-".join(words)

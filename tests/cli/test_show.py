@@ -115,6 +115,18 @@ def test_energy_of_layers_is_told_by_variant_for_each_computes_another_function(
         assert lines[at - 1].removeprefix("The least: ").partition(" FP8")[0] in lines[at + 1]
 
 
+def test_energy_of_attention_is_told_by_shape(command: Command, tmp_path: Path) -> None:
+    records = [one for one in journals.attention_records() if one.samples]
+    for place, one in enumerate(records):
+        records[place] = dataclasses.replace(one, samples={**one.samples, "energy_j": [0.3 - 0.01 * place]})
+    run = journals.write(tmp_path / "attention", records, suite="attention")
+    lines = command("show", run, "energy").out.splitlines()
+    at = lines.index("mJ forward and backward of attention, B12 H12 T1024 D64 causal")
+    assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["cuDNN", "flash", "memory-efficient"]
+    assert lines[at + 1].split()[-1] == "280.0"
+    assert sum(line.startswith("mJ forward and backward") for line in lines) == 3
+
+
 def test_without_a_question_what_can_be_asked_and_verbose_says_every_setting(command: Command, ladder: Path) -> None:
     said = command("show", ladder).out
     assert said.startswith("Fastest: ")

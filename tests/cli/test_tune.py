@@ -120,6 +120,27 @@ def attention(times: dict[tuple[str, int], tuple[float, float]], **failed: str) 
     return found
 
 
+def test_windows_documents_and_dropout_are_rows_of_their_own(command: Command, tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [{}, {"window_left": 31, "window_right": 0}, {"documents": 3}, {"dropout": 0.1}]
+    results: Results = []
+    for change in changes:
+        for trial, found in attention({("triton", 0): (1e-3, 2e-3)}):
+            results.append((dataclasses.replace(trial, problem={**trial.problem, **change}), found))
+    recorded(tmp_path / "run", "1", results)
+    done = command("tune", "attention", "--from", tmp_path / "run")
+    assert done.code == 0, done.err
+    for shape in ("B2 H3 T64 D16 causal", "B2 H3 T64 D16 window 31:0", "B6 H3 T32 D16 causal packed"):
+        assert f"{shape} bf16: triton 3.000 ms" in done.out
+    assert "B2 H3 T64 D16 causal dropout 0.1 bf16: triton" in done.out
+    rows = [(row.problem.packed, row.problem.window, row.problem.dropout, row.problem.batch) for row in own_table()]
+    assert set(rows) == {
+        (False, None, 0.0, 2),
+        (False, (31, 0), 0.0, 2),
+        (True, None, 0.0, 6),
+        (False, None, 0.1, 2),
+    }
+
+
 def test_of_gemms_with_an_epilogue_and_without_each_takes_its_own(command: Command, tmp_path: Path) -> None:
     problem = {"m": 64, "n": 48, "k": 32, "dtype": "bf16", "backend": "gluon"}
     plain = Trial(workload="gemm", device="cuda", problem=problem, attention="none", protocol="kernel")

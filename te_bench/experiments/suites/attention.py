@@ -1,4 +1,4 @@
-"""Attention alone, forward and backward, every backend at eleven shapes; and where it should be scaled."""
+"""Attention alone, forward and backward, at eleven shapes, two of which are changed too; and where it should be scaled."""
 
 from typing import Any
 
@@ -22,22 +22,38 @@ GPU_SHAPES: list[tuple[Any, ...]] = [
     (4, 32, 2048, 128, True, 8),
     (1, 32, 8192, 128, True, 8),
 ]
+#: What is changed of some of them, one thing at a time, to see what it costs.
+GPU_CHANGES: dict[tuple[Any, ...], list[Settings]] = {
+    (12, 12, 1024, 64, True): [{"window_left": 511, "window_right": 0}, {"documents": 4}, {"dropout": 0.1}],
+    (4, 32, 2048, 128, True, 8): [
+        {"window_left": 1023, "window_right": 0},
+        {"window_left": 511, "window_right": 0},
+        {"documents": 4},
+        {"dropout": 0.1},
+    ],
+}
 CPU_SHAPES: list[tuple[Any, ...]] = [(2, 4, 128, 32, True), (2, 4, 128, 32, False), (1, 4, 512, 64, True)]
+CPU_CHANGES: dict[tuple[Any, ...], list[Settings]] = {
+    (2, 4, 128, 32, True): [{"window_left": 63, "window_right": 0}, {"documents": 4}, {"dropout": 0.1}],
+}
 
 
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     dtype = "bf16" if cuda else "fp32"
-    shapes = [problem(*shape) for shape in (GPU_SHAPES if cuda else CPU_SHAPES)]
+    shapes, changes = (GPU_SHAPES, GPU_CHANGES) if cuda else (CPU_SHAPES, CPU_CHANGES)
+    able: list[tuple[Settings, str]] = []
+    for sizes in shapes:
+        plain = problem(*sizes)
+        able += [(plain, name) for name in attention.names() if can_hold(name, plain)]
+        able += [({**plain, **change}, name) for change in changes.get(sizes, ()) for name in fused()]
     trials = [
         alone(options.device, "attention", shape, name, dtype, "kernel", seed)
         for seed in suite_trials.seeds(options, 1)
-        for shape in shapes
-        for name in attention.names()
-        if can_hold(name, shape)
+        for shape, name in able
     ]
     numerics = [
-        alone(options.device, "attention_numerics", shapes[0], name, precision, "once", seed)
+        alone(options.device, "attention_numerics", problem(*shapes[0]), name, precision, "once", seed)
         for seed in suite_trials.seeds(options, 1)
         for precision in (("bf16", "fp16", "fp32") if cuda else ("bf16", "fp32"))
         for name in ("math", "flash")
@@ -49,6 +65,11 @@ def can_hold(name: str, problem: Settings) -> bool:
     """False for a backend that would hold too many scores."""
     scores_bytes = 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
     return name not in suite_trials.KEEPS_SCORES or scores_bytes <= suite_trials.SCORES_LIMIT
+
+
+def fused() -> list[str]:
+    """Backends to train with: they keep no scores, and round nothing to FP8, in which attention has none of the changes."""
+    return [name for name in attention.names() if not (name in suite_trials.KEEPS_SCORES or attention.in_fp8(name))]
 
 
 def problem(batch: int, heads: int, length: int, head_dim: int, causal: bool, kv_heads: int | None = None) -> Settings:

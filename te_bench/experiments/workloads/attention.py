@@ -1,14 +1,19 @@
 """One attention call, forward and backward apart, after its output and gradients were held to float64.
 
-precision is the dtype of q, k and v.
-samples: forward_s, backward_s; peak_*_bytes of both, with the buffer that overwrites the L2.
-work: forward_flop = 4 B H T^2 D, halved when causal, and for a window 4 B H D for each key that a row sees; backward_flop =
-2.5 times that; on a GPU launches, the kernels of a forward and a backward pass; of `auto` chosen, the backend that it chose,
-which is the one that was checked and whose kernels had to run; in a mode that compiles graph_breaks and recompiles,
-one of them the check's where that had to be smaller.
+precision is the dtype of q, k and v. Documents are packed: (rows, heads, features), all sequences' one after the other.
+samples: forward_s, backward_s; peak_*_bytes of both, with the buffer that overwrites the L2; on a GPU that counts it
+energy_j (1), of a forward and a backward pass, one pair right after the other.
+work: forward_flop = 4 B H T^2 D, halved when causal, of documents each one's T^2, and for a window 4 B H D for each key
+that a row sees; dropout adds none; backward_flop = 2.5 times that; on a GPU launches, the kernels of a forward and a
+backward pass; of `auto` chosen, the backend that it chose, which is the one that was checked and whose kernels had to run;
+in a mode that compiles graph_breaks and recompiles, one of them the check's where that had to be smaller.
 """
 
+import dataclasses
+import functools
+import itertools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +25,16 @@ from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import rounding, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
-from te_bench.experiments.instruments import compilation, memory, profiling
+from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
+from te_bench.kernels.attention.packed import attend_packed
+from te_bench.kernels.attention.sdpa import repeat_heads
 
+#: Of the share that dropout keeps: one step of 8 bits, in which PyTorch's flash counts it, and so many standard errors.
+KEPT_STEP, KEPT_SIGMAS = 2.0**-8, 5.0
 CHECK_SCORES = 2**26  # at most so many float64 scores (0.5 GiB) are held by the reference: it gets fewer heads
 
 
@@ -36,9 +45,9 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def _run(trial: Trial, context: Context) -> Measurement:
-    p = problem_of(trial)
-    backend, chosen = attention.load(trial.attention), attention.rival(trial.attention, p)
-    require(trial.attention, backend.unsupported(attention.posed(backend, p)))
+    p, problem = AttentionProblem.of(trial), problem_of(trial)
+    backend, chosen = attention.load(trial.attention), attention.rival(trial.attention, problem)
+    require(trial.attention, backend.unsupported(attention.posed(backend, problem)))
     compilation.begin(trial)
     forward = _bind(trial, backend)
     # At the check's size, where that is smaller, `auto` might choose another.
@@ -72,46 +81,46 @@ def _run(trial: Trial, context: Context) -> Measurement:
     def both() -> None:
         torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
 
-    return what_ran.require_attention(trial, profiling.kernels_seen(both, trial.device), measurement)
+    measurement = what_ran.require_attention(trial, profiling.kernels_seen(both, trial.device), measurement)
+    seconds = sum(statistics.median(samples[way]) for way in ("forward_s", "backward_s"))
+    joules = energy.sample(both, trial.device, [seconds])
+    return dataclasses.replace(measurement, samples={**measurement.samples, **joules})
 
 
 def problem_of(trial: Trial) -> attention.Problem:
     p = AttentionProblem.of(trial)
     trial_model.require_device(trial.device)
-    return attention.Problem(
-        batch=p.batch,
-        heads=p.heads,
-        length=p.length,
-        head_dim=p.head_dim,
-        dtype=trial.precision,
-        causal=p.causal,
-        dropout=0.0,
-        device=trial.device,
-        capability=trial_model.capability(trial.device),
-        kv_heads=p.kv_heads,
-        window=p.window,
-    )
+    return p.posed(trial.precision, trial.device, trial_model.capability(trial.device))
 
 
-def seen_pairs(p: attention.Problem) -> int:
-    """How many keys all rows of one head see; the half of T^2 where causal, as everybody counts it."""
+def seen_pairs(p: AttentionProblem) -> int:
+    """How many keys all rows of one head of a sequence see; of a document the half of T^2 if causal, as everybody counts."""
     if p.window is None:
-        return p.length**2 // (2 if p.causal else 1)
+        return sum(length**2 // (2 if p.causal else 1) for length in p.lengths)
     left, right = (p.length if side < 0 else side for side in p.window)
     right = 0 if p.causal else right
-    return sum(min(i + right, p.length - 1) - max(i - left, 0) + 1 for i in range(p.length))
+    return sum(min(i + right, length - 1) - max(i - left, 0) + 1 for length in p.lengths for i in range(length))
 
 
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads."""
+    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads.
+
+    Of documents (1, heads, batch T, D), which lie in memory as (batch T, heads, D).
+    """
     p = AttentionProblem.of(trial)
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
     shared = p.heads // p.kv_heads if p.kv_heads else 1
-    size = p.length, p.head_dim
     dtype = trial_model.DTYPES[trial.precision]
+
+    def draw(n: int) -> Tensor:
+        packed = p.documents is not None
+        size = (batch * p.length, n, p.head_dim) if packed else (batch, n, p.length, p.head_dim)
+        drawn = torch.randn(size, generator=generator, device=trial.device).to(dtype)
+        return drawn.transpose(0, 1)[None] if packed else drawn
+
     counts = heads, max(1, heads // shared), max(1, heads // shared), heads
-    draw = [torch.randn((batch, n, *size), generator=generator, device=trial.device).to(dtype) for n in counts]
-    return draw[0].requires_grad_(), draw[1].requires_grad_(), draw[2].requires_grad_(), draw[3]
+    q, k, v, dout = map(draw, counts)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
 def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
@@ -119,20 +128,30 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
     Of a backend that computes in FP8, manual_fp8's. The floor is twice what rounding the exact result to the dtype costs,
     and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash and
-    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (checks.rounding). Raises
-    CheckFailed.
+    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (checks.rounding). Dropout
+    is held to the definition under the same weights' loss, which the backend is made to show. Raises CheckFailed.
     """
     p = AttentionProblem.of(trial)
     whole = p.length**2 * p.batch * p.heads <= CHECK_SCORES
     batch, heads = (p.batch, p.heads) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
-    manual = _bind(trial, attention.load("manual"))
+    without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
+    manual = _bind(without, attention.load("manual"))
+    definition = _bind(without, attention.load(attention.yardstick(trial.attention)))
+    quantities, scales = [], []
+    if p.dropout:
+        forward = _seeded(forward, trial.seed)
+        kept = _weights(forward, inputs(trial, batch, heads)) > 0
+        seen = _weights(manual, exact_inputs) > 0
+        share, total = (kept & seen).sum().item() / seen.sum().item(), seen.sum().item()
+        spread = math.sqrt(p.dropout * (1 - p.dropout) / total)
+        off = abs(share - (1 - p.dropout))
+        quantities.append(Quantity("kept share", off, KEPT_STEP + KEPT_SIGMAS * spread))
+        manual, definition = (_with_loss(way, kept, p.dropout) for way in (manual, definition))
     truth = _gradients(manual, exact_inputs)
-    definition = _bind(trial, attention.load(attention.yardstick(trial.attention)))
     library = _gradients(definition, inputs(trial, batch, heads))
     ours = _gradients(forward, inputs(trial, batch, heads))
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
-    quantities, scales = [], []
     for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
         floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
         quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(yardstick, exact) + floor))
@@ -141,12 +160,62 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The backend with the trial's masks and the usual scale, 1 / sqrt(D)."""
+    """The backend with the trial's masks, documents and dropout, and the usual scale, 1 / sqrt(D), on `inputs`."""
     p = AttentionProblem.of(trial)
-    causal, window, scale = p.causal, p.window, 1 / math.sqrt(p.head_dim)
-    if window is None:
-        return lambda q, k, v: backend.forward(q, k, v, causal=causal, scale=scale)
-    return lambda q, k, v: attention.attend(backend, q, k, v, causal=causal, scale=scale, window=window)
+    options: dict[str, Any] = {"causal": p.causal, "scale": 1 / math.sqrt(p.head_dim)}
+    options |= {"dropout": p.dropout} if p.dropout else {}
+    if p.documents is not None:
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            starts, longest = _starts(p.lengths * (q.shape[2] // p.length), q.device), max(p.lengths)
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            out = attend_packed(backend, q, k, v, starts, starts, (longest, longest), **options, window=p.window)
+            return out.transpose(0, 1)[None]
+
+        return packed
+    if p.window is None:
+        return lambda q, k, v: backend.forward(q, k, v, **options)
+    return lambda q, k, v: attention.attend(backend, q, k, v, **options, window=p.window)
+
+
+@functools.lru_cache(maxsize=2)
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each packed sequence begins, and where the last ends: (sequences + 1,) int32."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _seeded(forward: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
+    """The same, by whose dropout each call loses the same weights."""
+
+    def seeded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.manual_seed(seed)
+        return forward(q, k, v)
+
+    return seeded
+
+
+def _weights(forward: Callable[..., Tensor], tensors: Any) -> Tensor:
+    """(B, H, T, S): what each value is multiplied by, which comes out where the values are rows of the unit matrix."""
+    q, k, v, _ = tensors
+    width = v.shape[3]
+    unit, parts = torch.eye(width, dtype=v.dtype, device=v.device), []
+    for first in range(0, k.shape[2], width):
+        values = torch.zeros_like(v)
+        count = min(width, k.shape[2] - first)
+        values[:, :, first : first + count] = unit[:count]
+        parts.append(forward(q, k, values.requires_grad_()).detach()[..., :count])
+    return torch.cat(parts, -1)
+
+
+def _with_loss(forward: Callable[..., Tensor], kept: Tensor, dropout: float) -> Callable[..., Tensor]:
+    """The definition's attention, written out once more from its weights, of which `kept` alone are left."""
+
+    def lossy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys = k.shape[2]
+        unit = torch.eye(keys, dtype=v.dtype, device=v.device).expand(*k.shape[:2], keys, keys)
+        return (forward(q, k, unit) * kept / (1 - dropout)) @ repeat_heads(v, q.shape[1])
+
+    return lossy
 
 
 def _gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any) -> list[Tensor]:

@@ -23,13 +23,14 @@ from te_bench.reports.analysis.rows import Configuration, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTime:
-    """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone."""
+    """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone, joules of both."""
 
     configuration: Configuration
     forward_s: float | None = None
     backward_s: float | None = None
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
+    energy_j: float | None = None
     #: How many times as fast as the peer: forward, backward, both.
     speedups: Mapping[str, Ratio] = field(default_factory=dict)
 
@@ -98,6 +99,7 @@ def _time(configuration: Configuration, configurations: Sequence[Configuration],
         backward_s=backward,
         forward_flop_per_s=_rate(work.get("forward_flop"), forward),
         backward_flop_per_s=_rate(work.get("backward_flop"), backward),
+        energy_j=of_processes(configuration.ok, "energy_j"),
         speedups=_speedups(next(peers, None), configuration),
     )
 

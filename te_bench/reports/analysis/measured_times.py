@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.tuning import KINDS, SETTINGS
 from te_bench.kernels.attention import AUTO, Problem, in_fp8
@@ -97,12 +98,20 @@ def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
         if in_fp8(trial.attention):
             continue
         shape = config.shape
-        heads = {"heads": shape.heads, "kv_heads": shape.groups, "head_dim": shape.head_dim}
-        asked = {**trial.problem, **heads, "length": trial.problem["block"], "causal": True}
+        settings: Mapping[str, Any] = trial.problem
+        asked = AttentionProblem(
+            batch=settings["batch"],
+            heads=shape.heads,
+            length=settings["block"],
+            head_dim=shape.head_dim,
+            causal=True,
+            kv_heads=shape.groups,
+            dropout=settings.get("dropout") or 0.0,
+        )
         dtype = "bf16" if trial.precision == "fp8" else trial.precision
         others = json.dumps({**trial.to_json(), "attention": None, "seed": None}, sort_keys=True)
         compared.setdefault(others, {})[trial.attention] = total / shape.layers
-        _, dates = problems.setdefault(others, (whole(attention_problem(asked, dtype, "cuda")), []))
+        _, dates = problems.setdefault(others, (whole(asked.posed(dtype, "cuda")), []))
         dates += [record.started_at for record in cell.ok]
     for problem in dict.fromkeys(problem for problem, _ in problems.values()):
         here = [key for key, (of, _) in problems.items() if of == problem and len(compared[key]) > 1]
@@ -129,22 +138,7 @@ def problem_of(trial: Trial) -> Any:
         return gemm.read_problem(settings)
     if trial.workload == "linear_cross_entropy":
         return linear_cross_entropy.read_problem({**settings, "dtype": trial.precision})
-    return whole(attention_problem(settings, trial.precision, trial.device))
-
-
-def attention_problem(settings: Mapping[str, Any], dtype: str, device: str) -> Problem:
-    """The attention problem of a trial's settings, as workloads/attention.py reads them."""
-    window = (settings["window_left"], settings["window_right"]) if "window_left" in settings else None
-    return Problem(
-        **{name: settings[name] for name in ("batch", "heads", "length", "head_dim")},
-        dtype=dtype,
-        causal=bool(settings["causal"]),
-        dropout=float(settings.get("dropout") or 0.0),
-        device=device,
-        capability=None,
-        kv_heads=settings.get("kv_heads"),
-        window=window,
-    )
+    return whole(AttentionProblem.of(trial).posed(trial.precision, trial.device))
 
 
 def _found(

@@ -16,7 +16,18 @@ STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads
 #: Settings that only te-bench's own fast step has, and a user's model with te-bench's kernels in it.
 _OWN_PARTS = ("head", "optimizer", "blocks", "parts")
 #: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
-_SHAPE = ("batch", "heads", "kv_heads", "length", "head_dim", "causal", "dropout", "window_left", "window_right")
+_SHAPE = (
+    "batch",
+    "heads",
+    "kv_heads",
+    "length",
+    "head_dim",
+    "causal",
+    "dropout",
+    "window_left",
+    "window_right",
+    "documents",
+)
 _ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # what arm_name says
 _RANKS = ("parallel", "world", "shard", "sequence_parallel", "overlap")  # said together: ddp x4, hsdp x4 in groups of 2
 

@@ -234,6 +234,8 @@ def shape_label(problem: Mapping[str, Any]) -> str:
         mask = "causal" if problem["causal"] else "full"
         windowed = "window_left" in problem
         words.append(f"window {problem['window_left']}:{problem['window_right']}" if windowed else mask)
+    if problem.get("documents"):
+        words.append(f"{problem['documents']} documents")
     if problem.get("dropout"):
         words.append(f"dropout {problem['dropout']}")
     return " ".join(words)

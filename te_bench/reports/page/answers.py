@@ -251,6 +251,12 @@ def _energy(result: GroupResult) -> list[Chart | str]:
         of_layers = [(s.energy_j or 0.0, s.configuration.label) for s in one.ranking.steps]
         baseline = next((s.energy_j for s in one.ranking.steps if s.is_baseline), None)
         found += _joules(f"J forward and backward of a layer, {one.name}", of_layers, baseline)
+    times = result.attention.times
+    for shape in dict.fromkeys(time.configuration.shape for time in times):
+        alike = [(time.energy_j, time.configuration.label) for time in times if time.configuration.shape == shape]
+        found += _joules(
+            f"mJ forward and backward of attention, {shape}", [(1e3 * (j or 0.0), name) for j, name in alike]
+        )
     return found
 
 
@@ -267,5 +273,5 @@ QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], st
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
     "error": (_errors, "No check has an error on record."),
     "unsupported": (_unsupported, "Every planned trial ended ok."),
-    "energy": (_energy, "No energy was recorded: steps and layers count it, on GPUs that have a counter."),
+    "energy": (_energy, "No energy was recorded: steps, layers and attention count it, on GPUs that have a counter."),
 }

@@ -4,11 +4,23 @@ from te_bench.reports.analysis.measures import median
 from te_bench.reports.analysis.naming import kernel_name
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, Value, interval_note, label, number, repetitions, speedup, table_of, word
+from te_bench.reports.page.table import (
+    ENERGY_NOTE,
+    Table,
+    Value,
+    interval_note,
+    label,
+    number,
+    repetitions,
+    speedup,
+    table_of,
+    word,
+)
 
 
 def times(result: GroupResult) -> Table | None:
-    """Seconds and TFLOP/s, forward and backward."""
+    """Seconds and TFLOP/s, forward and backward, and millijoules of both."""
+    measured = result.attention.times
     shown = [
         {
             "Shape": word(time.configuration.shape),
@@ -17,11 +29,13 @@ def times(result: GroupResult) -> Table | None:
             "Backward, ms": number(time.backward_s, text.milliseconds),
             "Forward, TFLOP/s": number(time.forward_flop_per_s, text.tera),
             "Backward, TFLOP/s": number(time.backward_flop_per_s, text.tera),
+            "Both, mJ": number(time.energy_j and 1e3 * time.energy_j),
             "ok/planned": repetitions(time.configuration),
         }
-        for time in result.attention.times
+        for time in measured
     ]
-    return table_of("attention", "Attention alone", shown, text_columns=2)
+    note = ENERGY_NOTE if any(time.energy_j for time in measured) else ""
+    return table_of("attention", "Attention alone", shown, note, text_columns=2)
 
 
 def ratios(result: GroupResult) -> Table | None:

@@ -16,6 +16,7 @@ from te_bench.kernels.attention.backends import gluon
 from te_bench.models import recipe, rivals
 
 SUITES = plugins.names(suites.__name__)
+CHANGES = ("window_left", "window_right", "documents", "dropout")  # of a shape of attention
 
 
 def resolve(suite: str, device: str, cache: Path, seeds: int | None = None) -> Experiment:
@@ -286,6 +287,38 @@ def test_attention_has_the_shapes_of_shared_heads(tmp_path: Path) -> None:
     trials = [t for t in resolve("attention", "cuda", tmp_path).trials if t.problem.get("kv_heads") == 8]
     assert {(t.problem["batch"], t.problem["length"]) for t in trials} == {(4, 2048), (1, 8192)}
     assert {"flash4", "gluon", "cudnn", "triton_fp8"} <= {t.attention for t in trials}
+
+
+@pytest.mark.parametrize(
+    ("device", "most", "wanted"),
+    [
+        (
+            "cuda",
+            60,
+            {
+                (1024, 64): {("window_left", 511), ("documents", 4), ("dropout", 0.1)},
+                (2048, 128): {("window_left", 1023), ("window_left", 511), ("documents", 4), ("dropout", 0.1)},
+            },
+        ),
+        ("cpu", 24, {(128, 32): {("window_left", 63), ("documents", 4), ("dropout", 0.1)}}),
+    ],
+)
+def test_attention_changes_one_thing_of_a_shape_beside_the_plain_one(
+    device: str, most: int, wanted: dict[Any, Any], tmp_path: Path
+) -> None:
+    trials = [t for t in resolve("attention", device, tmp_path, seeds=1).trials if t.workload == "attention"]
+    plain = {str((t.problem, t.attention)) for t in trials}
+    found: dict[Any, Any] = {}
+    changed = [t for t in trials if t.problem.keys() & {"window_left", "documents", "dropout"}]
+    for t in changed:
+        kept = {name: value for name, value in t.problem.items() if name not in CHANGES}
+        assert str((kept, t.attention)) in plain
+        [one] = [(name, t.problem[name]) for name in CHANGES if name in t.problem and name != "window_right"]
+        assert t.problem.get("window_right", 0) == 0
+        found.setdefault((t.problem["length"], t.problem["head_dim"]), set()).add(one)
+    assert found == wanted
+    assert len(changed) <= most
+    assert {"triton", "gluon", "cudnn", "flash4", "auto"} <= {t.attention for t in changed}
 
 
 def test_speed_of_other_recipes_has_no_fp8_head_where_a_recipe_refuses_it(tmp_path: Path) -> None:

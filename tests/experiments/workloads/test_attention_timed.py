@@ -1,12 +1,15 @@
 """The attention workloads: timed with their check, and the appendix's numerics."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from te_bench.experiments import timing
+from te_bench.experiments.instruments import energy
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, attention_numerics
@@ -128,6 +131,125 @@ def test_a_window_that_is_ignored_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
     shape = {**SHAPE, "causal": False, "window_left": 3, "window_right": 0}
     with pytest.raises(CheckFailed, match=r"error .* > "):
         attention.run(dataclasses.replace(TRIAL, problem=shape), Context())
+
+
+DOCUMENTS = {**SHAPE, "documents": 4}  # of 8, 4, 2 and 2 tokens
+DROPOUT = {**SHAPE, "length": 32, "dropout": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({}, (8**2 + 4**2 + 2**2 + 2**2) // 2),
+        ({"causal": False}, 8**2 + 4**2 + 2**2 + 2**2),
+        ({"kv_heads": 1, "window_left": 3, "window_right": 0}, (4 * 8 - 6) + (4 * 4 - 6) + 3 + 3),
+        ({"length": 13, "documents": 2}, 7**2 // 2 + 6**2 // 2),
+    ],
+)
+@pytest.mark.parametrize("name", ["flash", "manual", "auto"])
+def test_documents_are_checked_and_their_own_work_is_counted(name: str, changes: dict[str, Any], pairs: int) -> None:
+    found = attention.run(dataclasses.replace(TRIAL, attention=name, problem={**DOCUMENTS, **changes}), Context())
+    assert found.work["forward_flop"] == 4 * 2 * 2 * 8 * pairs
+    assert found.work["backward_flop"] == 10 * 2 * 2 * 8 * pairs
+
+
+def test_documents_that_see_each_other_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = kernels.load
+
+    def joined(q: Any, k: Any, v: Any, *_: Any, causal: bool, scale: float, **__: Any) -> Any:
+        rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return real("flash").forward(*rows, causal=causal, scale=scale)[0].transpose(0, 1)
+
+    wrong = dataclasses.replace(real("flash"), packed=joined)
+    monkeypatch.setattr(kernels, "load", lambda name: wrong if name == "flash" else real(name))
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        attention.run(dataclasses.replace(TRIAL, problem=DOCUMENTS), Context())
+
+
+@pytest.mark.parametrize("name", ["math", "manual", "auto"])
+def test_dropout_is_checked_and_counts_as_no_work(name: str) -> None:
+    found = attention.run(dataclasses.replace(TRIAL, attention=name, problem=DROPOUT), Context())
+    assert found.work["forward_flop"] == 4 * 2 * 2 * 32**2 * 8 // 2
+    assert "kept share" in {q["name"] for q in found.check["quantities"]}
+    with pytest.raises(Unsupported, match="dropout"):
+        attention.run(dataclasses.replace(TRIAL, problem=DROPOUT), Context())
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 1}, {"documents": 3}])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dropout_of_our_kernels_passes_its_check(precision: str, changes: dict[str, Any]) -> None:
+    problem = {**DROPOUT, **changes, "batch": 1, "head_dim": 16}
+    trial = dataclasses.replace(TRIAL, attention="triton", precision=precision, problem=problem)
+    attention.check_attention(trial, attention._bind(trial, kernels.load("triton")))
+
+
+def by_math(dropout: float) -> Callable[..., Any]:
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        return kernels.load("math").forward(q, k, v, causal=True, scale=8**-0.5, dropout=dropout)
+
+    return forward
+
+
+def gradients_of_other_weights(q: Any, k: Any, v: Any) -> Any:
+    out = by_math(0.2)(q, k, v).detach()
+    other = by_math(0.2)(q, k, v)  # the generator has gone on
+    return out + other - other.detach()
+
+
+@pytest.mark.parametrize(
+    ("forward", "quantity"),
+    [
+        (by_math(0.0), "kept share"),
+        (lambda *x: by_math(0.5)(*x) * (0.5 / 0.8), "kept share"),
+        (lambda *x: by_math(0.2)(*x) * 0.8, "out"),
+        (gradients_of_other_weights, "dq"),
+    ],
+    ids=["none", "too much of it", "weights that are not made up for", "others in the backward pass"],
+)
+def test_wrong_dropout_fails(forward: Callable[..., Any], quantity: str) -> None:
+    trial = dataclasses.replace(TRIAL, attention="math", problem=DROPOUT)
+    attention.check_attention(trial, by_math(0.2))
+    with pytest.raises(CheckFailed) as caught:
+        attention.check_attention(trial, forward)
+    wrong = {q["name"] for q in caught.value.measurement.check["quantities"] if not q["error"] <= q["limit"]}
+    assert quantity in wrong
+
+
+def test_energy_of_both_passes_is_recorded_where_it_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+
+    def of_steps(step: Callable[[], object], device: str, seconds: float) -> float:
+        passed.clear()
+        step()
+        counted.append(seconds)
+        return 0.25
+
+    passed: list[int] = []
+    real = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **o: (passed.append(1), real(*a, **o))[1])
+    monkeypatch.setattr(energy, "of_steps", of_steps)
+    found = attention.run(TRIAL, Context())
+    assert found.samples["energy_j"] == [0.25]
+    assert passed == [1]
+    medians = [statistics.median(found.samples[name]) for name in ("forward_s", "backward_s")]
+    assert counted == [pytest.approx(sum(medians))]
+    assert "energy_j" not in attention.run(TRIAL, Context(check=False)).samples
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, {"window_left": 127, "window_right": 0}, {"documents": 4}, {"dropout": 0.1}])
+@pytest.mark.parametrize("name", ["triton", "cudnn", "flash", "mem_efficient", "auto"])
+def test_on_a_gpu_what_can_passes_and_joules_are_counted(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "WINDOW_S", 1.0)
+    shape = {"batch": 2, "heads": 8, "kv_heads": 2, "length": 256, "head_dim": 64, "causal": True, **changes}
+    trial = dataclasses.replace(TRIAL, device="cuda", attention=name, precision="bf16", problem=shape)
+    if name in ("cudnn", "flash") and not changes.keys() <= {"dropout"}:
+        with pytest.raises(Unsupported, match=r"mask|window"):
+            attention.run(trial, Context())
+        return
+    assert 0 < attention.run(trial, Context()).samples["energy_j"][0] < 1
 
 
 @pytest.fixture

@@ -62,6 +62,36 @@ def test_attention_names_the_peer_it_is_compared_with(tmp_path):
         assert tables_of(alone, "attention_ratios") == []
 
 
+def test_attention_has_the_joules_of_both_passes_where_they_were_counted(tmp_path):
+    def rows(records, where):
+        table = table_of(tmp_path / where, "attention", records)
+        return [column.title for column in table.columns], {tuple(row[:2]): row for row in texts(table)}, table.note
+
+    titles, bare, note = rows(attention_records(), "bare")
+    assert "Both, mJ" not in titles
+    assert note == ""
+    ok = [x for x in attention_records() if x.samples]
+    counted = [dataclasses.replace(x, samples={**x.samples, "energy_j": [0.1234]}) for x in ok[:1]] + ok[1:]
+    titles, found, note = rows(counted, "counted")
+    at = titles.index("Both, mJ")
+    assert {key: row[at] for key, row in found.items() if row[at] != "—"} == {
+        ("B12 H12 T1024 D64 causal", "memory-efficient"): "123.4"
+    }
+    assert "Joules" in note
+    assert all([*row[:at], *row[at + 1 :]] == bare[key] for key, row in found.items())
+
+
+def test_what_was_changed_of_a_shape_of_attention_names_its_rows(tmp_path):
+    changes = ({}, {"window_left": 511, "window_right": 0}, {"documents": 4}, {"dropout": 0.1})
+    samples = {"forward_s": [1.0], "backward_s": [2.0]}
+    records = [record(trial("attention", "triton", **change), samples=samples) for change in changes]
+    table = table_of(tmp_path, "attention", records)
+    shape = "B12 H12 T1024 D64"
+    said = ("causal", "window 511:0", "causal 4 documents", "causal dropout 0.1")
+    assert [row[:2] for row in texts(table)] == [[f"{shape} {one}", "te-bench Triton"] for one in said]
+    assert len({record.trial.name for record in records}) == 4
+
+
 def test_heads_stand_beside_the_one_of_all_logits_at_their_shape(tmp_path):
     def head(name, n, seed, seconds, gib, **changes):
         of = trial(
