@@ -12,10 +12,10 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from te_bench import plugins
-from te_bench.kernels.attention import Problem
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Trial
+    from te_bench.kernels.attention import Problem
     from te_bench.models.rivals import Rival
     from te_bench.models.sources import Source
 
@@ -300,8 +300,10 @@ class AttentionProblem(TrialProblem):
             left //= 2
         return (*found, left)
 
-    def posed(self, dtype: str, device: str, capability: tuple[int, int] | None = None) -> Problem:
+    def posed(self, dtype: str, device: str, capability: tuple[int, int] | None = None) -> "Problem":
         """What a backend is asked to do."""
+        from te_bench.kernels.attention import Problem
+
         return Problem(
             batch=self.batch * len(self.lengths),
             heads=self.heads,
