@@ -21,6 +21,7 @@ from driving import MARK, PLANTED, Run, eventually, rows, running, te_bench
 from te_bench.experiments import environment, on_ray, ray_host
 
 ON_RAY = {"PYTHONPATH": os.pathsep.join([str(PLANTED.parent / "on_ray"), os.environ["PYTHONPATH"]])}
+PLAIN = {"PYTHONPATH": os.environ["PYTHONPATH"]}  # which the cluster's fixture puts stand-ins before
 CLUSTER = uuid.uuid4().hex
 QUICK = ("run", "quick", "--device", "cpu", "--on", "ray")
 NAPS = ("run", "naps", "--device", "cpu", "--on", "ray")
@@ -320,5 +321,5 @@ def test_a_step_over_ranks_ends_there_too(tmp_path: Path) -> None:
     """Ray's workers ignore signals of children, and a trial's ranks are its process's children."""
     pytest.importorskip("ray", reason="needs ray: pip install '.[cluster]'")
     asked = ("--gpus-per-trial", 2, "--parallel", "ddp", "--seeds", 1, "--only", "*/bf16/*", "--out", tmp_path / "out")
-    done = te_bench("run", "fp8", "--device", "cpu", "--on", "ray", *asked)
+    done = te_bench("run", "fp8", "--device", "cpu", "--on", "ray", *asked, env={**PLAIN, "RAY_TMPDIR": str(tmp_path)})
     assert (done.returncode, outcomes(tmp_path / "out")) == (0, ["ok"]), done
