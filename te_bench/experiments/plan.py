@@ -78,11 +78,12 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         raise ValueError(
             f"--gather {options.gather} is of steps in FP8, and --only {only!r} chooses none; leave out one"
         )
-    whole = dataclasses.replace(
-        experiment, trials=interleave(list(experiment.trials)), asked=run_options.words(options)
-    )
-    part = dataclasses.replace(experiment, trials=interleave(chosen), asked=run_options.words(options, only))
-    return dataclasses.replace(part, whole=whole) if experiment.judgement and len(chosen) < len(names) else part
+    whole = None
+    if experiment.judgement and len(chosen) < len(names):
+        every = interleave(list(experiment.trials))
+        whole = dataclasses.replace(experiment, trials=every, asked=run_options.words(options))
+    asked = run_options.words(options, only)
+    return dataclasses.replace(experiment, trials=interleave(chosen), asked=asked, whole=whole)
 
 
 def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:

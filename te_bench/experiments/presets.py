@@ -42,7 +42,7 @@ _GPT2: Settings = {
     **_DECAYED,
     "model": "gpt2",
     # 49,152 tokens a step: 100 M tokens are 2,035 steps, enough for a schedule. 48 sequences take 6 % less time than 4 times
-    # 12 (speed-b64), and 17 GiB; on a smaller GPU --batch 12 --accumulate 4 trains on the same batches.
+    # 12 (speed-b64), and up to 31 GiB (convergence-first); --batch 12 --accumulate 4 trains on the same batches in less.
     "batch": 48,
     "block": 1024,
     "accumulate": 1,
