@@ -26,6 +26,7 @@ Settings = dict[str, Any]
 _SHOWN = {
     **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype"), ""),
     "branch_at": "from",
+    "bf16_from": "bf16-from",
     "batch": "b",
     "sequence": "s",
     "block": "t",
@@ -267,6 +268,7 @@ class TrainingProblem(StepProblem):
     share: int | None = None  # trials at a time on the GPU, where there are several
     arm: Literal["control", "aa", "recipe", "broken"] | None = None  # what it is in a study of convergence
     branch_at: int | None = None  # steps of the bf16 trunk that it goes on from; None: it begins with the first step
+    bf16_from: int | None = None  # step from which on it trains in bf16; None: in its own precision to the end
     lr_factor: float | None = None  # what learning_rate was multiplied by
 
 
@@ -414,10 +416,19 @@ def trunk_of(trial: "Trial") -> "Trial | None":
     """
     if trial.problem.get("branch_at") is None:
         return None
-    shared = {name: value for name, value in trial.problem.items() if name not in ("perturb_ulp", "fault")}
-    head = {"head": "chunked"} if shared.get("head") == "fp8" else {}
-    control = {**shared, **head, "arm": "control"}
-    return dataclasses.replace(trial, problem=control, precision="bf16", recipe=None)
+    control = _in_bf16(trial, without=("perturb_ulp", "fault"))
+    return dataclasses.replace(control, problem={**control.problem, "arm": "control"})
+
+
+def end_of(trial: "Trial") -> "Trial | None":
+    """The training in bf16 that the trial's steps from `bf16_from` on are; None where it ends in its own precision."""
+    return None if trial.problem.get("bf16_from") is None else _in_bf16(trial, without=("fault", "bf16_from"))
+
+
+def _in_bf16(trial: "Trial", without: tuple[str, ...]) -> "Trial":
+    problem = {name: value for name, value in trial.problem.items() if name not in without}
+    problem |= {"head": "chunked"} if problem.get("head") == "fp8" else {}
+    return dataclasses.replace(trial, problem=problem, precision="bf16", recipe=None)
 
 
 def world_of(trial: "Trial") -> int:

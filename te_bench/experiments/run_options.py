@@ -23,7 +23,7 @@ TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
 WHOLE = "float32"  # the default of --weights and --states, which may be said and asks for nothing
 
 #: Settings that options give what a study of convergence judges.
-JUDGED = ("blocks", "optimizer", "head", "weights", "states")
+JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
 
 #: Modes of training.parallel that gather weights, which may be in FP8.
 GATHERING = ("fsdp2", "hsdp")
@@ -254,6 +254,12 @@ class Options:
         check=_a_branch,
         unheeded="trains every run from its first step",
     )
+    bf16_from: int | None = _option(
+        "Judge each recipe's training too that goes on in bf16 from this step on.",
+        metavar="STEP",
+        check=_one_or_more,
+        unheeded="changes no precision while it trains",
+    )
     design: str | None = _option(
         "What a recipe's runs are compared with: pairs, bf16's of the same seed; pool, the mean of more bf16 runs.",
         str,
@@ -425,6 +431,7 @@ def shown(settings: Mapping[str, Any]) -> str:
     said = [str(settings["blocks"])] if settings.get("blocks") else []
     said += ["te-bench's kernels"] if settings.get("parts") else []
     said += ["FP8 head"] if said and settings.get("head") == "fp8" else []
+    said += [f"bf16 from step {settings['bf16_from']:,}"] if settings.get("bf16_from") else []
     return "".join(f", {word}" for word in (*said, *fewer_words(settings)))
 
 

@@ -87,14 +87,14 @@ def require_room(step: TrainStep, folder: Path) -> None:
         raise OSError(f"the trunk takes {least / 1e6:,.0f} MB or more in {folder}")
 
 
-def graft(step: TrainStep, trial: Trial, trunk: Trunk, once: Callable[[], object]) -> str:
-    """Put the arm's step to the trunk's end; the SHA-256 of the weights there, before any of them is moved.
+def graft(step: TrainStep, trial: Trial, folder: Path, once: Callable[[], object]) -> str:
+    """Put the step to where the checkpoint in `folder` was; the SHA-256 of the weights there, before any of them is moved.
 
     once: a pass over the batch of the branch's first step, which changes no weight. FP8 begins here as it does with a
     checked trial's first step: scales that a recipe keeps have settled on the weights.
     """
     once()  # a captured step is loaded into where its graph reads
-    resume.load(step, trunk.folder, begin_fp8=True)
+    resume.load(step, folder, begin_fp8=True)
     weights = _digest(step.model)
     with torch.random.fork_rng(["cuda"] if trial.device == "cuda" else []):  # dropout goes on from the trunk's masks
         trial_model.perturb(step.model, trial)

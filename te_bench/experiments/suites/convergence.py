@@ -47,7 +47,21 @@ FUSED_HEADS = ("chunked", "fp8")
 TRUNKS = 6
 
 HEEDS = (
-    frozenset({"model", "recipes", "margin", "alpha", "preset", "branch_at", "design", "as_pilot", "fused", "share"})
+    frozenset(
+        {
+            "model",
+            "recipes",
+            "margin",
+            "alpha",
+            "preset",
+            "branch_at",
+            "bf16_from",
+            "design",
+            "as_pilot",
+            "fused",
+            "share",
+        }
+    )
     | presets.TRAINING
 )
 
@@ -63,6 +77,8 @@ def experiment(options: Options) -> Experiment:
         usual, pilot = max(TRUNKS, usual), TRUNKS
     seeds = suite_trials.seeds(options, pilot if options.as_pilot else usual)
     ways = _ways(options, preset, problem)
+    if ending := _ending_in_bf16(options, problem["steps"]):
+        ways += [(recipe, {**parts, **ending}) for recipe, parts in ways]
     ratio = best_ratio(len(ways)) if pooled else None
     faults = BROKEN if pooled or (preset in FAR_BROKEN and not branch) else BROKEN_NEARER
     if ratio is None:
@@ -106,6 +122,8 @@ def _branched(options: Options, preset: str, steps: int) -> Settings:
         raise ValueError(f"{flag}: the training has {steps} steps, and FP8 is to have some; give fewer")
     if run_options.fewer_bits(options):
         raise ValueError(f"{flag} beside --weights or --states: it judges FP8 that begins there; leave one of them out")
+    if options.bf16_from is not None:
+        raise ValueError(f"{flag} beside --bf16-from: one judges where FP8 begins, the other where it ends; give one")
     if options.parallel is not None:
         raise ValueError(f"{flag} beside --parallel: a trunk is of a step on one GPU; leave one of them out")
     if options.fused and preset not in presets.FUSED:
@@ -149,6 +167,20 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     elif options.fused:
         parts += [{**presets.fused_parts(options), "head": head} for head in FUSED_HEADS]
     return _possible([(recipe, way) for recipe in recipes for way in parts])
+
+
+def _ending_in_bf16(options: Options, steps: int) -> Settings:
+    """What --bf16-from sets. Raises ValueError for what does not go with it."""
+    if options.bf16_from is None:
+        return {}
+    flag = f"--bf16-from {options.bf16_from}"
+    if options.bf16_from >= steps:
+        raise ValueError(f"{flag}: the training has {steps} steps, and bf16 is to have some; give fewer")
+    if run_options.fewer_bits(options):
+        raise ValueError(f"{flag} beside --weights or --states: it judges where FP8 ends; leave one of them out")
+    if options.parallel is not None:
+        raise ValueError(f"{flag} beside --parallel: the precision changes on one GPU alone; leave one of them out")
+    return {"bf16_from": options.bf16_from}
 
 
 def _possible(ways: list[Way]) -> list[Way]:

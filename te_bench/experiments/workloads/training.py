@@ -9,12 +9,13 @@ Of a branch all of these are from its first step on, and trunk_step, trunk_loss 
 work: batch, tokens and windows; ran (checks.what_ran); tries of batch "max"; trunk, of a branch: the SHA-256 of the weights
 that it began with, whether this trial trained them, and took_s, how long it did so or waited; on a GPU launches, the kernels
 of one step (eager: of a step on four rows at most of each micro-batch); in a mode that compiles graph_breaks and recompiles.
+Of a training that ends in bf16 what ran, launches and kernels are of its first part; ended has what ran in the last.
 """
 
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from te_bench.experiments import trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
-from te_bench.experiments.problems import TrainingProblem, ranks_of, trunk_of
+from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
 from te_bench.models.adopted import Adopted
@@ -65,34 +66,71 @@ def run(trial: Trial, context: Context) -> Measurement:
     if trunk is not None:
         # A captured step takes no other batch than its own.
         few = _few(at(first), optim.accumulate, trial) if trial.mode == "eager" else at(first)
-        weights = trunks.graft(step, trial, trunk, lambda: step.gradients(*few))
+        weights = trunks.graft(step, trial, trunk.folder, lambda: step.gradients(*few))
         work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
     memory.reset(trial.device)  # a graft holds weights and moments twice, training does not
 
     probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
-    curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]), first=first)
+    curve = _Curve(trial, step, corpus, probe=(probe[0], probe[1]), first=first, end=p.bf16_from)
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
     work |= ranks_of(trial)
-    reason = None
-    for number, loss in train(step, at, curve.progress, first):
-        reason = curve.add(number, loss)
-        if reason:
-            break
-    if reason is None:
-        reason = curve.finish()
-    samples = {**curve.samples(), **memory.peak(trial.device, step), **_before(trunk)}
+    reason, peaks, looked, ended = _train(curve, step, at, first), dict[str, list[float]](), None, trial
+    if reason is None and (last := end_of(trial)) is not None:
+        assert p.bf16_from is not None
+        ended, peaks = last, memory.peak(trial.device, step)
+        with tempfile.TemporaryDirectory() as folder:
+            state = Path(folder) / "state"
+            resume.save(step, state, p.bf16_from)
+            looked = _looked(trial, step, at(0), Measurement(check=check, work={**work, **compilation.counts(trial)}))
+            del step  # with `curve`'s it is the last: two at once may not fit
+            step = _in_bf16(last, curve, at(p.bf16_from), state)
+        reason = _train(curve, step, at, p.bf16_from)
+    reason = reason or curve.finish()
+    peaks = {name: [max(*values, *peaks.get(name, values))] for name, values in memory.peak(trial.device, step).items()}
+    samples = {**curve.samples(), **peaks, **_before(trunk)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
     if context.checkpoints is not None:
         _save(step, trial, corpus, context.checkpoints)
-    measurement = dataclasses.replace(measurement, work={**work, **compilation.counts(trial)})
-    # At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
-    # compiled one would be compiled again for it.
-    few = _few(at(0), optim.accumulate, trial) if trial.mode == "eager" else at(0)
+    measurement = dataclasses.replace(measurement, work={**work, **compilation.counts(ended)})
+    measurement = _looked(ended, step, at(0), measurement)
+    if looked is None:
+        return measurement
+    work = {**looked.work, "ended": {"ran": measurement.work["ran"]}}
+    return dataclasses.replace(looked, work=work, samples=samples)
+
+
+def _train(curve: "_Curve", step: TrainStep, at: Callable[[int], tuple[Tensor, Tensor]], first: int) -> str | None:
+    """Train to the curve's end; a reason where that was not reached."""
+    reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress, first))
+    return next((reason for reason in reasons if reason), None) or curve.read()
+
+
+def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: Path) -> TrainStep:
+    """The step that goes on from `state` in bf16. It is not checked: the study's bf16 control is, which has the same."""
+    curve.step = None  # type: ignore[assignment]
+    memory.reset(last.device)
+    compilation.begin(last)
+    step = trial_model.step_of(last)
+    few = _few(batch, trial_model.optim_of(last).accumulate, last) if last.mode == "eager" else batch
+    trunks.graft(step, last, state, lambda: step.gradients(*few))
+    memory.reset(last.device)
+    curve.go_on(last, step)
+    return step
+
+
+def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measurement: Measurement) -> Measurement:
+    """With what ran in one more step, whose weights nobody uses after.
+
+    At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
+    compiled one would be compiled again for it.
+    """
+    accumulate = trial_model.optim_of(trial).accumulate
+    few = _few(batch, accumulate, trial) if trial.mode == "eager" else batch
     memory.reset(trial.device)
     seen = profiling.kernels_seen(lambda: step(*few), trial.device)
-    tokens = few[0].numel() // optim.accumulate // step.parallel.replicas
+    tokens = few[0].numel() // accumulate // step.parallel.replicas
     return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
 
 
@@ -118,9 +156,7 @@ def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[s
     trunks.require_room(step, folder.parent)
     torch.manual_seed(step.parallel.seed(control.seed))
     curve = _Curve(control, step, corpus, probe=at(0), end=branch_at)
-    reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress))
-    reason = next((reason for reason in reasons if reason), None) or curve.read()
-    if reason:
+    if reason := _train(curve, step, at, 0):
         raise Diverged(f"the trunk, in bf16: {reason}", Measurement(samples=_named(curve.samples())))
     resume.save(step, folder, branch_at)
     return curve.samples()
@@ -137,7 +173,8 @@ def _named(samples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`; of a user's model its state dict.
 
-    A planted fault is no recipe to run it in. Of several ranks all make the weights whole, and the first writes them.
+    A planted fault is no recipe to run it in, and what ended in bf16 has none. Of several ranks all make the weights whole,
+    and the first writes them.
     """
     model: Any = step.model
     path, parallel = folder / f"{trial.id}.pt", step.parallel
@@ -147,7 +184,8 @@ def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: 
         if parallel.rank == 0:
             torch.save(state, path)
         return
-    recipe = None if TrainingProblem.of(trial).fault else trial.recipe
+    p = TrainingProblem.of(trial)
+    recipe = None if p.fault or p.bf16_from is not None else trial.recipe
     checkpoints.save(model, path, recipe=recipe, corpus=corpus, about=trial.to_json(), parallel=parallel)
 
 
@@ -213,6 +251,11 @@ class _Curve:
             return number / self.steps if number < (self.end or 0) else None
         at = self.elapsed / (self.problem.budget_s or 0)
         return at if at < 1 else None
+
+    def go_on(self, trial: Trial, step: TrainStep) -> None:
+        """From here on it is of this step, to the schedule's end; the clock stands still until that is compiled."""
+        self.trial, self.step, self.end = trial, step, self.steps
+        self.clocked, self.probe_every = self.number + 1 + COMPILING, 0
 
     def add(self, number: int, loss: Tensor) -> str | None:
         """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training."""

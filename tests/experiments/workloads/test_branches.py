@@ -1,4 +1,7 @@
-"""Branches of a study: what they share with the trunk, that each goes on exactly from its end, and a trunk that is lost."""
+"""Branches of a study: what they share with the trunk, that each goes on exactly from its end, and a trunk that is lost.
+
+And trainings that end in bf16, which go on from their own first part in the same way.
+"""
 
 import dataclasses
 import shutil
@@ -15,12 +18,12 @@ from convergence_runs import arm_trial
 from te_bench.experiments import trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context, Diverged
+from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
+from te_bench.training import checkpoints, resume
 from te_bench.training import corpus as corpora
-from te_bench.training import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # tiny models, for which a second one waits
 BRANCH_AT = 5
@@ -72,7 +75,11 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
     monkeypatch.setattr(training_step, "check_step", lambda *_: {})
     monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
-    monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
+
+    def seen(trial: Trial, seen: Any, measurement: Measurement, asked: Any) -> Measurement:
+        return dataclasses.replace(measurement, work={**measurement.work, "ran": {}})
+
+    monkeypatch.setattr(what_ran, "require", seen)
 
 
 @pytest.mark.usefixtures("plain_heads", "unchecked")
@@ -126,6 +133,47 @@ def test_the_scales_of_a_branch_begin_with_it(arm, context, problem, monkeypatch
     checked = training.run(one, context).samples
     monkeypatch.setattr(training_step, "check_step", lambda *_: {})
     assert training.run(one, context).samples["loss"] == checked["loss"]
+
+
+@pytest.mark.usefixtures("plain_heads", "unchecked")
+@pytest.mark.parametrize(
+    "problem",
+    [{}, {"dropout": 0.2, "accumulate": 2}, {**FUSED, "accumulate": 2}],
+    ids=["modules", "dropout, micro-batches", "fused, micro-batches"],
+)
+def test_bf16_that_ends_in_bf16_ends_where_it_would_have_ended(arm: Any, context: Context, problem: Any) -> None:
+    straight = training.run(arm("control", branch_at=None, **problem), context).samples
+    found = training.run(arm("control", branch_at=None, bf16_from=5, **problem), context).samples
+    for name in ("step", "loss", "grad_norm", "val_step", "val_loss"):
+        assert found[name] == straight[name]
+
+
+@pytest.mark.usefixtures("plain_heads")
+@pytest.mark.parametrize("problem", [{}, FUSED, {**FUSED, "head": "fp8"}], ids=["modules", "fused", "fused, FP8 head"])
+@pytest.mark.parametrize("recipe", ["delayed_scaling", "float8_current_scaling"])
+def test_fp8_that_ends_in_bf16_leaves_its_own_way_there(arm, context, problem, recipe, tmp_path):
+    whole = training.run(arm("recipe", recipe, branch_at=None, **problem), context).samples
+    saves = dataclasses.replace(context, checkpoints=tmp_path)
+    one = arm("recipe", recipe, branch_at=None, bf16_from=5, **problem)
+    found = training.run(one, saves)
+    samples, ran, ended = found.samples, found.work["ran"], found.work["ended"]["ran"]
+    assert samples["step"] == whole["step"]
+    assert samples["loss"][:5] == whole["loss"][:5]
+    assert all(here != there for here, there in zip(samples["loss"][5:], whole["loss"][5:], strict=True))
+    assert samples["loss"] == pytest.approx(whole["loss"], abs=0.02)
+    assert samples["val_loss_native"] == [samples["val_loss"][-1]]  # it ends in the precision that judges it
+    assert ran["gemm_fp8"] > 0 == ended["gemm_fp8"]
+    assert ended["gemm_half"] > ran["gemm_half"]
+    saved = checkpoints.load(tmp_path / f"{one.id}.pt")
+    assert saved.recipe is None
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_that_diverges_in_fp8_never_comes_to_bf16(arm, context, monkeypatch):
+    monkeypatch.setattr(resume, "save", lambda *_: pytest.fail("it went on"))
+    one = arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5, learning_rate=1e30, grad_clip=0.0)
+    with pytest.raises(Diverged, match=r"loss is (nan|inf) (at|after) step [0-4]$"):
+        training.run(one, context)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -257,5 +305,7 @@ def test_captured_steps_go_on_from_a_trunk_of_captured_steps(arm: Any, context: 
     found = [training.run(on_a_gpu(one), context) for one in arms]
     assert len({one.work["trunk"]["sha256"] for one in found}) == 1
     assert found[0].samples["trunk_loss"] + found[0].samples["loss"] == pytest.approx(straight["loss"], rel=1e-3)
+    ends = training.run(on_a_gpu(arm("control", **{**asked, "branch_at": None, "bf16_from": 10})), context).samples
+    assert ends["loss"] == pytest.approx(straight["loss"], rel=1e-3)
     first = [one.samples["loss"][0] for one in found]
     assert first == pytest.approx([first[0]] * len(first), abs=0.02)
