@@ -36,8 +36,10 @@ FAR_BROKEN = frozenset({"char", "gpt2", "llama", "gpt2-short"})
 #: three pairs show that in 44 % of studies, six in over 99 %.
 BROKEN_NEARER = 6
 
+Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
+
 #: Of the step that te-bench recommends, which has an FP8 head too.
-FASTEST = "delayed_scaling"
+FASTEST_WAY: Way = ("delayed_scaling", {"head": "fp8"})
 
 #: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
@@ -78,7 +80,8 @@ def experiment(options: Options) -> Experiment:
     seeds = suite_trials.seeds(options, pilot if options.as_pilot else usual)
     ways = _ways(options, preset, problem)
     if ending := _ending_in_bf16(options, problem["steps"]):
-        ways += [(recipe, {**parts, **ending}) for recipe, parts in ways]
+        most = FASTEST_WAY if preset in presets.FUSED and options.recipes is None else None
+        ways += [(recipe, {**parts, **ending}) for recipe, parts in ways if most in (None, (recipe, parts))]
     ratio = best_ratio(len(ways)) if pooled else None
     faults = BROKEN if pooled or (preset in FAR_BROKEN and not branch) else BROKEN_NEARER
     if ratio is None:
@@ -140,9 +143,6 @@ def best_ratio(recipes: int) -> int:
     return min((2, 3, 4), key=lambda ratio: ((recipes + ratio) * (1 + 1 / ratio), -ratio))
 
 
-Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
-
-
 def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     """What is judged: recipes; with --weights or --states bf16, which then has them as the recipes that are named."""
     if fewer := run_options.fewer_bits(options):
@@ -157,7 +157,7 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
     if preset in presets.FUSED:  # bf16 too runs through the fused step
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
-            found += [(FASTEST, {"head": "fp8"}), (suite_trials.FP8_ATTENTION, {})]
+            found += [FASTEST_WAY, (suite_trials.FP8_ATTENTION, {})]
         elif options.fused:
             found += [(recipe, {"head": "fp8"}) for recipe in recipes]
         return _possible(found)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from te_bench.experiments import plan, presets, suite_trials
-from te_bench.experiments.problems import trunk_of
+from te_bench.experiments.problems import end_of, trunk_of
 from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.experiments.suites import convergence
 from te_bench.kernels.attention import Problem, load
@@ -457,6 +457,22 @@ def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
     assert trunk_of(resolve(preset=preset).trials[0]) is None
 
 
+def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not() -> None:
+    """Each that is named, else of the presets that step fused the fastest alone; all other trials are as they were."""
+
+    def ending(**asked: Any) -> list[tuple[Any, ...]]:
+        before = {trial.id for trial in resolve(fused=None, **asked).trials}
+        more = [t for t in resolve(fused=None, bf16_from=75, **asked).trials if t.id not in before]
+        assert {trial.problem["bf16_from"] for trial in more} == {75}
+        assert all(end_of(trial).precision == "bf16" for trial in more)
+        return sorted((trial.recipe, trial.problem.get("head")) for trial in more)
+
+    assert ending(preset="gpt2", seeds=1) == [("delayed_scaling", "fp8")]
+    named = ("float8_block_scaling", "float8_current_scaling")
+    assert ending(preset="llama", seeds=1, recipes=named) == [(name, "chunked") for name in named]
+    assert ending(preset="cpu", seeds=1, recipes=named) == [(name, None) for name in named]
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -470,6 +486,11 @@ def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
             {"branch_at": 75, "design": "pool"},
             r"^--branch-at 75 beside --design pool: runs of one trunk are pairs; leave",
         ),
+        ({"bf16_from": 0}, r"^--bf16-from 0: give 1 or more$"),
+        ({"bf16_from": 150}, r"^--bf16-from 150: the training has 150 steps, and bf16 is to have some; give fewer"),
+        ({"bf16_from": 75, "branch_at": 75}, r"^--branch-at 75 beside --bf16-from: one judges where FP8 begins, the"),
+        ({"bf16_from": 75, "weights": "bf16"}, r"^--bf16-from 75 beside --weights or --states: it judges where FP8"),
+        ({"bf16_from": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--bf16-from 75 beside --parallel: the prec"),
         ({"branch_at": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--branch-at 75 beside --parallel: a trunk"),
     ],
 )
