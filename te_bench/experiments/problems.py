@@ -357,7 +357,7 @@ class GemmProblem(TrialProblem):
     k: int
     dtype: Literal["e4m3", "bf16"]  # of the operands
     backend: str
-    scales: Literal["tensor", "row"] | None = None
+    scales: Literal["tensor", "row", "block"] | None = None
     fast_accum: bool = False
     epilogue: Literal["activated", "gradient"] | None = None
 
