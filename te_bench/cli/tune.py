@@ -27,8 +27,8 @@ def tune(
         typer.Option(
             metavar="SHAPE",
             help="Attention: B,H[/Hkv],T,D,MASK; MASK is causal, full or window=LEFT:RIGHT. GEMM: M,N,K, bf16, or "
-            "M,N,K,fp8[,row][,promoted]. Epilogue: M,N,K,activated or gradient. Head: N,D,VOCAB[/PADDED]. Several may be "
-            "given. Default: those of the suite, or of the table that ships.",
+            "M,N,K,fp8[,row][,promoted], or M,N,K,fp8,block. Epilogue: M,N,K,activated or gradient. Head: "
+            "N,D,VOCAB[/PADDED]. Several may be given. Default: those of the suite, or of the table that ships.",
         ),
     ] = None,
     dtype: Annotated[
@@ -181,7 +181,7 @@ def label(row: "Timing") -> str:
     p = row.problem
     if row.operator == "gemm":
         words = [f"M{p.m} N{p.n} K{p.k}", "fp8" if p.scales else p.dtype, p.scales, p.epilogue]
-        words += ["promoted"] if p.scales and not p.fast_accum else []
+        words += ["promoted"] if p.scales in ("tensor", "row") and not p.fast_accum else []
         return " ".join(word for word in words if word)
     if row.operator == "linear_cross_entropy":
         return f"N{p.n} D{p.d} V{p.vocab}/{p.padded} {p.dtype}"

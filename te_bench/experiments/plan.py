@@ -10,6 +10,7 @@ from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
     LayerProblem,
+    PieceProblem,
     Settings,
     StepProblem,
     TrainingProblem,
@@ -29,6 +30,7 @@ from te_bench.experiments.spec import (
     Trial,
     matches,
 )
+from te_bench.experiments.suites import pieces
 from te_bench.kernels.gemm import table
 from te_bench.models import cost
 from te_bench.models.configs import configs
@@ -42,7 +44,14 @@ PLUGINS = {
     "fault": "te_bench.models.faults",
     **dict.fromkeys(("rival", "linears"), "te_bench.models.rivals"),
 }
-WITHOUT_ATTENTION = ("ceilings", "layer", "gemm", "linear", "linear_cross_entropy")  # workloads that can do without
+WITHOUT_ATTENTION = (
+    "ceilings",
+    "layer",
+    "gemm",
+    "linear",
+    "linear_cross_entropy",
+    "piece",
+)  # workloads that can do without
 RECIPES = "te_bench.models.recipe"
 SPANNING = ("train_step", "training")  # workloads that span the GPUs of --parallel
 _OF_YOUR_MODEL = {
@@ -247,6 +256,10 @@ def _check_problem(trial: Trial, p: TrialProblem) -> None:
     if isinstance(p, GemmProblem):
         shape = {name: value for name, value in trial.problem.items() if name != "backend"}
         plugins.check("backend", p.backend, table.rivals(table.read_problem(shape)))
+    if isinstance(p, PieceProblem):
+        plugins.check("kind", p.kind, list(pieces.PIECES))
+        plugins.check(f"call of {p.kind}", p.call, list(pieces.PIECES[p.kind]))
+        plugins.check("backend", p.backend, list(pieces.rivals(p.kind, p.call)))
     if isinstance(p, StepProblem):
         _check_step(trial, p)
     if isinstance(p, LayerProblem) and p.model is not None:

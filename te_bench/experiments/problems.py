@@ -24,7 +24,7 @@ Settings = dict[str, Any]
 
 #: How a trial's name shows a setting, in this order; of what is not here the id alone tells.
 _SHOWN = {
-    **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype"), ""),
+    **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype", "kind", "call"), ""),
     "branch_at": "from",
     "bf16_from": "bf16-from",
     "batch": "b",
@@ -357,7 +357,7 @@ class GemmProblem(TrialProblem):
     k: int
     dtype: Literal["e4m3", "bf16"]  # of the operands
     backend: str
-    scales: Literal["tensor", "row"] | None = None
+    scales: Literal["tensor", "row", "block"] | None = None
     fast_accum: bool = False
     epilogue: Literal["activated", "gradient"] | None = None
 
@@ -382,6 +382,17 @@ class HeadProblem(TrialProblem):
     head: str  # of kernels.linear_cross_entropy
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceProblem(TrialProblem):
+    """A norm or an activation of m rows and n columns, as suites.pieces.PIECES has it."""
+
+    kind: str  # of kernels.norm or kernels.activation
+    call: str  # a function of their contract
+    m: int
+    n: int
+    backend: str
+
+
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
@@ -396,6 +407,7 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
     "gemm": GemmProblem,
     "linear": LinearProblem,
     "linear_cross_entropy": HeadProblem,
+    "piece": PieceProblem,
 }
 
 

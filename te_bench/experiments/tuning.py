@@ -18,7 +18,7 @@ from te_bench.kernels.gemm import table
 from te_bench.kernels.gemm.table import GemmShape
 
 ATTENTION = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=(\d*):(\d*))")
-GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(,row)?(,promoted)?)?")
+GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(?:,(block)|(,row)?(,promoted)?))?")
 EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
 #: GPT-2 124M, 355M and 1.5B.
@@ -127,16 +127,19 @@ def _attention_backends(problem: Settings) -> list[str]:
 
 
 def gemm_shape(text: str) -> Settings:
-    """The settings of M,N,K in bf16, or M,N,K,fp8[,row][,promoted]."""
+    """The settings of M,N,K in bf16, M,N,K,fp8[,row][,promoted] or M,N,K,fp8,block."""
     found = GEMM.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"--shape {text}: give M,N,K such as 12288,3072,768 or 12288,3072,768,fp8,row,promoted")
-    m, n, k, fp8, row, promoted = found.groups()
+        raise ValueError(
+            f"--shape {text}: give M,N,K such as 12288,3072,768, 12288,3072,768,fp8,row,promoted or "
+            "12288,3072,768,fp8,block"
+        )
+    m, n, k, fp8, block, row, promoted = found.groups()
     sizes: dict[str, Any] = _sizes(text, m=m, n=n, k=k)
     if not fp8:
         return _settings(GemmShape(**sizes, dtype="bf16"))
-    scales = "row" if row else "tensor"
-    return _settings(GemmShape(**sizes, dtype="e4m3", scales=scales, fast_accum=not promoted))
+    scales = block or ("row" if row else "tensor")
+    return _settings(GemmShape(**sizes, dtype="e4m3", scales=scales, fast_accum=not (promoted or block)))
 
 
 def epilogue_shape(text: str) -> Settings:

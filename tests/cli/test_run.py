@@ -60,6 +60,21 @@ def test_the_layer_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_pieces_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
+    done = te_bench("run", "pieces", "--device", "cpu", "--model", "llama-tiny", "--out", tmp_path / "out", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = rows(tmp_path / "out")
+    assert {row["outcome"] for row in written} == {"ok"}
+    assert {(row["trial"]["problem"]["kind"], row["trial"]["problem"]["n"]) for row in written} == {
+        ("rmsnorm", 64),
+        ("swiglu", 192),
+    }
+    told = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "Norms and activations alone" in told
+    assert "| RMSNorm forward with the FP8 cast | 128 x 64 | PyTorch eager |" in told
+
+
+@pytest.mark.slow
 def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_path: Path) -> None:
     """Which may be deleted: whoever needs it then trains it again, and says so."""
     of_it = ("--device", "cpu", "--preset", "cpu", "--steps", 4, "--branch-at", 2, "--data", "random", "--seeds", 1)

@@ -56,6 +56,7 @@ def own_table() -> tuple[Timing, ...]:
         (["attention", "--from", "nowhere"], "nowhere"),
         (["gemm", "--shape", "64,64"], "--shape 64,64: give M,N,K such as"),
         (["gemm", "--shape", "64,64,64,row"], "give M,N,K such as"),
+        (["gemm", "--shape", "64,64,64,fp8,block,promoted"], "give M,N,K such as"),
         (["gemm", "--shape", "64,0,64"], "every size must be at least 1"),
         (["gemm", "--dtype", "bf16"], "--dtype bf16: of gemm the shape says it"),
         (["gemm", "--rivals", "flash"], "unknown rival 'flash'"),
@@ -235,9 +236,10 @@ def test_a_cpu_is_measured_and_a_second_time_goes_on(command: Command, tmp_path:
 @pytest.mark.slow
 def test_a_cpus_gemms_epilogues_and_heads_are_measured_into_one_table(command: Command) -> None:
     done = command("tune", "gemm", "--device", "cpu", "--rounds", "1", "--rivals", "torch,gluon,reference,scaled_mm",
-        "--shape", "64,48,32", "--shape", "64,48,32,fp8,row")  # fmt: skip
+        "--shape", "64,48,32", "--shape", "64,48,32,fp8,row", "--shape", "64,48,160,fp8,block")  # fmt: skip
     assert done.code == 0, done.err
     assert "scaled_mm: needs an NVIDIA GPU" in done.out
+    assert "M64 N48 K160 fp8 block: reference" in done.out
     for what, shape in (("epilogue", "64,48,32,gradient"), ("head", "32,16,50/64")):
         rivals = ["--rivals", "reference"] if what == "head" else []
         done = command("tune", what, "--device", "cpu", "--rounds", "1", "--shape", shape, *rivals)
@@ -247,5 +249,6 @@ def test_a_cpus_gemms_epilogues_and_heads_are_measured_into_one_table(command: C
         GemmShape(m=64, n=48, k=32, dtype="bf16", epilogue="gradient"): {"separate"},
         GemmShape(m=64, n=48, k=32, dtype="bf16"): {"torch"},
         GemmShape(m=64, n=48, k=32, dtype="e4m3", scales="row", fast_accum=True): {"reference"},
+        GemmShape(m=64, n=48, k=160, dtype="e4m3", scales="block"): {"reference"},
     }
     assert {row.machine for row in own_table()} == {measured.machine_name("cpu")}

@@ -151,6 +151,7 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ("convergence", {"tokens": 4096, "preset": "cpu"}, {}, "how long your model's sequences are"),
         ("quick", {}, {}, "--model: the suite quick chooses its models itself; leave it out"),
         ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
+        ("pieces", {}, {}, "--model planned:make: the suite pieces knows te-bench's own layers alone; give gpt2"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sentence, model, monkeypatch):

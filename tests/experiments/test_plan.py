@@ -82,12 +82,22 @@ def test_a_head_and_an_optimizer_are_checked_where_a_problem_has_them(setting: s
     assert str(caught.value).startswith(message)
 
 
+PIECE = {"m": 8, "n": 8, "backend": "triton"}
+
+
 @pytest.mark.parametrize(
     ("workload", "problem", "message"),
     [
         ("gemm", {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "backend": "tritn"}, "backend 'tritn'. Known: torch, gluon"),
         ("gemm", {"m": 8, "n": 8, "k": 8, "dtype": "bf16", "backend": "separate"}, "backend 'separate'. Known: torch"),
         ("linear_cross_entropy", {"n": 8, "d": 8, "vocab": 8, "padded": 8, "head": "chunkd"}, "head 'chunkd'. Did you"),
+        ("piece", {**PIECE, "kind": "rmsnrm", "call": "forward"}, "kind 'rmsnrm'. Did you mean rmsnorm"),
+        ("piece", {**PIECE, "kind": "rmsnorm", "call": "backward_quantized"}, "call of rmsnorm 'backward_quantized'."),
+        (
+            "piece",
+            {**PIECE, "kind": "gelu", "call": "forward", "backend": "liger"},
+            "backend 'liger'. Known: reference",
+        ),
     ],
 )
 def test_who_is_timed_alone_is_checked_too(workload: str, problem: dict[str, Any], message: str) -> None:

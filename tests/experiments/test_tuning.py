@@ -34,6 +34,7 @@ SIZES = {"m": 8, "n": 16, "k": 32}
         ("gemm", "8,16,32,fp8,row", {**SIZES, "dtype": "e4m3", "scales": "row", "fast_accum": True}),
         ("gemm", "8,16,32,fp8,promoted", {**SIZES, "dtype": "e4m3", "scales": "tensor", "fast_accum": False}),
         ("gemm", " 8,16,32,fp8,row,promoted", {**SIZES, "dtype": "e4m3", "scales": "row", "fast_accum": False}),
+        ("gemm", "8,16,32,fp8,block", {**SIZES, "dtype": "e4m3", "scales": "block", "fast_accum": False}),
         ("epilogue", "8,16,32,gradient", {**SIZES, "dtype": "bf16", "epilogue": "gradient"}),
         ("head", "8,16,50/64", {"n": 8, "d": 16, "vocab": 50, "padded": 64}),
         ("head", "8,16,50", {"n": 8, "d": 16, "vocab": 50, "padded": 50}),

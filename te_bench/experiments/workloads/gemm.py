@@ -23,8 +23,10 @@ from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, gemm
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import half, table
+from te_bench.kernels.gemm.operands import BLOCKS
 from te_bench.kernels.gemm.table import GemmShape
-from te_bench.kernels.quantize import ROW, TENSOR, Layout, Operand
+from te_bench.kernels.quantize import BLOCK, ROW, SQUARE, STRIP, Layout, Operand
+from te_bench.kernels.quantize.backends import reference as quantizer
 
 ACTIVATION = "gelu_erf"
 CHECKED_TOGETHER = 2**24  # elements of D that float64 computes at a time
@@ -59,29 +61,29 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def _fp8(shape: GemmShape, name: str, device: str) -> Case:
     rival = gemm.load(name)
-    layout = Layout(torch.float8_e4m3fn, ROW if shape.scales == "row" else TENSOR, torch.float32)
+    of_a, of_b = (Layout(torch.float8_e4m3fn, BLOCKS[kind], torch.float32) for kind in table.SCALES[shape.scales or ""])
     problem = gemm.Problem(
         m=shape.m,
         n=shape.n,
         k=shape.k,
-        a=layout,
-        b=layout,
+        a=of_a,
+        b=of_b,
         device=device,
         capability=trial_model.capability(device),
     )
     require(name, rival.unsupported(problem))
-    a, b = (_quantized(rows, shape.k, layout, device) for rows in (shape.m, shape.n))
+    a, b = (_quantized(rows, shape.k, layout, device) for rows, layout in ((shape.m, of_a), (shape.n, of_b)))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
     plain = gemm.load("reference").forward
 
-    def of_a(rows: slice) -> Operand:
-        return Operand(a.data[rows], a.scale_inv[rows] if shape.scales == "row" else a.scale_inv, layout)
+    def part(rows: slice) -> Operand:
+        return Operand(a.data[rows], a.scale_inv if shape.scales == "tensor" else a.scale_inv[rows], of_a)
 
     on_tensor_cores = device == "cuda" and name != "reference"
     return Case(
         call=lambda: (rival.forward(a, b, **options),),
-        exact=lambda rows: (_in_float64(of_a(rows)) @ _in_float64(b).t(),),
-        yardstick=lambda rows: (plain(of_a(rows), b, **options),),
+        exact=lambda rows: (_in_float64(part(rows)) @ _in_float64(b).t(),),
+        yardstick=lambda rows: (plain(part(rows), b, **options),),
         floor=GEMM_FLOOR[("fast" if shape.fast_accum else "promoted") if on_tensor_cores else "float32"],
     )
 
@@ -89,13 +91,15 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
 def _quantized(rows: int, k: int, layout: Layout, device: str) -> Operand:
     """Normal data in E4M3, for a tensor core's power and clock depend on them."""
     x = torch.randn(rows, k, device=device)
+    if layout.block in (STRIP, SQUARE):
+        height = 1 if layout.block == STRIP else BLOCK
+        return quantizer.block(x, layout.format, rows=height, rowwise=True, columnwise=False).by_rows()
     scale_inv = (x.abs().amax(1, keepdim=True) if layout.block == ROW else x.abs().amax()) / 448
     return Operand((x / scale_inv).to(layout.format), scale_inv.view(layout.scale_shape(rows, k)), layout)
 
 
 def _in_float64(x: Operand) -> Tensor:
-    scale_inv = x.scale_inv.double()
-    return x.data.double() * (scale_inv[:, None] if x.layout.block == ROW else scale_inv)
+    return x.data.double() * quantizer.spread(x)
 
 
 def _product(shape: GemmShape, name: str, device: str) -> Case:

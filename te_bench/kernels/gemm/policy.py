@@ -1,6 +1,7 @@
 """The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
 
-Block scales go by Triton where cuBLASLt has none: on every GPU with TMA but Hopper.
+Block scales go by Triton where cuBLASLt has none: on every GPU with TMA but Hopper. What is measured of them is 1 x 128 of a
+by 128 x 128 of b.
 
 Every backend keeps the same contract, so that the choice is one of time; the last bits differ, by the order in which K is
 added up and by a bias that Gluon adds before it rounds. It depends on the shape, the scales, the sums asked for and the GPU,
@@ -56,19 +57,19 @@ def _launcher(
     """The launcher of another backend than cuBLASLt. Raises ValueError for block scales that no backend multiplies there."""
     if device < 0 or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
         return None
-    granularity, _ = granularities(a, b)
+    pair = granularities(a, b)
+    granularity = next((name for name, measurable in table.SCALES.items() if measurable == pair), None)
     (m, k), (n, _) = a_shape, b_shape
     capability = torch.cuda.get_device_capability(device)
     problem = Problem(m=m, n=n, k=k, a=a, b=b, device="cuda", capability=capability)
-    if granularity not in table.SCALES:
-        lack = scaled_mm.lacks_block_scales(capability)
-        if lack is None or not (m and n and k):
+    if "block" in pair and (lack := scaled_mm.lacks_block_scales(capability)) is not None:
+        if not (m and n and k):
             return None
         if reason := triton.BACKEND.unsupported(problem):
             raise ValueError(f"{lack}; by Triton: {reason}")
         return LAUNCHES["triton"]
     # What was measured: E4M3 into half precision. float32 leaves by other tiles.
-    if not (a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2):
+    if granularity is None or not (a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2):
         return None
     processors = architecture.processors(torch.device("cuda", device))
     gpu = torch.cuda.get_device_name(device)
@@ -83,7 +84,8 @@ measured.on_forget(_launcher.cache_clear)
 
 
 def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str, processors: int) -> str:
-    """The backend's name, of E4M3 operands (M, K) and (N, K) with scales per "tensor" or "row"."""
+    """The backend's name, of E4M3 operands (M, K) and (N, K) with those of table.SCALES."""
+    fast = fast and granularity != "block"
     shape = {"n": n, "k": k, "dtype": "e4m3", "scales": granularity, "fast_accum": fast, "epilogue": None}
     row = table.nearest(gpu, processors, m, **shape)
     return USUAL if row is None else row.choose(USUAL, LAUNCHES, table.LEAST_GAIN)

@@ -16,7 +16,8 @@ LEAST_GAIN = 1.05
 #: many the last, ragged one is too little to count.
 NEAR_HEIGHT, TILE, MANY_WAVES = 1.25, 128, 8
 DTYPES = ("e4m3", "bf16")
-SCALES = ("tensor", "row")
+#: What shares a scale: of a and of b.
+SCALES = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("block", "tile")}
 ACTIVATED, GRADIENT = "activated", "gradient"
 #: Rivals in half precision: a product by torch; one with the activation's kernel after it; the Gluon GEMM, all in one.
 TORCH, SEPARATE, GLUON = "torch", "separate", "gluon"
@@ -24,8 +25,9 @@ TORCH, SEPARATE, GLUON = "torch", "separate", "gluon"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmShape:
-    """D (M, N) = a (M, K) b (N, K)^T. FP8 has scales per tensor or row, and may keep the tensor core's 14-bit sums.
+    """D (M, N) = a (M, K) b (N, K)^T. FP8 has scales per tensor, row or block, 1 x 128 of a and 128 x 128 of b.
 
+    fast_accum: the tensor core keeps its 14-bit sums; blocks are promoted as they are scaled.
     epilogue: "activated", D and f(D); "gradient", D f'(h), b lying as (K, N). Measured with GELU.
     """
 
@@ -47,6 +49,8 @@ class GemmShape:
         fp8 = self.dtype == "e4m3"
         if fp8 != (self.scales in SCALES) or (not fp8 and (self.scales is not None or self.fast_accum)):
             raise ValueError(f"scales {self.scales!r}, fast_accum {self.fast_accum}: FP8 has scales, nothing else has")
+        if self.scales == "block" and self.fast_accum:
+            raise ValueError("fast_accum with scales per block: every block of K is promoted when it is scaled")
         if fp8 and self.epilogue is not None:
             raise ValueError(f"epilogue {self.epilogue!r} in FP8: it is that of a GEMM in half precision")
 

@@ -34,6 +34,7 @@ SECTIONS = (
     ("max-batch", "Largest batch", ("max_batch",), ("max_batch",)),
     ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention", "attention_ratios")),
     ("heads", "Heads alone", (), ("heads",)),
+    ("pieces", "Norms and activations alone", (), ("pieces",)),
     ("numerics", "Where to scale q", ("numerics",), ("numerics",)),
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),

@@ -8,9 +8,9 @@ from typing import Any
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import (
+    alone_tables,
     attention_tables,
     equal_loss,
-    head_tables,
     layer_tables,
     scaled_tables,
     step_tables,
@@ -66,7 +66,8 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "max_batch": step_tables.largest_batch,
     "attention": attention_tables.times,
     "attention_ratios": attention_tables.ratios,
-    "heads": head_tables.times,
+    "heads": alone_tables.heads,
+    "pieces": alone_tables.pieces,
     "numerics": attention_tables.scaling_errors,
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,

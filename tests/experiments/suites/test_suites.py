@@ -283,6 +283,30 @@ def test_heads_have_every_head_at_every_shape_beside_all_the_logits_compiled(tmp
     assert {min(v for _, _, v in shapes), max(v for _, _, v in shapes)} == {32000, 256000}
 
 
+def test_pieces_are_those_of_the_issue_by_every_rival_that_has_them(tmp_path: Path) -> None:
+    def planned(**asked: Any) -> tuple[dict[Any, set[Any]], set[tuple[Any, ...]]]:
+        experiment = plan.resolve("pieces", Options(seeds=1, cache=tmp_path, **asked))
+        by: dict[Any, set[Any]] = {}
+        for t in experiment.trials:
+            by.setdefault((t.problem["kind"], t.problem["call"]), set()).add((t.problem["backend"], t.mode))
+        assert experiment.trials[0].cell == experiment.baseline
+        return by, {(t.problem["kind"], t.problem["m"], t.problem["n"]) for t in experiment.trials}
+
+    ours = {("reference", "compile"), ("triton", "eager")}
+    by, sizes = planned(device="cuda")
+    assert by["rmsnorm", "forward"] == by["rmsnorm", "backward"] == ours | {("torch", "eager"), ("liger", "eager")}
+    assert by["swiglu", "forward"] == ours | {("liger", "eager")}
+    assert by["rmsnorm", "forward_quantized"] == by["swiglu", "forward_quantized"] == ours
+    assert {("layernorm", "add_forward"), ("gelu", "backward_quantized")} <= by.keys()
+    assert {("rmsnorm", 16384, 4096), ("swiglu", 16384, 14336)} < sizes
+    assert planned(device="cuda", model="llama3-8b")[1] == {("rmsnorm", 16384, 4096), ("swiglu", 16384, 14336)}
+    asked = {"model": "gpt2", "batch": 3, "tokens": 1000}
+    assert planned(device="cuda", **asked)[1] == {("layernorm", 3000, 768), ("gelu_erf", 3000, 3072)}
+    on_cpu, small = planned(device="cpu")
+    assert set().union(*on_cpu.values()) == {("reference", "eager"), ("torch", "eager")}
+    assert max(m * n for _, m, n in small) < 2**17
+
+
 def test_attention_has_the_shapes_of_shared_heads(tmp_path: Path) -> None:
     trials = [t for t in resolve("attention", "cuda", tmp_path).trials if t.problem.get("kv_heads") == 8]
     assert {(t.problem["batch"], t.problem["length"]) for t in trials} == {(4, 2048), (1, 8192)}

@@ -1,7 +1,9 @@
 """A GEMM of the workload `gemm`: checked, then timed, and no wrong one passes."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from te_bench.experiments.workloads import gemm as workload
 from te_bench.kernels import gemm
 from te_bench.kernels.activation.backends import reference as activation
 from te_bench.kernels.gemm import half
+from te_bench.kernels.quantize import Operand
 
 SIZES = {"m": 48, "n": 32, "k": 64}
 FP8 = {**SIZES, "dtype": "e4m3", "scales": "tensor", "fast_accum": True, "backend": "reference"}
+BLOCK = {**FP8, "k": 192, "scales": "block", "fast_accum": False}
 HALF = {**SIZES, "dtype": "bf16", "backend": "torch"}
 ACTIVATED = {**SIZES, "dtype": "bf16", "epilogue": "activated", "backend": "separate"}
 GRADIENT = {**ACTIVATED, "epilogue": "gradient"}
@@ -33,11 +37,11 @@ def run(problem: dict[str, object], device: str = "cpu") -> Measurement:
     return workload.run(trial, Context())
 
 
-@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}, HALF, ACTIVATED, GRADIENT], ids=str)
+@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}, BLOCK, HALF, ACTIVATED, GRADIENT], ids=str)
 def test_is_checked_and_timed(problem: dict[str, object]) -> None:
     found = run(problem)
     assert found.samples == {"kernel_s": [1.0]}
-    assert found.work == {"flop": 2 * 48 * 32 * 64}
+    assert found.work == {"flop": 2 * 48 * 32 * (192 if problem is BLOCK else 64)}
     names = ["D", "f(D)"] if problem.get("epilogue") == "activated" else ["D"]
     assert [q["name"] for q in found.check["quantities"]] == names
     assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
@@ -54,7 +58,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}], ids=["tensor", "row"])
+@pytest.mark.parametrize("problem", [FP8, {**FP8, "scales": "row"}, BLOCK], ids=["tensor", "row", "block"])
 def test_a_wrong_fp8_product_fails(problem: dict[str, object], wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = gemm.load("reference")
     spoilt = dataclasses.replace(right, forward=lambda *args, **options: WRONG[wrong](right.forward(*args, **options)))
@@ -84,10 +88,32 @@ def test_what_cannot_run_here_says_why() -> None:
         run({**HALF, "n": 30, "backend": "gluon"})
 
 
+@pytest.mark.parametrize(("which", "element"), [(None, None), (0, (5, 1)), (1, (0, 1))], ids=str)
+def test_blocks_by_te_benchs_kernel_fail_with_one_scale_doubled(
+    which: int | None, element: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, load = gemm.load("triton"), gemm.load
+
+    def forward(*operands: Operand, **options: Any) -> Tensor:
+        given = list(operands)
+        if which is not None:
+            scale_inv = given[which].scale_inv.clone()
+            scale_inv[element] *= 2
+            given[which] = given[which]._replace(scale_inv=scale_inv)
+        out: Tensor = right.forward(*given, **options)
+        return out
+
+    spoilt = dataclasses.replace(right, forward=forward)
+    monkeypatch.setattr(gemm, "load", lambda name: spoilt if name == "triton" else load(name))
+    with pytest.raises(CheckFailed, match="D: error") if which is not None else contextlib.nullcontext():
+        assert run({**BLOCK, "backend": "triton"}).samples
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
     [{**FP8, "backend": name} for name in ("scaled_mm", "triton", "gluon")]
+    + [{**BLOCK, "backend": name} for name in ("scaled_mm", "triton")]
     + [{**p, **by} for p in (HALF, ACTIVATED, GRADIENT) for by in ({}, {"backend": "gluon"})],
     ids=str,
 )

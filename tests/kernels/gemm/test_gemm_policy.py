@@ -23,8 +23,8 @@ SHIPPED = [row for row in measured.read(measured.SHIPPED) if row.operator == "ge
 pytestmark = pytest.mark.usefixtures("own")
 
 
-def a_row(m: int, n: int, k: int, machine: str = GPU, **seconds: float) -> Timing:
-    shape = GemmShape(m=m, n=n, k=k, dtype="e4m3", scales="tensor", fast_accum=True)
+def a_row(m: int, n: int, k: int, machine: str = GPU, scales: str = "tensor", **seconds: float) -> Timing:
+    shape = GemmShape(m=m, n=n, k=k, dtype="e4m3", scales=scales, fast_accum=scales != "block")
     return Timing(operator="gemm", machine=machine, problem=shape, seconds=seconds, source="a test")
 
 
@@ -84,11 +84,13 @@ def test_a_backend_that_is_not_the_policys_or_has_no_rival_is_not_chosen() -> No
 
 
 def test_a_shape_that_is_none() -> None:
-    for wrong in ({"m": 0}, {"dtype": "e5m2"}, {"scales": None}, {"scales": "block"}, {"epilogue": "gradient"}):
+    for wrong in ({"m": 0}, {"dtype": "e5m2"}, {"scales": None}, {"scales": "tile"}, {"epilogue": "gradient"}):
         with pytest.raises(ValueError, match=r"at least 1|no GEMM in|FP8 has scales|in half precision"):
             table.read_problem({"m": 8, "n": 8, "k": 8, "dtype": "e4m3", "scales": "row", **wrong})
     with pytest.raises(ValueError, match="FP8 has scales"):
         table.read_problem({"m": 8, "n": 8, "k": 8, "dtype": "bf16", "fast_accum": True})
+    with pytest.raises(ValueError, match="fast_accum with scales per block"):
+        table.read_problem({"m": 8, "n": 8, "k": 8, "dtype": "e4m3", "scales": "block", "fast_accum": True})
 
 
 # What is launched, with a GPU's name in place of the GPU
@@ -155,6 +157,17 @@ def test_compiled_it_is_one_operator(an_h200: list[str]) -> None:
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(*operands)
     assert torch.equal(out, product(operands).to(BF16) * 2)
     assert an_h200 == ["gluon"]
+
+
+def test_block_scales_go_by_what_was_measured_of_activations_by_weights(an_h200: list[str]) -> None:
+    know(a_row(64, 48, 32, scales="block", scaled_mm=2.0, triton=1.0))
+    assert chosen(64, 48, 32, "block") == chosen(64, 48, 32, "block", fast=False) == "triton"
+    for pair in (("block", "tile"), ("block", "block"), ("tile", "block"), ("row", "row")):
+        operands = integers((64, 48, 32), pair)
+        out = policy.forward(*operands, out_dtype=BF16, fast_accum=True)
+        assert torch.equal(out, product(operands).to(BF16))
+    policy.forward(*integers((64, 48, 32), ("block", "tile")), out_dtype=torch.float32)
+    assert an_h200 == ["triton", *["scaled_mm"] * 4]
 
 
 def test_block_scales_go_by_triton_where_cublaslt_has_none(an_h200: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,33 @@ def test_heads_stand_beside_the_one_of_all_logits_at_their_shape(tmp_path):
     assert "Joules" not in bare.note
 
 
+def test_pieces_stand_beside_the_compiled_one_at_their_size(tmp_path):
+    def piece(backend, seed, seconds, call="forward", n=4096, **changes):
+        of = trial(
+            "piece", "none", kind="rmsnorm", call=call, m=16384, n=n, backend=backend, seed=seed, precision="bf16",
+            protocol="kernel", mode="compile" if backend == "reference" else "eager",
+        )  # fmt: skip
+        samples = {"kernel_s": [seconds] * 3, "energy_j": [0.05]}
+        return record(of, samples=samples, work={"bytes": 4 * 16384 * n}, **changes)
+
+    records = [piece("triton", s, 1e-4 - s * 1e-6) for s in (0, 1)] + [piece("reference", s, 2e-4) for s in (0, 1)]
+    records += [piece("triton", 0, 1e-4, n=2048), piece("reference", 0, 3e-4, "add_forward_quantized")]
+    records += [record(piece("liger", 0, 1).trial, outcome="unsupported")]
+    table = table_of(tmp_path, "pieces", records)
+    titles = [column.title for column in table.columns]
+    assert titles == ["Piece", "Tokens x width", "By", "ms", "Speed-up", "TB/s", "mJ", "ok/planned"]
+    rows = {tuple(row[:3]): row[3:] for row in texts(table)}
+    at = "RMSNorm forward", "16384 x 4096"
+    assert rows[*at, "torch.compile"] == ["0.200", "—", "1.34", "50.0", "2/2"]
+    assert rows[*at, "te-bench"][1].startswith("2.01× [1.89")
+    assert rows[*at, "te-bench"][2] == "2.70"
+    assert rows[*at, "Liger (unsupported)"] == ["—"] * 4 + ["0/1"]
+    assert rows["RMSNorm forward", "16384 x 2048", "te-bench"][1] == "—"
+    assert ("sum and RMSNorm forward with the FP8 cast", at[1], "torch.compile") in rows
+    assert "TB/s: of all operands, read once, and all results, written once" in table.note
+    assert "Joules" in table.note
+
+
 def test_a_layer_has_what_a_pass_takes_beyond_what_is_held(tmp_path):
     def layer(name, seed, **work):
         samples = {"latency_s": [0.01] * 3, "peak_allocated_bytes": [(3.0 + seed) * 2**30]}
@@ -165,12 +192,12 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
 #: Of convergence runs: test_verdict_tables.py.
 VERDICT = {"verdict", "verdict_reasons", "equal_loss", "stability", "stress"}
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
-HEADS = {"heads"}  # by records of their own, above
+ALONE = {"heads", "pieces"}  # by records of their own, above
 
 
 def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):
     result = only_group(everything(tmp_path / "full"))
-    for name in set(TABLES) - VERDICT - SCALING - HEADS:
+    for name in set(TABLES) - VERDICT - SCALING - ALONE:
         [table] = tables_of(result, name)
         assert table.name == name
         assert table.rows
