@@ -29,6 +29,7 @@ ON_REQUEST = frozenset(
         "mxfp8_block_scaling",
         "nvfp4_block_scaling",
         "nvfp4_block_scaling_bf16_end",
+        "delayed_scaling_e4m3",
         "float8_current_scaling_e4m3",
         "float8_current_scaling_bf16_wgrad",
         "float8_current_scaling_bf16_first",

@@ -84,6 +84,7 @@ def test_recipes_answer_what_they_are() -> None:
     current = {"float8_current_scaling", "float8_per_tensor_scaling"}
     assert said == {
         "delayed_scaling": {"delayed", "float8_per_tensor_scaling"},
+        "delayed_scaling_e4m3": {"delayed", "float8_per_tensor_scaling"},
         "float8_current_scaling": current,
         "float8_current_scaling_dpa": current,
         "float8_current_scaling_e4m3": current,

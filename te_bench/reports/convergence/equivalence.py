@@ -166,6 +166,7 @@ def judge(
     alpha: float = 0.05,
     paired: bool = True,
     diverged: Mapping[str, str] | None = None,
+    primary: str | None = None,
 ) -> dict[str, CandidateVerdict]:
     """Verdicts over a family of candidates {name: (candidate, control)} from p-values after Holm, a claim at a time.
 
@@ -175,6 +176,10 @@ def judge(
     adjusted p-values rise with each p-value, so whatever is EQUIVALENT has also been rejected by the Holm procedure of
     the non-inferiority claims, and that one holds the family at alpha (Holm 1979; no independence needed, so a
     shared control is no matter). Likewise EQUIVALENT outside of the margin on either side, and INFERIOR within it.
+
+    `primary` is judged first, at the whole of alpha: that no other is EQUIVALENT or NON_INFERIOR unless it is too holds the
+    family at alpha (serial gatekeeping, Westfall and Krishen 2001, J. Stat. Plan. Inference 99:25). INFERIOR stays Holm's
+    over all of them.
 
     `diverged` gives candidates that broke, with the reason: DIVERGED whatever losses they have, for the runs that
     survived are a biased choice. They stay in the family, with p = 1: its size was fixed before the first step.
@@ -186,11 +191,12 @@ def judge(
         raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
-    adjusted = after_holm({name: compared[name].claims if name in compared else UNCLAIMED for name in names})
+    adjusted = after_holm({name: compared[name].claims if name in compared else UNCLAIMED for name in names}, primary)
+    family = {name: len(names) if primary not in names else 1 if name == primary else len(names) - 1 for name in names}
     return {
-        name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=len(names))
+        name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=family[name])
         if name in broken
-        else _judged(compared[name], claims, len(names))
+        else _judged(compared[name], claims, family[name])
         for name, claims in adjusted.items()
     }
 
@@ -301,11 +307,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(one) for one in adjusted]
 
 
-def after_holm(found: Mapping[str, Claims]) -> dict[str, Claims]:
-    """Adjusted over the candidates, a claim at a time."""
+def after_holm(found: Mapping[str, Claims], primary: str | None = None) -> dict[str, Claims]:
+    """Adjusted over the candidates, a claim at a time; what the others are not shown before the primary one is shown."""
     names = ("equivalent", "non_inferior", "inferior")
     adjusted = (holm([getattr(claims, name) for claims in found.values()]) for name in names)
-    return {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
+    every = {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
+    if primary is None or primary not in found:
+        return every
+    first = found[primary]
+    then = after_holm({name: claims for name, claims in found.items() if name != primary}) | {primary: first}
+    return {
+        name: Claims(
+            max(then[name].equivalent, first.equivalent), max(then[name].non_inferior, first.non_inferior), own.inferior
+        )
+        for name, own in every.items()
+    }
 
 
 def _welch(candidate: Array, control: Array) -> Mean:

@@ -10,6 +10,7 @@ from te_bench.experiments.spec import Experiment, Trial
 from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
+from te_bench.reports.analysis.naming import arm_name
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import GAPS, Option, power_table, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
@@ -41,6 +42,7 @@ class Forecast:
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None where nothing tells
     time_from: str | None = None  # where the seconds are assumed from
     pilot: bool = False
+    primary: str | None = None  # the name of the recipe that is judged before the others
 
     def to_json(self) -> dict[str, Any]:
         conclusion = None
@@ -102,14 +104,19 @@ class Forecast:
             said += [
                 f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
                 f"{spread.gap_sd_at_most:.2g}, which it does not exceed with 80 % confidence",
-                f"  one recipe on its own (alpha {outlook.alone.alpha:g}): {alone}",
+                f"  {self.primary or 'one recipe on its own'} (alpha {outlook.alone.alpha:g}): {alone}",
             ]
             step = f"the hardest of {outlook.recipes} recipes (Holm, alpha {outlook.hardest.alpha:.3g})"
+            if self.primary:
+                said[-1] = f"  judged first, {said[-1].strip()}"
+                rest = f"the hardest of the other {outlook.recipes - 1} (Holm, alpha {outlook.hardest.alpha:.3g})"
+                step = f"{rest}, which pass only where it does"
             said += [f"  {step}: {hardest}"] if outlook.recipes > 1 else []
             said += [
-                f"  the same by the spread that is planned for: {cautious}",
+                f"  {'the first' if self.primary else 'the same'} by the spread that is planned for: {cautious}",
                 *([f"  A/A, without which no verdict counts, by that spread: {aa}"] if outlook.aa_is_weaker else []),
-                "  chance that a recipe and A/A are called EQUIVALENT, by that spread, where its true gap in nat is:",
+                f"  chance that {'it' if self.primary else 'a recipe'} and A/A are called EQUIVALENT, by that spread, where "
+                "its true gap in nat is:",
                 *self._table(outlook),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
@@ -168,11 +175,13 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
-    outlook = None
+    outlook, primary = None, _primary(experiment)
     if spread is not None:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
         recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
-        outlook = planning.outlook(seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest)
+        outlook = planning.outlook(
+            seeds=seeds, **by, recipes=recipes, spread=spread, fewest=fewest, primary=primary is not None
+        )
     unused = planning.unlike(earlier.studies, control) if spread is None or spread.assumed else None
     taken, time_from = trial_seconds(experiment.trials, earlier)
     scope = scope_of(control)
@@ -194,7 +203,14 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
         trunk_bytes=_trunk_bytes(control) if scope else None,
         time_from=time_from,
         pilot=bool(experiment.judgement.get("pilot")),
+        primary=primary,
     )
+
+
+def _primary(experiment: Experiment) -> str | None:
+    cell = experiment.judgement.get("primary")
+    trials = experiment.whole.trials if experiment.whole else experiment.trials
+    return next((arm_name(trial) for trial in trials if trial.cell == cell), None)
 
 
 def fewest_seeds(experiment: Experiment) -> int:

@@ -210,6 +210,11 @@ class Study:
         return None if ratio is None else int(ratio)
 
     @property
+    def primary(self) -> StudyArm | None:
+        """The recipe that is judged before the others, where the plan names one."""
+        return next((arm for arm in self.recipes if arm.trial.cell == self.judgement.get("primary")), None)
+
+    @property
     def two_bf16_runs(self) -> bool:
         """Whether A/A's run of a seed counts beside the control's in what recipes are held to."""
         return self.number("bf16_runs") == 2

@@ -172,7 +172,8 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
         broken = {n: CandidateVerdict(verdict=Verdict.DIVERGED, reason=r, family=family) for n, r in diverged.items()}
         return pool_study.judge_recipes(study, margin, alpha, found | broken)
     untested = {name: judgement.reason for name, judgement in found.items()}
-    return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested) | found
+    primary = None if study.primary is None else study.primary.name
+    return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested, primary=primary) | found
 
 
 def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerdict | None]:

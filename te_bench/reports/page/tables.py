@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "layer_kernels": _each("layers", layer_tables.kernels),
     "curves": _each("trainings", training_tables.curves),
     "verdict": _each("studies", verdict_tables.gaps),
+    "losses": _each("studies", verdict_tables.losses),
     "verdict_reasons": _each("studies", verdict_tables.reasons),
     "equal_loss": _each("studies", equal_loss.times),
     "stability": _each("studies", training_tables.stability),

@@ -26,12 +26,26 @@ def gaps(found: StudyVerdict) -> Table | None:
     )
     if any(finding.speedup for finding in found.findings):
         note += f"To equal loss: how many times as fast it comes to {whose} final loss, with 95 %. "
+    if (first := found.study.primary) is not None:
+        note += f"{first.name} is judged first, by itself; another recipe passes only where it does. "
     note += f"{found.study.assumption}."
     shown = [_gap_row(finding, found) for finding in found.findings]
     notes = " ".join([note, *(f"{n}." for n in found.notes)])
     return table_of(
         "verdict", f"{found.study.title}: gaps against {found.study.reference}", shown, notes, text_columns=2
     )
+
+
+def losses(found: StudyVerdict) -> Table | None:
+    """Final validation losses, one line a configuration that ended any run, a column a seed."""
+    arms = [arm for arm in found.study.arms if arm.finals]
+    seeds = sorted({seed for arm in arms for seed in arm.finals})
+    shown = [
+        {"Configuration": word(arm.name)}
+        | {f"Seed {seed}": number(arm.finals.get(seed), text.loss) for seed in seeds}
+        for arm in arms
+    ]
+    return table_of("losses", f"{found.study.title}: final validation losses", shown, "In nat, evaluated in bf16.")
 
 
 def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:

@@ -39,6 +39,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
     experiment = resolve(device=device, preset=preset)
     first = experiment.trials[0]
     two_heads = preset in presets.FUSED
+    more = (suite_trials.FP8_ATTENTION, "delayed_scaling_e4m3") if two_heads else ()
     alike = [t for t in experiment.trials if t.problem.get("head") == first.problem.get("head")]
     assert all(shared(t) == shared(first) for t in alike)
     ways = {(t.mode, t.attention, t.workload, t.protocol) for t in experiment.trials}
@@ -53,7 +54,7 @@ def test_the_arms_of_a_seed_differ_in_their_arm_alone(device: str, preset: str) 
         assert found == {
             ("bf16", None, "control", None, None),
             ("bf16", None, "aa", 1, None),
-            *(("fp8", name, "recipe", None, None) for name in (*RECIPES, *[suite_trials.FP8_ATTENTION] * two_heads)),
+            *(("fp8", name, "recipe", None, None) for name in (*RECIPES, *more)),
             *[("fp8", convergence.FAULTY, "broken", None, convergence.FAULT)]
             * (seed < int(str(experiment.judgement["fault_runs"]))),
         }
@@ -189,13 +190,18 @@ def test_seeds_are_outermost_so_that_a_run_may_stop_between_them() -> None:
 
 
 def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
-    fixed = {"margin": 0.005, "tighter": 0.003, "alpha": 0.05, "seeds": 10, "steps": 2035}
+    fixed = {"margin": 0.005, "tighter": 0.003, "alpha": 0.05, "seeds": 12, "steps": 2035}
     pairs = {**fixed, "bf16_runs": 2, "fault_runs": 3}  # the control's and A/A's
-    assert resolve(preset="gpt2").judgement == resolve(preset="llama").judgement == pairs
+    for preset in ("gpt2", "llama"):
+        experiment = resolve(preset=preset)
+        [primary] = {t.cell for t in experiment.trials if t.recipe == "delayed_scaling_e4m3"}
+        assert experiment.judgement == {**pairs, "primary": primary}
+    pairs["primary"] = resolve(preset="gpt2").judgement["primary"]
     assert "tighter" not in resolve(preset="gpt2", margin=0.01).judgement
     assert resolve(preset="gpt2", as_pilot=True).judgement == {**pairs, "seeds": 3, "pilot": True}
     assert resolve(preset="gpt2", design="pool").judgement == {**fixed, "pool": 3}
     assert "pool" not in resolve(preset="cpu-pool", design="pairs").judgement
+    assert "primary" not in resolve(preset="gpt2", recipes=("delayed_scaling_e4m3", "rowwise_scaling")).judgement
     short = {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300, "bf16_runs": 2, "fault_runs": 3}
     assert resolve(preset="gpt2-short").judgement == short
     assert resolve(preset="char").judgement["seeds"] == 8
@@ -233,7 +239,7 @@ def test_the_verdicts_of_gpt2_and_llama_are_of_the_fused_step(preset: str, model
     made = {(t.problem["model"], t.problem["blocks"], t.problem["optimizer"]) for t in trials}
     assert made == {(model, "fused", "triton")}
     judged = {(t.recipe, t.problem["head"]) for t in trials if t.problem["arm"] == "recipe"}
-    own = {("delayed_scaling", "fp8"), ("float8_current_scaling_dpa", "chunked")}
+    own = {("delayed_scaling", "fp8"), ("delayed_scaling_e4m3", "fp8"), ("float8_current_scaling_dpa", "chunked")}
     assert {t.attention for t in trials} == {"gluon"}  # planned without a GPU: for a Hopper
     assert judged == own | {(name, "chunked") for name in RECIPES}
     assert {t.problem["head"] for t in trials if t.precision == "bf16"} == {"chunked"}

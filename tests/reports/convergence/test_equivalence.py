@@ -242,6 +242,29 @@ def test_a_claim_that_does_not_outlive_holm_is_inconclusive_and_says_so():
     assert found.seeds_needed == power.seeds_needed(alone.sd, margin, gap=alone.gap, alpha=0.0125)
 
 
+def test_the_primary_candidate_has_all_of_alpha_and_the_others_pass_only_after_it():
+    """Of EQUIVALENT and NON_INFERIOR; INFERIOR, which contradicts neither, is Holm's over all."""
+    margin, gaps = MARGIN, {"a": 0, "b": 0.001, "c": 0.006}
+    family = {name: arms(gap, seed=seed) for seed, (name, gap) in enumerate(gaps.items())}
+    alone = {name: compare(*pair, margin=margin).claims for name, pair in family.items()}
+    plain = judge(family, margin=margin)
+    for primary in family:
+        found = judge(family, margin=margin, primary=primary)
+        first, own = alone[primary], found[primary]
+        assert (own.claims.equivalent, own.claims.non_inferior) == (first.equivalent, first.non_inferior)
+        assert own.family == 1
+        rest = judge({name: pair for name, pair in family.items() if name != primary}, margin=margin)
+        for name, other in rest.items():
+            assert found[name].claims.equivalent == max(other.claims.equivalent, first.equivalent)
+            assert found[name].claims.non_inferior == max(other.claims.non_inferior, first.non_inferior)
+            assert found[name].family == 2
+        assert all(found[name].claims.inferior == plain[name].claims.inferior for name in family)
+    assert judge(family, margin=margin, primary="b")["a"].verdict is Verdict.NON_INFERIOR
+    assert judge(family, margin=margin, primary="c")["a"].verdict is Verdict.INCONCLUSIVE
+    stays = judge(family, margin=margin, primary="b", diverged={"b": "nan"})["a"]
+    assert (stays.verdict, stays.claims.equivalent) == (Verdict.INCONCLUSIVE, 1)
+
+
 def test_diverged_wins_over_any_losses_and_stays_in_the_family():
     same = shifted(np.array([-2, -1, 0, 1, 2]) * 1e-4)
     diverged = {"a": "2 of 5 runs: the loss is nan at step 30", "c": "no run ended"}
@@ -285,8 +308,9 @@ def test_power_is_as_planned_within_three_points(paired, correlation):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("primary", [None, "0", "2"])
 @pytest.mark.parametrize("gaps", [(MARGIN,) * 4, (MARGIN, MARGIN, 0, 0)])
-def test_the_family_s_error_over_four_recipes_is_at_most_alpha(gaps):
+def test_the_family_s_error_over_four_recipes_is_at_most_alpha(gaps, primary):
     """One control shared by four recipes; a recipe diverged on the way is never called anything else."""
     wrong = broken = 0
     for seed in range(SIMULATIONS):
@@ -294,7 +318,7 @@ def test_the_family_s_error_over_four_recipes_is_at_most_alpha(gaps):
         control = 3.28 + SD * draw.normal(size=9)
         # close pairs, so that the test has power and every recipe at the margin its alpha
         family = {str(i): (control + gap + SD / 4 * draw.normal(size=9), control) for i, gap in enumerate(gaps)}
-        found = judge(family, margin=MARGIN)
+        found = judge(family, margin=MARGIN, primary=primary)
         good = (Verdict.EQUIVALENT, Verdict.NON_INFERIOR)
         wrong += any(found[str(i)].verdict in good for i, gap in enumerate(gaps) if gap)
         if seed % 10 == 0:

@@ -342,6 +342,17 @@ def test_the_family_is_all_recipes_whatever_became_of_them(tmp_path: Path) -> No
     assert whole.recipes[0].judgement.family == damaged.recipes[0].judgement.family == 4
 
 
+def test_the_recipe_that_the_plan_judges_first_is_not_among_the_others(tmp_path: Path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.0, "float8_current_scaling": 0.0}
+    primary = arm_trial("float8_block_scaling", 0).cell
+    found = judged(tmp_path, truth=truth, sd=0.002, judgement={**JUDGEMENT, "seeds": 5, "primary": primary})
+    assert {one.arm.name: one.judgement.family for one in found.recipes} == {
+        **dict.fromkeys(("delayed scaling", "rowwise scaling", "current scaling"), 3),
+        "block scaling": 1,
+    }
+    assert found.study.primary.name == "block scaling"
+
+
 def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
     outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
     found = judged(tmp_path, outcomes=outcomes)

@@ -97,6 +97,15 @@ def test_gaps_reasons_and_stability_of_every_arm(run: Path) -> None:
         assert tables.markdown(table).count("\n") == len(table.rows) + 2
 
 
+def test_final_losses_stand_by_configuration_and_seed(run: Path) -> None:
+    [losses] = tables.tables_of(only_group(run), "losses")
+    rows, seeds = texts(losses), [f"Seed {seed}" for seed in range(5)]
+    assert [column.title for column in losses.columns] == ["Configuration", *seeds]
+    assert list(rows)[:2] == ["bf16", "bf16, A/A"]
+    assert all(re.fullmatch(r"3\.2\d{3}", rows["bf16"][seed]) for seed in seeds)
+    assert rows["rowwise scaling"]["Seed 2"] == "—"  # it diverged
+
+
 def test_a_void_run_says_so_beside_every_verdict(tmp_path: Path) -> None:
     directory = write_study(tmp_path / "run", study_records({**TRUTH, "broken": 0.0}, sd=0.0002))
     result = only_group(directory)
