@@ -281,6 +281,26 @@ def test_a_table_that_goes_on_beyond_the_screen_has_a_shade_at_that_edge(site, u
 
 
 @in_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("page", ["attention.html", "gallery.html"])
+def test_a_table_that_goes_on_beyond_the_screen_says_so_above_it(url, chromium, page, width):
+    chromium.open(f"{url}/{page}", width)
+    chromium.run("document.querySelectorAll('.entry > details').forEach((each) => { each.open = true; })")
+    chromium.settle()
+    tables = chromium.run("""[...document.querySelectorAll(".md-typeset table:not([class])")]
+      .filter((table) => table.checkVisibility()).map((table) => {
+        const box = table.closest(".gallery .table") ?? table.closest(".md-typeset__scrollwrap");
+        const shown = [...document.querySelectorAll(".cue")].filter((cue) => cue.checkVisibility());
+        const above = shown.filter((cue) => cue.nextElementSibling === box);
+        return [table.getBoundingClientRect().width > box.clientWidth + 1, above.map((cue) => cue.innerText)];
+      })""")
+    assert tables
+    cue = "More columns: scroll the table sideways"
+    assert [said for _, said in tables] == [[cue] if cut else [] for cut, _ in tables]
+    assert width > 400 or any(cut for cut, _ in tables)
+
+
+@in_chromium
 @pytest.mark.parametrize("as_files", [True, False], ids=["files", "server"])
 def test_search_finds_a_page(site: Path, url: str, chromium: Browser, as_files: bool) -> None:
     chromium.open(f"{site.as_uri() if as_files else url}/tutorial.html?q=equivalent", 1280)
