@@ -2,9 +2,9 @@
 history, submit; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
-incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
-fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM, of a gate 129 after
-SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+incomplete: some planned trial has no result, none is supported here, or a verdict is void; 5 the environments of a gate or
+a merge differ; 70 a fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM,
+of a gate 129 after SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
 import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl-C while others are imported
