@@ -38,6 +38,7 @@ from te_bench.cli import (
     tune,
 )
 from te_bench.cli import verdict as judge
+from te_bench.cli.options import Once
 from te_bench.reports import CONTROL
 
 app = typer.Typer(
@@ -160,6 +161,6 @@ VERBS: dict[Callable[..., None], str] = {
 }
 for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
-    cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else None
+    cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else Once
     of_run = {"allow_extra_args": True, "ignore_unknown_options": True} if verb is demo else None
     app.command(verb.__name__.strip("_"), short_help=short, cls=cls, context_settings=of_run)(_interruptible(verb))

@@ -287,9 +287,7 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
     _say_too_few_for_a_gate(directory, records)
     nothing = bool(records) and all(record.outcome == "unsupported" for record in records)
     if nothing:
-        say(
-            "Nothing was measured: no trial of this command is supported here. `te-bench doctor` says what this machine runs."
-        )
+        say("Nothing was measured: no trial of this command is supported here. te-bench doctor says what is.")
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     to_find_out = {"arm", "lr_factor"}  # settings of trials that are run to see whether they diverge
     if (
