@@ -146,7 +146,8 @@ class Browser:
 
     def look(self) -> dict[str, Any]:
         """What look.js finds wrong with the page, what a click unfolds as well: a list for each fault."""
-        self.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        unfold = "each.removeAttribute('name'); each.open = true;"  # of one name only one is open
+        self.run(f"document.querySelectorAll('details').forEach((each) => {{ {unfold} }})")
         self.resize(self.run("innerWidth"), max(900, self.run("document.documentElement.scrollHeight")))
         self.settle()
         found: dict[str, Any] = self.run(f"({LOOK})()")

@@ -53,7 +53,7 @@ KINDS = {
     "comparison": "others/comparison/index.html",
     "gate comment": "others/comment.html",
 }
-ENTRIES = """[...document.querySelectorAll(".entry:not([hidden])")].map((entry) => [
+ENTRIES = """[...document.querySelectorAll(".entry")].filter((entry) => entry.checkVisibility()).map((entry) => [
   entry.dataset.gpu, entry.querySelector("details").open,
   ...[...entry.querySelectorAll("tbody tr:not([hidden])")].map((row) => ({...row.dataset}))])"""
 CHOOSE = """((form, name, value) => {
@@ -174,17 +174,33 @@ def test_every_kind_of_page_looks_right(site, url, chromium, kind, width, dark):
 
 
 @in_chromium
-@pytest.mark.parametrize(("width", "line"), [(1280, 40), (400, 110)])
-def test_the_gallery_shows_a_line_and_its_links_for_each_run(url, chromium, width, line):
+@pytest.mark.parametrize(("width", "line", "page"), [(1280, 40, 2500), (400, 85, 4500)])
+def test_the_gallery_is_a_list_of_a_line_and_a_link_for_each_run(url, chromium, width, line, page):
     chromium.open(f"{url}/gallery.html", width)
     heights = chromium.run("[...document.querySelectorAll('.entry')].map((entry) => entry.offsetHeight)")
     assert len(heights) > 20
     assert max(heights) < line
     links = "[...document.querySelectorAll('.entry')].map((entry) => entry.querySelector('.links a').checkVisibility())"
     assert chromium.run(links) == [True] * len(heights)
-    chromium.run("document.querySelectorAll('.suite').forEach((suite) => { suite.open = false; })")
-    chromium.settle()
-    assert chromium.run("document.documentElement.scrollHeight") < 3000
+    assert chromium.run("document.documentElement.scrollHeight") < page
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_click_on_a_line_of_the_gallery_shows_its_details_and_folds_the_last_one(url, chromium, width):
+    chromium.open(f"{url}/gallery.html", width)
+    opened = """[...document.querySelectorAll(".entry > details[open]")].map((details) => [
+      details.querySelector("b").innerText, [...details.querySelectorAll("dt")].map((name) => name.innerText),
+      [...details.parentElement.querySelectorAll(".links a")].every((link) => link.checkVisibility())])"""
+    for title in ("llama3-1b, 1 x 8192 tokens", "gpt2-xl, 8 x 1024 tokens"):
+        line = f"[...document.querySelectorAll('.entry summary')].find((one) => one.innerText.includes('{title}'))"
+        chromium.run(f"{line}.click()")
+        chromium.settle()
+        [[shown, names, links]] = chromium.run(opened)
+        assert shown == title
+        assert names[:4] == ["Command", "Commit", "Environment", "Measured"]
+        assert links
+    assert chromium.run("document.documentElement.scrollHeight") < 7000
 
 
 @in_chromium
@@ -196,6 +212,7 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
     of_gpu = chromium.run(ENTRIES)
     assert {entry[0] for entry in of_gpu} == {"NVIDIA H100 80GB HBM3"}
     assert 0 < len(of_gpu) < len(everything)
+    assert not any(entry[1] for entry in of_gpu)
     chromium.run(f"{CHOOSE}('.filters', 'Model', 'llama3-1b')")
     chromium.run(f"{CHOOSE}('.filters', 'Configuration', 'te-bench fp8')")
     [[_, opened, *rows]] = chromium.run(ENTRIES)
@@ -203,7 +220,7 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
     assert len(rows) == 4
     assert {(row["model"], row["kind"]) for row in rows} == {("llama3-1b", "te-bench FP8")}
     assert chromium.run("document.querySelector('.filters output').value") == "4 configurations in 1 entry"
-    shown = "[...document.querySelectorAll('.gpu:not([hidden]) > .suite:not([hidden]) > summary')].length"
+    shown = "[...document.querySelectorAll('.gpu:not([hidden]) > .suite:not([hidden]) > h3')].length"
     assert chromium.run(shown) == 1
     address = "?GPU=NVIDIA+H100+80GB+HBM3&Model=llama3-1b&Configuration=te-bench+fp8"
     assert chromium.run("location.search") == address
@@ -212,6 +229,12 @@ def test_the_gallery_is_filtered_and_environments_are_compared(url: str, chromiu
     chromium.run(f"{CHOOSE}('.filters', 'Suite', 'attention')")
     assert chromium.run("location.search") == "?Suite=attention"
     assert 0 < len(chromium.run(ENTRIES)) < len(everything)
+    chromium.run("document.querySelector('.filters').reset()")
+    chromium.settle()
+    chromium.run(f"{CHOOSE}('.filters', 'Model', 'gpt2')")
+    of_model = chromium.run(ENTRIES)
+    assert len(of_model) > 1
+    assert not any(entry[1] for entry in of_model)
     chromium.run("document.querySelector('.filters').reset()")
     chromium.settle()
     assert not any(entry[1] for entry in chromium.run(ENTRIES))
@@ -255,6 +278,26 @@ def test_a_table_that_goes_on_beyond_the_screen_has_a_shade_at_that_edge(site, u
     assert edges(True, "0") == (False, True)
     assert edges(True, "table.scrollWidth / 3") == (True, True)
     assert edges(True, "table.scrollWidth") == (True, False)
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("page", ["attention.html", "gallery.html"])
+def test_a_table_that_goes_on_beyond_the_screen_says_so_above_it(url, chromium, page, width):
+    chromium.open(f"{url}/{page}", width)
+    chromium.run("document.querySelectorAll('.entry > details').forEach((each) => { each.open = true; })")
+    chromium.settle()
+    tables = chromium.run("""[...document.querySelectorAll(".md-typeset table:not([class])")]
+      .filter((table) => table.checkVisibility()).map((table) => {
+        const box = table.closest(".gallery .table") ?? table.closest(".md-typeset__scrollwrap");
+        const shown = [...document.querySelectorAll(".cue")].filter((cue) => cue.checkVisibility());
+        const above = shown.filter((cue) => cue.nextElementSibling === box);
+        return [table.getBoundingClientRect().width > box.clientWidth + 1, above.map((cue) => cue.innerText)];
+      })""")
+    assert tables
+    cue = "More columns: scroll the table sideways"
+    assert [said for _, said in tables] == [[cue] if cut else [] for cut, _ in tables]
+    assert width > 400 or any(cut for cut, _ in tables)
 
 
 @in_chromium

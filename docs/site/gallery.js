@@ -20,13 +20,13 @@ function filter() {
       here += !row.hidden;
     }
     entry.hidden = here === 0;
-    entry.querySelector("details").open = Boolean(model || words);
     shown += here;
   }
   for (const group of document.querySelectorAll(".gallery :is(.suite, .gpu)")) group.hidden = !group.querySelector(".entry:not([hidden])");
-  const left = entries.filter((entry) => !entry.hidden).length;
+  const left = entries.filter((entry) => !entry.hidden);
+  for (const entry of entries) entry.querySelector("details").open = left.length === 1 && entry === left[0];
   filters.querySelector("output").value =
-    `${shown} configuration${shown === 1 ? "" : "s"} in ${left} ${left === 1 ? "entry" : "entries"}`;
+    `${shown} configuration${shown === 1 ? "" : "s"} in ${left.length} ${left.length === 1 ? "entry" : "entries"}`;
   const said = new URLSearchParams([...new FormData(filters)].filter(([, value]) => value));
   history.replaceState(null, "", `${location.pathname}${String(said) && "?"}${said}${location.hash}`);
 }
@@ -61,7 +61,6 @@ filters.addEventListener("input", filter);
 filters.addEventListener("submit", (event) => event.preventDefault());
 filters.addEventListener("reset", () => setTimeout(filter));
 differences.addEventListener("input", compare);
-differences.elements.To.selectedIndex = Math.min(1, differences.elements.To.length - 1);
 addEventListener("hashchange", openTarget);
 if (location.search) filter();
 compare();

@@ -86,8 +86,8 @@ def _answer_again() -> None:
 
 def _gallery() -> str:
     lead = (
-        "One line for each run whose journal is under results/, with links to its report and its journal. A click on a line"
-        " shows its command, the commit of its code, its environment and every configuration. Two environments are compared"
+        "One line for each run whose journal is under results/. A click on it shows the command, the commit, the"
+        " environment and every configuration, and folds the line that was open. Any two environments are compared"
         " [at the end](#environments).\n\n"
     )
     entries = published.gallery(ROOT / "results", f"{AWAY}results", Path(MADE.name) / "results")

@@ -19,6 +19,7 @@ from te_bench.reports.convergence.planning import duration
 
 SEEDS = 3  # of the winner and of what the user has, where the budget holds them
 WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
+STEPS = "steps by "  # and the words of a choice
 PARTS = "parts alone, on which predictions rest"
 VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
 VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
@@ -260,14 +261,14 @@ class Run:
                 self.wrong[frame] = "not measured: one CUDA graph launches the same kernels"
                 continue
             if not self.affordable([trial], self.repetitions(frame)):
-                self.left_out[f"steps by {frame.words()}"] = [trial]
+                self.left_out[f"{STEPS}{frame.words()}"] = [trial]
                 continue
             self.step([(frame, 0)])
 
     def _spend(self, most: int | None = None) -> None:
         """What is left of the budget, on a step of each mode that was left out while repetitions were to come."""
         for frame in self.question.frames[1:]:
-            words, trial = f"steps by {frame.words()}", self.question.trial(frame)
+            words, trial = f"{STEPS}{frame.words()}", self.question.trial(frame)
             if words in self.left_out and self.affordable([trial]) and most != 0:
                 del self.left_out[words]
                 self.step([(frame, 0)])

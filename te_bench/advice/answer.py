@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from te_bench.advice import convergence
-from te_bench.advice.advise import Evidence
+from te_bench.advice.advise import STEPS, Evidence
 from te_bench.advice.candidates import COMPILED, Choice, Question
 from te_bench.advice.code import NOTHING, code
 from te_bench.advice.decision import (
@@ -32,6 +32,7 @@ from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
 
 LINES = 22
+MEASURES = "A larger --budget would also measure"
 
 
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
@@ -51,24 +52,34 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         said += [f"Not distinguished from it: {alike}."]
     if evidence.left_out:
         budgeted = "--budget" in decision.why  # which says how large a one
-        more = "" if budgeted else " A larger --budget measures it."
-        said += [f"No time for: {text.listed(evidence.left_out, 2)}.{more}"]
+        said += [f"{'No time for' if budgeted else MEASURES}: {_named(evidence.left_out)}."]
     return [sentence for sentence in said if sentence]
 
 
 def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding], page: str) -> str:
-    """The sentences and the code in LINES lines; what is too long for that is on the page."""
+    """The sentences and the code in LINES lines; what is too long for that is on the page, as is the end of the last one."""
     copied = code(evidence.question, decision.use)
     unknown = decision.undecided and copied == [NOTHING]
     lines = [] if unknown else [f"    {line}" for line in copied]
+    wrap = textwrap.TextWrapper(TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False, placeholder=" ...")
     kept: list[str] = []
-    for number, sentence in enumerate(sentences(evidence, decision, findings)):
-        wrapped = textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    *first, last = sentences(evidence, decision, findings)
+    for number, sentence in enumerate(first):
+        wrapped = wrap.wrap(sentence)
         if len(kept) + len(wrapped) + len(lines) + 1 <= LINES:
             kept += wrapped
         elif number == 0:
             kept += wrapped[:2]
+    wrap.max_lines = LINES - len(kept) - len(lines) - 1
+    kept += wrap.wrap(last) if wrap.max_lines > 0 else []
     return "\n".join([*kept, *lines, f"report: {page}"])
+
+
+def _named(left_out: Sequence[str]) -> str:
+    """Every one by its name: steps by torch.compile bf16; te-bench bf16, torch.compile; a larger batch."""
+    steps = [words.removeprefix(STEPS) for words in left_out if words.startswith(STEPS)]
+    others = [words for words in left_out if not words.startswith(STEPS)]
+    return "; ".join([STEPS + "; ".join(steps), *others] if steps else others)
 
 
 def _promising(evidence: Evidence, decision: Decision) -> str:
@@ -103,7 +114,7 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
         other, ratio = decision.over_best
         said += f"; {text.speedup(ratio)} as fast as the best that was measured without te-bench ({other.words()})"
     unknown = [rivals.called(name) for name in unmeasured_rivals(evidence)]
-    return f"{said}. Not measured: {text.listed(unknown, 3)}." if unknown else f"{said}."
+    return f"{said}. Not measured: {text.listed(unknown, len(unknown))}." if unknown else f"{said}."
 
 
 def unmeasured_rivals(evidence: Evidence) -> list[str]:

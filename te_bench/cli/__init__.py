@@ -2,9 +2,9 @@
 history, submit; advise; tune.
 
 Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
-incomplete: some planned trial has no result, or a verdict is void; 5 the environments of a gate or a merge differ; 70 a
-fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM, of a gate 129 after
-SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+incomplete: some planned trial has no result, none is supported here, or a verdict is void; 5 the environments of a gate or
+a merge differ; 70 a fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM,
+of a gate 129 after SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
 """
 
 import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl-C while others are imported
@@ -38,6 +38,7 @@ from te_bench.cli import (
     tune,
 )
 from te_bench.cli import verdict as judge
+from te_bench.cli.options import Once
 from te_bench.reports import CONTROL
 
 app = typer.Typer(
@@ -160,6 +161,6 @@ VERBS: dict[Callable[..., None], str] = {
 }
 for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan
-    cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else None
+    cls = scaling.Plan if verb is look.plan else judge.Verdict if verb is judge.verdict else Once
     of_run = {"allow_extra_args": True, "ignore_unknown_options": True} if verb is demo else None
     app.command(verb.__name__.strip("_"), short_help=short, cls=cls, context_settings=of_run)(_interruptible(verb))

@@ -11,8 +11,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from te_bench.experiments.run_options import OPTIONS, Options, between, fewer_bits, read
+
+
+class Once(TyperCommand):
+    """A command that refuses an option of values between commas given twice, of which click takes the last in silence.
+
+    Raises ValueError. An option of one value may be given again, and then has the last.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        *_, given = self.make_parser(ctx).parse_args(args=list(args))
+        for option in given:
+            if isinstance(option, TyperOption) and "," in (option.metavar or "") and given.count(option) > 1:
+                raise ValueError(f"{option.opts[-1]} is given twice: give it once, its values between commas")
+        return super().parse_args(ctx, args)
 
 
 def _said(name: str) -> Any:

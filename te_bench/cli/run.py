@@ -263,7 +263,10 @@ def _found(record: "Record") -> str:
 
 
 def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
-    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed."""
+    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed.
+
+    Where all are unsupported nothing was measured, which is 4 as well: who waits for a measurement has none.
+    """
     from te_bench.reports.page import render, tables
 
     index = render.write_report([directory], directory / "report")
@@ -282,9 +285,16 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
     if left:
         print(left)
     _say_too_few_for_a_gate(directory, records)
+    nothing = bool(records) and all(record.outcome == "unsupported" for record in records)
+    if nothing:
+        say("Nothing was measured: no trial of this command is supported here. te-bench doctor says what is.")
     failed = [record for record in records if record.outcome not in ("ok", "unsupported", "stopped")]
     to_find_out = {"arm", "lr_factor"}  # settings of trials that are run to see whether they diverge
-    if left or any(record.outcome != "diverged" or to_find_out.isdisjoint(record.trial.problem) for record in failed):
+    if (
+        left
+        or nothing
+        or any(record.outcome != "diverged" or to_find_out.isdisjoint(record.trial.problem) for record in failed)
+    ):
         raise typer.Exit(INCOMPLETE)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from te_bench.cli.options import Json, integer, said, say
+from te_bench.cli.options import Json, Once, integer, said, say
 
 if TYPE_CHECKING:
     from te_bench.experiments.scaling.layout import Rate, Work
@@ -22,7 +21,7 @@ STEPS = ("train_step", "scaling")  # workloads
 _LINK = re.compile(r"(\d+(?:\.\d+)?) ?([GT])([bB])/s")
 
 
-class Plan(TyperCommand):
+class Plan(Once):
     """`plan`, which gives way to `scaling` below where the command line has an option that is the latter's alone.
 
     `te-bench plan scaling` without any is the suite of that name, as `plan` shows each.
@@ -66,7 +65,9 @@ def scaling(
         Path | None,
         typer.Option("--from", metavar="DIR", help="Results of `speed` or `scaling` that tell what one GPU computes."),
     ] = None,
-    only: Annotated[str | None, typer.Option(metavar="GLOB", help="Of --from, only trials with such names.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="GLOB[,GLOB]", help="Of --from, only trials with such names.")
+    ] = None,
     tflops: Annotated[float | None, typer.Option(help="What one GPU computes, over a whole step, instead.")] = None,
     validate: Annotated[bool, typer.Option("--validate", help="Compare with published figures instead.")] = False,
     as_json: Json = False,

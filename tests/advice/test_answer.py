@@ -226,6 +226,19 @@ def test_what_was_left_out_is_said(tmp_path: Path) -> None:
     assert said.count("--budget") == 1  # the one with a time
 
 
+def test_what_a_larger_budget_would_measure_is_named_as_far_as_the_terminal_has_room(answered: Answered) -> None:
+    evidence, decision = answered
+    names = [f"torch.compile bf16, mode {number}" for number in range(60)]
+    evidence = dataclasses.replace(evidence, left_out=(*(f"steps by {name}" for name in names), "a larger batch"))
+    last = answer.sentences(evidence, decision, [])[-1]
+    assert last == f"A larger --budget would also measure: steps by {'; '.join(names)}; a larger batch."
+    lines = answer.terminal(evidence, decision, [], "index.html").splitlines()
+    assert len(lines) <= answer.LINES
+    said = next(line for line in lines if "mode 0;" in line)
+    assert said.startswith("A larger --budget would also measure: steps by torch.compile bf16, mode 0; ")
+    assert sum(line.endswith(" ...") for line in lines) == 1
+
+
 def test_every_sentence_is_one_thought(answered: Answered, tmp_path: Path) -> None:
     machine = Machine(question(), times_of_step=lambda trial: 3.0 if trial.mode == "compile" else 1.0)
     evidence = gathered(machine)

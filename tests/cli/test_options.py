@@ -30,6 +30,14 @@ USAGE = [
     (["run", "quik"], f"unknown suite 'quik'. Did you mean quick? Known: {SUITES}."),
     (["plan", "nanogtp"], "unknown suite 'nanogtp'. Did you mean nanogpt?"),
     (["run", "nanogpt", "--only", "*/flush/*"], "--only '*/flush/*' matches no trial of nanogpt."),
+    (
+        ["run", "nanogpt", "--only", "*/flash/*", "--only", "*/cudnn/*"],
+        "--only is given twice: give it once, its values between commas",
+    ),
+    (
+        ["plan", "fp8", "--recipes", "delayed_scaling", "--recipes=bf16"],
+        "--recipes is given twice: give it once, its values",
+    ),
     (["run", "quick", "--timeout", "0"], "--timeout 0: give seconds greater than 0"),
     (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
     *(

@@ -3,10 +3,18 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import journals
 import pytest
 from driving import PLANTED, rows, te_bench
+from in_process import Command
+
+from te_bench.experiments import runner
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.store import Store
 
 
 @pytest.mark.slow
@@ -93,3 +101,25 @@ def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_p
     assert te_bench(*asked, "--only", "*-control-*", "--fresh").returncode == 0
     assert [row["work"]["trunk"]["trained"] for row in rows(tmp_path)] == [True]
     assert len(list((tmp_path / "trunks").glob("*.*/*/curve.json"))) == 1  # the earlier one, set aside
+
+
+@pytest.mark.parametrize(("supported", "code"), [(0, 4), (1, 0)])
+def test_a_run_of_which_nothing_is_supported_measured_nothing(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, supported: int, code: int
+) -> None:
+    """Which a CI job that waits for a measurement must see; a part that is not supported is an answer."""
+
+    def run(trials: Sequence[Trial], store: Store, environment_id: str, **options: Any) -> list[Trial]:
+        for number, trial in enumerate(trials):
+            ok = journals.step_record(trial, 10.0, where=environment_id)
+            refused = journals.record(trial, environment_id, "unsupported", reason="no FP8 here")
+            store.add(ok if number < supported else refused)
+        return []
+
+    monkeypatch.setattr(runner, "run", run)
+    asked = ("run", "quick", "--device", "cpu", "--seeds", "1", "--only", "train_step/*", "--out", tmp_path / "run")
+    for _ in range(2):  # the second time of what is on record
+        done = command(*asked)
+        assert done.code == code, done.out + done.err
+        assert ("Nothing was measured: no trial of this command is supported here." in done.out) is (supported == 0)
+        assert "unsupported: train_step/" in done.out

@@ -75,6 +75,22 @@ def test_memory_begins_with_what_takes_least_and_its_part_of_the_baseline(comman
     assert 0 < int(part) < 100
 
 
+def test_memory_of_batches_and_of_ranks_begins_with_a_sentence_too(command: Command, run: Path, tmp_path: Path) -> None:
+    lines = command("show", run, "memory").out.splitlines()
+    at = lines.index("Sequences of the largest batch that fits")
+    name, most, fewest = re.fullmatch(r"The most: (.+), (\d+) sequences; the fewest: (\d+)\.", lines[at - 1]).groups()  # type: ignore[union-attr]
+    assert lines[at + 1].startswith(name)
+    assert lines[at + 1].endswith(f" {most}")
+    assert int(most) > int(fewest)
+    one = next(one for one in journals.ladder_records(1) if one.samples)
+    alone = journals.write(tmp_path / "alone", [one])
+    assert command("show", alone, "memory").out.startswith("One was measured: ")
+    ranks = Path(__file__).parents[2] / "results" / "h200" / "scaling-te"
+    said, heading, least, *_ = command("show", ranks, "memory").out.splitlines()
+    assert heading == "GiB at the peak of the fullest rank"
+    assert least.startswith(said.removeprefix("The least: ").removesuffix("."))
+
+
 def test_what_did_not_run_is_said_with_its_reason(command: Command, run: Path, ladder: Path) -> None:
     assert "oom: " in command("show", run, "unsupported").out
     assert command("show", ladder, "unsupported").out == "Every planned trial ended ok.\n"

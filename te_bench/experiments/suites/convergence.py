@@ -12,7 +12,7 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.training import fewer_bits
 
 ALPHA = 0.05
-ASKED = "does FP8 train like BF16"
+ASKED = "does FP8 train like bf16"
 #: Nats. gpt2 and llama: 0.27 % of GPT-2's loss, 1.82; DeepSeek-V3 reports less than 0.25 % (arXiv:2412.19437, 3.3). Their
 #: TIGHTER margin is stated beside it.
 #: The tiny GPT of preset cpu ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
@@ -114,7 +114,7 @@ def experiment(options: Options) -> Experiment:
 def _question(options: Options) -> str:
     fewer = run_options.fewer_words(run_options.fewer_bits(options))
     if options.branch_at is not None:
-        return f"does FP8 from step {options.branch_at:,} on train like BF16"
+        return f"does FP8 from step {options.branch_at:,} on train like bf16"
     return f"do {' and '.join(fewer)} train like float32" if fewer else ASKED
 
 

@@ -1,4 +1,4 @@
-"""Loss curves: what each training of a comparison reached, and how far seeds alone move the BF16 one."""
+"""Loss curves: what each training of a comparison reached, and how far seeds alone move the bf16 one."""
 
 import bisect
 import math
@@ -57,7 +57,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingComparison:
-    """Trainings on the same data under the same budget; `reference` is the BF16 one, None when there is none."""
+    """Trainings on the same data under the same budget; `reference` is the bf16 one, None when there is none."""
 
     title: str
     trainings: tuple[Training, ...]
@@ -70,7 +70,7 @@ class TrainingComparison:
         return not any("share" in training.configuration.trial.problem for training in self.trainings)
 
     def behind(self, training: Training) -> float | None:
-        """Best validation loss less the BF16 one's: above 0 is worse."""
+        """Best validation loss less the bf16 one's: above 0 is worse."""
         if self.reference is None or training.best is None or self.reference.best is None or training is self.reference:
             return None
         return training.best - self.reference.best

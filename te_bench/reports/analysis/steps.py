@@ -87,7 +87,7 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
 def peak_precision(configuration: Configuration) -> str:
     """The precision whose peak an MFU is quoted against.
 
-    An FP8 step does part of its work in BF16, so its ideal time is not that of either peak alone: quoted against BF16.
+    An FP8 step does part of its work in bf16, so its ideal time is not that of either peak alone: quoted against bf16.
     fp32 is quoted against TF32 when the problem says that TF32 was allowed ("tf32": true).
     """
     trial = configuration.trial

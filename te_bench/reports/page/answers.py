@@ -188,22 +188,28 @@ def _memory(result: GroupResult) -> list[Chart | str]:
             charts += _least(held, of_baseline)
             bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in held)
             charts.append(Chart(heading=what, bars=bars))
-    found = ((one.configuration.label, one.max_batch) for one in result.largest_batches if one.max_batch)
-    batches = tuple(TextBar(name=name, value=size, shown=text.count(size)) for name, size in found)
-    charts += [Chart(heading="Sequences of the largest batch that fits", bars=batches)] if batches else []
-    ranks = tuple(
-        TextBar(name=step.configuration.label, value=step.memory["peak"], shown=text.gib(step.memory["peak"]))
-        for step in sorted(result.scaled, key=lambda step: step.memory.get("peak", 0.0))
-        if step.memory.get("peak")
+    batches = tuple(
+        TextBar(name=one.configuration.label, value=one.max_batch, shown=text.count(one.max_batch))
+        for one in sorted(result.largest_batches, key=lambda one: -(one.max_batch or 0))
+        if one.max_batch
     )
-    return [*charts, Chart(heading="GiB at the peak of the fullest rank", bars=ranks)] if ranks else charts
+    if batches:
+        fewest = f"; the fewest: {batches[-1].shown}" if len(batches) > 1 else ""
+        charts += [f"The most: {batches[0].name}, {batches[0].shown} sequences{fewest}."]
+        charts.append(Chart(heading="Sequences of the largest batch that fits", bars=batches))
+    ranks = sorted((step.memory["peak"], step.configuration.label) for step in result.scaled if step.memory.get("peak"))
+    if ranks:
+        charts += _least(ranks)
+        bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in ranks)
+        charts.append(Chart(heading="GiB at the peak of the fullest rank", bars=bars))
+    return charts
 
 
-def _least(known: Sequence[tuple[float, str]], of_baseline: float | None) -> list[str]:
-    """Which of several takes least, the first, and how that compares with the baseline, in a sentence."""
-    if len(known) < 2:
-        return []
+def _least(known: Sequence[tuple[float, str]], of_baseline: float | None = None) -> list[str]:
+    """Which takes least, the first, and how that compares with the baseline, in a sentence."""
     least, name = known[0]
+    if len(known) == 1:
+        return [f"One was measured: {name}."]
     part = round(100 * least / of_baseline) if of_baseline else 100
     return [f"The least: {name}" + (f", {part} % of the baseline's." if part != 100 else ".")]
 

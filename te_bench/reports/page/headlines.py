@@ -120,8 +120,8 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
         return [f"One configuration was measured{what and f' ({what[1:]})'}: {_time(measured[0])}, on {where}."]
     if not found.fastest:
         single = all(len(step.configuration.ok) == 1 for step in measured)
-        reason = "one run of each" if single else "no two have two runs in pairs"
-        return [f"Fastest{what}, which no interval confirms ({reason}): {_quoted(found.steps)}, on {where}."]
+        runs = "in one run of each" if single else "by too few runs of the same seeds"
+        return [f"Fastest{what and f'{what},'} {runs}, which may be chance: {_quoted(found.steps)}, on {where}."]
     sentences = []
     if len(found.fastest) == 1:
         sentences.append(f"Fastest{what}: {_quoted(found.steps, found.fastest[0])}, on {where}.")
@@ -222,7 +222,7 @@ def _attention(result: GroupResult) -> list[str]:
     found = result.attention.fastest
     parts = [f"{name} on {n}" for name, n in _most_first(found.clear)]
     parts += [f"{name} not distinguished on {n}" for name, n in found.tied.items()]
-    parts += [f"{name} on {n} by single runs, which no interval confirms" for name, n in _most_first(found.once)]
+    parts += [f"{name} on {n} in one run of each, which may be chance" for name, n in _most_first(found.once)]
     if not parts:
         return []
     said = f"Fastest attention, forward and backward, of {found.shapes} shapes: {'; '.join(parts)}"

@@ -20,7 +20,7 @@ SMOOTH = 60  # points of a training loss that are drawn: means over as many step
 
 
 def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
-    """Loss against "step" or "time_s": validation, with the BF16 seeds' band beneath, and below it training."""
+    """Loss against "step" or "time_s": validation, with the bf16 seeds' band beneath, and below it training."""
     if not any(training.validation or training.train for training in comparison.trainings):
         return None
     series: dict[str, list[Sequence[LossPoint]]] = {
@@ -104,8 +104,8 @@ def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
     below = [p.mean - d for p, d in zip(points, deviations, strict=True)]
     axes.fill_between(x, below, above, color=COLOURS[0], alpha=0.25, linewidth=0)
     return [
-        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"BF16, {training.n} seeds: smallest to largest"),
-        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="BF16: mean ± standard deviation"),
+        Patch(facecolor=COLOURS[0], alpha=0.15, linewidth=0, label=f"bf16, {training.n} seeds: smallest to largest"),
+        Patch(facecolor=COLOURS[0], alpha=0.4, linewidth=0, label="bf16: mean ± standard deviation"),
     ]
 
 

@@ -52,7 +52,7 @@ def runs(results: Path, made: Path | None = None) -> Iterator[Run]:
         if row is None:
             raise ValueError(f"{results / 'README.md'} says nothing of {folder}: add a row `{folder}`")
         there = {"advice": "advice/index.html", "report": "report/index.html", "records.csv": "report/records.csv"}
-        there |= {"journal": JOURNAL, "journal (xz)": PACKED, "the gate's answer": "../gate.json"}
+        there |= {"answer": "../gate.json", "journal": JOURNAL, "journal (xz)": PACKED}  # a gate's answer
         found = {
             name: posixpath.normpath(f"{folder}/{file}")
             for name, file in there.items()
@@ -96,9 +96,9 @@ def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
     return {
         "id": text.slug(f"{run.folder}-{group.environment[:8]}"),
         "folder": run.folder,
-        "title": group.title,
+        "title": group.title.split(": ", 1)[-1],  # without its suite, which stands beside it
         "gpu": group.gpu or "CPU",
-        "suite": "gate" if "the gate's answer" in run.files else group.suite,
+        "suite": "gate" if "answer" in run.files else group.suite,
         "day": max((row.record.started_at[:10] for row in rows if row.record), default=text.MISSING),
         "n_ok": sum(row.outcome == "ok" for row in rows),
         "n_planned": len(rows),

@@ -58,7 +58,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
         named = " and ".join(peak.upper() for peak in peaks)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {named} peak.")
     if any(step.mfu and step.configuration.trial.precision == "fp8" for step in steps):
-        notes.append("The MFU of an FP8 configuration is quoted against the BF16 peak.")
+        notes.append("The MFU of an FP8 configuration is quoted against the bf16 peak.")
     return notes
 
 

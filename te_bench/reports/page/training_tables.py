@@ -15,7 +15,7 @@ def curves(comparison: TrainingComparison) -> Table | None:
         {
             "Configuration": label(training.configuration),
             "Best validation loss": Value(text=text.loss(training.best, training.deviation), sort=training.best),
-            "Less BF16's": number(comparison.behind(training), _signed),
+            "Less bf16's": number(comparison.behind(training), _signed),
             "Steps": number(training.steps_done, text.count),
             "Batch": number(training.batch, text.count),
             "Tokens": number(training.tokens, text.thousands),
@@ -25,7 +25,7 @@ def curves(comparison: TrainingComparison) -> Table | None:
         for training in comparison.trainings
     ]
     against = comparison.reference.configuration.label if comparison.reference else None
-    note = f"BF16's is that of {against}." if against else "No BF16 configuration to compare with."
+    note = f"bf16's is that of {against}." if against else "No bf16 configuration to compare with."
     if any(training.deviation is not None for training in comparison.trainings):
         note += " ± is the standard deviation over seeds."
     return table_of("curves", f"Training: {comparison.title}", shown, note)

@@ -458,7 +458,7 @@ def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
         assert (arm["control"], arm["aa"], arm["broken"]) == (1, 1, seed < 6)
     assert len({trial.seed for trial in experiment.trials}) == len(seeds)
     assert all(trial.problem["branch_at"] == 75 for trial in experiment.trials)
-    assert experiment.title.startswith("Convergence: does FP8 from step 75 on train like BF16?")
+    assert experiment.title.startswith("Convergence: does FP8 from step 75 on train like bf16?")
     assert all("branch_at" not in trial.problem for trial in resolve(preset=preset).trials)
     assert trunk_of(resolve(preset=preset).trials[0]) is None
 

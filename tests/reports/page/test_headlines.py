@@ -35,7 +35,7 @@ def test_a_winner_that_every_pair_confirms_is_named_with_its_speedup(tmp_path):
 def test_one_run_of_each_names_the_fastest_and_says_that_nothing_confirms_it(tmp_path):
     [headline] = sentences(tmp_path, ladder_records(), baseline=baseline_cell())
     assert headline == (
-        "Fastest, which no interval confirms (one run of each): torch.compile bf16, cuDNN attention, CUDA graph: "
+        "Fastest in one run of each, which may be chance: torch.compile bf16, cuDNN attention, CUDA graph: "
         "26.1 ms, 3.98× as fast as PyTorch eager bf16, written-out attention, with 41 % of its peak memory, on NVIDIA H200."
     )
 
@@ -144,8 +144,8 @@ def test_single_runs_beside_others_are_named_apart(tmp_path):
 def test_a_configuration_that_alone_ran_twice_is_no_winner(tmp_path):
     """As of a run that was stopped early."""
     assert sentences(tmp_path, timed(flash=(19.0, 18.0), math=(16.0,), manual=(15.0,))) == [
-        "Fastest, which no interval confirms (no two have two runs in pairs): PyTorch eager bf16, written-out "
-        "attention: 15.0 ms, on NVIDIA H200."
+        "Fastest by too few runs of the same seeds, which may be chance: PyTorch eager bf16, written-out attention: "
+        "15.0 ms, on NVIDIA H200."
     ]
 
 
@@ -187,5 +187,5 @@ def test_losses_of_several_seeds_are_told_apart_or_said_not_to_be(tmp_path):
 
 def test_attention_alone_says_who_is_the_fastest_on_how_many_shapes(tmp_path):
     [headline] = sentences(tmp_path, attention_records())
-    said = "Fastest attention, forward and backward, of 3 shapes: cuDNN on 3 by single runs, which no interval confirms"
+    said = "Fastest attention, forward and backward, of 3 shapes: cuDNN on 3 in one run of each, which may be chance"
     assert headline == f"{said}; on NVIDIA H200."

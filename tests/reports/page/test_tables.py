@@ -34,7 +34,7 @@ def test_ladder_of_one_seed(tmp_path):
     assert rows["PyTorch eager bf16, written-out attention (baseline)"][1:3] == ["103.8", "1.00×"]
     assert rows["torch.compile bf16, flash attention"][1:3] == ["27.4", "3.79×"]
     assert "n = 1: one run of each" in table.note
-    assert "The MFU of an FP8 configuration is quoted against the BF16 peak." in table.note
+    assert "The MFU of an FP8 configuration is quoted against the bf16 peak." in table.note
 
 
 def test_ladder_of_three_seeds_has_intervals(tmp_path):
