@@ -40,7 +40,7 @@ Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that
 
 #: Of the step that te-bench recommends, which has an FP8 head too.
 FASTEST_WAY: Way = ("delayed_scaling", {"head": "fp8"})
-#: The same with E4M3 gradients, for E5M2's cost half of the gap (results/h200/convergence-parts): judged before all others,
+#: The same with E4M3 gradients, for E5M2's cost half of the gap (results/h200/convergence-e4m3): judged before all others,
 #: for of a family of seven no affordable number of seeds tells a gap as small as it then has from the margin.
 NEAREST_WAY: Way = ("delayed_scaling_e4m3", {"head": "fp8"})
 

@@ -54,7 +54,7 @@ class Spread:
 
 #: 22 runs on four seeds in bf16, FP8 with E5M2 gradients and with E4M3's, about the sum of a seed's and a format's mean: a
 #: run has 0.00142 (sd, 16 degrees of freedom), and so its gap to the mean of two 0.00174.
-_FIRST = "a gap to two bf16 runs, by GPT-2's 22 runs in results/h200/convergence-first, -parts and -pilot"
+_FIRST = "a gap to two bf16 runs, by GPT-2's 22 runs in results/h200/convergence-e4m3, -first, -parts and -pilot"
 
 #: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (

@@ -37,8 +37,8 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 
 def losses(found: StudyVerdict) -> Table | None:
-    """Final validation losses, one line a configuration that ended any run, a column a seed."""
-    arms = [arm for arm in found.study.arms if arm.finals]
+    """Final validation losses, one line a configuration that ended any run, a column a seed; of a pilot none are shown."""
+    arms = [arm for arm in found.study.arms if arm.finals and not found.study.pilot]
     seeds = sorted({seed for arm in arms for seed in arm.finals})
     shown = [
         {"Configuration": word(arm.name)}
