@@ -152,6 +152,12 @@ class Options:
 
     device: str = field(metadata=_said("cpu or cuda. Default: cuda where there is a GPU.", str))
     seeds: int | None = _option("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
+    first_seed: int | None = _option(
+        "The first of --seeds: a study takes fresh ones where you explored on 0 and those after it.",
+        metavar="SEED",
+        check=between(0, 2**31),
+        unheeded="begins with seed 0",
+    )
     data: Mapping[str, str] = field(
         default_factory=dict,
         metadata=_said(

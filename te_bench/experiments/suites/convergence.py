@@ -51,23 +51,9 @@ FUSED_HEADS = ("chunked", "fp8")
 #: rest on a spread that is hardly known.
 TRUNKS = 6
 
-HEEDS = (
-    frozenset(
-        {
-            "model",
-            "recipes",
-            "margin",
-            "alpha",
-            "preset",
-            "branch_at",
-            "bf16_from",
-            "design",
-            "as_pilot",
-            "fused",
-            "share",
-        }
-    )
-    | presets.TRAINING
+HEEDS = presets.TRAINING.union(
+    ("model", "recipes", "margin", "alpha", "preset", "branch_at", "bf16_from", "first_seed"),
+    ("design", "as_pilot", "fused", "share"),
 )
 
 
@@ -86,9 +72,14 @@ def experiment(options: Options) -> Experiment:
         most = FASTEST_WAY if preset in presets.FUSED and options.recipes is None else None
         ways += [(recipe, {**parts, **ending}) for recipe, parts in ways if most in (None, (recipe, parts))]
     ratio = best_ratio(len(ways)) if pooled else None
+    if options.first_seed and pooled:
+        raise ValueError(f"--first-seed {options.first_seed}: a pool begins with seed 0; give --design pairs")
     faults = BROKEN if pooled or (preset in FAR_BROKEN and not branch) else BROKEN_NEARER
     if ratio is None:
-        trials = [trial for seed in seeds for trial in _some(_arms(options, problem, ways, seed), seed, faults)]
+        first = options.first_seed or 0
+        trials = [
+            trial for number in seeds for trial in _some(_arms(options, problem, ways, first + number), number, faults)
+        ]
     else:
         trials = [trial for number in seeds for trial in _round(options, problem, ways, number, ratio)]
     return Experiment(
@@ -103,6 +94,7 @@ def experiment(options: Options) -> Experiment:
             "steps": problem["steps"],
             # Of a seed A/A is bf16 once more: the mean of both costs nothing, and varies less than one of them.
             **({"bf16_runs": 2, "fault_runs": faults} if ratio is None else {"pool": ratio}),
+            **({"first_seed": options.first_seed} if options.first_seed else {}),
             **({"primary": trials[2].cell} if ratio is None and ways[0] == NEAREST_WAY else {}),
             **({"tighter": TIGHTER[preset]} if preset in TIGHTER and options.margin is None else {}),
             **({"pilot": True} if options.as_pilot else {}),

@@ -322,7 +322,9 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
     if seeds is not None:
         seeds *= finite(judgement.get("pool")) or 1
     fewer_bits = judges_fewer_bits([configuration.trial for configuration in configurations])
-    arms = [_arm(configuration, fewer_bits, notes, seeds) for configuration in configurations]
+    first = finite(judgement.get("first_seed")) or 0
+    judged = None if seeds is None else range(int(first), int(first + seeds))
+    arms = [_arm(configuration, fewer_bits, notes, judged) for configuration in configurations]
     found = {kind: [arm for arm in arms if arm.kind == kind] for kind in KINDS}
     if len(found["control"]) > 1:
         raise ValueError(
@@ -343,7 +345,7 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         fewer_bits=fewer_bits,
         again=_again(group, configurations, plans),
         notes=tuple(dict.fromkeys(notes)),
-        unjudged=sum(seeds is not None and row.trial.seed >= seeds for c in configurations for row in c.rows),
+        unjudged=sum(judged is not None and row.trial.seed not in judged for c in configurations for row in c.rows),
     )
 
 
@@ -395,16 +397,15 @@ def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
     return first, list(changed.values())
 
 
-def _arm(configuration: Configuration, fewer_bits: bool, notes: list[str], seeds: float | None) -> StudyArm:
+def _arm(configuration: Configuration, fewer_bits: bool, notes: list[str], judged: range | None) -> StudyArm:
     """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
     name, runs = printable(arm_name(configuration.trial, fewer_bits)), {}
     ranks = {"diverged": 0, "ok": 1}
     for row in sorted(configuration.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):
         seed = row.trial.seed
-        if seeds is not None and seed >= seeds:
-            notes.append(
-                f"seeds from {seeds:g} on were added after the first plan and are not judged: more seeds after a look"
-            )
+        if judged is not None and seed not in judged:
+            which = f"from {judged.stop} on" if seed >= judged.stop else f"before {judged.start}"
+            notes.append(f"seeds {which} were added after the first plan and are not judged: more seeds after a look")
         elif seed not in runs:
             runs[seed] = Run(row)
         elif row.record is not None and runs[seed].record is not None:

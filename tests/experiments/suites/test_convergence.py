@@ -463,6 +463,15 @@ def test_branches_are_pairs_that_share_the_controls_trunk(preset: str) -> None:
     assert trunk_of(resolve(preset=preset).trials[0]) is None
 
 
+def test_a_study_may_begin_with_a_fresh_seed() -> None:
+    usual, fresh = (resolve(preset="gpt2", first_seed=first) for first in (None, 4))
+    assert {**usual.judgement, "first_seed": 4} == fresh.judgement
+    assert [dataclasses.replace(t, seed=t.seed - 4) for t in fresh.trials] == list(usual.trials)
+    assert resolve(preset="gpt2", first_seed=0).judgement == usual.judgement
+    with pytest.raises(ValueError, match=r"^--first-seed 4: a pool begins with seed 0; give --design pairs$"):
+        resolve(preset="gpt2", design="pool", first_seed=4)
+
+
 def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not() -> None:
     """Each that is named, else of the presets that step fused the fastest alone; all other trials are as they were."""
 

@@ -320,6 +320,18 @@ def test_seeds_added_after_the_first_plan_are_not_judged(tmp_path: Path) -> None
     assert f"trials ok, {added} of them of seeds" in tables.summary([directory])
 
 
+def test_a_study_on_fresh_seeds_judges_none_of_those_before(tmp_path: Path) -> None:
+    """Nor takes them for its own: they may have shown what to judge."""
+    fresh = {**JUDGEMENT, "first_seed": 3}
+    directory = write_study(tmp_path / "run", study_records(seeds=range(3, 8), sd=0.0002), fresh)
+    write_study(directory, study_records({**TRUTH, "delayed_scaling": 0.5}, seeds=range(3)), JUDGEMENT)
+    found = judge_study(study_at(directory))
+    assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
+    assert found.recipes[0].seeds == (3, 4, 5, 6, 7)
+    assert any("seeds before 3 were added after the first plan" in note for note in found.notes)
+    assert found.study.unjudged == 3 * len(TRUTH)
+
+
 def test_a_configuration_added_after_the_first_plan_is_noted(tmp_path: Path) -> None:
     def notes(first: dict[str, float]) -> list[str]:
         directory = write_study(tmp_path / str(len(first)), study_records(first, sd=0.0002))
