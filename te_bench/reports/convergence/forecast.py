@@ -50,7 +50,8 @@ class Forecast:
             options = [] if self.pilot else [dataclasses.asdict(one) for one in self._options(self.outlook)]
             conclusion = {**dataclasses.asdict(self.outlook), "options": options}
         scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
-        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **scope}
+        first = {} if self.primary is None else {"judged_first": self.primary}
+        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **first, **scope}
 
     @property
     def refused(self) -> str | None:

@@ -41,8 +41,7 @@ def losses(found: StudyVerdict) -> Table | None:
     arms = [arm for arm in found.study.arms if arm.finals and not found.study.pilot]
     seeds = sorted({seed for arm in arms for seed in arm.finals})
     shown = [
-        {"Configuration": word(arm.name)}
-        | {f"Seed {seed}": number(arm.finals.get(seed), text.loss) for seed in seeds}
+        {"Configuration": word(arm.name)} | {f"Seed {seed}": number(arm.finals.get(seed), text.loss) for seed in seeds}
         for arm in arms
     ]
     return table_of("losses", f"{found.study.title}: final validation losses", shown, "In nat, evaluated in bf16.")
