@@ -245,6 +245,8 @@ def test_a_gpu_that_is_shared_has_as_many_trials(command, monkeypatch, started, 
         ("--fused",),
         ("--batch", 4, "--accumulate", 2, "--learning-rate", 2e-3, "--warmup", 70, "--steps", 80),
         ("--weights", "bf16", "--states", "fp8"),
+        ("--branch-at", 75),
+        ("--bf16-from", 100),
         ("--device", "cuda", "--preset", "cpu", "--share", "3"),
     ],
     ids=str,
@@ -522,6 +524,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     for preset in ("gpt2", "llama"):
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
+        assert found["judged_first"] == "delayed scaling e4m3, fused, FP8 head"
         assert found["conclusion"]["cautious"]["power"] >= 0.8
         [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
         both = found["conclusion"]["cautious"]["power"] * found["conclusion"]["aa"]["power"]

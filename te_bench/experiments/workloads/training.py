@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import trial_model, trunks
+from te_bench.experiments import janitor, trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
@@ -62,6 +62,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     at = trial_model.batches_of(trial, corpus)
     first = p.branch_at or 0
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
+    if p.bf16_from is not None:
+        trunks.require_room(step, Path(tempfile.gettempdir()), f"the state of step {p.bf16_from}")
     torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
     if trunk is not None:
         # A captured step takes no other batch than its own.
@@ -78,8 +80,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     if reason is None and (last := end_of(trial)) is not None:
         assert p.bf16_from is not None
         ended, peaks = last, memory.peak(trial.device, step)
-        with tempfile.TemporaryDirectory() as folder:
-            state = Path(folder) / "state"
+        scratch = Path(tempfile.mkdtemp(prefix="te-bench-"))
+        with janitor.remove_at_end(scratch):  # a trial may be killed, and its state is as large as a trunk
+            state = scratch / "state"
             resume.save(step, state, p.bf16_from)
             looked = _looked(trial, step, at(0), Measurement(check=check, work={**work, **compilation.counts(trial)}))
             del step  # with `curve`'s it is the last: two at once may not fit
@@ -153,7 +156,7 @@ def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[s
     branch_at = TrainingProblem.of(control).branch_at
     assert branch_at is not None
     at, step = trial_model.batches_of(control, corpus), trial_model.step_of(control)
-    trunks.require_room(step, folder.parent)
+    trunks.require_room(step, folder.parent, "the trunk")
     torch.manual_seed(step.parallel.seed(control.seed))
     curve = _Curve(control, step, corpus, probe=at(0), end=branch_at)
     if reason := _train(curve, step, at, 0):

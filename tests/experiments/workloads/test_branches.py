@@ -4,7 +4,11 @@ And trainings that end in bf16, which go on from their own first part in the sam
 """
 
 import dataclasses
+import multiprocessing
+import os
 import shutil
+import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -174,6 +178,35 @@ def test_one_that_diverges_in_fp8_never_comes_to_bf16(arm, context, monkeypatch)
     one = arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5, learning_rate=1e30, grad_clip=0.0)
     with pytest.raises(Diverged, match=r"loss is (nan|inf) (at|after) step [0-4]$"):
         training.run(one, context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_whose_state_the_disk_has_no_room_for_is_not_trained(arm, context, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**4))
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(OSError, match=rf"^the state of step 5 takes \d+ MB or more in {tempfile.gettempdir()}"):
+        training.run(arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5), context)
+
+
+def killed_at_its_change(one: Trial, context: Context) -> None:
+    resume.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    training.run(one, context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_that_is_killed_at_its_change_leaves_no_state_behind(arm, context, monkeypatch, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=5)
+    child = multiprocessing.get_context("fork").Process(target=killed_at_its_change, args=(one, context))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while list(scratch.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.usefixtures("unchecked")
