@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import janitor, trial_model, trunks
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.checks import adopted_step, training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
@@ -117,6 +117,8 @@ def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: 
     compilation.begin(last)
     step = trial_model.step_of(last)
     few = _few(batch, trial_model.optim_of(last).accumulate, last) if last.mode == "eager" else batch
+    if isinstance(step.model, Adopted):
+        adopted_step.first_pass(last, step, *few)  # which tells what is to run, as the check of another trial does
     trunks.graft(step, last, state, lambda: step.gradients(*few))
     memory.reset(last.device)
     curve.go_on(last, step)

@@ -330,7 +330,11 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         )
     piloted = any(plan.judgement.get("pilot") for plan in _all_plans(group, configurations))
     by_spread = piloted and not {"pilot", "pool"} & judgement.keys()
-    notes += [AFTER_PILOT] if by_spread and len(found["recipe"]) == 1 else []
+    # By --only a pilot may be of one recipe, whose gaps alone then chose.
+    chose = (
+        [arm for arm in found["recipe"] if len(found["recipe"]) == 1 or _ran_before(plans[0], arm)] if by_spread else []
+    )
+    notes += [AFTER_PILOT] if len(chose) == 1 else []
     unable = [a for a in found["recipe"] if a.runs and {r.row.outcome for r in a.runs.values()} == {"unsupported"}]
     notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
     return Study(
@@ -345,6 +349,11 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         notes=tuple(dict.fromkeys(notes)),
         unjudged=sum(seeds is not None and row.trial.seed >= seeds for c in configurations for row in c.rows),
     )
+
+
+def _ran_before(plan: Plan, arm: StudyArm) -> bool:
+    """Whether a run of it had begun before the plan was made."""
+    return any(run.record is not None and run.record.started_at < plan.started_at for run in arm.runs.values())
 
 
 def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:

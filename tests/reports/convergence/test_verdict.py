@@ -207,6 +207,22 @@ def test_a_verdict_on_one_recipe_whose_seeds_a_pilot_may_have_chosen_says_so(tmp
         ]
 
 
+@pytest.mark.parametrize("others", [(), ("delayed_scaling",)])
+def test_a_pilot_of_one_recipe_of_several_says_so_too(tmp_path: Path, others: tuple[str, ...]) -> None:
+    def began(one: Record) -> str:
+        piloted = one.trial.seed < 3 and one.trial.recipe in (None, "rowwise_scaling", *others)
+        return f"{2019 if piloted else 2999}-01-01T00:00:00.000+00:00"
+
+    records = [dataclasses.replace(one, started_at=began(one)) for one in study_records(sd=0.0002)]
+    directory = write_study(tmp_path / "run", records)
+    [plan] = load(directory).plans
+    pilot = {"judgement": {**plan.judgement, "seeds": 3, "pilot": True}, "started_at": "2019-01-01T00:00:00+00:00"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **pilot))
+    said = any("A pilot's spread may have chosen" in note for note in judge_study(study_at(directory)).notes)
+    assert said == (not others)
+
+
 def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
     first = next(filter(of_rowwise(0), study_records(sd=0.0002)))
     found = altered(tmp_path, of_rowwise(3), lambda _: first.samples)
