@@ -399,8 +399,10 @@ def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
         key: f"{key} was {first.get(key)} in the first plan and became {value}: the first one counts"
         for plan in plans[1:]
         for key, value in plan.judgement.items()
-        if value != first.get(key)
+        if value != first.get(key) and key != "primary"
     }
+    if any(plan.judgement.get("primary") != first.get("primary") for plan in plans[1:]):
+        changed["primary"] = "which recipe is judged first became another after the first plan: the first one counts"
     return first, list(changed.values())
 
 

@@ -369,6 +369,20 @@ def test_the_recipe_that_the_plan_judges_first_is_not_among_the_others(tmp_path:
     assert found.study.primary.name == "block scaling"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_who_is_judged_first_is_as_the_first_plan_says(tmp_path: Path, first: bool) -> None:
+    primary = {"primary": arm_trial("rowwise_scaling", 0).cell}
+    directory = write_study(tmp_path / "run", study_records(sd=0.0002), {**JUDGEMENT, **(primary if first else {})})
+    assert not any("judged first" in note for note in judge_study(study_at(directory)).notes)
+    [plan] = load(directory).plans
+    other = {"judgement": {**JUDGEMENT, **({} if first else primary)}, "started_at": "2999-01-01"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **other))
+    found = judge_study(study_at(directory))
+    assert "which recipe is judged first became another after the first plan: the first one counts" in found.notes
+    assert (found.study.primary is not None) == first
+
+
 def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
     outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
     found = judged(tmp_path, outcomes=outcomes)
