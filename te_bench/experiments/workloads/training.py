@@ -234,7 +234,7 @@ class _Curve:
         self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
         self.problem = p = TrainingProblem.of(trial)
         self.steps, self.end = p.steps, p.steps if end is None else end
-        self.clocked = first + COMPILING
+        self.clocked, self.owed = first + COMPILING, 0
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1
@@ -260,7 +260,7 @@ class _Curve:
     def go_on(self, trial: Trial, step: TrainStep) -> None:
         """From here on it is of this step, to the schedule's end; the clock stands still until that is compiled."""
         self.trial, self.step, self.end = trial, step, self.steps
-        self.clocked, self.probe_every = self.number + 1 + COMPILING, 0
+        self.clocked, self.owed, self.probe_every = self.number + 1 + COMPILING, COMPILING, 0
 
     def add(self, number: int, loss: Tensor) -> str | None:
         """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training."""
@@ -303,8 +303,9 @@ class _Curve:
         """Bring the pending losses to the host, each at the time the training clock now shows."""
         self._wait()
         now = time.perf_counter()
-        if self.number >= self.clocked:
-            self.elapsed += now - self.mark
+        if self.number >= self.clocked:  # steps that compiled beside others would have taken as long as those after
+            self.elapsed += (now - self.mark) * (1 + self.owed / (self.number + 1 - self.clocked))
+            self.owed = 0
         self.mark = now
         pending, self.pending = self.pending, []
         read = [torch.stack((loss.float(), norm.float())) for _, loss, norm in pending]

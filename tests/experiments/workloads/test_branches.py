@@ -19,7 +19,7 @@ import pytest
 import torch
 from convergence_runs import arm_trial
 
-from te_bench.experiments import trunks
+from te_bench.experiments import trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
@@ -170,6 +170,30 @@ def test_fp8_that_ends_in_bf16_leaves_its_own_way_there(arm, context, problem, r
     assert ended["gemm_half"] > ran["gemm_half"]
     saved = checkpoints.load(tmp_path / f"{one.id}.pt")
     assert saved.recipe is None
+
+
+@pytest.mark.usefixtures("plain_heads", "unchecked")
+@pytest.mark.parametrize(("bf16_from", "seconds"), [(None, 7), (4, 7), (5, 7), (6, 7), (8, 6)])
+def test_the_clock_stands_still_for_the_change_and_counts_the_steps_after_it(
+    arm, context, monkeypatch, bf16_from, seconds
+):
+    """Of nine steps the first two are not on it, nor is a last one that alone follows the change."""
+    now, train, build = [0.0], training.train, trial_model.step_of
+
+    def second_each(*given: Any) -> Any:
+        for found in train(*given):
+            now[0] += 1
+            yield found
+
+    def slowly(*given: Any) -> Any:
+        now[0] += 1000
+        return build(*given)
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(training, "train", second_each)
+    monkeypatch.setattr(trial_model, "step_of", slowly)
+    one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=bf16_from)
+    assert training.run(one, context).samples["time_s"][-1] == seconds
 
 
 @pytest.mark.usefixtures("unchecked")
