@@ -61,7 +61,8 @@ def test_the_verdict_says_who_is_judged_first_and_why_another_recipe_waits_for_i
     plan = {**JUDGEMENT, "primary": arm_trial("float8_block_scaling", 0).cell}
     write_study(tmp_path / "run", study_records(truth, sd=0.0002), plan)
     out = flat(command("verdict", tmp_path / "run").out)
-    assert "delayed scaling and rowwise scaling are undecided" in out  # and no number of their own seeds is asked for
+    undecided = "delayed scaling and rowwise scaling are undecided"  # and no number of their own seeds is asked for
+    assert f"{undecided}; block scaling is judged first, and the others pass only where it does." in out
     assert (
         "delayed scaling: would be EQUIVALENT, but is that only where block scaling, which is judged first, is too"
         in out

@@ -100,6 +100,7 @@ class CandidateVerdict:
     claims: Claims | None = None
     #: To show what the gap as measured is, whatever the other candidates do; None where it waits for the one judged first.
     seeds_needed: int | None = None
+    waits: bool = False  # its own claim is shown, and that of the one judged first is not
 
 
 def compare(
@@ -232,6 +233,7 @@ def _judged(
         comparison=c,
         claims=claims,
         seeds_needed=needed,
+        waits=held is not verdict,
     )
 
 
