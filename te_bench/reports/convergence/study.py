@@ -337,6 +337,8 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
     notes += [AFTER_PILOT] if len(chose) == 1 else []
     unable = [a for a in found["recipe"] if a.runs and {r.row.outcome for r in a.runs.values()} == {"unsupported"}]
     notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
+    if any(arm.trial.cell == judgement.get("primary") for arm in unable):
+        notes.append("It was to be judged first; the others are judged together without it")
     return Study(
         title=title,
         control=next(iter(found["control"]), None),

@@ -389,6 +389,10 @@ def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> N
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT}
     assert found.exit_code == 0
     assert any("rowwise scaling is left out: unsupported" in note for note in found.notes)
+    first = {"primary": arm_trial("rowwise_scaling", 0).cell}
+    without = judged(tmp_path / "first", outcomes=outcomes, judgement={**JUDGEMENT, **first})
+    assert by_name(without) == by_name(found)
+    assert {*without.notes} - {*found.notes} == {"It was to be judged first; the others are judged together without it"}
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
