@@ -73,9 +73,12 @@ def resolve_with_seeds(
             f"--design {other}: the first plan in {out} is of {began}, and it counts; "
             f"give --design {began}, or another --out"
         )
-    judged = dataclasses.replace(one, judgement={**one.judgement, **first})
+    own = {
+        key: value for key, value in one.judgement.items() if not (first and key == "primary")
+    }  # none may be first's
+    judged = dataclasses.replace(one, judgement={**own, **first})
     found = design_of(judged, earlier) if "pool" in one.judgement else forecast(judged, earlier)
-    changed = [f"{key} {value}" for key, value in one.judgement.items() if first.get(key, value) != value]
+    changed = [f"{key} {value}" for key, value in own.items() if first.get(key, value) != value]
     fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; another run takes another --out"
     found = dataclasses.replace(found, fixed=fixed if changed else None)
     return one, found, None if has_begun(one, earlier.journal) else found.refused

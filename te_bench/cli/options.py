@@ -73,7 +73,9 @@ Timings = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."),
+    typer.Option(
+        metavar="I,J", help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."
+    ),
 ]
 _ON = "Where trials run: on the hosts of a Ray cluster, or of one that is started here for the run."
 On = Annotated[str | None, typer.Option(metavar="ray", help=_ON)]

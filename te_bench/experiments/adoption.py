@@ -73,7 +73,14 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
         adapted += [*_with_parts(adapted), *_of_rivals(adapted)]
         left_out += tuple(f"{what}: {why}" for what, why in without_rivals(options.device).items())
     trials = list({trial.id: trial for trial in adapted}.values())
-    return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline, left_out=left_out)
+    cells = {trial.cell: one.cell for trial in experiment.trials for one in _adapted(trial, own)[:1]}
+    return dataclasses.replace(
+        experiment,
+        trials=tuple(trials),
+        baseline=baseline,
+        left_out=left_out,
+        judgement=experiment.judged_in(cells),
+    )
 
 
 def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:

@@ -141,7 +141,9 @@ def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
     if options.overlap is not None and all("overlap" not in trial.problem for trial in trials):
         raise ValueError(f"--overlap: the suite {experiment.suite} has no step at a fixed batch; leave it out")
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
-    return dataclasses.replace(experiment, trials=tuple(trials), baseline=baseline)
+    return dataclasses.replace(
+        experiment, trials=tuple(trials), baseline=baseline, judgement=experiment.judged_in(cells)
+    )
 
 
 def require_room_on_a_cpu(options: Options) -> None:

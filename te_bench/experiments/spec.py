@@ -94,7 +94,8 @@ class Experiment:
     """What a suite asks for: its trials in any order, and the configuration that speed-ups are quoted against.
 
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps; pool, the
-    bf16 runs for each run of a recipe, where all recipes share them; pilot, where the means stay hidden.
+    bf16 runs for each run of a recipe, where all recipes share them; primary, Trial.cell of the recipe that is judged before
+    the others; pilot, where the means stay hidden.
     heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
     asked: the options that it was made for, as run_options.words says them.
     whole: of a part that --only chose the experiment by whose plan the part is judged; None where no verdict is given.
@@ -114,6 +115,10 @@ class Experiment:
     def of_losses(self) -> bool:
         """Whether what it is for is a verdict on losses, which a host's cores and its driver cannot change."""
         return bool(self.judgement)
+
+    def judged_in(self, cells: Mapping[str, str]) -> Mapping[str, Scalar]:
+        """Its judgement where each Trial.cell has become another, {old: new}."""
+        return {key: cells[str(value)] if key == "primary" else value for key, value in self.judgement.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,12 +79,12 @@ def _write(path: Path, found: Mapping[str, Any]) -> None:
         file.write_text(json.dumps(found))
 
 
-def require_room(step: TrainStep, folder: Path) -> None:
-    """Raise OSError where the disk has no room for the step's weights and moments: before a trunk is trained for hours."""
+def require_room(step: TrainStep, folder: Path, what: str) -> None:
+    """Raise OSError where the disk has no room for the step's weights and moments, `what`: before it trains for hours."""
     trained = [p for p in step.model.parameters() if p.requires_grad]
     least = sum(p.nbytes + 2 * p.numel() * MOMENT.get(step.states or "", p.element_size()) for p in trained)
     if least > shutil.disk_usage(folder).free:
-        raise OSError(f"the trunk takes {least / 1e6:,.0f} MB or more in {folder}")
+        raise OSError(f"{what} takes {least / 1e6:,.0f} MB or more in {folder}")
 
 
 def graft(step: TrainStep, trial: Trial, folder: Path, once: Callable[[], object]) -> str:

@@ -245,6 +245,8 @@ def test_a_gpu_that_is_shared_has_as_many_trials(command, monkeypatch, started, 
         ("--fused",),
         ("--batch", 4, "--accumulate", 2, "--learning-rate", 2e-3, "--warmup", 70, "--steps", 80),
         ("--weights", "bf16", "--states", "fp8"),
+        ("--branch-at", 75),
+        ("--bf16-from", 100),
         ("--device", "cuda", "--preset", "cpu", "--share", "3"),
     ],
     ids=str,
@@ -522,6 +524,7 @@ def test_the_presets_of_whole_trainings_follow_their_plan(command: Command, monk
     for preset in ("gpt2", "llama"):
         found = json.loads(command(*asked, preset, "--json").out)
         seeds = found["judgement"]["seeds"]
+        assert found["judged_first"] == "delayed scaling e4m3, fused, FP8 head"
         assert found["conclusion"]["cautious"]["power"] >= 0.8
         [planned] = [one for one in found["conclusion"]["options"] if one["rounds"] == seeds]
         both = found["conclusion"]["cautious"]["power"] * found["conclusion"]["aa"]["power"]
@@ -856,3 +859,38 @@ def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path
     assert (told["assumed"], told["pairs"]) == (None, 6)
     hidden = command("verdict", pilot)
     assert (hidden.code, "these runs are a pilot" in plainly(hidden.out)) == (4, True)
+
+
+@pytest.mark.parametrize(
+    "first", [None, ("rowwise_scaling",)], ids=["first judges one before the others", "judges none"]
+)
+def test_a_run_that_has_begun_is_planned_by_who_is_judged_first_in_its_first_plan(
+    first, command, monkeypatch, tmp_path
+):
+    """Whoever the command that is given now would judge first."""
+    gpus(monkeypatch, 1)
+    given: dict[str, Any] = {"device": "cuda", "preset": "gpt2", "data": {"": "random"}}
+    one = plan.resolve("convergence", Options(**given, recipes=first))
+    control = [trial for trial in one.trials if trial.problem["arm"] == "control"]
+    rest = [trial for trial in one.trials if trial not in control]
+    body = {"id": "env", "identity": {"device": "cuda", "gpu": "NVIDIA H200"}, "details": {}}
+    settings = {"suite": one.suite, "body": body, "judgement": one.judgement, "baseline": one.baseline}
+    journals.write(tmp_path / "run", [], planned=[*control, *rest], **settings)
+    asked = (
+        "plan",
+        "convergence",
+        "--device",
+        "cuda",
+        "--data",
+        "random",
+        "--preset",
+        "gpt2",
+        "--out",
+        tmp_path / "run",
+    )
+    more = ("--recipes", "rowwise_scaling") if first is None else ()
+    found = json.loads(command(*asked, *more, "--json").out)
+    assert found.get("judged_first") == (None if first else "delayed scaling e4m3, fused, FP8 head")
+    assert found["conclusion"]["primary"] == (first is None)
+    assert found["conclusion"]["recipes"] == 7
+    assert "primary" not in command(*asked, *more).out

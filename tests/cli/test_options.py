@@ -34,6 +34,7 @@ USAGE = [
         ["run", "nanogpt", "--only", "*/flash/*", "--only", "*/cudnn/*"],
         "--only is given twice: give it once, its values between commas",
     ),
+    (["run", "quick", "--gpus", "0", "--gpus", "1"], "--gpus is given twice: give it once, its values between commas"),
     (
         ["plan", "fp8", "--recipes", "delayed_scaling", "--recipes=bf16"],
         "--recipes is given twice: give it once, its values",

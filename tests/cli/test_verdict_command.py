@@ -56,6 +56,21 @@ def test_the_verdict_says_that_a_recipe_is_held_to_two_bf16_runs_where_it_is(com
     assert (said in flat(command("verdict", tmp_path / "run").out)) == (runs == 2)
 
 
+def test_the_verdict_says_who_is_judged_first_and_why_another_recipe_waits_for_it(command, tmp_path) -> None:
+    truth = {**TRUTH, "float8_block_scaling": 0.02}
+    plan = {**JUDGEMENT, "primary": arm_trial("float8_block_scaling", 0).cell}
+    write_study(tmp_path / "run", study_records(truth, sd=0.0002), plan)
+    out = flat(command("verdict", tmp_path / "run").out)
+    undecided = "delayed scaling and rowwise scaling are undecided"  # and no number of their own seeds is asked for
+    assert f"{undecided}; block scaling is judged first, and the others pass only where it does." in out
+    assert (
+        "delayed scaling: would be EQUIVALENT, but is that only where block scaling, which is judged first, is too"
+        in out
+    )
+    assert "Note: block scaling is judged first, by itself; another recipe passes only where it does." in out
+    assert "judged first" not in command("verdict", write_study(tmp_path / "plain", study_records(truth))).out
+
+
 def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(command: Command, tmp_path: Path) -> None:
     pilot = write_study(tmp_path / "run", study_records({"control": 0.0, "aa": 0.0}, sd=0.0003))
     done = command("verdict", pilot)

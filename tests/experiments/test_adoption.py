@@ -55,6 +55,12 @@ def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], sai
             planned(suite, model, **asked)
 
 
+def test_a_study_of_your_model_judges_the_same_recipe_first(model: str) -> None:
+    experiment = planned("convergence", model, preset="gpt2")
+    primary = {t.recipe for t in experiment.trials if t.cell == experiment.judgement["primary"]}
+    assert primary == {"delayed_scaling_e4m3"}
+
+
 @pytest.mark.parametrize("suite", ["speed", "nanogpt", "fp8", "memory", "curves", "convergence", "stress"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_suite_of_models_takes_one(suite: str, device: str, model: str) -> None:

@@ -89,7 +89,7 @@ def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         del step
         _forget(trial)
         step = trial_model.step_of(trial)
-        _first_pass(trial, step, inputs, targets)
+        first_pass(trial, step, inputs, targets)
     return step, check
 
 
@@ -141,7 +141,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
         step = trial_model.step_of(trial)
     kinks = Kinks()
     with kinks:
-        _first_pass(trial, step, inputs, targets)
+        first_pass(trial, step, inputs, targets)
     _require_many_at_kinks(trial, kinks, targets.numel(), trial_model.optim_of(trial).accumulate)
     quantities = over_batches(
         _quantities(trial, step, inputs, targets, kinks),
@@ -239,7 +239,7 @@ def _model(step: TrainStep) -> Adopted:
     return step.model
 
 
-def _first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
+def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
     """An eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
     Raises Unsupported where the model's attention has no such kernel, and where it calls none of its checkpointed blocks.

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import trial_model, trunks
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments import janitor, trial_model, trunks
+from te_bench.experiments.checks import adopted_step, training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
@@ -62,6 +62,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     at = trial_model.batches_of(trial, corpus)
     first = p.branch_at or 0
     step, check = _begun(trial, *_few(at(0), optim.accumulate, trial))
+    if p.bf16_from is not None:
+        trunks.require_room(step, Path(tempfile.gettempdir()), f"the state of step {p.bf16_from}")
     torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
     if trunk is not None:
         # A captured step takes no other batch than its own.
@@ -78,8 +80,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     if reason is None and (last := end_of(trial)) is not None:
         assert p.bf16_from is not None
         ended, peaks = last, memory.peak(trial.device, step)
-        with tempfile.TemporaryDirectory() as folder:
-            state = Path(folder) / "state"
+        scratch = Path(tempfile.mkdtemp(prefix="te-bench-"))
+        with janitor.remove_at_end(scratch):  # a trial may be killed, and its state is as large as a trunk
+            state = scratch / "state"
             resume.save(step, state, p.bf16_from)
             looked = _looked(trial, step, at(0), Measurement(check=check, work={**work, **compilation.counts(trial)}))
             del step  # with `curve`'s it is the last: two at once may not fit
@@ -114,6 +117,8 @@ def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: 
     compilation.begin(last)
     step = trial_model.step_of(last)
     few = _few(batch, trial_model.optim_of(last).accumulate, last) if last.mode == "eager" else batch
+    if isinstance(step.model, Adopted):
+        adopted_step.first_pass(last, step, *few)  # which tells what is to run, as the check of another trial does
     trunks.graft(step, last, state, lambda: step.gradients(*few))
     memory.reset(last.device)
     curve.go_on(last, step)
@@ -153,7 +158,7 @@ def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[s
     branch_at = TrainingProblem.of(control).branch_at
     assert branch_at is not None
     at, step = trial_model.batches_of(control, corpus), trial_model.step_of(control)
-    trunks.require_room(step, folder.parent)
+    trunks.require_room(step, folder.parent, "the trunk")
     torch.manual_seed(step.parallel.seed(control.seed))
     curve = _Curve(control, step, corpus, probe=at(0), end=branch_at)
     if reason := _train(curve, step, at, 0):
@@ -229,7 +234,7 @@ class _Curve:
         self.trial, self.step, self.corpus, self.probe = trial, step, corpus, probe
         self.problem = p = TrainingProblem.of(trial)
         self.steps, self.end = p.steps, p.steps if end is None else end
-        self.clocked = first + COMPILING
+        self.clocked, self.owed = first + COMPILING, 0
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1
@@ -255,7 +260,7 @@ class _Curve:
     def go_on(self, trial: Trial, step: TrainStep) -> None:
         """From here on it is of this step, to the schedule's end; the clock stands still until that is compiled."""
         self.trial, self.step, self.end = trial, step, self.steps
-        self.clocked, self.probe_every = self.number + 1 + COMPILING, 0
+        self.clocked, self.owed, self.probe_every = self.number + 1 + COMPILING, COMPILING, 0
 
     def add(self, number: int, loss: Tensor) -> str | None:
         """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training."""
@@ -298,8 +303,9 @@ class _Curve:
         """Bring the pending losses to the host, each at the time the training clock now shows."""
         self._wait()
         now = time.perf_counter()
-        if self.number >= self.clocked:
-            self.elapsed += now - self.mark
+        if self.number >= self.clocked:  # steps that compiled beside others would have taken as long as those after
+            self.elapsed += (now - self.mark) * (1 + self.owed / (self.number + 1 - self.clocked))
+            self.owed = 0
         self.mark = now
         pending, self.pending = self.pending, []
         read = [torch.stack((loss.float(), norm.float())) for _, loss, norm in pending]

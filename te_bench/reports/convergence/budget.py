@@ -66,8 +66,10 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     folder = str(out) if pooled else f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", asked.device]
     words += [] if machine.asked is None else ["--gpus", machine.asked]
-    # A pilot of pairs is shorter than the run, and its schedule costs no time.
-    less = {"as_pilot": None} | ({} if pooled else dict.fromkeys(("steps", "tokens", "warmup")))
+    # A pilot of pairs is shorter than the run: a schedule costs no time, nor does where FP8 begins and ends.
+    less = {"as_pilot": None} | (
+        {} if pooled else dict.fromkeys(("steps", "tokens", "warmup", "branch_at", "bf16_from"))
+    )
     words += run_options.words(replace(asked, **less))
     for model, data in asked.data.items():
         words += ["--data", f"{model}={data}" if model else data]

@@ -7,7 +7,7 @@ tests that hold for skewed gaps too (`skewed`).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -95,10 +95,12 @@ class CandidateVerdict:
 
     verdict: Verdict
     reason: str
-    family: int  # candidates judged together
+    family: int  # candidates judged together: 1 of one that is judged first, the others without it
     comparison: LossComparison | None = None
     claims: Claims | None = None
-    seeds_needed: int | None = None  # to show what the gap as measured is, whatever the other candidates do
+    #: To show what the gap as measured is, whatever the other candidates do; None where it waits for the one judged first.
+    seeds_needed: int | None = None
+    waits: bool = False  # its own claim is shown, and that of the one judged first is not
 
 
 def compare(
@@ -191,25 +193,39 @@ def judge(
         raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
-    adjusted = after_holm({name: compared[name].claims if name in compared else UNCLAIMED for name in names}, primary)
-    family = {name: len(names) if primary not in names else 1 if name == primary else len(names) - 1 for name in names}
+    found = {name: compared[name].claims if name in compared else UNCLAIMED for name in names}
+    first = primary if primary in found else None
+    adjusted = after_holm(found, first)
+    others = after_holm({name: claims for name, claims in found.items() if name != first}) if first else {}
+    own = adjusted | {name: replace(claims, inferior=adjusted[name].inferior) for name, claims in others.items()}
+    family = {name: 1 if name == first else len(others) or len(names) for name in names}
     return {
         name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=family[name])
         if name in broken
-        else _judged(compared[name], claims, family[name])
+        else _judged(compared[name], claims, own[name], family[name], len(names), first if name in others else None)
         for name, claims in adjusted.items()
     }
 
 
-def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
-    verdict, reason, needed = claims.verdict(c.alpha), c.reason, None
+def _judged(
+    c: LossComparison, claims: Claims, own: Claims, family: int, every: int, first: str | None
+) -> CandidateVerdict:
+    """own: claims as they were but for `first`, the candidate that it passes only after; every: all, as INFERIOR counts."""
+    verdict, held, reason, needed = claims.verdict(c.alpha), own.verdict(c.alpha), c.reason, None
     if c.interval is not None:
         # Holm's hardest step, so enough whichever rank the candidate takes
-        needed = _seeds_to_show(c.gap, c.sd, c.margin, c.alpha / family, c.paired)
-        cautious = _seeds_to_show(c.gap, at_most(c.sd, c.df), c.margin, c.alpha / family, c.paired)
-        reason = _reason(verdict, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
-    if verdict is not c.verdict:
-        reason = f"{c.verdict} on its own, not after Holm over {family} candidates: {reason}"
+        level = c.alpha / (every if c.gap >= c.margin else family)
+        needed = _seeds_to_show(c.gap, c.sd, c.margin, level, c.paired)
+        cautious = _seeds_to_show(c.gap, at_most(c.sd, c.df), c.margin, level, c.paired)
+        reason = _reason(held, c.gap, c.interval, c.margin, c.alpha, (needed, cautious))
+        if first is not None and held is Verdict.INCONCLUSIVE and c.gap < c.margin:
+            reason += f"; and it passes only where {first} does, which is judged first"
+    if held is not c.verdict:
+        over = every if c.verdict is Verdict.INFERIOR else family
+        reason = f"{c.verdict} on its own, not after Holm over {over} candidates: {reason}"
+    if held is not verdict:
+        needed = None  # more seeds of its own would not do
+        reason = f"would be {held}, but is that only where {first}, which is judged first, is too: {reason}"
     return CandidateVerdict(
         verdict=verdict,
         reason=reason,
@@ -217,6 +233,7 @@ def _judged(c: LossComparison, claims: Claims, family: int) -> CandidateVerdict:
         comparison=c,
         claims=claims,
         seeds_needed=needed,
+        waits=held is not verdict,
     )
 
 

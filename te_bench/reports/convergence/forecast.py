@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_bench.experiments.spec import Experiment, Trial
+from te_bench.experiments.store import Journal
 from te_bench.experiments.suites.convergence import TRUNKS, best_ratio
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.analysis.rows import trial_of
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import GAPS, Option, power_table, trial_seconds
-from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, family, first_plan
 from te_bench.reports.convergence.planning import Outlook, Prospect, Spread
 from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.study import scope_of
@@ -50,7 +52,8 @@ class Forecast:
             options = [] if self.pilot else [dataclasses.asdict(one) for one in self._options(self.outlook)]
             conclusion = {**dataclasses.asdict(self.outlook), "options": options}
         scope = {} if self.scope is None else {"judged": f"FP8 {self.scope}"}
-        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **scope}
+        first = {} if self.primary is None else {"judged_first": self.primary}
+        return {"conclusion": conclusion, "estimate": self.machine.estimate(self.seconds), **first, **scope}
 
     @property
     def refused(self) -> str | None:
@@ -175,7 +178,7 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
-    outlook, primary = None, _primary(experiment)
+    outlook, primary = None, _primary(experiment, earlier.journal)
     if spread is not None:
         by = {"margin": judgement["margin"], "alpha": judgement["alpha"]}
         recipes, fewest = len(family(experiment, earlier.journal)), fewest_seeds(experiment)
@@ -207,9 +210,11 @@ def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
     )
 
 
-def _primary(experiment: Experiment) -> str | None:
-    cell = experiment.judgement.get("primary")
-    trials = experiment.whole.trials if experiment.whole else experiment.trials
+def _primary(experiment: Experiment, journal: Journal | None) -> str | None:
+    cell, first = experiment.judgement.get("primary"), first_plan(experiment, journal)
+    trials = (
+        map(trial_of, first.trials) if first else experiment.whole.trials if experiment.whole else experiment.trials
+    )
     return next((arm_name(trial) for trial in trials if trial.cell == cell), None)
 
 

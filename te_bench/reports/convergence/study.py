@@ -332,9 +332,15 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         )
     piloted = any(plan.judgement.get("pilot") for plan in _all_plans(group, configurations))
     by_spread = piloted and not {"pilot", "pool"} & judgement.keys()
-    notes += [AFTER_PILOT] if by_spread and len(found["recipe"]) == 1 else []
+    # By --only a pilot may be of one recipe, whose gaps alone then chose.
+    chose = (
+        [arm for arm in found["recipe"] if len(found["recipe"]) == 1 or _ran_before(plans[0], arm)] if by_spread else []
+    )
+    notes += [AFTER_PILOT] if len(chose) == 1 else []
     unable = [a for a in found["recipe"] if a.runs and {r.row.outcome for r in a.runs.values()} == {"unsupported"}]
     notes += [f"{arm.name} is left out: {next(iter(arm.runs.values())).row.reason}" for arm in unable]
+    if any(arm.trial.cell == judgement.get("primary") for arm in unable):
+        notes.append("It was to be judged first; the others are judged together without it")
     return Study(
         title=title,
         control=next(iter(found["control"]), None),
@@ -347,6 +353,11 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         notes=tuple(dict.fromkeys(notes)),
         unjudged=sum(judged is not None and row.trial.seed not in judged for c in configurations for row in c.rows),
     )
+
+
+def _ran_before(plan: Plan, arm: StudyArm) -> bool:
+    """Whether a run of it had begun before the plan was made."""
+    return any(run.record is not None and run.record.started_at < plan.started_at for run in arm.runs.values())
 
 
 def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:
@@ -392,8 +403,10 @@ def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
         key: f"{key} was {first.get(key)} in the first plan and became {value}: the first one counts"
         for plan in plans[1:]
         for key, value in plan.judgement.items()
-        if value != first.get(key)
+        if value != first.get(key) and key != "primary"
     }
+    if any(plan.judgement.get("primary") != first.get("primary") for plan in plans[1:]):
+        changed["primary"] = "which recipe is judged first became another after the first plan: the first one counts"
     return first, list(changed.values())
 
 

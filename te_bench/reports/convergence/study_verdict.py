@@ -96,6 +96,8 @@ class StudyVerdict:
             if names:
                 verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
                 parts.append(f"{verdict}: {_all(names)} {verb}{what}")
+        if (first := self.study.primary) is not None and any(found.judgement.waits for found in self.recipes):
+            parts.append(f"{first.name} is judged first, and the others pass only where it does")
         said = ("Exploration, no test: " if self.exploration else "") + "; ".join(parts) + "."
         return said if self.study.scope is None else f"FP8 {self.study.scope}: {said} This says nothing of FP8 before."
 

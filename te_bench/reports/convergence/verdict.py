@@ -6,6 +6,7 @@ is EQUIVALENT and the recipe broken on purpose is caught.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
@@ -173,7 +174,9 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
         return pool_study.judge_recipes(study, margin, alpha, found | broken)
     untested = {name: judgement.reason for name, judgement in found.items()}
     primary = None if study.primary is None else study.primary.name
-    return judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested, primary=primary) | found
+    judged = judge(arms, margin=margin, alpha=alpha, diverged=diverged | untested, primary=primary)
+    untold = Verdict.INCONCLUSIVE
+    return {name: replace(one, verdict=untold) if name in untested else one for name, one in judged.items()}
 
 
 def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerdict | None]:

@@ -196,6 +196,9 @@ def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
         experiment = resolve(preset=preset)
         [primary] = {t.cell for t in experiment.trials if t.recipe == "delayed_scaling_e4m3"}
         assert experiment.judgement == {**pairs, "primary": primary}
+    asked: dict[str, Any] = {"checkpointing": True, "parallel": "ddp", "gpus_per_trial": 2}
+    divided = resolve(preset="gpt2", device="cuda", **asked)
+    assert {t.recipe for t in divided.trials if t.cell == divided.judgement["primary"]} == {"delayed_scaling_e4m3"}
     pairs["primary"] = resolve(preset="gpt2").judgement["primary"]
     assert "tighter" not in resolve(preset="gpt2", margin=0.01).judgement
     assert resolve(preset="gpt2", as_pilot=True).judgement == {**pairs, "seeds": 3, "pilot": True}

@@ -4,7 +4,11 @@ And trainings that end in bf16, which go on from their own first part in the sam
 """
 
 import dataclasses
+import multiprocessing
+import os
 import shutil
+import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 import torch
 from convergence_runs import arm_trial
 
-from te_bench.experiments import trunks
+from te_bench.experiments import trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
@@ -168,12 +172,65 @@ def test_fp8_that_ends_in_bf16_leaves_its_own_way_there(arm, context, problem, r
     assert saved.recipe is None
 
 
+@pytest.mark.usefixtures("plain_heads", "unchecked")
+@pytest.mark.parametrize(("bf16_from", "seconds"), [(None, 7), (4, 7), (5, 7), (6, 7), (8, 6)])
+def test_the_clock_stands_still_for_the_change_and_counts_the_steps_after_it(
+    arm, context, monkeypatch, bf16_from, seconds
+):
+    """Of nine steps the first two are not on it, nor is a last one that alone follows the change."""
+    now, train, build = [0.0], training.train, trial_model.step_of
+
+    def second_each(*given: Any) -> Any:
+        for found in train(*given):
+            now[0] += 1
+            yield found
+
+    def slowly(*given: Any) -> Any:
+        now[0] += 1000
+        return build(*given)
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(training, "train", second_each)
+    monkeypatch.setattr(trial_model, "step_of", slowly)
+    one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=bf16_from)
+    assert training.run(one, context).samples["time_s"][-1] == seconds
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_one_that_diverges_in_fp8_never_comes_to_bf16(arm, context, monkeypatch):
     monkeypatch.setattr(resume, "save", lambda *_: pytest.fail("it went on"))
     one = arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5, learning_rate=1e30, grad_clip=0.0)
     with pytest.raises(Diverged, match=r"loss is (nan|inf) (at|after) step [0-4]$"):
         training.run(one, context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_whose_state_the_disk_has_no_room_for_is_not_trained(arm, context, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**4))
+    monkeypatch.setattr(training, "train", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(OSError, match=rf"^the state of step 5 takes \d+ MB or more in {tempfile.gettempdir()}"):
+        training.run(arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5), context)
+
+
+def killed_at_its_change(one: Trial, context: Context) -> None:
+    resume.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    training.run(one, context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_one_that_is_killed_at_its_change_leaves_no_state_behind(arm, context, monkeypatch, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=5)
+    child = multiprocessing.get_context("fork").Process(target=killed_at_its_change, args=(one, context))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while list(scratch.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from te_bench.experiments import timing
 from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import OWN_ATTENTION, Trial
-from te_bench.experiments.workloads import train_step
+from te_bench.experiments.workloads import train_step, training
 from te_bench.models import conversion
 from te_bench.models.sources import identify
 
@@ -33,6 +33,17 @@ def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     source = identify(str(tmp_path))
     settings: dict[str, Any] = {"batch": 2, "block": 32, "vocab": 128, "padded_vocab": 128, "data": "random"}
     return {**settings, **source.settings, "grad_clip": 0.0}
+
+
+@pytest.mark.parametrize("parts", [None, "all"])
+def test_a_training_that_ends_in_bf16_knows_what_runs_there(problem: dict[str, Any], parts: str | None) -> None:
+    whole = {"steps": 3, "bf16_from": 2, "eval_every": 3, "eval_tokens": 64, "evaluate": "both", "learning_rate": 1e-3}
+    own = {**problem, **whole, **({"parts": parts} if parts else {})}
+    asked = {"attention": OWN_ATTENTION, "precision": "fp8", "recipe": "delayed_scaling"}
+    found = training.run(Trial(workload="training", device="cpu", problem=own, **asked, mode="eager"), Context())
+    assert found.samples["step"] == [0, 1, 2]
+    ended = found.work["ended"]["ran"]
+    assert (ended["gemm_fp8"], bool(ended["fused_blocks"])) == (0, parts is not None)
 
 
 def run(problem: dict[str, Any], recipe: str | None, device: str = "cpu", mode: str = "eager") -> Any:

@@ -265,6 +265,38 @@ def test_the_primary_candidate_has_all_of_alpha_and_the_others_pass_only_after_i
     assert (stays.verdict, stays.claims.equivalent) == (Verdict.INCONCLUSIVE, 1)
 
 
+def test_a_candidate_that_waits_for_the_primary_one_says_so_and_asks_for_no_seeds_of_its_own():
+    good, bad = arms(seed=0, sd=SD / 4), arms(MARGIN, seed=2)
+    found = judge({"a": good, "b": bad}, margin=MARGIN, primary="b")
+    assert compare(*good, margin=MARGIN).verdict is Verdict.EQUIVALENT
+    assert (found["a"].verdict, found["a"].seeds_needed) == (Verdict.INCONCLUSIVE, None)
+    assert found["a"].reason.startswith(
+        "would be EQUIVALENT, but is that only where b, which is judged first, is too: ends"
+    )
+    # of its own it has too few, and the first one must pass besides
+    wide = arms(seed=3, sd=2 * SD)
+    too_few = judge({"a": wide, "b": bad}, margin=MARGIN, primary="b")["a"]
+    assert too_few.seeds_needed > 10
+    assert too_few.reason.endswith("if that is its true gap; and it passes only where b does, which is judged first")
+
+
+def test_seeds_to_show_the_primary_candidate_inferior_are_holm_s_over_all():
+    """As its INFERIOR is; what it passes by has the whole of alpha."""
+    worse, good = arms(1.7 * MARGIN, seed=2), {name: arms(seed=seed) for seed, name in enumerate("bcdefg", start=10)}
+    alone = compare(*worse, margin=MARGIN)
+    margin = alone.gap - 1.01 * (alone.gap - alone.interval[0])  # shown above it on its own, by little
+    alone = compare(*worse, margin=margin)
+    assert alone.verdict is Verdict.INFERIOR
+    found = judge({"a": worse, **good}, margin=margin, primary="a")
+    assert found["a"].verdict is Verdict.INCONCLUSIVE
+    assert found["a"].reason.startswith("INFERIOR on its own, not after Holm over 7 candidates")
+    assert found["a"].seeds_needed == power.seeds_beyond(alone.sd, alone.gap - margin, alpha=0.05 / 7)
+    other = judge({"a": worse, **good}, margin=margin, primary="b")["a"]
+    assert other.seeds_needed == found["a"].seeds_needed
+    passes = judge({"a": worse, **good}, margin=2 * alone.gap, primary="a")["a"]
+    assert passes.seeds_needed == power.seeds_needed(alone.sd, 2 * alone.gap, gap=alone.gap, alpha=0.05)
+
+
 def test_diverged_wins_over_any_losses_and_stays_in_the_family():
     same = shifted(np.array([-2, -1, 0, 1, 2]) * 1e-4)
     diverged = {"a": "2 of 5 runs: the loss is nan at step 30", "c": "no run ended"}

@@ -207,6 +207,22 @@ def test_a_verdict_on_one_recipe_whose_seeds_a_pilot_may_have_chosen_says_so(tmp
         ]
 
 
+@pytest.mark.parametrize("others", [(), ("delayed_scaling",)])
+def test_a_pilot_of_one_recipe_of_several_says_so_too(tmp_path: Path, others: tuple[str, ...]) -> None:
+    def began(one: Record) -> str:
+        piloted = one.trial.seed < 3 and one.trial.recipe in (None, "rowwise_scaling", *others)
+        return f"{2019 if piloted else 2999}-01-01T00:00:00.000+00:00"
+
+    records = [dataclasses.replace(one, started_at=began(one)) for one in study_records(sd=0.0002)]
+    directory = write_study(tmp_path / "run", records)
+    [plan] = load(directory).plans
+    pilot = {"judgement": {**plan.judgement, "seeds": 3, "pilot": True}, "started_at": "2019-01-01T00:00:00+00:00"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **pilot))
+    said = any("A pilot's spread may have chosen" in note for note in judge_study(study_at(directory)).notes)
+    assert said == (not others)
+
+
 def test_two_seeds_that_are_one_run_carry_no_verdict(tmp_path: Path) -> None:
     first = next(filter(of_rowwise(0), study_records(sd=0.0002)))
     found = altered(tmp_path, of_rowwise(3), lambda _: first.samples)
@@ -365,12 +381,30 @@ def test_the_recipe_that_the_plan_judges_first_is_not_among_the_others(tmp_path:
     assert found.study.primary.name == "block scaling"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_who_is_judged_first_is_as_the_first_plan_says(tmp_path: Path, first: bool) -> None:
+    primary = {"primary": arm_trial("rowwise_scaling", 0).cell}
+    directory = write_study(tmp_path / "run", study_records(sd=0.0002), {**JUDGEMENT, **(primary if first else {})})
+    assert not any("judged first" in note for note in judge_study(study_at(directory)).notes)
+    [plan] = load(directory).plans
+    other = {"judgement": {**JUDGEMENT, **({} if first else primary)}, "started_at": "2999-01-01"}
+    with Store(directory) as store:
+        store.add_plan(dataclasses.replace(plan, **other))
+    found = judge_study(study_at(directory))
+    assert "which recipe is judged first became another after the first plan: the first one counts" in found.notes
+    assert (found.study.primary is not None) == first
+
+
 def test_a_recipe_that_cannot_run_here_is_left_out_and_said(tmp_path: Path) -> None:
     outcomes = {("rowwise_scaling", seed): "unsupported" for seed in range(5)}
     found = judged(tmp_path, outcomes=outcomes)
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT}
     assert found.exit_code == 0
     assert any("rowwise scaling is left out: unsupported" in note for note in found.notes)
+    first = {"primary": arm_trial("rowwise_scaling", 0).cell}
+    without = judged(tmp_path / "first", outcomes=outcomes, judgement={**JUDGEMENT, **first})
+    assert by_name(without) == by_name(found)
+    assert {*without.notes} - {*found.notes} == {"It was to be judged first; the others are judged together without it"}
 
 
 def test_an_aa_arm_that_is_the_control_itself_shows_nothing(tmp_path: Path) -> None:
