@@ -153,6 +153,20 @@ def test_a_wrong_piece_fails(
         run(kind, call, "triton")
 
 
+def test_a_piece_that_is_right_only_until_it_is_timed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, load, calls = norm.load("reference"), norm.load, list[int]()
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        y, *rest = owner.forward(*arguments, **options)
+        return y if len(calls) == 1 else _row(y), *rest
+
+    spoilt = dataclasses.replace(owner, forward=forward)
+    monkeypatch.setattr(norm, "load", lambda name: spoilt if name == "triton" else load(name))
+    with pytest.raises(CheckFailed, match=r"^y"):
+        run("rmsnorm", "forward", "triton")
+
+
 @pytest.mark.parametrize(("option", "change"), [("amax", lambda _: None), ("scale", lambda scale: 0.97 * scale)])
 def test_a_cast_without_its_amax_or_by_another_scale_fails(
     option: str, change: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
