@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments.measurement import Unsupported, require
+from te_bench.experiments.measurement import CheckFailed, Unsupported, require
 from te_bench.experiments.problems import StepProblem, source_of
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, adamw, attention, linear_cross_entropy, norm
@@ -24,6 +24,7 @@ from te_bench.training.parallel import Parallel
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOOKED_AT = 64  # elements of each parameter that a perturbation is seen by
 
 
 def require_device(device: str) -> None:
@@ -337,14 +338,20 @@ def build(trial: Trial) -> Decoder:
 
 
 def perturb(model: nn.Module, trial: Trial) -> None:
-    """Move the weights by as many units in the last place as the trial says: by the same whatever they are."""
+    """Move the weights by as many units in the last place as the trial says: by the same whatever they are.
+
+    Raises CheckFailed where none moved.
+    """
     ulps = StepProblem.of(trial).perturb_ulp
     if ulps is None:
         return
+    few = [(p, p.detach().flatten()[:LOOKED_AT].clone()) for p in model.parameters()]
     if isinstance(model, Decoder):
         model.perturb(trial.seed, ulps)
     else:
         adopted.perturb(model.module if isinstance(model, Adopted) else model, trial.seed, ulps)
+    if all(torch.equal(p.detach().flatten()[:LOOKED_AT], before) for p, before in few):
+        raise CheckFailed(f"perturb_ulp {ulps}: no weight moved")
 
 
 def model_of(trial: Trial) -> Decoder | Adopted:

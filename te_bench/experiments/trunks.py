@@ -12,12 +12,13 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks.gradients import settle
@@ -95,15 +96,23 @@ def graft(step: TrainStep, trial: Trial, folder: Path, once: Callable[[], object
     """
     once()  # a captured step is loaded into where its graph reads
     resume.load(step, folder, begin_fp8=True)
-    weights = _digest(step.model)
+    weights = _hash(step.model.named_parameters())
     with torch.random.fork_rng(["cuda"] if trial.device == "cuda" else []):  # dropout goes on from the trunk's masks
         trial_model.perturb(step.model, trial)
         settle(trial.recipe, once)
     return weights
 
 
-def _digest(model: torch.nn.Module) -> str:
+def digest(step: TrainStep) -> str:
+    """The SHA-256 of the step's weights and moments, and of the number of its updates."""
+    names = {parameter: name for name, parameter in step.model.named_parameters()}
+    state = ((names.get(of, of), values) for of, values in step.optimizer.state.items())
+    kept = ((f"{name} {kind}", value) for name, values in state for kind, value in values.items())
+    return _hash([*step.model.named_parameters(), *kept])
+
+
+def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:
     found = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        found.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    for _, tensor in sorted(tensors, key=lambda named: named[0]):
+        found.update(tensor.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()

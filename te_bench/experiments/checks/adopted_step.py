@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import large, routes
+from te_bench.experiments.checks import large, routes, update
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.function_modes import AsFused, Doubled, Kinks
 from te_bench.experiments.checks.gradients import (
@@ -154,7 +154,8 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     words += [f"no row apart, for {' and '.join(sorted(kinks.found))} has a kink"] if kinks.found else []
     words += [] if p.layers is None else [f"both with {p.layers} of the model's layers"]
     words += [] if len(inputs) == rows else [f"both of {len(inputs)} of {rows} sequences"]
-    return step, judge(", ".join(words), quantities), own
+    check = update.checked(judge(", ".join(words), quantities), step, inputs, targets)
+    return step, check, own
 
 
 def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
@@ -343,14 +344,13 @@ def _reference(
     if parts.found:
         parts.recompute_blocks(model)
     arithmetic = "bf16" if precision == "fp8" else precision  # what FP8 rounds is emulated, under the same autocast
-    reference = TrainStep(model, step.optim, precision=arithmetic, mode="eager")
     rounded = not exact and trial.attention not in UNFUSED
     modes: list[TorchFunctionMode] = [routes.Again(taken)] if taken.calls else []
     modes += [grouped_gemm.Exact(), Doubled()] if exact else [AsFused()] if rounded else []
     modes += [grouped_gemm.InAutocast()] if not exact and _model(step).converted_experts else []
     with parts.beside(*modes):
         try:
-            found = Gradients.of_step(reference, inputs, targets)
+            found = Gradients.written_out(model, step.optim, arithmetic, inputs, targets)
         except RuntimeError as error:
             if not exact or "dtype" not in str(error):
                 raise

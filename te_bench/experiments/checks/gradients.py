@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import rounding
@@ -24,7 +24,7 @@ from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import recipe as recipes
 from te_bench.training.parallel import SINGLE
-from te_bench.training.step import TrainStep
+from te_bench.training.step import Optim, TrainStep, autocast, fp8_autocast
 
 #: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
 #: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
@@ -56,6 +56,28 @@ class Gradients(NamedTuple):
     def of_step(cls, step: TrainStep, inputs: Tensor, targets: Tensor) -> Self:
         loss, found = step.gradients(inputs, targets)
         return cls(loss, found, None if step.grad_norm is None else step.grad_norm.item())
+
+    @classmethod
+    def written_out(cls, model: nn.Module, optim: Optim, precision: str, inputs: Tensor, targets: Tensor) -> Self:
+        """Of an eager model, by nothing of the step that is checked: neither its micro-batches nor its clipping."""
+        scale = 2.0**16 if precision == "fp16" else 1.0
+        losses = []
+        for x, y in zip(inputs.chunk(optim.accumulate), targets.chunk(optim.accumulate), strict=True):
+            with autocast(x.device, precision), fp8_autocast(model):
+                loss = model(x, y) / optim.accumulate
+            (loss * scale).backward()
+            losses.append(loss.detach())
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        for parameter in model.parameters():
+            parameter.grad = None
+        multiplier, norm = 1 / scale, None
+        if optim.grad_clip:
+            norms = [torch.linalg.vector_norm(g).double() for g in found.values()]  # by the sums of its own precision
+            norm = torch.linalg.vector_norm(torch.stack(norms)).item() / scale
+            multiplier *= min(1.0, optim.grad_clip / (norm + 1e-6))
+        if multiplier != 1.0:
+            torch._foreach_mul_(list(found.values()), multiplier)
+        return cls(torch.stack(losses).sum().item(), found, norm)
 
 
 def compared(

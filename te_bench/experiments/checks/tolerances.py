@@ -3,6 +3,8 @@
 The rule is FlashAttention's: as far as FACTOR times what a yardstick errs at the same precision, and a floor.
 """
 
+import torch
+
 # Each tensor as a whole.
 FACTOR = 2.0
 #: Unit round-off of the compute format, and the floor.
@@ -53,3 +55,18 @@ GEMM_FLOOR = {"float32": 1e-6, "promoted": 5e-4, "fast": 2e-3}
 HEAD_LOSS_SIGMAS = 4
 #: Of the largest element of a head's gradient: units of round-off.
 HEAD_GRADIENT_UNITS = 2
+
+# Whole steps.
+#: All gradients of two passes with the same state and random numbers differ by sums in another order, and by what these
+#: move across a rounding. A batch of which half is lost differs by 0.6 or more, copies of weights from before an update by
+#: 0.2 or more.
+AGAIN = 0.125
+#: Of the way that two updates move a parameter, by the dtype of its moments: AdamW's float32 strays by 1e-6 of it, and the
+#: second update reads moments that are rounded. A weight decay of 0.1 that is lost is 2e-3 at GPT-2's first weights.
+MOVED = {
+    torch.float64: 2.0**-12,
+    torch.float32: 2.0**-12,
+    torch.float16: 2.0**-8,
+    torch.bfloat16: 2.0**-5,
+    torch.float8_e4m3fn: 2.0**-2,
+}

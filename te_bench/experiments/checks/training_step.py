@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import adopted_step, attention_rows, large
+from te_bench.experiments.checks import adopted_step, attention_rows, large, update
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import (
     HEAD_SCALE,
@@ -53,7 +53,7 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         return adopted_step.begin(trial, tokens, targets)
     checked = within_memory(trial)
     step = trial_model.step_of(checked)
-    check = check_step(checked, tokens, targets, step)
+    check = update.checked(check_step(checked, tokens, targets, step), step, tokens, targets)
     if checked is not trial:
         del step
         torch._dynamo.reset()
@@ -202,8 +202,7 @@ def _reference(
             module.attention = attention_rows.as_fused
     if large.is_large(model.config.shape, tokens.shape[1]):
         large.by_parts(model)
-    step = TrainStep(model, optim, precision=trial.precision, mode="eager")
-    return Gradients.of_step(step, tokens, targets)
+    return Gradients.written_out(model, optim, trial.precision, tokens, targets)
 
 
 def rows_together(shape: Shape, tokens: int, rows: int, memory_bytes: int) -> int:

@@ -136,8 +136,9 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     batch, heads = (p.batch, p.heads) if whole else (1, 1)
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
     without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
-    manual = _bind(without, attention.load("manual"))
-    definition = _bind(without, attention.load(attention.yardstick(trial.attention)))
+    manual: Callable[..., Tensor] = functools.partial(_written_out, p)
+    yardstick = attention.yardstick(trial.attention)
+    definition = manual if yardstick == "manual" else _bind(without, attention.load(yardstick))
     quantities, scales = [], []
     if p.dropout:
         forward = _seeded(forward, trial.seed)
@@ -152,11 +153,28 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     library = _gradients(definition, inputs(trial, batch, heads))
     ours = _gradients(forward, inputs(trial, batch, heads))
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
-    for name, exact, yardstick, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
+    for name, exact, known, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
         floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
-        quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(yardstick, exact) + floor))
-        scales.append(rounding.quantities(name, value, exact, yardstick, precision)[0])
+        quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(known, exact) + floor))
+        scales.append(rounding.quantities(name, value, exact, known, precision)[0])
     return judge("manual attention, fp64", quantities + scales)
+
+
+def _written_out(p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by its definition, with every mask of the problem, and by nothing that backends share."""
+    if p.documents is not None:  # (1, H, B T, D) to (B, H, T, D)
+        q, k, v = (x[0].unflatten(1, (-1, p.length)).transpose(0, 1) for x in (q, k, v))
+    rows = torch.arange(p.length, device=q.device)
+    document = torch.repeat_interleave(torch.arange(len(p.lengths)), torch.tensor(p.lengths)).to(q.device)
+    ahead = rows[None, :] - rows[:, None]  # of a row's own key
+    sees = document[:, None] == document[None, :]
+    left, right = p.window or (-1, -1)
+    sees &= (ahead >= -left) | (left < 0)
+    sees &= (ahead <= right) | (right < 0)
+    sees &= (ahead <= 0) | (not p.causal)
+    scores = q @ repeat_heads(k, q.shape[1]).mT * (1 / math.sqrt(p.head_dim))
+    out = scores.masked_fill(~sees, -math.inf).softmax(-1) @ repeat_heads(v, q.shape[1])
+    return out if p.documents is None else out.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -13,6 +13,7 @@ Of a training that ends in bf16 what ran, launches and kernels are of its first 
 """
 
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from torch import Tensor
 from te_bench.experiments import janitor, trial_model, trunks
 from te_bench.experiments.checks import adopted_step, training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
-from te_bench.experiments.measurement import Context, Diverged, Measurement
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import max_batch
@@ -84,9 +85,12 @@ def run(trial: Trial, context: Context) -> Measurement:
         with janitor.remove_at_end(scratch):  # a trial may be killed, and its state is as large as a trunk
             state = scratch / "state"
             resume.save(step, state, p.bf16_from)
+            left = trunks.digest(step)
             looked = _looked(trial, step, at(0), Measurement(check=check, work={**work, **compilation.counts(trial)}))
             del step  # with `curve`'s it is the last: two at once may not fit
             step = _in_bf16(last, curve, at(p.bf16_from), state)
+            if (step.precision, trunks.digest(step)) != ("bf16", left):
+                raise CheckFailed(f"step {p.bf16_from} does not go on in bf16 from the weights and moments before it")
         reason = _train(curve, step, at, p.bf16_from)
     reason = reason or curve.finish()
     peaks = {name: [max(*values, *peaks.get(name, values))] for name, values in memory.peak(trial.device, step).items()}
@@ -248,7 +252,7 @@ class _Curve:
         probes = (p.probes or 0) if trial.recipe else 0
         evaluations = (p.steps or 0) // max(p.eval_every or 1, 1)
         self.probe_every = max(1, round(evaluations / probes)) if probes else 0
-        self.number = 0
+        self.number, self.first = 0, first
 
     def progress(self, number: int) -> float | None:
         """Where step `number` stands between 0 and 1, or None when training is over."""
@@ -263,7 +267,16 @@ class _Curve:
         self.clocked, self.owed, self.probe_every = self.number + 1 + COMPILING, COMPILING, 0
 
     def add(self, number: int, loss: Tensor) -> str | None:
-        """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training."""
+        """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training.
+
+        Raises CheckFailed for a step that is not the next, or whose dropout an evaluation left off.
+        """
+        if number != self.first + len(self.step_) + len(self.pending):
+            raise CheckFailed(
+                f"step {number} came after {len(self.step_) + len(self.pending)} steps from {self.first} on"
+            )
+        if not self.step.model.training:
+            raise CheckFailed(f"step {number} trained as in an evaluation, without dropout")
         self.number = number
         norm = self.step.grad_norm
         self.pending.append((number, loss, loss if norm is None else norm))
@@ -329,7 +342,9 @@ class _Curve:
         """Note the validation loss; one that is not finite is a reason to end training.
 
         Of evaluations in both precisions the trial's own is at the end alone: it takes FP8 as long as bf16's.
+        Raises CheckFailed where the learning rate is not the schedule's, and where both precisions computed the same.
         """
+        self._require_rate()
         model, precision = self.step.model, self.trial.precision
         both = self.problem.evaluate == "both"
         at_end = self.steps is None or self.number + 1 == self.steps
@@ -337,6 +352,8 @@ class _Curve:
         loss = native = evaluate(model, self._validation(), precision if alike else "bf16", quantized=alike)
         if not alike and at_end:
             native = evaluate(model, self._validation(), precision)
+            if native == loss:
+                raise CheckFailed(f"the validation losses in bf16 and in {precision} are the same: {loss}")
         if not abs(loss) + abs(native) < float("inf"):
             return f"the validation loss is {loss if abs(native) < float('inf') else native} after step {self.number}"
         self.val_loss.append(loss)
@@ -353,12 +370,29 @@ class _Curve:
         self.mark = time.perf_counter()
         return None
 
+    def _require_rate(self) -> None:
+        """Raise CheckFailed unless the last step's learning rate was the schedule's; of a budget only the clock knows it."""
+        if self.steps is None:
+            return
+        right = self.step.optim.rate(self.number, self.number / self.steps)
+        found = float(self.step.optimizer.param_groups[0]["lr"])
+        if not math.isclose(found, right, rel_tol=1e-5, abs_tol=1e-12):
+            raise CheckFailed(f"step {self.number} trained at the learning rate {found:.6g}: {right:.6g} expected")
+
     def _validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The validation's batches. Raises CheckFailed where dropout is on, and where windows lack."""
         early = self.steps is not None and self.number + 1 < LATE * self.steps
-        return data.validation(
+        every, rows = self.early_every if early else 1, 0
+        for inputs, targets in data.validation(
             self.corpus,
             **trial_model.sizes_of(self.trial),
             max_tokens=self.problem.eval_tokens,
-            every=self.early_every if early else 1,
+            every=every,
             device=self.trial.device,
-        )
+        ):
+            if self.step.model.training:
+                raise CheckFailed(f"the evaluation after step {self.number} has dropout")
+            rows += len(inputs)
+            yield inputs, targets
+        if rows != -(-self.windows // every):
+            raise CheckFailed(f"the evaluation after step {self.number} is of {rows} of {self.windows} windows")

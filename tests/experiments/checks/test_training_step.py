@@ -31,7 +31,7 @@ from te_bench.models.configs import CONFIGS, DecoderConfig
 from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Float8CurrentScaling, Format, Recipe, Slot
 from te_bench.training.optimizer import TableAdamW
-from te_bench.training.step import TrainStep
+from te_bench.training.step import Optim, TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
 RECIPES = [*WHOLE, "float8_current_scaling_bf16_wgrad"]
@@ -611,15 +611,15 @@ def bytes_kept(config: DecoderConfig, tokens: int) -> int:
 
 
 def test_references_that_have_no_memory_go_by_fewer_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, tried = TrainStep.gradients, []
+    right, tried = gradients.Gradients.written_out, []
 
-    def gradients(step: TrainStep, tokens: Tensor, targets: Tensor) -> Any:
-        tried.append(len(tokens) // step.optim.accumulate)
+    def written_out(model: Any, optim: Optim, precision: str, tokens: Tensor, targets: Tensor) -> Any:
+        tried.append(len(tokens) // optim.accumulate)
         if tried[-1] > 1:
             raise torch.OutOfMemoryError
-        return right(step, tokens, targets)
+        return right(model, optim, precision, tokens, targets)
 
-    monkeypatch.setattr(TrainStep, "gradients", gradients)
+    monkeypatch.setattr(gradients.Gradients, "written_out", written_out)
     trial = a_trial("bf16")
     found = training_step.reference(trial, trial_model.optim_of(trial), *train_step.random_batches(trial)[0])
     assert tried == [4, 2, 1]

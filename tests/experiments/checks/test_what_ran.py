@@ -249,7 +249,9 @@ def test_blocks_that_were_to_be_fused_and_are_not_fail_and_warn(recipe, change, 
 )
 def test_a_whole_trial_with_a_linear_in_bf16_is_a_failed_check_without_times(workload, more, monkeypatch):
     """Of max_batch the first try alone."""
-    monkeypatch.setattr(training_step, "check_step", lambda *_: {})  # it would see some of them by their numbers
+    monkeypatch.setattr(
+        training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {})
+    )  # it would see some of them by their numbers
     monkeypatch.setattr(max_batch, "largest", lambda _: (1, []))
     made = trial_model.step_of
 

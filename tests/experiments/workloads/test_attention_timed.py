@@ -133,6 +133,34 @@ def test_a_window_that_is_ignored_is_not_timed(monkeypatch: pytest.MonkeyPatch) 
         attention.run(dataclasses.replace(TRIAL, problem=shape), Context())
 
 
+def window_one_wider(patch: pytest.MonkeyPatch) -> None:
+    right = kernels.attend
+
+    def attend(*given: Any, window: Any, **said: Any) -> Any:
+        return right(*given, window=(window[0] + 1, window[1]), **said)
+
+    patch.setattr(kernels, "attend", attend)
+
+
+def borders_one_late(patch: pytest.MonkeyPatch) -> None:
+    right = attention._starts
+    late = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1, 0])
+    patch.setattr(attention, "_starts", lambda lengths, device: right(lengths, device) + late.int())
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [(window_one_wider, {"causal": False, "window_left": 3, "window_right": 0}), (borders_one_late, {"documents": 4})],
+    ids=["window", "documents"],
+)
+@pytest.mark.parametrize("name", ["flash", "manual"])
+def test_masks_that_are_wrong_for_every_backend_are_not_timed(name, fault, changes, monkeypatch):
+    """The yardstick and the exact result are by none of the code that backends share."""
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed, match=r"error .* > "):
+        attention.run(dataclasses.replace(TRIAL, attention=name, problem={**SHAPE, **changes}), Context())
+
+
 DOCUMENTS = {**SHAPE, "documents": 4}  # of 8, 4, 2 and 2 tokens
 DROPOUT = {**SHAPE, "length": 32, "dropout": 0.2}
 
@@ -292,7 +320,7 @@ def test_autos_backend_is_checked_at_the_size_of_the_check_whatever_auto_would_t
 
     monkeypatch.setattr(kernels, "load", spied)
     attention.run(dataclasses.replace(TRIAL, attention="auto"), Context())
-    assert {name for name, batch in ran if batch == 1} == {"manual", "flash"}
+    assert {name for name, batch in ran if batch == 1} == {"flash"}
 
 
 def test_numerics_has_one_error_of_each_kind_a_draw_and_they_are_small() -> None:

@@ -22,7 +22,7 @@ from convergence_runs import arm_trial
 from te_bench.experiments import trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
-from te_bench.experiments.measurement import Context, Diverged, Measurement
+from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.problems import trunk_of
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import training
@@ -77,7 +77,7 @@ def context(tmp_path: Path) -> Context:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
-    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
+    monkeypatch.setattr(training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {}))
     monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
 
     def seen(trial: Trial, seen: Any, measurement: Measurement, asked: Any) -> Measurement:
@@ -135,7 +135,7 @@ def test_the_scales_of_a_branch_begin_with_it(arm, context, problem, monkeypatch
     """Whatever the check has passed through the model before, whose weights were those of the beginning."""
     one = arm("recipe", "delayed_scaling", **problem)
     checked = training.run(one, context).samples
-    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
+    monkeypatch.setattr(training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {}))
     assert training.run(one, context).samples["loss"] == checked["loss"]
 
 
@@ -194,6 +194,77 @@ def test_the_clock_stands_still_for_the_change_and_counts_the_steps_after_it(
     monkeypatch.setattr(trial_model, "step_of", slowly)
     one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=bf16_from)
     assert training.run(one, context).samples["time_s"][-1] == seconds
+
+
+def moments_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = resume.load
+
+    def load(step: Any, *given: Any, **how: Any) -> int:
+        number = right(step, *given, **how)
+        for state in step.optimizer.state.values():
+            state["exp_avg"].zero_()
+        return number
+
+    monkeypatch.setattr(resume, "load", load)
+
+
+def weights_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = resume.load
+
+    def load(step: Any, *given: Any, **how: Any) -> int:
+        number = right(step, *given, **how)
+        with torch.no_grad():
+            next(step.model.parameters()).mul_(1.001)
+        return number
+
+    monkeypatch.setattr(resume, "load", load)
+
+
+def still_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        training, "end_of", lambda one: dataclasses.replace(one, problem={**one.problem, "bf16_from": None})
+    )
+
+
+def a_step_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = training.train
+    monkeypatch.setattr(training, "train", lambda step, at, where, first: right(step, at, where, first and first + 1))
+
+
+def the_schedule_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = training.train
+
+    def train(step: Any, at: Any, where: Any, first: int) -> Any:
+        return right(step, at, lambda number: where(number) and where(number - first), first)
+
+    monkeypatch.setattr(training, "train", train)
+
+
+GOES_ON = "^step 5 does not go on in bf16 from the weights and moments before it$"
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (moments_lost, GOES_ON),
+        (weights_moved, GOES_ON),
+        (still_in_fp8, GOES_ON),
+        (a_step_lost, "^step 6 came after 5 steps from 0 on$"),
+        (the_schedule_again, r"^step 5 trained at the learning rate 0\.003: 0\.00123953 expected$"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_bf16_that_does_not_go_on_where_fp8_ended_fails(arm, context, monkeypatch, fault, reason):
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed, match=reason):
+        training.run(arm("recipe", "delayed_scaling", branch_at=None, bf16_from=5), context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_weights_are_moved_once_where_the_last_part_has_its_own_step(arm: Any, context: Context) -> None:
+    straight = training.run(arm("aa", branch_at=None), context).samples
+    assert training.run(arm("aa", branch_at=None, bf16_from=5), context).samples["loss"] == straight["loss"]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -67,7 +67,9 @@ def test_each_piece_is_checked_and_timed_by_te_bench_and_by_torch(kind: str, cal
     for backend in rivals(kind, call):
         if backend == "liger":
             continue
-        found = run(kind, call, backend)
+        # On a CPU torch's own sums for dweight, in bf16 by one thread, are as wrong as the check allows.
+        wide = backend == "torch" and call == "backward"
+        found = run(kind, call, backend, precision="fp32" if wide else "bf16")
         assert found.samples == {"kernel_s": [1.0]}
         names = {q["name"].partition(",")[0] for q in found.check["quantities"]}
         assert names >= {"dx"} if call.startswith("backward") else names >= {"y"}
@@ -76,7 +78,8 @@ def test_each_piece_is_checked_and_timed_by_te_bench_and_by_torch(kind: str, cal
         family = kind.removesuffix("_erf") if kind in activation.KINDS else "norm"
         vectors = (2 if kind == "layernorm" else 1) * (2 if call == "backward" else 1) if kind in norm.KINDS else 0
         amax = 4 * call.endswith("quantized")
-        assert found.work == {"bytes": BYTES[family, call] * M * N + 2 * vectors * N + amax}
+        moved = BYTES[family, call] * M * N + 2 * vectors * N
+        assert found.work == {"bytes": moved * (2 if wide else 1) + amax}
 
 
 @pytest.mark.parametrize(("kind", "call"), [("rmsnorm", "backward"), ("swiglu", "forward_quantized")])
@@ -151,6 +154,20 @@ def test_a_wrong_piece_fails(
     monkeypatch.setattr(family, "load", lambda name: spoilt if name == "triton" else load(name))
     with pytest.raises(CheckFailed):
         run(kind, call, "triton")
+
+
+def test_a_piece_that_is_right_only_until_it_is_timed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, load, calls = norm.load("reference"), norm.load, list[int]()
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        y, *rest = owner.forward(*arguments, **options)
+        return y if len(calls) == 1 else _row(y), *rest
+
+    spoilt = dataclasses.replace(owner, forward=forward)
+    monkeypatch.setattr(norm, "load", lambda name: spoilt if name == "triton" else load(name))
+    with pytest.raises(CheckFailed, match=r"^y"):
+        run("rmsnorm", "forward", "triton")
 
 
 @pytest.mark.parametrize(("option", "change"), [("amax", lambda _: None), ("scale", lambda scale: 0.97 * scale)])

@@ -24,6 +24,8 @@ from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT
 from te_bench.reports.convergence import band, speedup
 from te_bench.training import corpus as corpora
+from te_bench.training import data
+from te_bench.training.step import TrainStep
 
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "eval_tokens": 64}
@@ -59,7 +61,7 @@ def context(tmp_path: Path) -> Context:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
-    monkeypatch.setattr(training_step, "check_step", lambda *_: {})
+    monkeypatch.setattr(training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {}))
     monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
     monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
 
@@ -218,6 +220,54 @@ def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, c
     assert "val_loss_native" not in plain
 
 
+def one_precision(patch: pytest.MonkeyPatch) -> None:
+    right = training.evaluate
+    patch.setattr(training, "evaluate", lambda *given, quantized=True: right(*given, quantized=False))
+
+
+def dropout_left_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GPT, "eval", lambda self: self)
+
+
+def dropout_left_off(patch: pytest.MonkeyPatch) -> None:
+    right = training.evaluate
+    patch.setattr(training, "evaluate", lambda model, *given, **more: (right(model, *given, **more), model.eval())[0])
+
+
+def every_second_window(patch: pytest.MonkeyPatch) -> None:
+    right = data.validation
+    patch.setattr(data, "validation", lambda *given, **said: right(*given, **{**said, "every": 2}))
+
+
+def no_schedule(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrainStep, "set_rate", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (one_precision, r"^the validation losses in bf16 and in fp8 are the same: "),
+        (dropout_left_on, "^the evaluation after step 1 has dropout$"),
+        (dropout_left_off, "^step 2 trained as in an evaluation, without dropout$"),
+        (every_second_window, "^the evaluation after step 1 is of 4 of 8 windows$"),
+        (no_schedule, "^step 1 trained at the learning rate 0.003: "),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_wrong_evaluation_or_schedule_fails(trial, context, monkeypatch, fault, reason):
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed, match=reason):
+        training.run(trial("fp8", "delayed_scaling", steps=4, eval_every=2, evaluate="both"), context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_perturbation_that_moves_nothing_fails(trial, context, monkeypatch):
+    monkeypatch.setattr(GPT, "perturb", lambda *_: None)
+    with pytest.raises(CheckFailed, match=r"^perturb_ulp 1: no weight moved$"):
+        training.run(trial("bf16", steps=1, perturb_ulp=1), context)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_in_bf16_both_evaluations_are_one(trial: Any, context: Context) -> None:
     bf16 = training.run(trial("bf16", steps=10, eval_every=5, evaluate="both"), context).samples
@@ -370,7 +420,8 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, con
         return right(self, tokens, targets)
 
     monkeypatch.setattr(GPT, "forward", forward)
-    monkeypatch.setattr(training_step, "check_step", lambda *_: calls[-1].clear() or {})
+    begin = lambda trial, *_: (trial_model.step_of(trial), calls[-1].clear() or {})  # noqa: E731
+    monkeypatch.setattr(training_step, "begin", begin)
     monkeypatch.setattr(profiling, "kernels_seen", lambda *_: calls[-1].append(None) or [])
     monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
     arms = [

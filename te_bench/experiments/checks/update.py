@@ -1,0 +1,165 @@
+"""The check of whole steps: what two of them make of the weights, beside AdamW written out in float64.
+
+The check of the gradients asks for gradients; a step that trains has to compute the same, and to update by them.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_bench.experiments.checks.quantity import Quantity, judge
+from te_bench.experiments.checks.tolerances import AGAIN, MOVED
+from te_bench.experiments.instruments.undisturbed import undisturbed
+from te_bench.training.parallel import SINGLE
+from te_bench.training.step import Optim, TrainStep
+
+DEVICES = frozenset({"cpu"})  # on which its limits are known to hold for honest steps
+UPDATES = 2  # the first tells no beta from another, and no second bias correction from the first
+EPS = 1e-8  # AdamW's (Loshchilov and Hutter 2019), as torch has it
+#: A rate that no model breaks by in two updates; a trial that is to find out where it breaks is no wrong one.
+HIGHEST = 1e-3
+ELEMENTS = 2**24  # that are written out at a time
+#: Modes whose random numbers come from torch's generator at each pass: the same state draws the same again.
+DRAWS_ANEW = ("eager", "compile")
+
+
+def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    """`check` with what two updates of a new step showed, which is left as it was. Raises CheckFailed.
+
+    Of a step over several ranks, or on a device that is not among DEVICES, nothing is asked. What is compared lies in the
+    host's memory, for a GPU may be full.
+    """
+    if step.parallel is not SINGLE or step.device.type not in DEVICES:
+        return check
+    found = judge(
+        "AdamW written out in float64, by the gradients that it was given", _quantities(step, inputs, targets)
+    )
+    return {**check, "quantities": check["quantities"] + found["quantities"]}
+
+
+def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quantity]:
+    optim = dataclasses.replace(step.optim, learning_rate=min(step.optim.learning_rate, HIGHEST))
+    weights, given = [_weights(step)], list[dict[str, Tensor]]()
+    with _put_back(step, weights[0]):
+        for number in range(UPDATES):
+            with undisturbed(step):
+                given.append(_trained(step, inputs, targets.roll(number, 0)))
+            weights.append(_weights(step))
+        quantities = []
+        for name, parameter in step.model.named_parameters():
+            gradients = [each[name] for each in given if name in each]
+            if len(gradients) in (0, UPDATES):  # of experts, an update may choose others
+                moments = step.optimizer.state.get(parameter, {}).get("exp_avg", parameter)
+                quantities.append(_update(name, parameter, weights[0][name], gradients, optim, moments.dtype))
+        # Last, for a look makes copies of the weights anew, which the steps are to have found renewed.
+        for number, (found, begun) in enumerate(zip(given, weights, strict=False)):
+            _load(step, begun)
+            with undisturbed(step):
+                looked = _looked(step, inputs, targets.roll(number, 0))
+            if looked is not None:
+                quantities.append(Quantity(f"grad of update {number + 1}", _apart(found, looked), AGAIN))
+    return quantities
+
+
+def _weights(step: TrainStep) -> dict[str, Tensor]:
+    """{parameter: a copy of it on the host}."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in step.model.named_parameters()}
+
+
+@torch.no_grad()
+def _load(step: TrainStep, weights: dict[str, Tensor]) -> None:
+    for name, parameter in step.model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+@contextlib.contextmanager
+def _put_back(step: TrainStep, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Leave the weights as given, the rate as it was, and the moments as those of a step that made no update."""
+    begun, scaler = bool(step.optimizer.state), copy.deepcopy(step.scaler.state_dict())
+    if step.optim.learning_rate > HIGHEST:
+        step.set_rate(HIGHEST)
+    try:
+        yield
+    finally:
+        if step.optim.learning_rate > HIGHEST:
+            step.set_rate(step.optim.learning_rate)
+        _load(step, weights)
+        for state in step.optimizer.state.values():
+            for value in state.values():
+                if value.dtype is not torch.int64:  # not the seed
+                    value.zero_()
+        if not begun and not step.captured:  # a graph has captured where its moments are
+            step.optimizer.state.clear()
+        if step.scaler.is_enabled():
+            step.scaler.load_state_dict(scaler)
+
+
+def _looked(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tensor] | None:
+    """{parameter: its gradient, on the host} of a pass that trains nothing; None where its random numbers are its own."""
+    if step.table is None and not step.captured:
+        step.optimizer.zero_grad(set_to_none=True)
+    before = _random(step)
+    found = {name: gradient.cpu() for name, gradient in step.gradients(inputs, targets)[1].items()}
+    return None if step.mode not in DRAWS_ANEW and not torch.equal(_random(step), before) else found
+
+
+def _random(step: TrainStep) -> Tensor:
+    return torch.cuda.get_rng_state(step.device) if step.device.type == "cuda" else torch.get_rng_state()
+
+
+def _trained(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """One step; {parameter: the gradient that it was updated by}, on the host."""
+    found: dict[Any, Tensor] = {}
+
+    def look(*_: Any) -> None:
+        found.update({p: p.grad.cpu().clone() for p in step.model.parameters() if p.grad is not None})
+
+    own = step.table is None and not step.captured
+    handle = step.optimizer.register_step_pre_hook(look) if own else None
+    try:
+        step(inputs, targets)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if step.table is not None:
+        found = {p: gradient.cpu() for p, gradient in step.table.gradients().items()}
+    elif step.captured:  # the graph's own are there after it
+        look()
+    return {name: found[p] for name, p in step.model.named_parameters() if p in found}
+
+
+def _apart(found: dict[str, Tensor], looked: dict[str, Tensor]) -> float:
+    """The norm of what differs between all gradients of two passes, over one's; infinite where other parameters have any."""
+    if found.keys() != looked.keys():
+        return float("inf")
+    norms = [(torch.linalg.vector_norm(looked[n] - g), torch.linalg.vector_norm(looked[n])) for n, g in found.items()]
+    differ, whole = (torch.stack(each).double().norm().item() for each in zip(*norms, strict=True))
+    return differ / max(whole, 1e-30)
+
+
+def _update(
+    name: str, after: Tensor, before: Tensor, gradients: list[Tensor], optim: Optim, moments: torch.dtype
+) -> Quantity:
+    """The norm of what the weights are off after the updates; what no gradient reached stays."""
+    error, moved, size = 0.0, 0.0, 0.0
+    flat = [t.detach().flatten().split(ELEMENTS) for t in (after, before, *gradients)]
+    for found, start, *given in zip(*flat, strict=True):
+        begun = start.to(found.device).double()
+        exact, m, v = begun, torch.zeros_like(begun), torch.zeros_like(begun)
+        for number, gradient in enumerate(given, 1):
+            g = gradient.to(found.device).double()
+            m = optim.beta1 * m + (1 - optim.beta1) * g
+            v = optim.beta2 * v + (1 - optim.beta2) * g * g
+            decayed = exact * (1 - optim.learning_rate * optim.weight_decay) if after.dim() >= 2 else exact
+            root = (v / (1 - optim.beta2**number)).sqrt() + EPS
+            exact = decayed - optim.learning_rate * m / (1 - optim.beta1**number) / root
+        error += (found.double() - exact).square().sum().item()
+        moved += (exact - begun).square().sum().item()
+        size += begun.square().sum().item()
+    rounded = UPDATES * torch.finfo(after.dtype).eps * size**0.5
+    return Quantity(f"update {name}", error**0.5, MOVED[moments] * moved**0.5 + rounded)

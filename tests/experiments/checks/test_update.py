@@ -1,0 +1,206 @@
+"""The check of whole steps: what trains otherwise than the gradients that were looked at fails, and leaves no trace."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import training_step
+from te_bench.experiments.measurement import CheckFailed
+from te_bench.experiments.spec import Trial
+from te_bench.experiments.workloads import train_step
+from te_bench.kernels import adamw
+from te_bench.kernels.adamw.backends import reference
+from te_bench.training import step as steps
+from te_bench.training.step import TrainStep
+
+pytestmark = pytest.mark.usefixtures("one_thread", "plain_heads")
+SIZES = {"model": "tiny", "batch": 4, "block": 16, "vocab": 250, "padded_vocab": 256}
+TABLE = {"optimizer": "reference"}
+FUSED = {**TABLE, "head": "chunked", "blocks": "fused"}
+
+
+def a_trial(recipe: str | None = None, **problem: Any) -> Trial:
+    said: dict[str, Any] = {"precision": "bf16" if recipe is None else "fp8", "recipe": recipe}
+    return Trial(workload="train_step", device="cpu", problem={**SIZES, **problem}, attention="flash", **said)
+
+
+def begun(trial: Trial) -> tuple[TrainStep, dict[str, Any]]:
+    return training_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        (None, {}),
+        (None, {"states": "bf16", "weights": "bf16"}),
+        ("delayed_scaling", {**FUSED, "accumulate": 2}),
+        ("nvfp4_block_scaling", {}),  # which draws random numbers
+    ],
+)
+def test_an_honest_step_passes_and_trains_as_if_nobody_had_looked(recipe, problem, monkeypatch):
+    trial = a_trial(recipe, **problem)
+    batches = train_step.random_batches(trial)
+
+    def trained() -> tuple[dict[str, Any], list[float]]:
+        step, check = begun(trial)
+        torch.manual_seed(0)
+        return check, [step(*batch).item() for batch in batches[:3]]
+
+    check, losses = trained()
+    names = {q["name"] for q in check["quantities"]}
+    updated = {f"update {name}" for name, _ in trial_model.build(trial).named_parameters()}
+    assert names >= updated | {"grad of update 1", "grad of update 2"}
+    monkeypatch.setattr(training_step.update, "checked", lambda check, *_: check)
+    assert trained()[1] == losses
+
+
+# What is wrong in the update, or in all but the gradients that are looked at.
+
+
+def half_of_the_batch(patch: pytest.MonkeyPatch) -> None:
+    right = TrainStep.__call__
+
+    def call(self: TrainStep, *batch: Tensor) -> Tensor:
+        return right(self, *(x[: len(x) // 2].repeat(2, 1) for x in batch))
+
+    patch.setattr(TrainStep, "__call__", call)
+
+
+def decay(by: Callable[[Any, float], float]) -> Callable[[pytest.MonkeyPatch], None]:
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        right = steps.adamw
+
+        def wrong(model: nn.Module, optim: Any, **more: Any) -> Any:
+            made = right(model, optim, **more)
+            for group in made.param_groups:
+                group["weight_decay"] = by(group["weight_decay"], optim.weight_decay)
+            return made
+
+        patch.setattr(steps, "adamw", wrong)
+
+    return mutate
+
+
+def table(**change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A backend that is given other numbers."""
+
+    def mutate(patch: pytest.MonkeyPatch) -> None:
+        owner = adamw.load("reference")
+
+        def step(of: Any, **said: Any) -> None:
+            of = change["of"](of) if "of" in change else of
+            owner.step(of, **{name: change[name](x) if name in change else x for name, x in said.items()})
+
+        patch.setattr(adamw, "load", lambda _: dataclasses.replace(owner, step=step))
+
+    return mutate
+
+
+def stale_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reference, "_emit", lambda _: None)
+
+
+def kept_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TrainStep, "_end", lambda _: None)
+
+
+def twice(patch: pytest.MonkeyPatch) -> None:
+    right = TrainStep._update
+    patch.setattr(TrainStep, "_update", lambda self: (right(self), right(self)))
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
+    "half of the batch": (half_of_the_batch, {"accumulate": 2}),
+    "vectors decay": (decay(lambda _, asked: asked), {}),
+    "nothing decays": (decay(lambda *_: 0.0), {}),
+    "two updates": (twice, {}),
+    "gradients kept": (kept_gradients, {}),
+    "no bias correction": (table(step=lambda x: torch.full_like(x, 1e6)), TABLE),
+    "the first bias correction for good": (table(step=torch.ones_like), TABLE),
+    "a large eps": (table(eps=lambda _: 1e-4), TABLE),
+    "betas exchanged": (table(betas=lambda x: x[::-1]), TABLE),
+    "no clipping": (table(multiplier=lambda _: None), {**TABLE, "grad_clip": 0.01}),
+    "twice the rate": (table(rate=lambda x: 2 * x), TABLE),
+    "every second parameter": (table(of=lambda x: dataclasses.replace(x, parameters=x.parameters[::2])), TABLE),
+    "copies of the weights before": (stale_copies, TABLE),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_step_that_trains_wrongly_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, problem = FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(CheckFailed, match=r"^(update|grad of update)"):
+        begun(a_trial(**problem))
+
+
+# What the references must not share with the step.
+
+
+def one_micro_batch_for_all(patch: pytest.MonkeyPatch) -> None:
+    right = TrainStep._backward
+
+    def backward(self: TrainStep, *batch: Tensor) -> Tensor:
+        n = self.optim.accumulate
+        return right(self, *(x[: len(x) // n].repeat(n, 1) for x in batch))
+
+    patch.setattr(TrainStep, "_backward", backward)
+
+
+def summed_micro_batches(patch: pytest.MonkeyPatch) -> None:
+    right = TrainStep._backward
+
+    def backward(self: TrainStep, *batch: Tensor) -> Tensor:
+        one = self.forward
+        patch.setattr(self, "forward", lambda *x: one(*x) * self.optim.accumulate)
+        loss = right(self, *batch) / self.optim.accumulate
+        self.forward = one
+        return loss
+
+    patch.setattr(TrainStep, "_backward", backward)
+
+
+def another_norm(patch: pytest.MonkeyPatch) -> None:
+    right = nn.utils.clip_grad_norm_
+    patch.setattr(nn.utils, "clip_grad_norm_", lambda p, most, **more: right(p, most, **{**more, "norm_type": 1.0}))
+
+
+@pytest.mark.parametrize(
+    "fault", [one_micro_batch_for_all, summed_micro_batches, another_norm], ids=lambda f: f.__name__
+)
+def test_a_fault_in_code_that_every_step_shares_fails(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = a_trial(accumulate=2)
+    step = trial_model.step_of(trial)
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed):
+        training_step.check_step(trial, *train_step.random_batches(trial)[0], step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        (None, {}),
+        (None, {"head": "chunked", "optimizer": "triton", "blocks": "fused", "accumulate": 2}),
+        (None, {"optimizer": "triton", "states": "bf16", "weights": "bf16"}),
+        ("delayed_scaling", {"head": "fp8", "optimizer": "triton", "blocks": "fused", "accumulate": 2}),
+        ("delayed_scaling_e4m3", {"head": "fp8", "optimizer": "triton", "blocks": "fused"}),
+        ("float8_current_scaling", {"head": "chunked", "optimizer": "triton", "blocks": "fused"}),
+        ("float8_block_scaling", {}),
+    ],
+)
+def test_an_honest_step_on_a_gpu_is_far_within_the_limits(recipe, problem, mode, monkeypatch):
+    """Half of them, so that the check may be asked there."""
+    monkeypatch.setattr(training_step.update, "DEVICES", frozenset({"cuda"}))
+    sizes = {"model": "gpt2", "layers": 2, "batch": 4, "block": 256, "vocab": 50257, "padded_vocab": 50304}
+    trial = dataclasses.replace(a_trial(recipe, **{**sizes, **problem}), device="cuda", mode=mode)
+    _, check = begun(trial)
+    found = [q for q in check["quantities"] if q["name"].startswith(("update ", "grad of update"))]
+    assert {"grad of update 1", "grad of update 2"} <= {q["name"] for q in found}
+    assert [q for q in found if q["error"] > q["limit"] / 2] == []
