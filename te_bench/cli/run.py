@@ -253,10 +253,11 @@ def _called(trials: "Sequence[Trial]", ended: "Sequence[Trial]") -> Callable[["T
 def _found(record: "Record") -> str:
     """What a trial that ended ok found, in words: its times, or its last loss; "" of anything else."""
     from te_bench.reports.analysis import measures
+    from te_bench.reports.analysis.alone import SAMPLE
     from te_bench.reports.analysis.rows import TIMED
     from te_bench.reports.page import text
 
-    times = {where.strip("/"): measures.of_process(record, sample) for sample, where in TIMED.items()}
+    times = {where.strip("/"): measures.of_process(record, sample) for sample, where in {**TIMED, SAMPLE: ""}.items()}
     said = [f"{where} {text.milliseconds(took)} ms".strip() for where, took in times.items() if took is not None]
     losses = measures.numbers(record.samples.get("val_loss"))
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])

@@ -1,9 +1,10 @@
 """Every number that a report says, worked out once: journals -> rows -> groups -> results -> tables and figures -> page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from te_bench.reports.analysis.alone import Alone, alone
 from te_bench.reports.analysis.attention import AttentionTimes, ScalingErrors, attention_times, scaling_errors
 from te_bench.reports.analysis.checks import WorstError, worst_errors
 from te_bench.reports.analysis.curves import TrainingComparison, comparisons
@@ -36,6 +37,7 @@ class GroupResult:
     largest_batches: tuple[LargestBatch, ...]
     scaled: tuple[ScaledStep, ...]
     attention: AttentionTimes
+    alone: Mapping[str, Alone]
     scaling_errors: tuple[ScalingErrors, ...]
     errors: tuple[WorstError, ...]
 
@@ -78,6 +80,7 @@ def group_result(group: Group) -> GroupResult:
         largest_batches=largest_batches(group),
         scaled=scaled_steps(group),
         attention=attention_times(group),
+        alone=alone(group),
         scaling_errors=scaling_errors(group),
         errors=worst_errors(group),
     )

@@ -1,7 +1,6 @@
 """Attention alone: seconds of its two passes, which backend is the fastest on each shape, and where to scale q."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from te_bench.reports.analysis.measures import (
     seconds_by_seed,
 )
 from te_bench.reports.analysis.naming import kernel_name
-from te_bench.reports.analysis.ranking import logarithms, rank
+from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms
 from te_bench.reports.analysis.rows import Configuration, Group
 
 
@@ -47,25 +46,12 @@ class ScalingErrors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FastestAttention:
-    """On how many shapes each backend is the fastest, both passes together.
-
-    clear: by paired runs; tied: not distinguished, by the names of all that are not; once: by single runs.
-    """
-
-    shapes: int
-    clear: Mapping[str, int]
-    tied: Mapping[str, int]
-    once: Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTimes:
     """What a group measured of attention alone; `peer` is the backend that the others are compared with."""
 
     times: tuple[AttentionTime, ...]
     peer: str | None
-    fastest: FastestAttention
+    fastest: FastestByShape
 
 
 #: What a record of attention was timed in.
@@ -85,7 +71,8 @@ def attention_times(group: Group) -> AttentionTimes:
     configurations, peer = _by_shape(group.of("attention")), attention_peer(group)
     times = tuple(_time(configuration, configurations, peer) for configuration in configurations)
     shapes = _fastest_first(times)
-    return AttentionTimes(times=times, peer=peer, fastest=_count_fastest([shape for shape in shapes if len(shape) > 1]))
+    named = [[(kernel_name(one.trial.attention), logarithms(one, *PASSES)) for one in shape] for shape in shapes]
+    return AttentionTimes(times=times, peer=peer, fastest=fastest_by_shape(named))
 
 
 def _time(configuration: Configuration, configurations: Sequence[Configuration], peer: str | None) -> AttentionTime:
@@ -127,17 +114,6 @@ def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
             )
             together.setdefault(alike, []).append((total.value, configuration))
     return [[one for _, one in sorted(found, key=lambda item: item[0])] for found in together.values()]
-
-
-def _count_fastest(shapes: Sequence[Sequence[Configuration]]) -> FastestAttention:
-    clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
-    for configurations in shapes:
-        best = rank([logarithms(configuration, *PASSES) for configuration in configurations]).best
-        if len(best) > 1:
-            tied[" and ".join(sorted(kernel_name(configurations[place].trial.attention) for place in best))] += 1
-        else:
-            (clear if best else once)[kernel_name(configurations[best[0] if best else 0].trial.attention)] += 1
-    return FastestAttention(shapes=len(shapes), clear=clear, tied=tied, once=once)
 
 
 def _rate(flop: object, seconds: float | None) -> float | None:

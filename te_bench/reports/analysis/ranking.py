@@ -9,6 +9,7 @@ Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are c
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,32 @@ def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
     reason = why_tied([step.configuration for step in fastest]) if len(fastest) > 1 else ""
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastestByShape:
+    """On how many shapes each way is the fastest, of shapes that have several.
+
+    clear: by paired runs; tied: not distinguished, by the names of all that are not; once: by single runs.
+    """
+
+    shapes: int
+    clear: Mapping[str, int]
+    tied: Mapping[str, int]
+    once: Mapping[str, int]
+
+
+def fastest_by_shape(shapes: Sequence[Sequence[tuple[str, Values]]]) -> FastestByShape:
+    """Of each shape the names of its ways and their logarithms, the least first."""
+    clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
+    several = [shape for shape in shapes if len(shape) > 1]
+    for shape in several:
+        best = rank([values for _, values in shape]).best
+        if len(best) > 1:
+            tied[" and ".join(sorted(shape[place][0] for place in best))] += 1
+        else:
+            (clear if best else once)[shape[best[0] if best else 0][0]] += 1
+    return FastestByShape(shapes=len(several), clear=clear, tied=tied, once=once)
 
 
 def logarithms(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.kernels.attention import in_fp8
+from te_bench.reports.analysis.alone import TimeAlone
 from te_bench.reports.analysis.attention import PASSES
 from te_bench.reports.analysis.layers import LayerVariant
 from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed
@@ -137,7 +138,7 @@ def _fastest(result: GroupResult) -> list[Chart | str]:
             for step in sorted(scaled, key=lambda step: -(step.tokens_per_s or 0.0))
         )
         charts.append(Chart(heading="tokens a second of each GPU", bars=bars))
-    return [*charts, *_attention(result)]
+    return [*charts, *_attention(result), *_alone(result)]
 
 
 def _by_variant(result: GroupResult) -> list[LayerVariant]:
@@ -172,6 +173,31 @@ def _attention(result: GroupResult) -> list[Chart]:
         best = tuple(min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
         if best:
             charts.append(Chart(heading=f"{what}, both passes{over}", bars=best))
+    return charts
+
+
+def _alone(result: GroupResult) -> list[Chart]:
+    """The fastest head, and norm or activation, of each shape."""
+    charts = []
+    for part in result.alone.values():
+        best: dict[str, TimeAlone] = {}
+        for time in sorted((one for one in part.times if one.seconds), key=lambda one: one.seconds or 0.0):
+            best.setdefault(time.shape, time)
+        bars = tuple(
+            TextBar(
+                name=f"{shape}: {time.name}",
+                value=time.speedup.value if time.speedup else 1.0,
+                shown=f"{text.milliseconds(time.seconds)} ms{_interval(time.speedup)}",
+            )
+            for shape, time in best.items()
+        )
+        if bars:
+            charts.append(
+                Chart(
+                    heading=f"The fastest {part.what} alone of each shape, and its speed-up over the baseline",
+                    bars=bars,
+                )
+            )
     return charts
 
 
@@ -275,7 +301,7 @@ def _joules(heading: str, counted: list[tuple[float, str]], of_baseline: float |
 
 #: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
 QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], str]] = {
-    "fastest": (_fastest, "No step, layer or attention was timed."),
+    "fastest": (_fastest, "Nothing was timed."),
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
     "error": (_errors, "No check has an error on record."),
     "unsupported": (_unsupported, "Every planned trial ended ok."),

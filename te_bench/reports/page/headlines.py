@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.stress import SEEDS
-from te_bench.reports.analysis.ranking import StepRanking
+from te_bench.reports.analysis.ranking import FastestByShape, StepRanking
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.convergence.published import nearest
 from te_bench.reports.convergence.stress import REFERENCE, StressLadder
@@ -29,7 +29,7 @@ def headlines(report: ReportResult) -> list[str]:
         for variant in result.layers:
             if variant.comparable:
                 found += [(0, said) for said in _fastest(variant.ranking, f" layer, {variant.name}", where)]
-        found += [(1, answer) for answer in [*_scaled(result), *_lowest_losses(result), *_attention(result)]]
+        found += [(1, answer) for answer in [*_scaled(result), *_lowest_losses(result), *_by_shape(result)]]
         largest = next((m for m in result.largest_batches if m.max_batch is not None), None)
         if largest:
             found.append(
@@ -217,16 +217,24 @@ def _lowest_losses(result: GroupResult) -> list[str]:
     return answers
 
 
-def _attention(result: GroupResult) -> list[str]:
-    """On how many shapes each attention is the fastest, forward and backward together."""
-    found = result.attention.fastest
-    parts = [f"{name} on {n}" for name, n in _most_first(found.clear)]
-    parts += [f"{name} not distinguished on {n}" for name, n in found.tied.items()]
-    parts += [f"{name} on {n} in one run of each, which may be chance" for name, n in _most_first(found.once)]
+def _by_shape(result: GroupResult) -> list[str]:
+    """On how many shapes each attention is the fastest, forward and backward together, and each way of a part alone."""
+    asked = [("attention, forward and backward", result.attention.fastest)]
+    asked += [(f"{part.what} alone", part.fastest) for part in result.alone.values()]
+    return [said for what, fastest in asked for said in _of_shapes(what, fastest, result.group.where)]
+
+
+def _of_shapes(what: str, found: FastestByShape, where: str) -> list[str]:
+    def on(n: int) -> str:
+        return f" on {n}" if found.shapes > 1 else ""
+
+    parts = [f"{name}{on(n)}" for name, n in _most_first(found.clear)]
+    parts += [f"{name} not distinguished{on(n)}" for name, n in found.tied.items()]
+    parts += [f"{name}{on(n)} in one run of each, which may be chance" for name, n in _most_first(found.once)]
     if not parts:
         return []
-    said = f"Fastest attention, forward and backward, of {found.shapes} shapes: {'; '.join(parts)}"
-    return [f"{said}; on {result.group.where}."]
+    shapes = f", of {found.shapes} shapes" if found.shapes > 1 else ""
+    return [f"Fastest {what}{shapes}: {'; '.join(parts)}; on {where}."]
 
 
 def _most_first(counted: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 from journals import (
     HOSTILE,
@@ -14,6 +15,9 @@ from journals import (
     write,
 )
 
+from te_bench.reports.group_result import load_report
+from te_bench.reports.page import answers
+from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import word
 from te_bench.reports.page.tables import TABLES, markdown, summary, tables_of
 
@@ -147,6 +151,37 @@ def test_pieces_stand_beside_the_compiled_one_at_their_size(tmp_path):
     assert ("sum and RMSNorm forward with the FP8 cast", at[1], "torch.compile") in rows
     assert "TB/s: of all operands, read once, and all results, written once" in table.note
     assert "Joules" in table.note
+
+
+def test_the_fastest_of_parts_alone_are_named_by_shape(tmp_path):
+    """By sentence and by bars; a head in FP8 apart from those that compute the same, a single run with its doubt."""
+
+    def one(workload, seed, seconds, mode="eager", **problem):
+        of = trial(workload, "none", seed=seed, precision="bf16", protocol="kernel", mode=mode, **problem)
+        return record(of, samples={"kernel_s": [seconds + seed * 1e-6] * 3}, work={})
+
+    sizes = {"n": 8192, "d": 4096, "vocab": 128256, "padded": 128256}
+    times = {"reference": 0.05, "chunked": 0.04, "fp8": 0.02}
+    records = [one("linear_cross_entropy", s, at, head=head, **sizes) for head, at in times.items() for s in (0, 1, 2)]
+    for call, backends in (
+        ("forward", {"triton": 1e-4, "reference": 2e-4}),
+        ("backward", {"triton": 4e-4, "liger": 3e-4}),
+    ):
+        for backend, at in backends.items():
+            problem = {"kind": "rmsnorm", "call": call, "m": 16384, "n": 4096, "backend": backend}
+            records += [one("piece", s, at, **problem) for s in ((0, 1, 2) if call == "forward" else (0,))]
+    report = load_report([write(tmp_path / "run", records)])
+    said = headlines(report)
+    assert any(line.startswith("Fastest heads alone: chunked head; on ") for line in said)
+    parts = "te-bench on 1; Liger on 1 in one run of each, which may be chance; on "
+    assert any(line.startswith(f"Fastest norms and activations alone, of 2 shapes: {parts}") for line in said)
+    shown = "\n".join(answers.answer(report, "fastest"))
+    for bar, took in (
+        ("in FP8 8192 x 4096 x 128256: FP8 head", "20.0 ms"),
+        ("8192 x 4096 x 128256: chunked head", "40.0 ms"),
+        ("RMSNorm backward 16384 x 4096: Liger", "0.300 ms"),
+    ):
+        assert re.search(rf"^{re.escape(bar)} .* {re.escape(took)}", shown, re.MULTILINE), shown
 
 
 def test_a_layer_has_what_a_pass_takes_beyond_what_is_held(tmp_path):

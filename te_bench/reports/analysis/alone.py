@@ -1,0 +1,96 @@
+"""Parts of a step alone, heads, norms and activations: what each is called, and which is the fastest at each shape."""
+
+from dataclasses import dataclass
+
+from te_bench.reports.analysis.measures import Ratio, of_processes, paired_ratio
+from te_bench.reports.analysis.naming import COMPILED, EAGER, HEADS, TE_BENCH
+from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms
+from te_bench.reports.analysis.rows import Configuration, Group
+
+SAMPLE = "kernel_s"
+PLAIN = "reference"  # a head of all the logits, a piece in plain PyTorch: the baselines
+LIGER = "Liger"
+OF_HEADS = {PLAIN: "all logits", "liger": LIGER}
+OF_PIECES = {"triton": TE_BENCH, "liger": LIGER, "torch": "PyTorch's operator"}
+IN_FP8 = "in FP8"
+KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "gelu": "tanh GELU", "gelu_erf": "GELU"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeAlone:
+    """A way to compute a part; seconds of a call, and how many times as fast it is as the baseline of its shape."""
+
+    configuration: Configuration
+    part: str  # RMSNorm forward; of a head "" or IN_FP8
+    sizes: str  # tokens x width, of heads x classes
+    name: str
+    seconds: float | None
+    speedup: Ratio | None
+
+    @property
+    def shape(self) -> str:
+        return f"{self.part} {self.sizes}".strip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """The parts of one kind, shape after shape; a head in FP8, which computes other numbers, is not counted in `fastest`."""
+
+    what: str
+    times: tuple[TimeAlone, ...]
+    fastest: FastestByShape
+
+
+def alone(group: Group) -> dict[str, Alone]:
+    """{"heads", "pieces"} of a group, with nothing in them where it measured none."""
+    return {
+        "heads": _alone(group, "heads", "linear_cross_entropy", ("n", "d", "vocab", "padded"), "head"),
+        "pieces": _alone(group, "norms and activations", "piece", ("kind", "call", "m", "n"), "backend"),
+    }
+
+
+def _alone(group: Group, what: str, workload: str, settings: tuple[str, ...], way: str) -> Alone:
+    shapes: dict[tuple[object, ...], list[Configuration]] = {}
+    for one in group.of(workload):
+        shapes.setdefault((one.trial.precision, *map(one.trial.problem.get, settings)), []).append(one)
+    times, ranked = [], []
+    for ways in shapes.values():
+        baseline = next((one for one in ways if one.trial.problem.get(way) == PLAIN), None)
+        found = [_time(one, way, baseline) for one in ways]
+        times += found
+        alike = (time for time in found if time.seconds and time.part != IN_FP8)
+        timed = sorted(alike, key=lambda time: time.seconds or 0.0)
+        ranked.append([(time.name, logarithms(time.configuration, SAMPLE)) for time in timed])
+    return Alone(what=what, times=tuple(times), fastest=fastest_by_shape(ranked))
+
+
+def _time(one: Configuration, way: str, baseline: Configuration | None) -> TimeAlone:
+    problem, is_head = one.trial.problem, way == "head"
+    sizes = ("n", "d", "vocab") if is_head else ("m", "n")
+    return TimeAlone(
+        configuration=one,
+        part=(IN_FP8 if problem.get(way) == "fp8" else "") if is_head else _part(one),
+        sizes=" x ".join(str(problem.get(key)) for key in sizes),
+        name=_head(one) if is_head else _backend(one),
+        seconds=of_processes(one.ok, SAMPLE),
+        speedup=None if baseline is None or baseline is one else paired_ratio(baseline, one, SAMPLE),
+    )
+
+
+def _head(one: Configuration) -> str:
+    head = str(one.trial.problem.get("head"))
+    compiled = f", {COMPILED}" if one.trial.mode == "compile" else ""
+    return f"{OF_HEADS.get(head) or HEADS.get(head, head)}{compiled}"
+
+
+def _backend(one: Configuration) -> str:
+    name = str(one.trial.problem.get("backend"))
+    return (COMPILED if one.trial.mode == "compile" else EAGER) if name == PLAIN else OF_PIECES.get(name, name)
+
+
+def _part(one: Configuration) -> str:
+    """RMSNorm forward; sum and RMSNorm forward with the FP8 cast; SwiGLU backward."""
+    kind, call = (str(one.trial.problem.get(key)) for key in ("kind", "call"))
+    added = "sum and " if call.startswith("add_") else ""
+    fp8 = " with the FP8 cast" if call.endswith("_quantized") else ""
+    return f"{added}{KINDS.get(kind, kind)} {call.removeprefix('add_').removesuffix('_quantized')}{fp8}"
