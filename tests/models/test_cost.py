@@ -89,8 +89,10 @@ QWEN = dataclasses.replace(LLAMA, head_dim=16, qk_norm=True, tie_word_embeddings
 #: recipe -> what `memory` is told of it.
 RECIPES: dict[str | None, dict[str, Any]] = {
     None: {"fp8": False},
-    **{name: {"fp8": True, "known": False, "granularity": recipes.load(name).granularity} for name in WHOLE},
-    DELAYED: {"fp8": True},
+    **{
+        name: {"fp8": True, "known": recipes.load(name).delayed(), "granularity": recipes.load(name).granularity}
+        for name in WHOLE
+    },
 }
 
 
@@ -134,7 +136,7 @@ def test_what_the_blocks_keep_is_what_is_counted(config, weights, recipe):
     blocks = ("residual stream", "attention", "the activation's input", "operands of weight gradients")
     weights = counted["weights for GEMMs"] - sum(t.nbytes for t in copies(step))
     assert sum(size for _, size in found) == weights + sum(counted[name] for name in blocks)
-    assert (weights > 0) is (recipe not in (None, DELAYED))
+    assert (weights > 0) is (recipe is not None and not recipes.load(recipe).delayed())
 
 
 def test_a_layer_of_llama_3_8b_by_hand() -> None:

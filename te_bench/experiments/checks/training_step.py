@@ -54,6 +54,8 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
     checked = within_memory(trial)
     step = trial_model.step_of(checked)
     check = update.checked(check_step(checked, tokens, targets, step), step, tokens, targets)
+    if trial_model.config_of(checked).dropout:
+        torch._dynamo.reset()  # as after its check: what these steps compiled is not the trial's
     if checked is not trial:
         del step
         torch._dynamo.reset()

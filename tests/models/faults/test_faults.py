@@ -24,7 +24,7 @@ from te_bench.models.recipe import DelayedScaling, Float8CurrentScaling, Recipe,
 from te_bench.reports.convergence.equivalence import Verdict, compare
 
 ROLES = ("input", "weight", "grad_output")
-STATELESS = [name for name in WHOLE if name != "delayed_scaling"]
+STATELESS = [name for name in WHOLE if not recipes.load(name).delayed()]
 KEPT = ("frozen_scale", "nan_at_depth", "short_history")  # those that recipes keep from step to step
 #: Every fault with every recipe that it can be planted into.
 PLANTED = [(fault, name) for fault in faults.names() for name in WHOLE]
@@ -219,7 +219,7 @@ def test_the_verdict_catches_a_history_too_short_after_spikes_and_passes_the_rig
 @pytest.mark.parametrize("name", IN_FP8)
 def test_a_poisoned_token_takes_the_others_with_it_where_they_share_its_scale(name: str) -> None:
     recipe, x, counts = recipes.load(name), a_tensor().abs().clamp(min=0.01), torch.zeros(3, dtype=torch.int64)
-    if name == "delayed_scaling":  # by the scale that the step before has made
+    if recipe.delayed():  # by the scale that the step before has made
         slot = Slot(448 / x[-1].amax() / 2.0**POWER, torch.tensor(0.0), counts)
     else:
         slot = Slot(counts=counts)
