@@ -219,10 +219,8 @@ def test_the_verdict_catches_a_history_too_short_after_spikes_and_passes_the_rig
 @pytest.mark.parametrize("name", IN_FP8)
 def test_a_poisoned_token_takes_the_others_with_it_where_they_share_its_scale(name: str) -> None:
     recipe, x, counts = recipes.load(name), a_tensor().abs().clamp(min=0.01), torch.zeros(3, dtype=torch.int64)
-    if recipe.delayed():  # by the scale that the step before has made
-        slot = Slot(448 / x[-1].amax() / 2.0**POWER, torch.tensor(0.0), counts)
-    else:
-        slot = Slot(counts=counts)
+    made = 448 / x[-1].amax() / 2.0**POWER  # the scale that the step before has made
+    slot = Slot(made, torch.tensor(0.0), counts) if recipe.delayed() else Slot(counts=counts)
     wrong = faults.load("poisoned_token")(recipe).quantize(x, "input", slot, rowwise=True, columnwise=True)
     others = dequantize(wrong.by_rows())[:-1]
     assert ((others == 0).float().mean() > 0.1) == (recipe.granularity == "tensor")
