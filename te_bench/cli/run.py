@@ -257,8 +257,8 @@ def _found(record: "Record") -> str:
     from te_bench.reports.analysis.rows import TIMED
     from te_bench.reports.page import text
 
-    times = {where.strip("/"): measures.of_process(record, sample) for sample, where in {**TIMED, SAMPLE: ""}.items()}
-    said = [f"{where} {text.milliseconds(took)} ms".strip() for where, took in times.items() if took is not None]
+    times = [(where, measures.of_process(record, sample)) for sample, where in {**TIMED, SAMPLE: ""}.items()]
+    said = [f"{where.strip('/')} {text.milliseconds(took)} ms".strip() for where, took in times if took is not None]
     losses = measures.numbers(record.samples.get("val_loss"))
     return ", ".join([*said, *(f"loss {text.loss(last)}" for last in losses[-1:])])
 

@@ -77,6 +77,8 @@ def test_the_pieces_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
         ("rmsnorm", 64),
         ("swiglu", 192),
     }
+    assert len(re.findall(r": [\d.,]+ ms \([\d.]+ s", done.stderr)) == len(written)
+    assert "Fastest norms and activations alone, of " in done.stdout
     told = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "Norms and activations alone" in told
     assert "| RMSNorm forward with the FP8 cast | 128 x 64 | PyTorch eager |" in told
