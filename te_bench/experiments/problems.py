@@ -434,11 +434,9 @@ def trunk_of(trial: "Trial") -> "Trial | None":
 
 def end_of(trial: "Trial") -> "Trial | None":
     """The training in bf16 that the trial's steps from `bf16_from` on are; None where it ends in its own precision."""
-    return (
-        None
-        if trial.problem.get("bf16_from") is None
-        else _in_bf16(trial, without=("fault", "bf16_from", "perturb_ulp"))
-    )
+    if trial.problem.get("bf16_from") is None:
+        return None
+    return _in_bf16(trial, without=("fault", "bf16_from", "perturb_ulp"))
 
 
 def _in_bf16(trial: "Trial", without: tuple[str, ...]) -> "Trial":

@@ -195,14 +195,20 @@ def judge(
     compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
     found = {name: compared[name].claims if name in compared else UNCLAIMED for name in names}
     first = primary if primary in found else None
-    adjusted = after_holm(found, first)
-    others = after_holm({name: claims for name, claims in found.items() if name != first}) if first else {}
-    own = adjusted | {name: replace(claims, inferior=adjusted[name].inferior) for name, claims in others.items()}
-    family = {name: 1 if name == first else len(others) or len(names) for name in names}
+    own = adjusted = every = after_holm(found)
+    if first is not None:
+        gate = found[first]
+        own = after_holm({name: claims for name, claims in found.items() if name != first}) | {first: gate}
+        own = {name: replace(own[name], inferior=every[name].inferior) for name in names}
+        adjusted = {
+            name: Claims(max(c.equivalent, gate.equivalent), max(c.non_inferior, gate.non_inferior), c.inferior)
+            for name, c in own.items()
+        }
+    family = {name: 1 if name == first else len(names) - (first is not None) for name in names}
     return {
         name: CandidateVerdict(verdict=Verdict.DIVERGED, reason=broken[name], family=family[name])
         if name in broken
-        else _judged(compared[name], claims, own[name], family[name], len(names), first if name in others else None)
+        else _judged(compared[name], claims, own[name], family[name], len(names), first if name != first else None)
         for name, claims in adjusted.items()
     }
 
@@ -324,21 +330,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(one) for one in adjusted]
 
 
-def after_holm(found: Mapping[str, Claims], primary: str | None = None) -> dict[str, Claims]:
-    """Adjusted over the candidates, a claim at a time; what the others are not shown before the primary one is shown."""
+def after_holm(found: Mapping[str, Claims]) -> dict[str, Claims]:
+    """Adjusted over the candidates, a claim at a time."""
     names = ("equivalent", "non_inferior", "inferior")
     adjusted = (holm([getattr(claims, name) for claims in found.values()]) for name in names)
-    every = {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
-    if primary is None or primary not in found:
-        return every
-    first = found[primary]
-    then = after_holm({name: claims for name, claims in found.items() if name != primary}) | {primary: first}
-    return {
-        name: Claims(
-            max(then[name].equivalent, first.equivalent), max(then[name].non_inferior, first.non_inferior), own.inferior
-        )
-        for name, own in every.items()
-    }
+    return {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
 
 
 def _welch(candidate: Array, control: Array) -> Mean:
