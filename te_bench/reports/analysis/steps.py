@@ -50,6 +50,11 @@ def measured_steps(
     return tuple(sorted(found, key=lambda step: math.inf if step.latency_s is None else step.latency_s))
 
 
+def emulates_blocks(configuration: Configuration) -> bool:
+    """Whether its Linears were cast to MXFP8 or NVFP4 and multiplied in bf16: its time is no GPU's that multiplies them."""
+    return any(record.work.get("ran", {}).get("block_format_casts") for record in configuration.ok)
+
+
 def _measured(configuration: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:
     is_baseline = baseline is not None and configuration.id == baseline.id
     latency, ratio = of_processes(configuration.ok, "latency_s"), speedup(baseline, configuration) if baseline else None

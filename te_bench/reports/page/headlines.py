@@ -6,7 +6,7 @@ from te_bench.experiments import run_options
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.stress import SEEDS
 from te_bench.reports.analysis.ranking import FastestByShape, StepRanking
-from te_bench.reports.analysis.steps import MeasuredStep
+from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks
 from te_bench.reports.convergence.published import nearest
 from te_bench.reports.convergence.stress import REFERENCE, StressLadder
 from te_bench.reports.group_result import GroupResult, ReportResult
@@ -40,7 +40,12 @@ def headlines(report: ReportResult) -> list[str]:
         found += [(1, _what_is_proven(trial)) for trial in unproven[:1]]
     if any(_emulated(result) for result in report.groups):
         found.append((3, EMULATED))
-    elif any(_has_block_formats(result) for result in report.groups):
+    elif any(
+        emulates_blocks(step.configuration)
+        for result in report.groups
+        for step in result.steps.steps
+        if step.latency_s is not None
+    ):
         found.append((3, BLOCK_FORMATS))
     results = report.results
     if not found and any(row.outcome == "ok" for row in results.rows):
@@ -94,13 +99,6 @@ def _what_is_proven(trial: Trial) -> str:
     published = f"published is {known.in_words()}" if known else "no verdict on this step is published"
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
     return f"Whether FP8 trains like bf16 these times do not say; {published}; {judges} judges it."
-
-
-def _has_block_formats(result: GroupResult) -> bool:
-    """Whether a time of a step whose Linears were cast to MXFP8 or NVFP4 is among the results."""
-    timed = [step for step in result.steps.steps if step.latency_s is not None]
-    ran = (record.work.get("ran", {}) for step in timed for record in step.configuration.ok)
-    return any(parts.get("block_format_casts") for parts in ran)
 
 
 def _emulated(result: GroupResult) -> bool:

@@ -16,7 +16,7 @@ from te_bench.reports.analysis.largest_batch import largest_batches
 from te_bench.reports.analysis.layers import layer_variants
 from te_bench.reports.analysis.naming import SHAPED, precision_name, whose
 from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, load_results
-from te_bench.reports.analysis.steps import MeasuredStep, measured_steps
+from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks, measured_steps
 from te_bench.reports.page import template, text
 from te_bench.reports.page.environments import shown_environment
 from te_bench.reports.page.table import Table, label, number, repetitions, speedup, table_of, word
@@ -150,11 +150,14 @@ def _steps(group: Group) -> tuple[MeasuredStep, ...]:
 
 
 def leaderboard(results: Path) -> list[Table]:
-    """Of each published run of the suite `speed` that timed two kinds of step or more: the fastest of each kind, by GPU."""
+    """Of each published run of the suite `speed` that timed two kinds of step or more: the fastest of each kind, by GPU.
+
+    Steps that emulate MXFP8 or NVFP4 are none of them.
+    """
     found = []
     for run in filter(lambda run: run.listed, runs(results)):
         for group in (group for group in run.results.groups if group.suite == "speed"):
-            fastest = fastest_of_each_kind(_steps(group))
+            fastest = fastest_of_each_kind([one for one in _steps(group) if not emulates_blocks(one.configuration)])
             shown = [
                 {
                     "Configuration": word(one.name),

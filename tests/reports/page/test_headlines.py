@@ -1,4 +1,5 @@
 import dataclasses
+import shutil
 
 from journals import (
     attention_records,
@@ -14,6 +15,7 @@ from journals import (
 
 from te_bench.reports.group_result import load_report
 from te_bench.reports.page.headlines import headlines
+from te_bench.reports.page.published import leaderboard
 from te_bench.reports.page.tables import summary
 
 
@@ -55,6 +57,19 @@ def test_a_gpus_times_of_emulated_block_formats_are_said_to_be_that(tmp_path):
     assert "emulated" not in sentences(tmp_path / "fp8", records)[-1]
     records[1] = dataclasses.replace(records[1], work={**records[1].work, "ran": {"block_format_casts": 24}})
     assert sentences(tmp_path / "nvfp4", records)[-1].startswith("MXFP8 and NVFP4 are emulated by bf16 GEMMs")
+
+
+def test_a_step_that_emulates_a_format_is_on_no_leaderboard(tmp_path):
+    (tmp_path / "README.md").write_text("| `speed` | `te-bench run speed` | here |\n")
+    (tmp_path / "published.toml").write_text("[speed]\n")
+    records = [step_record(trial(precision=each, device="cuda"), 100) for each in ("bf16", "fp8")]
+    write(tmp_path / "speed", records, suite="speed")
+    [table] = leaderboard(tmp_path)
+    assert len(table.rows) == 2
+    records[1] = dataclasses.replace(records[1], work={**records[1].work, "ran": {"block_format_casts": 24}})
+    shutil.rmtree(tmp_path / "speed")
+    write(tmp_path / "speed", records, suite="speed")
+    assert leaderboard(tmp_path) == []
 
 
 def test_noise_names_no_winner_and_says_why(tmp_path):
