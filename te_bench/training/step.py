@@ -39,7 +39,11 @@ class Optim:
     accumulate: int = 1
 
     def rate(self, step: int, progress: float) -> float:
-        """The learning rate: linear over `warmup` steps, then a cosine of `progress` (0..1) down to the minimum."""
+        """The learning rate: linear over `warmup` steps, then the cosine of `progress` (0..1 of the whole training).
+
+        The cosine begins at the first step, not after the warm-up as nanoGPT's does, for a training of a time budget
+        cannot say beforehand where its warm-up ends. So the rate falls at once by what the cosine has fallen until then.
+        """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / (self.warmup + 1)
         cosine = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
