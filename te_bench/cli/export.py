@@ -18,12 +18,11 @@ def export(
     ] = None,
 ) -> None:
     """Write the timed records of a run as the JSON of pytest-benchmark, which CI tools read."""
-    from te_bench.experiments.store import load
     from te_bench.reports.exchange import pytest_export
 
-    exported = pytest_export.write(directory, pytest_benchmark, only=only, environment=environment)
-    print(f"{len(exported['benchmarks'])} benchmarks: {pytest_benchmark}")
-    if others := pytest_export.left_out(load(directory), exported):
+    number, others = pytest_export.write(directory, pytest_benchmark, only=only, environment=environment)
+    print(f"{number} benchmarks: {pytest_benchmark}")
+    if others:
         print(f"left out: records of {', '.join(others)}; --environment ID exports them", file=sys.stderr)
 
 

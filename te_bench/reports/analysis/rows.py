@@ -120,8 +120,6 @@ class Results:
 
 def load_results(directories: Sequence[Path]) -> Results:
     """Read the journals of several runs. Raises ValueError when a directory holds no journal or its journal no plan."""
-    if not directories:
-        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
     journals: dict[str, Journal] = {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         journal = load(directory)

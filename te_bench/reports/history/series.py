@@ -92,8 +92,6 @@ def load_history(directories: Sequence[Path], *, only: str | None = None, alpha:
     [0.0001, 0.5].
     """
     journals = {_run(path, directories): load(path) for path in dict.fromkeys(map(Path.resolve, directories))}
-    if not journals:
-        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
     return from_journals(journals, only=only, alpha=alpha)
 
 
