@@ -71,9 +71,9 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         **numbers,
         "Power": number(c.power if c else None, text.percent),
         "Detectable": number(c.detectable if c else None),
-        "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
+        "Gap natively": number(finding.native_gap, text.signed),
         "Training loss": number(fmean(trained) if trained else None, text.loss),
-        "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
+        "Gap in training": number(finding.trained_gap, text.signed),
         "To equal loss": within_hosts(speed.to_equal_loss, speed) if speed else word(None),
     }
 
