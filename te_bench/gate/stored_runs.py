@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from te_bench.experiments.spec import Record, matches
-from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, check_test, decide
+from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, decide
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
 from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
@@ -34,6 +34,7 @@ from te_bench.reports.analysis.rows import (
     load_results,
     printable,
 )
+from te_bench.reports.convergence.equivalence import check_alpha
 from te_bench.reports.exchange.compare_fail import STATS, Limit, why_exceeded
 from te_bench.reports.exchange.pytest_stats import summary
 
@@ -131,7 +132,7 @@ def compare(
     pairs at which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a
     directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
-    check_test(margin, alpha, mde)
+    check_alpha(alpha)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
     sides = tuple(_choose_newest(found, only) for found in results)
     if not any(sides):
