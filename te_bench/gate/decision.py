@@ -70,8 +70,6 @@ class GateJudgement(MeasuredRatio):
 class GateDecision:
     """The judgements by trial; `family`, of the geometric mean over the trials, is None for a single one."""
 
-    margin: float
-    alpha: float
     trials: Mapping[str, GateJudgement]
     family: GateJudgement | None
 
@@ -121,7 +119,7 @@ def decide(
     family = judged.pop(FAMILY, None) if len(ratios) > 1 else None
     if family and family.verdict is GateVerdict.INCONCLUSIVE and all(one.passed for one in judged.values()):
         family = replace(family, verdict=GateVerdict.PASS, reason="every trial passes, so their mean does", more=0)
-    return GateDecision(margin=margin, alpha=alpha, trials=judged, family=family)
+    return GateDecision(trials=judged, family=family)
 
 
 def _series(

@@ -306,13 +306,10 @@ def _log(found: _Found, name: str) -> _Log:
     assert found.format is not None
     series = found.format.read(found.files)
     if not series.losses:
-        below = ". Are its losses in folders below? Name those" if _has_folders(found.place) else ""
+        folders = found.place.is_dir() and any(path.is_dir() for path in found.place.iterdir())
+        below = ". Are its losses in folders below? Name those" if folders else ""
         raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
     return _Log(name=name, place=found.place, series=series)
-
-
-def _has_folders(place: Path) -> bool:
-    return place.is_dir() and any(path.is_dir() for path in place.iterdir())
 
 
 def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:

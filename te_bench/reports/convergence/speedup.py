@@ -28,8 +28,7 @@ class Speedup:
     out `across_hosts`, the pairs whose two runs were timed on hosts that differ.
     """
 
-    gap: float  # mean of candidate - control
-    more_steps: float | None = None  # gap / |slope|: steps that the candidate needs on top; below 0, can spare
+    more_steps: float | None = None  # mean gap / |slope|: steps that the candidate needs on top; below 0, can spare
     more_steps_interval: Interval | None = None
     step_time: Ratio | None = None  # candidate's seconds per step over the control's
     less_time: float | None = None
@@ -84,7 +83,7 @@ def capability_matched(
     step_time = geometric_mean([ours / theirs for ours, theirs in zip(candidate_step_s, control_step_s, strict=True)])
     gaps = np.asarray(candidate_final, dtype=np.float64) - losses[:, -1]
     gap = float(gaps.mean())
-    known: dict[str, Any] = {"gap": gap, "step_time": step_time, "across_hosts": across_hosts}
+    known: dict[str, Any] = {"step_time": step_time, "across_hosts": across_hosts}
     late = at >= (1 - LAST) * at[-1]
     if late.sum() < FEWEST_POINTS:
         few = f"the last quarter has {late.sum()} validation losses: evaluate {FEWEST_POINTS} times in it at least"

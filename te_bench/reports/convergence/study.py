@@ -14,7 +14,7 @@ from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
 from te_bench.reports.analysis.repeat import commands_of
-from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, printable, trial_of
+from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, grouped, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
@@ -275,12 +275,10 @@ def studies(group: Group) -> tuple[Study, ...]:
 
     Studies of one title say in it which settings they have. Raises ValueError for two control arms where one is wanted.
     """
-    together: dict[tuple[object, ...], list[Configuration]] = {}
-    for configuration in group.of("training"):
-        problem = configuration.trial.problem
-        if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
-            settings = tuple(problem.get(key) for key in SETTINGS)
-            together.setdefault((*configuration.course, *settings), []).append(configuration)
+    trainings = ((one, one.trial.problem) for one in group.of("training"))
+    # a rung of the stress ladder is no arm
+    arms = [one for one, problem in trainings if problem.get("arm") in KINDS and "lr_factor" not in problem]
+    together = grouped(arms, lambda one: (*one.course, *map(one.trial.problem.get, SETTINGS)))
     titles = _titles([configurations[0].trial.problem for configurations in together.values()])
     return tuple(_study(group, *one) for one in zip(titles, together.values(), strict=True))
 

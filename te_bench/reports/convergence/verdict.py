@@ -7,7 +7,6 @@ is EQUIVALENT and the recipe broken on purpose is caught.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import numpy as np
 
@@ -347,15 +346,9 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         # Survivors are a biased choice; and what faster steps save, a branch has in a part of its training alone.
         speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
-        gap_curve=(tuple(at), _mean_gaps(ours, theirs)),
+        gap_curve=(tuple(at), tuple(np.mean(np.subtract(ours, theirs), axis=0).tolist()) if at else ()),
         missing=_missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement),
     )
-
-
-def _mean_gaps(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """By step, of curves of the same seeds."""
-    gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(ours, theirs, strict=True)]
-    return tuple(map(fmean, zip(*gaps, strict=True)))
 
 
 def _gap_beside(
