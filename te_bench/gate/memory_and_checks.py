@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
+from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.analysis.rows import NOT_RUN, TIMED, Configuration, Group, Row, grouped, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
@@ -214,8 +215,7 @@ def _compare_kernels(match: Match) -> Iterable[GateFinding]:
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
     words = [f"+ {_shorten(n)}" for n in sorted(new - old)] + [f"- {_shorten(n)}" for n in sorted(old - new)]
     if words:
-        more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
+        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {first_of(words, 3)}")
 
 
 def _shorten(kernel: object) -> str:

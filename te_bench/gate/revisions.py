@@ -29,7 +29,7 @@ from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
 from te_bench.gate.question import Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
-from te_bench.reports.analysis.naming import count_trials
+from te_bench.reports.analysis.naming import count_trials, first_of
 from te_bench.reports.analysis.rows import TIMED, printable
 from te_bench.reports.convergence.equivalence import check_alpha
 from te_bench.reports.convergence.planning import duration
@@ -254,8 +254,7 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{count_trials(len(cells))}{' that may be slower' if suspect else ''}"
-    more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
-    return f"round {number + 1}: {trials}: {', '.join(gate.names[cell] for cell in cells[:MOST_NAMED])}{more}"
+    return f"round {number + 1}: {trials}: {first_of([gate.names[cell] for cell in cells], MOST_NAMED)}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:

@@ -254,6 +254,15 @@ def check_alpha(alpha: float) -> None:
         raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
 
 
+def level(alpha: float) -> str:
+    """The confidence of the interval that one-sided tests at alpha go by, either way: 90 %."""
+    return f"{100 * (1 - 2 * alpha):.3g} %"
+
+
+def in_words(gap: float, interval: tuple[float, float], alpha: float) -> str:
+    return f"gap {gap:+.2g}, {level(alpha)} interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
+
+
 def claims_of(mean: Mean, margin: float) -> Claims:
     """One-sided p-values of a mean gap against the margin, either way."""
     below, above = mean.p_below(margin), mean.p_above(-margin)
@@ -376,7 +385,7 @@ def _reason(
 ) -> str:
     """`needed`: seeds by the spread as measured, and by its upper bound."""
     assert interval is not None
-    measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
+    measured = in_words(gap, interval, alpha)
     if verdict is not Verdict.INCONCLUSIVE:
         further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
         return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"

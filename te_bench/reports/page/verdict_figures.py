@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from te_bench.reports.analysis.measures import CONFIDENCE
-from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.convergence.equivalence import Verdict, level
 from te_bench.reports.convergence.study import StudyArm
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
@@ -56,10 +56,8 @@ def forest(found: StudyVerdict) -> Figure | None:
         axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
-    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
-    axes.set_xlabel(
-        f"final loss less {found.study.whose}, nat, with {level} (shaded: within the margin {found.margin:g})"
-    )
+    within = f"shaded: within the margin {found.margin:g}"
+    axes.set_xlabel(f"final loss less {found.study.whose}, nat, with {level(found.alpha)} ({within})")
     return figure
 
 

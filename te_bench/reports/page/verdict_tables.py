@@ -3,6 +3,7 @@
 from statistics import fmean
 
 from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.convergence.equivalence import level
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
@@ -103,10 +104,6 @@ def brief(found: StudyVerdict) -> Table | None:
     runs = "Pairs" if found.study.pool is None else "Runs"
     narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
     return whole.only(narrow)
-
-
-def level(alpha: float) -> str:
-    return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str | None:
