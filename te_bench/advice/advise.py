@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from te_bench.advice import parts, predict, room
 from te_bench.advice.candidates import Choice, Question
-from te_bench.advice.pace import Pace
 from te_bench.advice.parts import Made, Part, PartTime
 from te_bench.advice.predict import Prediction
-from te_bench.advice.steps import CLOSE, frame_of, peak, typical
+from te_bench.advice.steps import CLOSE, Pace, frame_of, peak, typical
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.convergence.planning import duration
 
@@ -313,9 +312,9 @@ class Run:
 
     def _waiting(self, predictions: Mapping[Choice, Prediction]) -> list[Prediction]:
         """Predictions of steps that may yet be measured, corrected by those that were, the fastest first."""
-        correction = predict.corrected(predictions, {choice: typical(runs) for choice, runs in self.steps.items()})
+        times = predict.corrections(predictions, {choice: typical(runs) for choice, runs in self.steps.items()})
         waiting = [
-            replace(prediction, seconds=correction.of(prediction))
+            replace(prediction, seconds=prediction.seconds * times.get(predict.kind(prediction.choice), 1.0))
             for choice, prediction in predictions.items()
             if choice not in self.steps and choice not in self.wrong and self.fits(prediction.memory)
         ]

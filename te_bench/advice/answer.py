@@ -3,7 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from te_bench.advice import convergence
@@ -211,19 +211,19 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
         "question": {"model": question.model, "device": question.device, "problem": dict(question.problem)},
         "answer": {
             "sentences": sentences(evidence, decision, findings),
-            "use": _choice(decision.use),
-            "have": _choice(decision.have),
+            "use": asdict(decision.use),
+            "have": asdict(decision.have),
             "code": code(question, decision.use),
             "undecided": decision.undecided and f"{decision.undecided}. {decision.why}",
             "speedup": _ratio(decision.speedup),
             "unmeasured_rivals": unmeasured_rivals(evidence),
             "over_best": decision.over_best
-            and {**_choice(decision.over_best[0]), "ratio": _ratio(decision.over_best[1])},
+            and {**asdict(decision.over_best[0]), "ratio": _ratio(decision.over_best[1])},
             "seconds": decision.seconds,
             "memory_bytes": decision.memory,
             "have_seconds": decision.have_seconds,
             "have_memory_bytes": decision.have_memory,
-            "not_distinguished": [_choice(choice) for choice in decision.tied],
+            "not_distinguished": [asdict(choice) for choice in decision.tied],
             "records": [*ids(evidence.steps[decision.use]), *ids(evidence.steps.get(decision.have, ()))],
         },
         "steps": [_step(evidence, choice) for choice in evidence.steps],
@@ -232,13 +232,13 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             _prediction(evidence, p) for p in sorted(evidence.predictions.values(), key=lambda p: p.seconds)
         ],
         "larger_batches": [
-            {**_choice(larger.choice), "batch": larger.batch, "faster_per_token": larger.faster}
+            {**asdict(larger.choice), "batch": larger.batch, "faster_per_token": larger.faster}
             | {"seconds": typical([larger.record]), "memory_bytes": peak([larger.record])}
             | {"records": [*ids([larger.record]), *ids(larger.than)]}
             for larger in larger_batches(evidence)
         ],
         "checkpointing": [
-            {**_choice(paid.choice), "times_the_seconds": paid.slower}
+            {**asdict(paid.choice), "times_the_seconds": paid.slower}
             | dict(zip(("memory_bytes_without", "memory_bytes"), paid.memory or (None, None), strict=True))
             | {"records": ids([*paid.without, *paid.records])}
             for paid in checkpointing(evidence)
@@ -249,12 +249,12 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
             | {"records": ids([t.record for t in (g.bf16, g.fp8) if t is not None])}
             for g in linear_gains(evidence)
         ],
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "survey": evidence.survey.trial.id,
         "left_out": list(evidence.left_out),
         "does_not_apply": dict(question.left_out),
-        "excluded_by_memory": [{**_choice(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
-        "not_measured": [{**_choice(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
+        "excluded_by_memory": [{**asdict(c), "memory_bytes": held} for c, held in evidence.excluded.items()],
+        "not_measured": [{**asdict(choice), "reason": reason} for choice, reason in evidence.wrong.items()],
         "parts_without_a_time": [
             {
                 "workload": part.workload,
@@ -269,14 +269,10 @@ def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding])
     }
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
-    return {name: getattr(choice, name) for name in Choice.__slots__}
-
-
 def _prediction(evidence: Evidence, found: Prediction) -> dict[str, Any]:
     records = [evidence.times[part].record.trial.id for part in found.parts]
     return {
-        **_choice(found.choice),
+        **asdict(found.choice),
         **{"seconds": found.seconds, "bound_s": found.bound_s, "memory_bytes": found.memory},
         **{"gains_s": dict(found.gains), "records": records},
     }
@@ -288,4 +284,4 @@ def _ratio(ratio: Ratio | None) -> dict[str, Any] | None:
 
 def _step(evidence: Evidence, choice: Choice) -> dict[str, Any]:
     records = evidence.steps[choice]
-    return {**_choice(choice), "seconds": typical(records), "memory_bytes": peak(records), "records": ids(records)}
+    return {**asdict(choice), "seconds": typical(records), "memory_bytes": peak(records), "records": ids(records)}

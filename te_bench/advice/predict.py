@@ -113,27 +113,17 @@ def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:
     return 4.0 * rows * classes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Correction:
-    """By how much verified steps of a kind took longer than they were predicted: those of one frame, in FP8 or not."""
-
-    factors: Mapping[tuple[Choice, bool], float]
-
-    def of(self, prediction: Prediction) -> float:
-        """Seconds, corrected."""
-        return prediction.seconds * self.factors.get(kind(prediction.choice), 1.0)
-
-
 def kind(choice: Choice) -> tuple[Choice, bool]:
     """What predictions err alike over."""
     return Choice(attention="", mode=choice.mode, fused=choice.fused, parts=choice.parts), choice.recipe is not None
 
 
-def corrected(predictions: Mapping[Choice, Prediction], measured: Mapping[Choice, float]) -> Correction:
-    """The last verified step of each kind decides."""
-    factors = {
+def corrections(
+    predictions: Mapping[Choice, Prediction], measured: Mapping[Choice, float]
+) -> dict[tuple[Choice, bool], float]:
+    """{kind: times the prediction that its last verified step took}."""
+    return {
         kind(choice): seconds / predictions[choice].seconds
         for choice, seconds in measured.items()
         if choice in predictions and predictions[choice].seconds > 0
     }
-    return Correction(factors=factors)

@@ -46,9 +46,6 @@ class Finding:
             return "not measured"
         return f"{text.milliseconds(self.seconds)} ms a step{' (noisy)' if self.noisy else ''}"
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__} | {"records": list(self.records)}
-
 
 def of_evidence(evidence: Evidence) -> list[Finding]:
     """The traps of the model as the user has it; a Linear too small for FP8 is one where the GPU has FP8."""

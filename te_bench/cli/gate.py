@@ -214,7 +214,7 @@ def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
     """What is asked of two revisions and of two runs alike."""
-    from te_bench.reports.exchange.compare_fail import parse
+    from te_bench.reports.exchange.pytest_stats import parse
 
     return {
         "margin": fraction("--margin", margin),

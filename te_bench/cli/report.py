@@ -1,10 +1,46 @@
-"""te-bench report and embed: pages and tables of what runs have recorded."""
+"""te-bench show, report, embed and history: what runs have recorded, in answers, pages and tables."""
 
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from te_bench.cli.options import Only
+
+BLOCK = "█"
+
+
+def show(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="--out directory of a run.")],
+    question: Annotated[
+        str | None, typer.Argument(help="fastest, memory, error, unsupported or energy. Default: the run's answer.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="And what each name stands for, setting by setting.")
+    ] = False,
+) -> None:
+    """Answer one question about a run: what is fastest, what takes least memory, how far off, what failed and why."""
+    from te_bench import plugins
+    from te_bench.reports.group_result import load_report
+    from te_bench.reports.page import answers
+
+    if question is not None:
+        plugins.check("question", question, list(answers.QUESTIONS))
+    report = load_report([run])
+    plain = not _draws_blocks(getattr(sys.stdout, "encoding", None))
+    for line in answers.answer(report, question, run=str(run), ascii_only=plain):
+        print(line)
+    if verbose:
+        print("\n".join(["", *answers.specifications(report)]))
+
+
+def _draws_blocks(encoding: str | None) -> bool:
+    try:
+        BLOCK.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def report(
@@ -48,3 +84,23 @@ def embed(
     if check and stale:
         print(f"out of date: {', '.join(map(str, stale))}. Run: te-bench embed {' '.join(map(str, stale))}")
         raise typer.Exit(1)
+
+
+def history(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs, and of te-bench import.")
+    ],
+    only: Only = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where history.html, history.md and figures go. Default: none.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="False alarms that a series of mere noise may give.")] = 0.01,
+) -> None:
+    """Show each configuration's times over commits and where their level changed; to judge is the gate's task."""
+    from te_bench.reports.history import series as records
+    from te_bench.reports.page import history_page as page
+
+    found = records.load_history(directories, only=only, alpha=alpha)
+    print(page.terminal(found), end="")
+    if out is not None:
+        print(f"history: {page.write_page(found, out)}")

@@ -317,11 +317,8 @@ def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
 
 def _stopped(records: "list[Record]") -> list[str]:
     """A line for each configuration whose last seeds were spared."""
-    arms: dict[str, list[Record]] = {}
-    for record in records:
-        arms.setdefault(record.trial.cell, []).append(record)
-    said = []
-    for first, *others in arms.values():
-        more = f" and {len(others)} more" if others else ""
-        said.append(f"stopped: {first.trial.name}{more}: {first.reason}")
-    return said
+    from te_bench.reports.analysis.naming import first_of
+    from te_bench.reports.analysis.rows import grouped
+
+    arms = grouped(records, lambda record: record.trial.cell).values()
+    return [f"stopped: {first_of([one.trial.name for one in arm], 1)}: {arm[0].reason}" for arm in arms]

@@ -5,6 +5,7 @@ worktree add` would, so that a gate that is killed leaves nothing to prune, and 
 """
 
 import contextlib
+import functools
 import os
 import subprocess
 import tempfile
@@ -14,24 +15,6 @@ from pathlib import Path
 from te_bench.experiments import janitor
 
 PREFIX = "te-bench-gate-"
-#: What git's hooks and its worktree-minded users set: it would have git look at another repository than the folder's.
-#: `git rev-parse --local-env-vars` lists them; those of its configuration stay, which may say that a folder is safe.
-_ELSEWHERE = (
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_DIR",
-    "GIT_GRAFT_FILE",
-    "GIT_IMPLICIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_INTERNAL_SUPER_PREFIX",
-    "GIT_NAMESPACE",
-    "GIT_NO_REPLACE_OBJECTS",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_PREFIX",
-    "GIT_REPLACE_REF_BASE",
-    "GIT_SHALLOW_FILE",
-    "GIT_WORK_TREE",
-)
 
 
 @contextlib.contextmanager
@@ -78,17 +61,23 @@ def check_out(root: Path, commit: str, folder: Path) -> None:
 
 def _git(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> str:
     """What git prints. Raises ValueError with its message."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    words = ["git", "-c", "core.splitIndex=false", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-c", "core.splitIndex=false", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            env={**inherited, "GIT_OPTIONAL_LOCKS": "0", **(environment or {})},
-            check=False,
-        )
+        inherited = {name: value for name, value in os.environ.items() if name not in _elsewhere()}
+        own = {**inherited, "GIT_OPTIONAL_LOCKS": "0", **(environment or {})}
+        done = subprocess.run(words, capture_output=True, text=True, env=own, check=False)
     except FileNotFoundError:
         raise ValueError("git is not installed") from None
     if done.returncode:
         raise ValueError(done.stderr.strip() or f"git {arguments[0]} ended with {done.returncode}")
     return done.stdout.strip()
+
+
+@functools.cache
+def _elsewhere() -> set[str]:
+    """What git's hooks and its worktree-minded users set: it would have git look at another repository than the folder's.
+
+    Those of its configuration stay, which may say that a folder is safe.
+    """
+    done = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True, check=True)
+    return {name for name in done.stdout.split() if not name.startswith("GIT_CONFIG")}

@@ -11,7 +11,8 @@ from enum import StrEnum
 
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import highest, numbers, seconds_of
-from te_bench.reports.analysis.rows import NOT_RUN, TIMED, Configuration, Group, Row, printable
+from te_bench.reports.analysis.naming import first_of
+from te_bench.reports.analysis.rows import NOT_RUN, TIMED, Configuration, Group, Row, grouped, printable
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import CAUGHT, GOOD, StudyVerdict
@@ -75,10 +76,6 @@ def by_seed(configuration: Configuration | None) -> dict[int, Row]:
     return {row.trial.seed: row for row in configuration.rows} if configuration else {}
 
 
-def compare_all(matches: Iterable[Match]) -> list[GateFinding]:
-    return [finding for match in matches for finding in compare_match(match)]
-
-
 def compare_match(match: Match) -> list[GateFinding]:
     """Everything that is found in one configuration."""
     if match.candidate is None:
@@ -109,9 +106,8 @@ def _missing(match: Match, message: str, suffix: str = "") -> GateFinding:
 def _compare_outcomes(match: Match) -> list[GateFinding]:
     """What became of each seed in either run, the same changes together."""
     before, after = by_seed(match.baseline), by_seed(match.candidate)
-    changes: dict[tuple[str, str], list[Row]] = {}
-    for seed in sorted(before.keys() & after.keys()):
-        changes.setdefault((before[seed].outcome, after[seed].outcome), []).append(after[seed])
+    both = [after[seed] for seed in sorted(before.keys() & after.keys())]
+    changes = grouped(both, lambda row: (before[row.trial.seed].outcome, row.outcome))
     found = []
     for (old, new), rows in changes.items():
         if _is_worse(old, new):
@@ -219,8 +215,7 @@ def _compare_kernels(match: Match) -> Iterable[GateFinding]:
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
     words = [f"+ {_shorten(n)}" for n in sorted(new - old)] + [f"- {_shorten(n)}" for n in sorted(old - new)]
     if words:
-        more = f" and {len(words) - 3} more" if len(words) > 3 else ""
-        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {', '.join(words[:3])}{more}")
+        yield _finding(match, FindingKind.KERNELS, 0, f"other kernels ran: {first_of(words, 3)}")
 
 
 def _shorten(kernel: object) -> str:

@@ -15,6 +15,7 @@ from te_bench.gate.decision import FAMILY, MEAN_MARGINS, GateJudgement, GateVerd
 from te_bench.gate.looks import MeasuredRatio
 from te_bench.gate.memory_and_checks import GateFinding
 from te_bench.gate.stored_runs import REGRESSED, Gate
+from te_bench.reports.analysis.rows import unique
 from te_bench.reports.files import write_file
 from te_bench.reports.page import tables, text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
@@ -228,11 +229,7 @@ def _add_case(suite: ElementTree.Element, name: str, what: str, element: str | N
     """A test case of its own: readers take two of one class and name for one that ran twice. element: None if it passes."""
     group = f"te-bench.gate.{what}"
     taken = {case.get("name") for case in suite if case.get("classname") == group}
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} ({number})"
-    case = ElementTree.SubElement(suite, "testcase", classname=group, name=free, time="0")
+    case = ElementTree.SubElement(suite, "testcase", classname=group, name=unique(name, taken), time="0")
     said = ElementTree.SubElement(case, element or "system-out", {"message": message} if element else {})
     said.text = message
     if element in ("failure", "error"):  # a skipped one has no type in Jenkins' schema
@@ -284,14 +281,14 @@ def check_writable(files: Sequence[tuple[str, Path]]) -> None:
 
 def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> list[str]:
     """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all; what could not be, said."""
-    made, failed = {"markdown": markdown, "junit": junit, "json": _dump}, list[str]()
+
+    def dumped(gate: Gate) -> str:
+        return json.dumps(to_json(gate), indent=2, allow_nan=False) + "\n"
+
+    made, failed = {"markdown": markdown, "junit": junit, "json": dumped}, list[str]()
     for form, path in files:
         try:
             write_file(path, made[form](gate).encode(), f"--{form}")
         except ValueError as error:
             failed.append(str(error))
     return failed
-
-
-def _dump(gate: Gate) -> str:
-    return json.dumps(to_json(gate), indent=2, allow_nan=False) + "\n"

@@ -20,6 +20,7 @@ from te_bench.experiments.store import Plan, Store
 from te_bench.gate import paired_trial
 from te_bench.gate.paired_trial import ForkServer, RevisionProcess, Unrunnable, as_known, as_recorded
 from te_bench.gate.question import Question
+from te_bench.reports.analysis.rows import grouped
 
 Report = Callable[[Sequence[Record]], None]  # is told of the records of a pair
 
@@ -58,10 +59,7 @@ class PairedPlan:
 
     def parts(self, cells: Iterable[str]) -> list[list[str]]:
         """The cells, those side by side that are measured at once."""
-        found: dict[str, list[str]] = {}
-        for cell in cells:
-            found.setdefault(self.together.get(cell, cell), []).append(cell)
-        return list(found.values())
+        return list(grouped(cells, lambda cell: self.together.get(cell, cell)).values())
 
 
 def revision(

@@ -46,10 +46,8 @@ def run_each(
     """function(task, place) of each task, as it is done; in this process where there is one place.
 
     The function and the tasks must pickle. An error, Ctrl-C, or a caller that wants no more ends the others at once. Raises
-    what the function raises, and ValueError when a process ends by itself or there is no place.
+    what the function raises, and ValueError when a process ends by itself.
     """
-    if not places:
-        raise ValueError("no place to run")
     if len(places) == 1:
         for task in tasks:
             yield function(task, places[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.gate.config import Commands
-from te_bench.reports.exchange.compare_fail import Limit
+from te_bench.reports.exchange.pytest_stats import Limit
 
 #: A slow-down by less than this share counts as none, and the error rate of each claim.
 MARGIN, ALPHA = 0.02, 0.05

@@ -23,14 +23,15 @@ from te_bench.experiments.store import GATE_SIDES as SIDES
 from te_bench.experiments.store import Store
 from te_bench.gate import checkouts, output, paired_sweep
 from te_bench.gate.commands import CommandProcesses
-from te_bench.gate.decision import FEWEST, GateVerdict, check_test
+from te_bench.gate.decision import FEWEST, GateVerdict
 from te_bench.gate.memory_and_checks import FindingKind, GateFinding
 from te_bench.gate.paired_sweep import GateProcesses, PairedPlan
 from te_bench.gate.paired_trial import Unrunnable
 from te_bench.gate.question import Question
 from te_bench.gate.stored_runs import INCOMPLETE, Gate, compare, judge_at_end
-from te_bench.reports.analysis.naming import count_trials
+from te_bench.reports.analysis.naming import count_trials, first_of
 from te_bench.reports.analysis.rows import TIMED, printable
+from te_bench.reports.convergence.equivalence import check_alpha
 from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_file
 
@@ -50,7 +51,7 @@ def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Ca
     Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
     Raises ValueError for revisions that are not there, and for what `decide` refuses.
     """
-    check_test(question.margin, question.alpha, question.mde)
+    check_alpha(question.alpha)
     started, directory = time.monotonic(), directory.absolute()  # each revision has a working directory of its own
     root, refs = question.repository, (question.base, question.head)
     commits = refs if root is None else tuple(checkouts.commit_of(root, ref) for ref in refs)
@@ -253,8 +254,7 @@ def _describe_round(number: int, cells: Sequence[str] | None, gate: Gate | None)
         return f"round {number + 1}: every trial"
     suspect = any(one.suspect for one in gate.trials.values())
     trials = f"{count_trials(len(cells))}{' that may be slower' if suspect else ''}"
-    more = f" and {len(cells) - MOST_NAMED} more" if len(cells) > MOST_NAMED else ""
-    return f"round {number + 1}: {trials}: {', '.join(gate.names[cell] for cell in cells[:MOST_NAMED])}{more}"
+    return f"round {number + 1}: {trials}: {first_of([gate.names[cell] for cell in cells], MOST_NAMED)}"
 
 
 def _report_failures(say: Callable[[str], None], records: Sequence[Record]) -> None:

@@ -31,7 +31,6 @@ from te_bench.reports.page.table import Table, Value, filled, number, word
 
 ANSWERS = "self-test.jsonl"
 UNCHANGED = "unchanged"
-SLOWER = (0.01, 0.02, 0.05)
 LEAK = 2**25  # bytes a call
 CONFIDENCE = 0.95
 REDRAWN = 500  # gates
@@ -79,7 +78,7 @@ def run(
     machine: dict[str, Any],
     *,
     gates: int,
-    slower: Sequence[float] = SLOWER,
+    slower: Sequence[float],
     where: Sequence[Any] = (Place(),),
     run_each: Callable[..., Iterable[Mapping[str, Any]]] = places.run_each,
     say: Callable[[str], None],

@@ -30,11 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import nctdtrinc, ndtri, stdtr, stdtrit
 
-from te_bench.reports.convergence.power import fewest
+from te_bench.reports.convergence.power import POWER, fewest
 
 Array = NDArray[np.float64]
 
-POWER = 0.8  # the field's habit (Cohen 1988, Statistical Power Analysis, 2.4)
 TRIMMED = 0.1  # of the pairs at each end, one pair at least
 FEWEST_TRIMMED = 6  # pairs: of 5 there would remain 2 degrees of freedom, which tell less than the mean of 4
 SAME = 1e-12  # a standard error of log-ratios below this is rounding
@@ -143,11 +142,9 @@ def estimate(log_ratios: Sequence[float], *, trim: bool = True, alike: float = 0
 
     g is `trimmed(n)`, 0 without `trim`; f is the `widening` for pairs that are `alike`. Where they are,
     (m - true) / se follows Student's t with h - 1 degrees of freedom nearly (Tukey & McLaughlin 1963, Sankhya A 25:331). Of
-    2 to 5 log-ratios it is the mean and the t-test. Raises ValueError for fewer than 2 log-ratios and for one not finite.
+    2 to 5 log-ratios it is the mean and the t-test.
     """
     values = np.asarray(log_ratios, dtype=np.float64)
-    if values.size < 2 or not np.all(np.isfinite(values)):
-        raise ValueError(f"log-ratios {list(log_ratios)}: give two at least, all of them finite")
     n, g = values.size, trimmed(values.size) if trim else 0
     h = n - 2 * g
     winsorized = _winsorized(values, g)
@@ -156,43 +153,27 @@ def estimate(log_ratios: Sequence[float], *, trim: bool = True, alike: float = 0
     return Estimate(n=n, log_ratio=mean, se=se * widening(n, alike) if se > SAME else 0.0, df=h - 1, alike=alike)
 
 
-def detectable(sd: float, n: int, *, alpha: float, power: float = POWER, alike: float = 0.0) -> float | None:
-    """The smallest difference of log-ratios from a bound that n pairs tell from it with `power`; None below 2 pairs.
+def detectable(sd: float, n: int, *, alpha: float, alike: float = 0.0) -> float | None:
+    """The smallest difference of log-ratios from a bound that n pairs tell from it with POWER; None below 2 pairs.
 
-    By the noncentral t distribution: one-sided level alpha, sd and alike as in `Estimate`. Raises ValueError for a negative
-    sd.
+    By the noncentral t distribution: one-sided level alpha, sd and alike as in `Estimate`.
     """
-    check_noise(sd, alpha, power)
     if n < 2:
         return None
     df = n - 2 * trimmed(n) - 1
-    away = float(nctdtrinc(df, 1 - power, -float(stdtrit(df, alpha))))
+    away = float(nctdtrinc(df, 1 - POWER, -float(stdtrit(df, alpha))))
     return away * widening(n, alike) * sd / math.sqrt(n)
 
 
-def plan_pairs(sd: float, mde: float, *, alpha: float = 0.05, power: float = POWER, alike: float = 0.0) -> int | None:
-    """The fewest pairs that tell a log-ratio `mde` from its bound with `power` at one-sided level alpha.
+def plan_pairs(sd: float, mde: float, *, alpha: float, alike: float = 0.0) -> int | None:
+    """The fewest pairs that tell a log-ratio `mde` from its bound with POWER at one-sided level alpha.
 
-    sd, alike: of the log-ratio of one pair, as in `Estimate`, from a pilot. None: more than MOST_PAIRS. Raises ValueError
-    for a negative sd, an mde that is not above 0, and alpha or power out of range.
+    sd, alike: of the log-ratio of one pair, as in `Estimate`, from a pilot. None: more than MOST_PAIRS.
     """
-    check_noise(sd, alpha, power)
-    if not 0 < mde < math.inf:
-        raise ValueError(f"mde {mde}: give the difference to be told from the margin, above 0, such as 0.01")
 
     def enough(n: int) -> bool:
-        return not sd or (detectable(sd, n, alpha=alpha, power=power, alike=alike) or math.inf) <= mde
+        return (detectable(sd, n, alpha=alpha, alike=alike) or math.inf) <= mde
 
     # as many as a known variance would need is too few, and by little
-    least = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(power)) * sd / mde) ** 2)))
+    least = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(POWER)) * sd / mde) ** 2)))
     return fewest(enough, least, MOST_PAIRS)
-
-
-def check_noise(sd: float, alpha: float, power: float) -> None:
-    """Raises ValueError for a negative sd, an alpha outside of (0, 0.5) and a power outside of (alpha, 1)."""
-    if not 0 <= sd < math.inf:
-        raise ValueError(f"sd {sd}: give the standard deviation of a pair's log-ratio, 0 or more")
-    if not 0 < alpha < 0.5:
-        raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
-    if not alpha < power < 1:
-        raise ValueError(f"power {power}: give a probability between alpha, {alpha:g}, and 1, such as 0.8")

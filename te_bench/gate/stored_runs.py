@@ -15,13 +15,14 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from te_bench.experiments.spec import Record, matches
-from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, check_test, decide
-from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_all, compare_studies
+from te_bench.gate.decision import FEWEST, GateDecision, GateJudgement, GateVerdict, decide
+from te_bench.gate.memory_and_checks import FindingKind, GateFinding, Match, compare_match, compare_studies
 from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.reports.analysis.measures import median, seconds_of
 from te_bench.reports.analysis.rows import (
@@ -34,8 +35,8 @@ from te_bench.reports.analysis.rows import (
     load_results,
     printable,
 )
-from te_bench.reports.exchange.compare_fail import STATS, Limit, why_exceeded
-from te_bench.reports.exchange.pytest_stats import summary
+from te_bench.reports.convergence.equivalence import check_alpha
+from te_bench.reports.exchange.pytest_stats import STATS, Limit, summary, why_exceeded
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
 #: Of an environment's identity, what is to differ between the two sides of a gate.
@@ -131,7 +132,7 @@ def compare(
     pairs at which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a
     directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
-    check_test(margin, alpha, mde)
+    check_alpha(alpha)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
     sides = tuple(_choose_newest(found, only) for found in results)
     if not any(sides):
@@ -155,7 +156,11 @@ def compare(
             if timed.ratios
             else None
         ),
-        findings=(*compare_all(matches), *compare_studies(*sides), *_find_exceeded(matches, limits)),
+        findings=(
+            *chain.from_iterable(map(compare_match, matches)),
+            *compare_studies(*sides),
+            *_find_exceeded(matches, limits),
+        ),
         timed=timed,
         compared=sum(len(match.pairs) for match in matches),
         names={one.id: match.name for match in matches for one in (match.baseline, match.candidate) if one},

@@ -8,11 +8,10 @@ from te_bench.reports.analysis.alone import Alone, alone
 from te_bench.reports.analysis.attention import AttentionTimes, ScalingErrors, attention_times, scaling_errors
 from te_bench.reports.analysis.checks import WorstError, worst_errors
 from te_bench.reports.analysis.curves import TrainingComparison, comparisons
-from te_bench.reports.analysis.fastest import FastestOfKind, fastest_of_each_kind
 from te_bench.reports.analysis.floor import Floor, floor_of
 from te_bench.reports.analysis.largest_batch import LargestBatch, largest_batches
 from te_bench.reports.analysis.layers import LayerVariant, layer_variants
-from te_bench.reports.analysis.ranking import StepRanking, rank_steps
+from te_bench.reports.analysis.ranking import FastestOfKind, StepRanking, fastest_of_each_kind, rank_steps
 from te_bench.reports.analysis.rows import Group, Results, load_results
 from te_bench.reports.analysis.scaled import ScaledStep, scaled_steps
 from te_bench.reports.analysis.steps import measured_steps

@@ -140,7 +140,7 @@ def test_it_goes_on_where_it_was_cut_short_and_counts_no_other_question(tmp_path
     self_test.run(dataclasses.replace(QUESTION, margin=0.05), tmp_path, MACHINE, gates=1, slower=[], **more)
     assert len(asked) == 3
     with pytest.raises(ValueError, match="--gates 0"):
-        self_test.run(QUESTION, tmp_path, MACHINE, gates=0, **more)
+        self_test.run(QUESTION, tmp_path, MACHINE, gates=0, slower=[], **more)
 
 
 def test_what_no_chance_decides_is_tried_a_few_times(tmp_path: Path) -> None:

@@ -78,8 +78,7 @@ def test_planned_pairs_have_the_power():
 
 
 def test_the_ends_of_planning():
-    assert plan_pairs(0.0, 0.01) == 2
-    assert plan_pairs(10.0, 1e-4) is None
+    assert plan_pairs(10.0, 1e-4, alpha=0.05) is None
     assert detectable(0.01, 1, alpha=0.05) is None
 
 
@@ -124,23 +123,6 @@ def test_the_widening_is_what_an_autoregression_does_to_the_t_statistic(alike):
     assert wider == pytest.approx(widening(n, alike), rel=0.03)
     assert estimate(list(logs[0]), alike=alike).se == pytest.approx(widening(n, alike) * estimate(list(logs[0])).se)
     assert widening(n, 0.0) == 1
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: estimate([0.1]), "two at least"),
-        (lambda: estimate([0.1, math.nan]), "finite"),
-        (lambda: plan_pairs(0.01, 0.0), "mde 0"),
-        (lambda: plan_pairs(-1.0, 0.01), "sd -1"),
-        (lambda: plan_pairs(0.01, 0.01, alpha=0.5), "alpha 0.5"),
-        (lambda: plan_pairs(0.01, 0.01, power=1.0), "power 1"),
-        (lambda: detectable(math.nan, 4, alpha=0.05), "sd nan"),
-    ],
-)
-def test_what_makes_no_sense_is_told(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 def noise(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

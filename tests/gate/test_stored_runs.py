@@ -14,7 +14,7 @@ from te_bench.experiments.spec import Record
 from te_bench.gate.decision import GateVerdict
 from te_bench.gate.memory_and_checks import MIB, FindingKind
 from te_bench.gate.stored_runs import Gate, compare
-from te_bench.reports.exchange.compare_fail import parse
+from te_bench.reports.exchange.pytest_stats import parse
 from te_bench.reports.page.text import GIB
 
 SEEDS = range(8)

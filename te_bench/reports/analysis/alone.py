@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from te_bench.reports.analysis.measures import Ratio, of_processes, paired_ratio
 from te_bench.reports.analysis.naming import COMPILED, EAGER, HEADS, TE_BENCH
 from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, logarithms
-from te_bench.reports.analysis.rows import Configuration, Group
+from te_bench.reports.analysis.rows import Configuration, Group, grouped
 
 SAMPLE = "kernel_s"
 PLAIN = "reference"  # a head of all the logits, a piece in plain PyTorch: the baselines
@@ -50,9 +50,7 @@ def alone(group: Group) -> dict[str, Alone]:
 
 
 def _alone(group: Group, what: str, workload: str, settings: tuple[str, ...], way: str) -> Alone:
-    shapes: dict[tuple[object, ...], list[Configuration]] = {}
-    for one in group.of(workload):
-        shapes.setdefault((one.trial.precision, *map(one.trial.problem.get, settings)), []).append(one)
+    shapes = grouped(group.of(workload), lambda one: (one.trial.precision, *map(one.trial.problem.get, settings)))
     times, ranked = [], []
     for ways in shapes.values():
         baseline = next((one for one in ways if one.trial.problem.get(way) == PLAIN), None)

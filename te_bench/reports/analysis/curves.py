@@ -1,19 +1,17 @@
 """Loss curves: what each training of a comparison reached, and how far seeds alone move the bf16 one."""
 
-import bisect
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 
+import numpy as np
+
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.measures import finite, median, numbers
 from te_bench.reports.analysis.ranking import rank
-from te_bench.reports.analysis.rows import Configuration, Group, printable
-
-_Logged = tuple[float, float, float]  # step, seconds since training began, loss
+from te_bench.reports.analysis.rows import Configuration, Group, grouped, printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +76,7 @@ class TrainingComparison:
 
 def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
     """The training configurations of a group, together where their curves may be compared; trainings in the plan's order."""
-    together: dict[tuple[object, ...], list[Configuration]] = {}
-    for configuration in group.of("training"):
-        together.setdefault(configuration.course, []).append(configuration)
+    together = grouped(group.of("training"), lambda configuration: configuration.course)
     return tuple(_comparison(configurations, group.baseline) for configurations in together.values())
 
 
@@ -142,36 +138,22 @@ def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[
     logged = [curve for record in records if (curve := _curve(record, step, time, loss))]
     if not logged:
         return ()
-    start, end = max(curve[0][0] for curve in logged), min(curve[-1][0] for curve in logged)
-    return tuple(_point([_at(curve, s) for curve in logged]) for s, _, _ in logged[0] if start <= s <= end)
+    start, end = max(steps[0] for steps, _, _ in logged), min(steps[-1] for steps, _, _ in logged)
+    at = [step for step in logged[0][0] if start <= step <= end]
+    times, losses = (np.array([np.interp(at, curve[0], curve[of]) for curve in logged]) for of in (1, 2))
+    deviations = losses.std(axis=0, ddof=1).tolist() if len(logged) > 1 else [None] * len(at)
+    over = (times.mean(axis=0), losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0))
+    found = zip(at, *(each.tolist() for each in over), deviations, strict=True)
+    return tuple(
+        LossPoint(step=s, time_s=t, mean=mean, low=low, high=high, deviation=off)
+        for s, t, mean, low, high, off in found
+    )
 
 
-def _curve(record: Record, step: str, time: str, loss: str) -> list[_Logged]:
-    """(step, time, loss) in the order of steps, without the points that are not finite."""
+def _curve(record: Record, step: str, time: str, loss: str) -> list[tuple[float, ...]]:
+    """Steps, times and losses in the order of steps, without the points that are not finite."""
     steps, losses = (record.samples.get(name) or [] for name in (step, loss))
     times = record.samples.get(time) or [0.0] * len(steps)
     rows = zip(steps, times, losses, strict=False)
-    return sorted((s, finite(t) or 0.0, x) for s, t, x in rows if finite(s) is not None and finite(x) is not None)
-
-
-def _at(curve: Sequence[_Logged], step: float) -> _Logged:
-    """The curve at a step between its first and its last."""
-    above = bisect.bisect_left(curve, step, key=lambda point: point[0])
-    (s1, t1, x1), (s0, t0, x0) = curve[above], curve[max(above - 1, 0)]
-    part = (step - s0) / (s1 - s0) if s1 > s0 else 1.0
-    return step, t0 + part * (t1 - t0), x0 + part * (x1 - x0)
-
-
-def _point(seen: Sequence[_Logged]) -> LossPoint:
-    losses = [loss for _, _, loss in seen]
-    mean = statistics.fmean(losses)
-    # statistics.stdev computes in fractions, 0.1 ms a point
-    squares = math.fsum((loss - mean) ** 2 for loss in losses)
-    return LossPoint(
-        step=seen[0][0],
-        time_s=statistics.fmean(time for _, time, _ in seen),
-        mean=mean,
-        low=min(losses),
-        high=max(losses),
-        deviation=math.sqrt(squares / (len(losses) - 1)) if len(losses) > 1 else None,
-    )
+    known = sorted((s, finite(t) or 0.0, x) for s, t, x in rows if finite(s) is not None and finite(x) is not None)
+    return list(zip(*known, strict=True))

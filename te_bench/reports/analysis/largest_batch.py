@@ -16,7 +16,6 @@ class LargestBatch:
     peak_allocated: float | None = None
     first_failed: float | None = None
     limit_gib: float | None = None
-    tries: int = 0
 
 
 def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
@@ -37,5 +36,4 @@ def _largest(configuration: Configuration) -> LargestBatch:
         peak_allocated=highest(numbers(fitted)),
         first_failed=min(numbers(failed), default=None),
         limit_gib=finite(configuration.trial.problem.get("memory_limit_gib")),
-        tries=len(tries),
     )

@@ -1,7 +1,7 @@
 """Plain names: whose step, its precision, and of its other choices the fewest that tell it from the rest of a report."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Scalar, Trial
@@ -56,6 +56,12 @@ _BLOCK_FORMATS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 def count_trials(number: int) -> str:
     """1 trial, 2 trials."""
     return f"{number} trial{'' if number == 1 else 's'}"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """So many of the names, and how many more there are: a, b and 3 more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:

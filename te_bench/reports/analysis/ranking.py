@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 
 from te_bench.experiments import host
-from te_bench.reports.analysis.measures import CONFIDENCE, same_work, seconds_by_seed
+from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, same_work, seconds_by_seed, speedup
+from te_bench.reports.analysis.naming import plain_names, whose
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 
@@ -85,6 +86,45 @@ def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
     reason = why_tied([step.configuration for step in fastest]) if len(fastest) > 1 else ""
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastestOfKind:
+    """The fastest configuration of one kind and precision, and its seconds over the fastest of all's, in pairs.
+
+    name: what tells it from those of the other kinds.
+    """
+
+    kind: str
+    name: str
+    step: MeasuredStep
+    seconds: float
+    times_as_long: Ratio | None
+
+
+def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, ...]:
+    """Of steps that come fastest first: one of each kind and precision, fastest first; of the baseline's kind, the baseline.
+
+    The baseline stands for its kind because the speed-ups are quoted against it.
+    """
+    found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
+    for step in steps:
+        trial = step.configuration.trial
+        kind = whose(trial), trial.precision
+        if step.latency_s is not None and (kind not in found or step.is_baseline):
+            found[kind] = step.latency_s, step
+    ordered = sorted(found.items(), key=lambda item: item[1][0])
+    names = plain_names({step.configuration.id: step.configuration.trial for _, (_, step) in ordered})
+    return tuple(
+        FastestOfKind(
+            kind=kind,
+            name=names[step.configuration.id],
+            step=step,
+            seconds=seconds,
+            times_as_long=speedup(step.configuration, ordered[0][1][1].configuration),
+        )
+        for (kind, _), (seconds, step) in ordered
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

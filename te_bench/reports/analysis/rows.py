@@ -1,15 +1,18 @@
 """Journals to rows (a planned trial each), configurations (their repetitions) and groups (one suite in one environment)."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from te_bench.experiments.spec import OUTCOMES, Record, Trial
 from te_bench.experiments.store import Journal, Plan, load, understood
 from te_bench.reports.analysis.naming import SHAPED, plain_names, specification
 from te_bench.reports.analysis.naming import printable as printable
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 
 #: What became of a planned trial that has no record, and what to do.
 NOT_RUN, GO_ON = "not run yet", "rerun the same command to go on"
@@ -120,14 +123,12 @@ class Results:
 
 def load_results(directories: Sequence[Path]) -> Results:
     """Read the journals of several runs. Raises ValueError when a directory holds no journal or its journal no plan."""
-    if not directories:
-        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
     journals: dict[str, Journal] = {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         journal = load(directory)
         if not journal.plans:
             raise ValueError(f"{directory} holds a journal without a plan: run te-bench run --out {directory} first")
-        journals[_unique(directory.name, journals)] = journal
+        journals[unique(directory.name, journals)] = journal
     return from_journals(journals)
 
 
@@ -291,10 +292,16 @@ def _measurement(row: Row) -> tuple[str, str | None]:
     return row.trial.id, row.record.started_at if row.record else None
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their keys, keys and items in order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
-    by_id: dict[str, list[Row]] = {}
-    for row in rows:
-        by_id.setdefault(row.trial.cell, []).append(row)
+    by_id = grouped(rows, lambda row: row.trial.cell)
     labels = names({key: found[0].trial for key, found in by_id.items()})
     return tuple(Configuration(rows=tuple(found), label=labels[key]) for key, found in by_id.items())
 
@@ -309,7 +316,8 @@ def names(trials: Mapping[str, Trial]) -> dict[str, str]:
     return {key: name for alike in comparable.values() for key, name in plain_names(alike).items()}
 
 
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
+def unique(name: str, taken: Collection[object]) -> str:
+    """The name, with the least number behind it that makes it one of its own."""
     number, candidate = 1, name
     while candidate in taken:
         number += 1

@@ -23,7 +23,6 @@ class ScaledStep:
 
     configuration: Configuration
     world: int
-    baseline: str | None = None  # id of the same step on one GPU
     latency_s: float | None = None
     tokens_per_s: float | None = None
     efficiency: Ratio | None = None  # of a GPU's throughput, against the same step on one
@@ -97,7 +96,6 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
     return ScaledStep(
         configuration=configuration,
         world=world,
-        baseline=None if alone is None else alone.id,
         latency_s=latency,
         tokens_per_s=tokens / latency / world if tokens else None,
         efficiency=None if alone is None else _efficiency(alone, configuration),

@@ -8,13 +8,14 @@ from pathlib import Path
 from te_bench.experiments import run_options
 from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.design import design_of, trial_seconds
+from te_bench.reports.convergence.design import MOST_ROUNDS, design_of, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
 from te_bench.reports.convergence.forecast import fewest_seeds
+from te_bench.reports.convergence.skewed import FEWEST
 
 
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
-    """As many seeds as --budget holds, or those of a run that has begun.
+    """As many seeds as --budget holds, or rounds of a pool; those of a run that has begun.
 
     Raises ValueError for a budget that is too small for a verdict or for the --seeds that were asked for, and for
     configurations whose time neither a record nor an assumption says.
@@ -23,40 +24,31 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     first = first_judgement(one, earlier.journal)
     if first and asked.seeds is None:
         return int(str(first["seeds"]))
-    if "pool" in one.judgement:
-        return _rounds_of_budget(one, asked, earlier, out)
     taken, _ = trial_seconds(one.trials, earlier)
     missing = [name for name, time in taken.items() if time is None]
     if missing:
         raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))
     assert asked.budget_s is not None
-    fault = {trial.name for trial in one.trials if trial.problem["arm"] == "broken"}
-    seed_s = sum(time or 0.0 for name, time in taken.items() if name not in fault)
-    takes = planning.SeedSeconds(
-        seed_s=seed_s, fault_s=sum(taken[name] or 0.0 for name in fault), faults=int(str(one.judgement["fault_runs"]))
-    )
-    most = planning.seeds_within(
-        asked.budget_s, slots=machine.slots, takes=takes, where=machine.on, fewest=fewest_seeds(one)
-    )
+    if "pool" in one.judgement:
+        takes, unit, fewest = design_of(one, earlier).takes, "rounds", FEWEST
+    else:
+        fault = {trial.name for trial in one.trials if trial.problem["arm"] == "broken"}
+        seed_s = sum(time or 0.0 for name, time in taken.items() if name not in fault)
+        faults, unit, fewest = int(str(one.judgement["fault_runs"])), "seeds", fewest_seeds(one)
+        takes = planning.SeedSeconds(seed_s=seed_s, fault_s=sum(taken[name] or 0.0 for name in fault), faults=faults)
+    assert takes is not None
+    most = takes.within(asked.budget_s * machine.slots)
+    most = min(most, MOST_ROUNDS) if "pool" in one.judgement else most
+    budget = planning.duration(asked.budget_s)
+    if most < fewest:
+        least = planning.duration(takes.of(fewest) / machine.slots)
+        raise ValueError(f"--budget {budget}: a verdict needs {fewest} {unit}, which take about {least}{machine.on}")
     if asked.seeds is not None and asked.seeds > most:
         needed = planning.duration(takes.of(asked.seeds) / machine.slots)
         raise ValueError(
-            f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is "
-            f"{planning.duration(asked.budget_s)}: give --seeds {most}, or a larger budget"
+            f"--seeds {asked.seeds} take about {needed}{machine.on}, and --budget is {budget}: give --seeds {most}, or a "
+            "larger budget"
         )
-    return asked.seeds or most
-
-
-def _rounds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
-    """The same of a plan whose recipes share a pool of bf16 runs."""
-    design = design_of(one, earlier)
-    if design.seconds(1) is None:
-        missing = [trial.name for trial in one.trials]
-        raise ValueError(_ask_for_pilot(one, asked, earlier.machine, out, missing))
-    assert asked.budget_s is not None
-    most = design.rounds_within(asked.budget_s)
-    if asked.seeds is not None and asked.seeds > most:
-        raise ValueError(f"--seeds {asked.seeds}: --budget {planning.duration(asked.budget_s)} holds {most} rounds")
     return asked.seeds or most
 
 

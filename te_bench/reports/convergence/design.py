@@ -92,19 +92,13 @@ class Option:
     power: tuple[float, ...] | None  # at GAPS, by the spread that is planned for
 
 
-def device_hours(option: Option, machine: Machine) -> float | None:
-    """Of one GPU or CPU, which runs several trials at a time."""
-    return None if option.seconds is None else option.seconds / machine.share / 3600
-
-
 def power_table(rows: Iterable[Option], machine: Machine, *, margin: float, planned: int, unit: str) -> list[str]:
     """Lines of numbers of rounds, or of seeds, with runs, hours of the device and power at GAPS; * marks what is planned."""
     hours = "GPU h" if machine.device == "cuda" else "CPU h"
     heads = [f"{share * margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
     lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  " + " ".join(f"{head:>7}" for head in heads)]
     for one in rows:
-        taken = device_hours(one, machine)
-        cost = "-" if taken is None else f"{taken:.3g}"
+        cost = "-" if one.seconds is None else f"{machine.device_s(one.seconds) / 3600:.3g}"
         shown = " ".join(f"{p:>7.0%}" for p in one.power or ())
         mark = " *" if one.rounds == planned else ""
         lines.append(f"  {one.rounds:>8} {one.runs:>6} {cost:>7}  {shown}{mark}")
@@ -123,9 +117,8 @@ class Design:
     alpha: float
     spread: RunSpread | None
     unused: str | None  # why records that are there tell no spread
-    round_s: float | None  # all runs of a round but the broken one, one at a time
     broken: int  # runs of the planted fault
-    broken_s: float | None
+    takes: planning.SeedSeconds | None  # rounds, the planted fault's in the first of them
     time_from: str | None  # where the seconds are assumed from
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
@@ -141,9 +134,7 @@ class Design:
 
     def seconds(self, rounds: int) -> float | None:
         """Of one run at a time."""
-        if self.round_s is None or self.broken_s is None:
-            return None
-        return rounds * self.round_s + min(rounds, self.broken) * self.broken_s
+        return None if self.takes is None else self.takes.of(rounds)
 
     def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
         """Of a recipe after Holm, the mean over all, by the spread that is planned for."""
@@ -177,20 +168,6 @@ class Design:
             most=MOST_ROUNDS,
         )
 
-    def rounds_within(self, budget_s: float) -> int:
-        """The most rounds that a budget holds. Raises ValueError for fewer than a verdict takes."""
-        budget = budget_s * self.machine.slots
-        rounds = 0
-        while rounds < MOST_ROUNDS and (self.seconds(rounds + 1) or math.inf) <= budget:
-            rounds += 1
-        if rounds < FEWEST:
-            least = self.seconds(FEWEST) or 0.0
-            raise ValueError(
-                f"--budget {planning.duration(budget_s)}: a verdict needs {FEWEST} rounds, which take about "
-                f"{planning.duration(least / self.machine.slots)}{self.machine.on}"
-            )
-        return rounds
-
     @property
     def refused(self) -> str | None:
         """Why a run that would probably conclude nothing is not begun unless it is asked for, or None."""
@@ -210,7 +187,7 @@ class Design:
         ways = []
         if needed is not None:
             cost = self.seconds(needed)
-            ways.append(f"--seeds {needed}" + (f" ({self._hours(cost)})" if cost else ""))
+            ways.append(f"--seeds {needed}" + (f" ({self.machine.hours(cost)})" if cost else ""))
         hardest = self.alpha / self.family
         if self.rounds >= FEWEST:
             one = pooled.least_margin(self.rounds, self.ratio, hardest, power.POWER)
@@ -236,7 +213,8 @@ class Design:
 
     def to_json(self) -> dict[str, Any]:
         spread = None if self.spread is None else {**dataclasses.asdict(self.spread), "at_most": self.spread.at_most}
-        rows = [{**dataclasses.asdict(o), "gpu_h": device_hours(o, self.machine)} for o in self.options]
+        hours = (None if o.seconds is None else self.machine.device_s(o.seconds) / 3600 for o in self.options)
+        rows = [{**dataclasses.asdict(o), "gpu_h": h} for o, h in zip(self.options, hours, strict=True)]
         estimate = self.machine.estimate(self.seconds(self.rounds))
         conclusion = {
             "rounds": self.rounds,
@@ -258,11 +236,6 @@ class Design:
                 if one.power is not None and one.power[-1] > 0.97 and rounds >= self.rounds:
                     break
         return found
-
-    def _hours(self, seconds: float) -> str:
-        """Of the device, of so many seconds of one run at a time."""
-        unit, own = "GPU" if self.machine.device == "cuda" else "CPU", seconds / self.machine.share
-        return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
 
     def sentences(self) -> list[str]:
         """What is said of it, a line each, those of details indented."""
@@ -301,7 +274,9 @@ class Design:
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
             longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
-            said.append(f"  time: at most {self._hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}")
+            said.append(
+                f"  time: at most {self.machine.hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}"
+            )
         return said
 
 
@@ -340,6 +315,9 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     taken, time_from = trial_seconds(kinds, earlier)
     seconds = [(str(trial.problem["arm"]), taken[trial.name]) for trial in kinds]
     trial_s = {trial.cell: time for trial, (_, time) in zip(kinds, seconds, strict=True)}
+    broken = BROKEN if any(trial.problem.get("arm") == "broken" for trial in kinds) else 0
+    round_s = _total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1})
+    broken_s = _total(seconds, {"broken": 1})
     return Design(
         rounds=int(judged["seeds"]),
         ratio=ratio,
@@ -349,9 +327,10 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
         alpha=judged["alpha"],
         spread=spread or assumed,
         unused=unused,
-        round_s=_total(seconds, {"control": ratio - 1, "aa": 1, "recipe": 1}),
-        broken=BROKEN if any(trial.problem.get("arm") == "broken" for trial in kinds) else 0,
-        broken_s=_total(seconds, {"broken": 1}),
+        broken=broken,
+        takes=None
+        if None in (round_s, broken_s)
+        else planning.SeedSeconds(seed_s=round_s or 0.0, fault_s=broken_s or 0.0, faults=broken),
         time_from=time_from,
         trial_s=trial_s,
         machine=earlier.machine,

@@ -30,6 +30,15 @@ class Machine:
             return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
         return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
 
+    def device_s(self, seconds: float) -> float:
+        """Of the device, of so many seconds of one trial at a time."""
+        return seconds / self.share
+
+    def hours(self, seconds: float) -> str:
+        """The same in words."""
+        unit, own = "GPU" if self.device == "cuda" else "CPU", self.device_s(seconds)
+        return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
+
     def estimate(self, seconds: float | None) -> dict[str, float | None]:
         """What so many seconds of one trial at a time take of the device, and of the wall."""
         device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))

@@ -122,11 +122,9 @@ def compare(
     several times. But where every pair ended on the very same loss though the seeds differ, both computed the same:
     EQUIVALENT.
 
-    Raises ValueError for a margin that is not positive, alpha outside (0, 0.5), fewer than 2 runs, unequal lengths
-    when paired, and a loss that is not finite or above 1e60.
+    Two runs an arm at least, of finite losses, and when paired as many of both. Raises ValueError for a loss above 1e60.
     """
-    check_test(margin, alpha)
-    arms = _checked_arms(candidate, control, paired)
+    arms = _arm(candidate, "candidate"), _arm(control, "control")
     gaps = arms[0] - arms[1] if paired else None
     gap = float(arms[0].mean() - arms[1].mean() if gaps is None else gaps.mean())
     sd = math.hypot(*(arm.std(ddof=1) for arm in arms)) if gaps is None else float(gaps.std(ddof=1))
@@ -134,6 +132,7 @@ def compare(
     mean = None if untold else _welch(*arms) if gaps is None else mean_of(gaps)
     claims = claims_of(mean, margin) if mean else Claims(0.0, 0.0, 1.0) if same else UNCLAIMED
     interval = mean.interval(alpha) if mean else None
+    student = float(stdtrit(mean.df, 1 - alpha)) * mean.se if mean else 0.0
     at_gap = _seeds_to_show(gap, sd, margin, alpha, paired) if mean else None
     cautious = _seeds_to_show(gap, at_most(sd, mean.df), margin, alpha, paired) if mean else None
     verdict = claims.verdict(alpha)
@@ -147,7 +146,7 @@ def compare(
         sd=sd if mean else 0.0,
         interval=interval,
         interval_95=mean.interval(0.025) if mean else None,
-        t_interval=_student(mean, alpha) if mean else None,
+        t_interval=(mean.value - student, mean.value + student) if mean else None,
         claims=claims,
         correlation=_correlation(*arms) if paired else None,
         power=tost_power(margin, se=mean.se, df=mean.df, alpha=alpha) if mean else None,
@@ -185,14 +184,13 @@ def judge(
 
     `diverged` gives candidates that broke, with the reason: DIVERGED whatever losses they have, for the runs that
     survived are a biased choice. They stay in the family, with p = 1: its size was fixed before the first step.
-    Raises what `compare` raises, with the candidate's name, and ValueError for no candidate.
+    Raises what `compare` and `check_test` raise.
     """
     broken = dict(diverged or {})
     names = list(dict.fromkeys([*arms, *broken]))
-    if not names:
-        raise ValueError("no candidate to judge: give at least one configuration besides the control")
     check_test(margin, alpha)
-    compared = {name: _compare_named(name, arms[name], margin, alpha, paired) for name in names if name not in broken}
+    known = {name: arms[name] for name in names if name not in broken}
+    compared = {name: compare(*pair, margin=margin, alpha=alpha, paired=paired) for name, pair in known.items()}
     found = {name: compared[name].claims if name in compared else UNCLAIMED for name in names}
     first = primary if primary in found else None
     own = adjusted = every = after_holm(found)
@@ -247,8 +245,22 @@ def check_test(margin: float, alpha: float) -> None:
     """Raises ValueError for a margin that is not positive and finite, and an alpha outside of (0, 0.5)."""
     if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin {margin}: give the largest gap in loss that you would accept, above 0, such as 0.003")
+    check_alpha(alpha)
+
+
+def check_alpha(alpha: float) -> None:
+    """Raises ValueError for an alpha outside of (0, 0.5)."""
     if not 0 < alpha < 0.5:
         raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
+
+
+def level(alpha: float) -> str:
+    """The confidence of the interval that one-sided tests at alpha go by, either way: 90 %."""
+    return f"{100 * (1 - 2 * alpha):.3g} %"
+
+
+def in_words(gap: float, interval: tuple[float, float], alpha: float) -> str:
+    return f"gap {gap:+.2g}, {level(alpha)} interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
 
 
 def claims_of(mean: Mean, margin: float) -> Claims:
@@ -283,39 +295,13 @@ def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
     return next(iter(whole or (met if 2 * len(seen) <= len(losses) else ())), None)
 
 
-def _checked_arms(candidate: Sequence[float], control: Sequence[float], paired: bool) -> tuple[Array, Array]:
-    arms = _arm(candidate, "candidate"), _arm(control, "control")
-    if paired and arms[0].size != arms[1].size:
-        raise ValueError(
-            f"{arms[0].size} candidate and {arms[1].size} control runs cannot be paired: give both the same seeds, "
-            "or compare them unpaired"
-        )
-    return arms
-
-
 def _arm(losses: Sequence[float], arm: str) -> Array:
     values = np.asarray(losses, dtype=np.float64)
-    for place in np.flatnonzero(~np.isfinite(values)):
-        raise ValueError(
-            f"{arm}, run {place + 1} of {values.size}: the loss is {values[place]}. A run that broke is judged as "
-            "diverged; it has no final loss"
-        )
     for place in np.flatnonzero(np.abs(values) > LARGEST):
         raise ValueError(
             f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is no loss; write nan where it diverged"
         )
-    if values.size < 2:
-        raise ValueError(f"{values.size} {arm} run: a verdict needs 3 seeds at least, and 8 to be worth much")
     return values
-
-
-def _compare_named(
-    name: str, arms: tuple[Sequence[float], Sequence[float]], margin: float, alpha: float, paired: bool
-) -> LossComparison:
-    try:
-        return compare(*arms, margin=margin, alpha=alpha, paired=paired)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -346,11 +332,6 @@ def _welch(candidate: Array, control: Array) -> Mean:
     third = [m.skewness * share**3 / math.sqrt(m.df + 1) for m, share in zip(means, shares, strict=True)]
     gap = means[0].value - means[1].value
     return Mean(value=gap, se=se, skewness=(third[0] - third[1]) * math.sqrt(df + 1), df=df)
-
-
-def _student(mean: Mean, alpha: float) -> tuple[float, float]:
-    reach = float(stdtrit(mean.df, 1 - alpha)) * mean.se
-    return mean.value - reach, mean.value + reach
 
 
 def _correlation(candidate: Array, control: Array) -> float | None:
@@ -404,7 +385,7 @@ def _reason(
 ) -> str:
     """`needed`: seeds by the spread as measured, and by its upper bound."""
     assert interval is not None
-    measured = f"gap {gap:+.2g}, {100 * (1 - 2 * alpha):.3g} % interval [{interval[0]:+.2g}, {interval[1]:+.2g}]"
+    measured = in_words(gap, interval, alpha)
     if verdict is not Verdict.INCONCLUSIVE:
         further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
         return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"

@@ -168,9 +168,9 @@ class Forecast:
             return "not known; --pilot DIR of a pilot would tell"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        minutes, unit = self.seconds / machine.share / 60, "GPU" if machine.device == "cuda" else "CPU"
-        took = f"{minutes / 60:.3g} {unit} hours" if minutes >= 60 else f"{minutes:.3g} {unit} minutes"
-        return f"about {took}{elapsed}" + (f" (assumed: {self.time_from})" if self.time_from else "")
+        return f"about {machine.hours(self.seconds)}{elapsed}" + (
+            f" (assumed: {self.time_from})" if self.time_from else ""
+        )
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:

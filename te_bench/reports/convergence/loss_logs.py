@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
+from te_bench.reports.analysis.naming import first_of
 from te_bench.reports.convergence import loss_csv
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
@@ -130,7 +131,7 @@ def _passed_over(arm: _Arm, validated: bool) -> str | None:
 
 def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     named = [one for path in paths for one in _expanded(path)]
-    source = str(paths[0]) if len(paths) == 1 else f"{named[0]} and {len(named) - 1} more" if len(named) > 1 else ""
+    source = str(paths[0]) if len(paths) == 1 else first_of(list(map(str, named)), 1)
     others: list[Path] = []
     found = [one for path in named for one in _found(path, others)]
     tables = [one for one in found if one.format is None]
@@ -187,10 +188,9 @@ def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str,
     silent = [str(path) for path in others if path.suffix in suffixes and not _begun(path).binary]
     if not silent:
         return ()
-    more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
     return (
-        f"{', '.join(silent[:NAMED])}{more}: no loss in {'it' if len(silent) == 1 else 'them'}. A training that died before "
-        "its first loss is missing here, and would count as diverged",
+        f"{first_of(silent, NAMED)}: no loss in {'it' if len(silent) == 1 else 'them'}. A training that died before its "
+        "first loss is missing here, and would count as diverged",
     )
 
 
@@ -306,13 +306,10 @@ def _log(found: _Found, name: str) -> _Log:
     assert found.format is not None
     series = found.format.read(found.files)
     if not series.losses:
-        below = ". Are its losses in folders below? Name those" if _has_folders(found.place) else ""
+        folders = found.place.is_dir() and any(path.is_dir() for path in found.place.iterdir())
+        below = ". Are its losses in folders below? Name those" if folders else ""
         raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
     return _Log(name=name, place=found.place, series=series)
-
-
-def _has_folders(place: Path) -> bool:
-    return place.is_dir() and any(path.is_dir() for path in place.iterdir())
 
 
 def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:
@@ -341,8 +338,7 @@ def _chosen(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> t
 
 def _listed(names: Sequence[str]) -> str:
     """The first names, those of losses before others."""
-    names = sorted(names, key=lambda name: not is_loss(name))
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return first_of(sorted(names, key=lambda name: not is_loss(name)), NAMED)
 
 
 def _loss(log: _Log, name: str) -> _Loss:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from te_bench.reports.convergence import loss_arms, power
-from te_bench.reports.convergence.equivalence import LossComparison, Verdict, check_test, compare
+from te_bench.reports.convergence.equivalence import LossComparison, Verdict, check_test, compare, level
 from te_bench.reports.convergence.loss_arms import Matched
 from te_bench.reports.convergence.loss_csv import Losses
 from te_bench.reports.convergence.skewed import ASSUMPTION, FEWEST
@@ -179,7 +179,7 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
     assert c.interval is not None
     low, high = c.interval
-    return f"{said} The verdict goes by the {100 * (1 - 2 * c.alpha):.3g} % interval, {low:+.2g} to {high:+.2g} nat."
+    return f"{said} The verdict goes by the {level(c.alpha)} interval, {low:+.2g} to {high:+.2g} nat."
 
 
 def _nat(gap: float, found: LossVerdict) -> str:

@@ -307,7 +307,7 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedSeconds:
-    """What seeds of pairs take, one trial at a time: each seed_s, and each of the first `faults` fault_s besides."""
+    """What seeds, or rounds, take, one trial at a time: each seed_s, and each of the first `faults` fault_s besides."""
 
     seed_s: float
     fault_s: float = 0.0
@@ -320,22 +320,6 @@ class SeedSeconds:
         """The most seeds that take no longer."""
         seeds = int((seconds - self.faults * self.fault_s) / self.seed_s)
         return seeds if seeds >= self.faults else int(seconds / (self.seed_s + self.fault_s))
-
-
-def seeds_within(
-    budget_s: float, *, slots: int, takes: SeedSeconds, where: str = "", fewest: int = FEWEST_SEEDS
-) -> int:
-    """The most seeds that a budget holds, of as many trials at once as there are slots. where: said after a time.
-
-    Raises ValueError for a budget that is too small for the `fewest`.
-    """
-    seeds = takes.within(budget_s * slots)
-    if seeds < fewest:
-        raise ValueError(
-            f"--budget {duration(budget_s)}: a verdict needs {fewest} seeds, which take about "
-            f"{duration(takes.of(fewest) / slots)}{where}"
-        )
-    return seeds
 
 
 def pilot_steps(problem: Mapping[str, object]) -> int:

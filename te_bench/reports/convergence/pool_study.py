@@ -21,6 +21,7 @@ from te_bench.reports.convergence.equivalence import (
     Verdict,
     after_holm,
     copies,
+    in_words,
     outliers,
 )
 from te_bench.reports.convergence.skewed import FEWEST
@@ -151,8 +152,7 @@ def _needed(c: LossComparison, ratio: int, alpha: float) -> int | None:
 def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | None) -> str:
     if c.interval is None:
         return c.reason or f"after {c.n} of {study.rounds} rounds no claim is possible yet"
-    level = f"{100 * (1 - 2 * c.alpha):.3g} % interval [{c.interval[0]:+.2g}, {c.interval[1]:+.2g}]"
-    measured = f"gap {c.gap:+.2g}, {level}, after {c.n} of {study.rounds} rounds"
+    measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
         return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
     said = f"not told from the margin {c.margin:g}: {measured}"

@@ -134,11 +134,7 @@ def critical(rounds: int, ratio: int, alpha: float) -> tuple[float, ...]:
 
 
 def _tabled(rounds: int, ratio: int) -> Array:
-    """(looks, levels): of the next smaller number of rounds where the table has not this one."""
-    if ratio not in RATIOS:
-        raise ValueError(f"{ratio} bf16 runs for each run of a recipe: take 1 to {RATIOS[-1]}")
-    if rounds < FEWEST:
-        raise ValueError(f"{rounds} rounds: their spread cannot be known from fewer than {FEWEST}")
+    """(looks, levels): of the next smaller number of rounds, FEWEST at least, that the table has; ratio: one of RATIOS."""
     return _table()[max(n for n in _NUMBERS if n <= rounds), ratio]
 
 

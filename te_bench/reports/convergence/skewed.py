@@ -124,9 +124,7 @@ def _level(values: Array, alpha: float) -> float:
 
 
 def _tabled(df: float) -> tuple[Array, Array]:
-    """Critical values and typical reaches by level: of the next smaller number of gaps where the table has not this one."""
-    if int(df) + 1 < FEWEST:
-        raise ValueError(f"{int(df) + 1} gaps: their skewness cannot be known from fewer than {FEWEST}")
+    """Critical values and typical reaches by level: of the next smaller number of gaps that the table has, of FEWEST on."""
     return _table()[max(n for n in _NUMBERS if n <= int(df) + 1)]
 
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, geometric_mean
-from te_bench.reports.convergence.band import curves_of
 
 Array = NDArray[np.float64]
 
@@ -29,9 +28,7 @@ class Speedup:
     out `across_hosts`, the pairs whose two runs were timed on hosts that differ.
     """
 
-    gap: float  # mean of candidate - control
-    slope: float | None = None  # of the control's validation loss over the last quarter, nat per step
-    more_steps: float | None = None  # gap / |slope|: steps that the candidate needs on top; below 0, can spare
+    more_steps: float | None = None  # mean gap / |slope|: steps that the candidate needs on top; below 0, can spare
     more_steps_interval: Interval | None = None
     step_time: Ratio | None = None  # candidate's seconds per step over the control's
     less_time: float | None = None
@@ -81,15 +78,12 @@ def capability_matched(
 
     gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). Step time's
     interval is combined with it by their recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
-
-    Raises ValueError for runs that cannot be paired, values that are not finite, and step times that are not positive.
     """
-    at = np.asarray(steps, dtype=np.float64)
-    losses, finals = _checked(at, control, candidate_final)
-    step_time = _step_time(candidate_step_s, control_step_s)
-    gaps = finals - losses[:, -1]
+    at, losses = np.asarray(steps, dtype=np.float64), np.asarray(control, dtype=np.float64)
+    step_time = geometric_mean([ours / theirs for ours, theirs in zip(candidate_step_s, control_step_s, strict=True)])
+    gaps = np.asarray(candidate_final, dtype=np.float64) - losses[:, -1]
     gap = float(gaps.mean())
-    known: dict[str, Any] = {"gap": gap, "step_time": step_time, "across_hosts": across_hosts}
+    known: dict[str, Any] = {"step_time": step_time, "across_hosts": across_hosts}
     late = at >= (1 - LAST) * at[-1]
     if late.sum() < FEWEST_POINTS:
         few = f"the last quarter has {late.sum()} validation losses: evaluate {FEWEST_POINTS} times in it at least"
@@ -98,11 +92,11 @@ def capability_matched(
     slope = float(slopes.mean())
     if slope >= 0:
         flat = f"the control's loss does not fall over the last quarter (slope {slope:+.2g} a step)"
-        return Speedup(**known, slope=slope, reason=f"{flat}: no steps make up a gap")
+        return Speedup(**known, reason=f"{flat}: no steps make up a gap")
     reach = LAST * at[-1] * -slope
     if abs(gap) > reach:
         far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
-        return Speedup(**known, slope=slope, reason=f"{far}: its slope does not reach that far")
+        return Speedup(**known, reason=f"{far}: its slope does not reach that far")
     interval = fieller(gaps, -slopes)
     less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
     if interval is None:
@@ -113,7 +107,6 @@ def capability_matched(
         reason = APART
     return Speedup(
         **known,
-        slope=slope,
         more_steps=-gap / slope,
         more_steps_interval=interval,
         less_time=less_time,
@@ -159,25 +152,3 @@ def fieller(numerators: Sequence[float] | Array, denominators: Sequence[float] |
         return None
     root = math.sqrt(max(b * b - a * c, 0.0))
     return (b - root) / a, (b + root) / a
-
-
-def _step_time(candidate: Sequence[float], control: Sequence[float]) -> Ratio | None:
-    if len(candidate) != len(control):
-        raise ValueError(f"{len(candidate)} candidate and {len(control)} control step times: give one of each a pair")
-    for seconds in (*candidate, *control):
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"a step time of {seconds} s: give seconds per step, above 0")
-    return geometric_mean([ours / theirs for ours, theirs in zip(candidate, control, strict=True)])
-
-
-def _checked(at: Array, control: Sequence[Sequence[float]], finals: Sequence[float]) -> tuple[Array, Array]:
-    if at.size and at[0] < 0:
-        raise ValueError(f"steps {at.tolist()[:5]}: give the steps from 0 or later")
-    if not len(control) or len(control) != len(finals):
-        raise ValueError(
-            f"{len(finals)} candidate and {len(control)} control runs cannot be paired: give the same seeds"
-        )
-    losses, last = curves_of(control, at, "control"), np.asarray(finals, dtype=np.float64)
-    for place in np.flatnonzero(~np.isfinite(last)):
-        raise ValueError(f"candidate, run {place + 1}: the final loss is {last[place]}")
-    return losses, last

@@ -33,38 +33,24 @@ class Rise:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spike:
-    """A value `size` robust standard deviations above those before it; neighbours count as one, the highest."""
-
-    step: float
-    size: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Stability:
     """What happened in one run. A series that was not logged has no spikes and 0 judged points: not measured."""
 
     non_finite: float | None  # the first step whose loss or gradient norm is NaN or infinite
     rises: tuple[Rise, ...]
-    loss_spikes: tuple[Spike, ...]
-    grad_spikes: tuple[Spike, ...]
+    loss_spikes: tuple[float, ...]  # their steps
+    grad_spikes: tuple[float, ...]
     loss_judged: int  # points with enough before them to be judged for spikes
     grad_judged: int
     reason: str | None  # why the run counts as diverged, one plain sentence
-
-    @property
-    def diverged(self) -> bool:
-        return self.reason is not None
 
 
 def stability(steps: Sequence[float], loss: Sequence[float], grad_norm: Sequence[float] = ()) -> Stability:
     """One run's events. Diverged: a value that is not finite, or a rise that has not come back when the run ends.
 
     loss in nat and grad_norm by logged step; what follows the first value that is not finite is not looked at.
-    Raises ValueError for series of unequal lengths and steps that do not rise.
     """
-    at = _steps(steps, loss=loss, **({"grad_norm": grad_norm} if len(grad_norm) else {}))
-    losses, norms = np.asarray(loss, dtype=np.float64), np.asarray(grad_norm, dtype=np.float64)
+    at, losses, norms = (np.asarray(series, dtype=np.float64) for series in (steps, loss, grad_norm))
     broken = ~np.isfinite(losses)
     if norms.size:
         broken |= ~np.isfinite(norms)
@@ -98,7 +84,7 @@ def sustained_rises(steps: Sequence[float] | Array, loss: Sequence[float] | Arra
     of fewer than two windows is judged by one of half its length, below 4 losses not at all. The end of a run ends no
     rise.
     """
-    at, losses = _steps(steps, loss=loss), np.asarray(loss, dtype=np.float64)
+    at, losses = np.asarray(steps, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     window = min(RISE_WINDOW, losses.size // 2 | 1)
     if window < 3:  # nothing tells a rise from a spike
         return ()
@@ -114,49 +100,38 @@ def sustained_rises(steps: Sequence[float] | Array, loss: Sequence[float] | Arra
 
 def overfitting(steps: Sequence[float] | Array, loss: Sequence[float] | Array) -> float:
     """How far a loss ends above its least, in nat: of means over tenths of the way, for one low point is luck."""
-    at, losses = _steps(steps, loss=loss), np.asarray(loss, dtype=np.float64)
+    at, losses = np.asarray(steps, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     tenth = np.minimum((10 * (at - at[0]) / max(at[-1] - at[0], 1e-9)).astype(np.int64), 9)
     means = [float(losses[tenth == k].mean()) for k in np.unique(tenth)]
     return means[-1] - min(means)
 
 
-def spikes(steps: Sequence[float] | Array, values: Sequence[float] | Array) -> tuple[Spike, ...]:
-    """Values x with (x - median) / (1.4826 MAD) above SPIKE, both over the up to SPIKE_WINDOW values before x.
+def spikes(steps: Sequence[float] | Array, values: Sequence[float] | Array) -> tuple[float, ...]:
+    """Steps of values x with (x - median) / (1.4826 MAD) above SPIKE, both over the up to SPIKE_WINDOW values before x.
 
-    Upward only; the first FEWEST_BEFORE values are not judged. The window is trailing and robust, so neither a
-    falling loss nor an earlier spike hides one. Where the MAD is 0, whatever lies above the median is a spike.
+    Upward only, and of neighbours the highest; the first FEWEST_BEFORE values are not judged. The window is trailing and
+    robust, so neither a falling loss nor an earlier spike hides one. Where the MAD is 0, whatever lies above the median is
+    a spike.
     """
-    at, series = _steps(steps, values=values), np.asarray(values, dtype=np.float64)
+    at, series = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
     if series.size <= FEWEST_BEFORE:
         return ()
     judged = np.arange(FEWEST_BEFORE, series.size)
     before = sliding_window_view(np.concatenate([np.full(SPIKE_WINDOW, np.inf), series]), SPIKE_WINDOW)
     off = _robust(before[judged], np.minimum(judged, SPIKE_WINDOW), series[judged])
     sizes = np.concatenate([np.zeros(FEWEST_BEFORE), off])
-    found = []
-    for first, last in _stretches(sizes > SPIKE):
-        highest = first + int(np.argmax(sizes[first:last]))
-        found.append(Spike(step=float(at[highest]), size=float(sizes[highest])))
-    return tuple(found)
+    return tuple(float(at[a + int(np.argmax(sizes[a:b]))]) for a, b in _stretches(sizes > SPIKE))
 
 
 def rate_bound(events: int, runs: int, confidence: float = 0.95) -> float:
-    """The exact upper confidence bound of a rate (Clopper & Pearson 1934): 0 of 10 runs bound it below 26 % only.
-
-    Raises ValueError for counts that are none and a confidence outside (0, 1).
-    """
-    _counts(events, runs)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence {confidence}: give a number between 0 and 1, such as 0.95")
+    """The exact upper confidence bound of a rate (Clopper & Pearson 1934): 0 of 10 runs bound it below 26 % only."""
     return 1.0 if events == runs else float(betaincinv(events + 1, runs - events, confidence))
 
 
 def rate_p_value(candidate: tuple[int, int], control: tuple[int, int]) -> float:
-    """Fisher's exact test, two-sided, that two arms' (events, runs) have one rate. Raises ValueError for no counts."""
+    """Fisher's exact test, two-sided, that two arms' (events, runs) have one rate."""
     from scipy.stats import fisher_exact  # a second to import, which no other page should wait for
 
-    for arm in (candidate, control):
-        _counts(*arm)
     table = [[events, runs - events] for events, runs in (candidate, control)]
     return float(fisher_exact(table, alternative="two-sided").pvalue)
 
@@ -181,18 +156,3 @@ def _stretches(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """[first, last) of every run of True."""
     turns = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return [(int(a), int(b)) for a, b in zip(turns[::2], turns[1::2], strict=True)]
-
-
-def _steps(steps: Sequence[float] | Array, **series: Sequence[float] | Array) -> Array:
-    at = np.asarray(steps, dtype=np.float64)
-    for name, values in series.items():
-        if len(values) != at.size:
-            raise ValueError(f"{len(values)} values of {name} at {at.size} steps: give one for each step")
-    for place in np.flatnonzero(~(np.diff(at) > 0)):
-        raise ValueError(f"step {at[place + 1]:g} follows step {at[place]:g}: give the steps in order, each once")
-    return at
-
-
-def _counts(events: int, runs: int) -> None:
-    if not (runs >= 1 and 0 <= events <= runs):
-        raise ValueError(f"{events} events in {runs} runs: give 1 run at least, and no more events than runs")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from te_bench.reports.analysis.measures import CONFIDENCE, numbers
 from te_bench.reports.analysis.naming import arm_name
-from te_bench.reports.analysis.rows import Configuration, Group, printable
+from te_bench.reports.analysis.rows import Configuration, Group, grouped, printable
 from te_bench.reports.convergence.study import Run
 
 REFERENCE = "bf16"
@@ -80,11 +80,9 @@ class StressLadder:
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
     """A ladder for each model, length, batch and schedule."""
-    together: dict[tuple[object, ...], list[Configuration]] = {}
-    for configuration in group.of("training"):
-        if "lr_factor" in configuration.trial.problem:
-            settings = (_rate(configuration), *map(configuration.trial.problem.get, ("batch", "accumulate", "warmup")))
-            together.setdefault((*configuration.course, *settings), []).append(configuration)
+    rungs = [one for one in group.of("training") if "lr_factor" in one.trial.problem]
+    settings = "batch", "accumulate", "warmup"
+    together = grouped(rungs, lambda one: (*one.course, _rate(one), *map(one.trial.problem.get, settings)))
     return tuple(map(_ladder, together.values()))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from te_bench.experiments.environment import OF_TIMES
 from te_bench.experiments.problems import TrainingProblem
@@ -13,7 +14,7 @@ from te_bench.experiments.store import Plan
 from te_bench.reports.analysis.measures import finite, step_seconds
 from te_bench.reports.analysis.naming import WHOLE, arm_name, judges_fewer_bits
 from te_bench.reports.analysis.repeat import commands_of
-from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, printable, trial_of
+from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, grouped, printable, trial_of
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
@@ -44,15 +45,22 @@ class Run:
     def record(self) -> Record | None:
         return self.row.record
 
+    @property
+    def samples(self) -> Mapping[str, Any]:
+        """What it logged; empty of a trial without a record."""
+        return self.record.samples if self.record else {}
+
     @cached_property
     def curve(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(steps, validation losses): of every arm by one bf16 path."""
-        return self._series("val_step", "val_loss")
+        pairs = zip(self.samples.get("val_step") or [], self.samples.get("val_loss") or [], strict=False)
+        known = [(at, loss) for at, loss in pairs if finite(at) is not None and finite(loss) is not None]
+        return tuple(at for at, _ in known), tuple(loss for _, loss in known)
 
     @cached_property
     def stability(self) -> Stability | None:
         """What the training loss and the gradient norm went through; None for a run that logged nothing."""
-        samples = self.record.samples if self.record else {}
+        samples = self.samples
         if not samples.get("step"):
             return None
         steps, losses, norms = (  # of a branch with its trunk's, by which a rise is seen
@@ -74,19 +82,20 @@ class Run:
     @property
     def final(self) -> float | None:
         """The validation loss after the last step; None for a run that did not get there."""
-        return self._at_end(self.curve)
+        steps, losses = self.curve
+        reached = self.row.outcome == "ok" and steps and steps[-1] == self.row.trial.problem.get("steps")
+        return losses[-1] if reached else None
 
     @property
     def native(self) -> float | None:
         """The same, evaluated as the arm trains: in FP8."""
-        losses = self.record.samples.get("val_loss_native") if self.record else None
+        losses = self.samples.get("val_loss_native")
         return finite(losses[-1]) if losses and self.final is not None else None
 
     @property
     def trained(self) -> float | None:
         """The mean training loss over the last tenth of the steps; None for a run that did not get there."""
-        samples = self.record.samples if self.record else {}
-        steps, losses = samples.get("step") or [], samples.get("loss") or []
+        steps, losses = self.samples.get("step") or [], self.samples.get("loss") or []
         late = [
             x for at, x in zip(steps, losses, strict=False) if finite(x) is not None and at >= (1 - LATE) * steps[-1]
         ]
@@ -102,7 +111,7 @@ class Run:
     def step_s(self) -> float | None:
         """Seconds per step, by the training clock; None of a run on a CPU, which emulates, or on a shared GPU."""
         timed = "share" not in self.row.trial.problem and self.row.trial.device != "cpu"
-        return step_seconds(self.record.samples) if self.record and timed else None
+        return step_seconds(self.samples) if timed else None
 
     @property
     def host(self) -> tuple[object, ...]:
@@ -112,16 +121,6 @@ class Run:
         """
         state = self.record.device_state if self.record else {}
         return tuple(state.get(name) for name in ("host", *OF_TIMES, "host_cores"))
-
-    def _series(self, x: str, y: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        steps, values = (self.record.samples.get(name) or [] if self.record else [] for name in (x, y))
-        pairs = [(s, v) for s, v in zip(steps, values, strict=False) if finite(s) is not None and finite(v) is not None]
-        return tuple(s for s, _ in pairs), tuple(v for _, v in pairs)
-
-    def _at_end(self, curve: tuple[tuple[float, ...], tuple[float, ...]]) -> float | None:
-        steps, losses = curve
-        reached = self.row.outcome == "ok" and steps and steps[-1] == self.row.trial.problem.get("steps")
-        return losses[-1] if reached else None
 
 
 @dataclass(frozen=True)
@@ -276,12 +275,10 @@ def studies(group: Group) -> tuple[Study, ...]:
 
     Studies of one title say in it which settings they have. Raises ValueError for two control arms where one is wanted.
     """
-    together: dict[tuple[object, ...], list[Configuration]] = {}
-    for configuration in group.of("training"):
-        problem = configuration.trial.problem
-        if problem.get("arm") in KINDS and "lr_factor" not in problem:  # a rung of the stress ladder is no arm
-            settings = tuple(problem.get(key) for key in SETTINGS)
-            together.setdefault((*configuration.course, *settings), []).append(configuration)
+    trainings = ((one, one.trial.problem) for one in group.of("training"))
+    # a rung of the stress ladder is no arm
+    arms = [one for one, problem in trainings if problem.get("arm") in KINDS and "lr_factor" not in problem]
+    together = grouped(arms, lambda one: (*one.course, *map(one.trial.problem.get, SETTINGS)))
     titles = _titles([configurations[0].trial.problem for configurations in together.values()])
     return tuple(_study(group, *one) for one in zip(titles, together.values(), strict=True))
 

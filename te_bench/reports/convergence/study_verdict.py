@@ -5,7 +5,7 @@ from statistics import fmean
 
 from te_bench.experiments.run_options import fewer_words
 from te_bench.reports.convergence.band import Band
-from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict
+from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study import Study, StudyArm
 
@@ -21,8 +21,8 @@ class ArmVerdict:
     arm: StudyArm
     seeds: tuple[int, ...]  # that ended in both
     judgement: CandidateVerdict
-    native: LossComparison | None = None  # the arm's losses evaluated as it trains; says nothing of the verdict
-    trained: LossComparison | None = None  # of the training loss over the last tenth of the steps; likewise
+    native_gap: float | None = None  # of the arm's losses evaluated as it trains; says nothing of the verdict
+    trained_gap: float | None = None  # of the training loss over the last tenth of the steps; likewise
     speedup: Speedup | None = None
     band: Band | None = None
     # Steps that every pair was evaluated at, mean gaps.

@@ -7,7 +7,6 @@ is EQUIVALENT and the recipe broken on purpose is caught.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.convergence import BROKEN, TRUNKS
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
-from te_bench.reports.convergence.equivalence import CandidateVerdict, LossComparison, Verdict, compare, copies, judge
+from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict, copies, judge
 from te_bench.reports.convergence.speedup import Speedup, capability_matched
 from te_bench.reports.convergence.stability import overfitting
 from te_bench.reports.convergence.study import Study, StudyArm
@@ -331,8 +330,8 @@ def _is_open(
 
 def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
-    native, trained = (
-        None if c is None else _compare_beside(ours, theirs, seeds, c)
+    native_gap, trained_gap = (
+        None if c is None else _gap_beside(ours, theirs, seeds, paired=c.paired)
         for ours, theirs in ((arm.natives, study.base(arm)), (arm.trained, study.base(arm, lambda side: side.trained)))
     )
     at = common_steps((*sides, arm), seeds)
@@ -342,32 +341,25 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         arm=arm,
         seeds=seeds,
         judgement=judgement,
-        native=native,
-        trained=trained,
+        native_gap=native_gap,
+        trained_gap=trained_gap,
         # Survivors are a biased choice; and what faster steps save, a branch has in a part of its training alone.
         speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
-        gap_curve=(tuple(at), _mean_gaps(ours, theirs)),
+        gap_curve=(tuple(at), tuple(np.mean(np.subtract(ours, theirs), axis=0).tolist()) if at else ()),
         missing=_missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement),
     )
 
 
-def _mean_gaps(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """By step, of curves of the same seeds."""
-    gaps = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(ours, theirs, strict=True)]
-    return tuple(map(fmean, zip(*gaps, strict=True)))
-
-
-def _compare_beside(
-    ours: Mapping[int, float], theirs: Mapping[int, float], seeds: Sequence[int], c: LossComparison
-) -> LossComparison | None:
-    """The same comparison of other losses, which says nothing of the verdict; None of fewer than two pairs or runs."""
-    if not c.paired:
-        sides = list(ours.values()), list(theirs.values())
-        return compare(*sides, margin=c.margin, alpha=c.alpha, paired=False) if min(map(len, sides)) > 1 else None
-    both = [seed for seed in seeds if seed in ours and seed in theirs]
-    pair = [ours[seed] for seed in both], [theirs[seed] for seed in both]
-    return compare(*pair, margin=c.margin, alpha=c.alpha) if len(both) > 1 else None
+def _gap_beside(
+    ours: Mapping[int, float], theirs: Mapping[int, float], seeds: Sequence[int], *, paired: bool
+) -> float | None:
+    """The mean gap of other losses, which says nothing of the verdict; None of fewer than two pairs or runs."""
+    if paired:
+        both = [seed for seed in seeds if seed in ours and seed in theirs]
+        return float(np.mean([ours[seed] - theirs[seed] for seed in both])) if len(both) > 1 else None
+    sides = list(ours.values()), list(theirs.values())
+    return float(np.mean(sides[0]) - np.mean(sides[1])) if min(map(len, sides)) > 1 else None
 
 
 def _speedup(

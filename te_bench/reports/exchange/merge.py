@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from te_bench.experiments.store import Journal, Key, Line, Plan, Store, lines, load, written
-from te_bench.reports.analysis.naming import count_trials
+from te_bench.reports.analysis.naming import count_trials, first_of
 from te_bench.reports.analysis.rows import differences, identity, printable, trial_of
 
 
@@ -131,8 +131,8 @@ def _note_plan_differences(first: _Run, run: _Run) -> list[str]:
     ]
     for (mine, its), (a, b) in zip((names, names[::-1]), ((first, run), (run, first)), strict=True):
         if more := [name for key, name in its.items() if key not in mine]:
-            shown = f"{more[0]}{f' and {len(more) - 1} more' if len(more) > 1 else ''}"
-            said.append(printable(f"{b.name} plans {count_trials(len(more))} that {a.name} does not: {shown}"))
+            many = count_trials(len(more))
+            said.append(printable(f"{b.name} plans {many} that {a.name} does not: {first_of(more, 1)}"))
     return said
 
 

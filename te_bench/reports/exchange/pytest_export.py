@@ -27,11 +27,18 @@ FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmar
 _LONGEST = 1024  # characters: Bencher's limit of a benchmark's name
 
 
-def write(directory: Path, file: Path, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
-    """Write DIR's records as pytest-benchmark's JSON; what was written. Raises ValueError as `export`, and unwritable."""
-    found = export(load(directory), only=only, environment=environment)
+def write(
+    directory: Path, file: Path, *, only: str | None = None, environment: str | None = None
+) -> tuple[int, tuple[str, ...]]:
+    """Write DIR's records as pytest-benchmark's JSON; how many benchmarks, and the environments that are left out.
+
+    Raises ValueError as `export`, and for a file that cannot be written.
+    """
+    journal = load(directory)
+    found = export(journal, only=only, environment=environment)
     write_file(file, (json.dumps(found, indent=4, allow_nan=False) + "\n").encode(), "--pytest-benchmark")
-    return found
+    chosen = found["te_bench"]["environment"]["id"]
+    return len(found["benchmarks"]), tuple(dict.fromkeys(key[1] for key in journal.records if key[1] != chosen))
 
 
 def export(journal: Journal, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
@@ -63,12 +70,6 @@ def export(journal: Journal, *, only: str | None = None, environment: str | None
             "timed": {record.trial.id: list(_timed(record)) for record in records},  # what the benchmarks hold of them
         },
     }
-
-
-def left_out(journal: Journal, exported: Mapping[str, Any]) -> tuple[str, ...]:
-    """Ids of the environments of the journal's records that one export does not hold."""
-    chosen = exported["te_bench"]["environment"]["id"]
-    return tuple(dict.fromkeys(key[1] for key in journal.records if key[1] != chosen))
 
 
 def machine_info(body: Mapping[str, Any]) -> dict[str, Any]:

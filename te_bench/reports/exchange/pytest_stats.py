@@ -1,23 +1,78 @@
-"""What pytest-benchmark says of a benchmark's rounds, from raw seconds: every field of its `stats`, defined as it does."""
+"""pytest-benchmark's `stats` of a benchmark's rounds, and its --benchmark-compare-fail between two of them, with decimals.
 
+STAT:N%   STAT may grow by N percent.      median:2.5%
+STAT:N    STAT may grow by N seconds.      min:0.001, mean:5e-4
+
+Of ops, calls in a second, it is the fall that counts. No statistics: a threshold alone, as those who come from
+pytest-benchmark know it.
+"""
+
+import math
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+#: Fields of `stats` that can be judged. Source: pytest-benchmark 5.3.1, whose own grammar takes the first six.
+STATS = ("min", "max", "mean", "median", "stddev", "iqr", "q1", "q3", "ld15iqr", "hd15iqr", "total", "ops")
+_FALLS = ("ops",)  # what is better the larger it is
+_GRAMMAR = re.compile(r"(?P<stat>[a-z0-9]+):(?P<limit>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?P<percent>%?)", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """How far a statistic may get worse: by `limit` percent, or by `limit` seconds (of ops: 1/s)."""
+
+    stat: str
+    limit: float
+    percent: bool
+
+    def __str__(self) -> str:
+        return f"{self.stat}:{self.limit:g}{'%' if self.percent else ''}"
+
+
+def parse(expression: str) -> Limit:
+    """The limit that STAT:N% or STAT:N states, such as median:2.5%. Raises ValueError for anything else."""
+    found = _GRAMMAR.fullmatch(expression.strip())
+    if found is None or found["stat"] not in STATS or not math.isfinite(float(found["limit"])):
+        raise ValueError(
+            f"--compare-fail {expression}: write STAT:N% or STAT:N, such as median:2.5% or min:0.001 (seconds), where "
+            f"STAT is one of {', '.join(STATS)}"
+        )
+    return Limit(stat=found["stat"], limit=float(found["limit"]), percent=bool(found["percent"]))
+
+
+def why_exceeded(limit: Limit, baseline: Mapping[str, float], candidate: Mapping[str, float]) -> str | None:
+    """By how much the limit's statistic got worse, where that is more than it may; both are `pytest_stats.summary`'s."""
+    old, new = baseline[limit.stat], candidate[limit.stat]
+    worse = old - new if limit.stat in _FALLS else new - old
+    if not limit.percent:
+        change = worse
+    elif old == 0:
+        change = math.copysign(math.inf, worse) if worse else 0.0  # from nothing to anything is no percentage
+    else:
+        change = 100 * worse / old
+    if change <= limit.limit:
+        return None
+    by = f"{change:.3g}%" if limit.percent else f"{change:.3g}"
+    verb = "fell" if limit.stat in _FALLS else "grew"
+    return f"{limit.stat} {verb} by {by}, from {old:.6g} to {new:.6g}; the limit is {limit}"
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """The `stats` of a benchmark in pytest-benchmark's JSON; seconds, ops in 1/s, one call a round.
+    """The `stats` of a benchmark of one round at least in pytest-benchmark's JSON; seconds, ops in 1/s, one call a round.
 
     Quartiles are medians of the lower and the upper half of an even number of rounds and weighted order statistics of an
     odd one; stddev is the sample's, 0 of one round; outliers are "n beyond mean +- stddev;n beyond 1.5 IQR".
-    Raises ValueError without rounds. Source: pytest-benchmark 5.3.1, stats.py.
+    Source: pytest-benchmark 5.3.1, stats.py.
     """
-    if not seconds:
-        raise ValueError("no round was timed: a benchmark needs one at least")
+    import numpy as np  # which `te-bench gate --help` should not wait for
+
     ordered = sorted(float(value) for value in seconds)
     mean = statistics.mean(ordered)
     stddev = statistics.stdev(ordered) if len(ordered) > 1 else 0.0
-    q1, q3 = _quartiles(ordered)
+    q1, q3 = (float(q) for q in np.quantile(ordered, (0.25, 0.75), method="hazen"))
     iqr = q3 - q1
     fences = q1 - 1.5 * iqr, q3 + 1.5 * iqr
     within = [value for value in ordered if fences[0] <= value <= fences[1]]
@@ -43,22 +98,3 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
         "data": list(seconds),
         "iterations": 1,
     }
-
-
-def _quartiles(ordered: Sequence[float]) -> tuple[float, float]:
-    """Method 2 of an even and method 3 of an odd number of values, in the numbering of Wikipedia's Quartile."""
-    n, rest = divmod(len(ordered), 4)
-    if len(ordered) == 1:
-        return ordered[0], ordered[0]
-    if rest in (0, 2):
-        half = len(ordered) // 2
-        return statistics.median(ordered[:half]), statistics.median(ordered[half:])
-    if rest == 1:
-        return (
-            0.25 * ordered[n - 1] + 0.75 * ordered[n],
-            0.75 * ordered[3 * n] + 0.25 * ordered[3 * n + 1],
-        )
-    return (
-        0.75 * ordered[n] + 0.25 * ordered[n + 1],
-        0.25 * ordered[3 * n + 1] + 0.75 * ordered[3 * n + 2],
-    )

@@ -85,13 +85,11 @@ class Segmentation:
 def segment(values: Sequence[float], *, alpha: float = ALPHA) -> Segmentation:
     """Cut a series of positive numbers (seconds, say) where its level changed; alpha is the false-alarm rate of noise.
 
-    Nothing is looked for in fewer than 6 values. Raises ValueError for values that are not positive and finite, and for
-    an alpha outside [0.0001, 0.5], for which no penalty was simulated.
+    Nothing is looked for in fewer than 6 values. Raises ValueError for an alpha outside [0.0001, 0.5], for which no penalty
+    was simulated.
     """
     if not 1e-4 <= alpha <= 0.5:
         raise ValueError(f"--alpha {alpha:g}: give a false-alarm rate between 0.0001 and 0.5, such as {ALPHA}")
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"a series of times must be positive and finite, got {min(values, default=0.0)}")
     n = len(values)
     logs = np.log(np.asarray(values, dtype=np.float64))
     if n < SHORTEST:

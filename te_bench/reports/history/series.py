@@ -14,7 +14,7 @@ from typing import Any
 from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
-from te_bench.reports.analysis.rows import TIMED, identity, printable
+from te_bench.reports.analysis.rows import TIMED, grouped, identity, printable
 from te_bench.reports.exchange.pytest_export import FOREIGN
 from te_bench.reports.history.change_points import ALPHA, ChangePoint, Segmentation, segment
 
@@ -35,7 +35,6 @@ class HistoryPoint:
     measured_at: str
     commit: str  # its first 10 digits, + where there were changes; ~ and the code's hash where no commit was recorded
     seconds: float
-    processes: int
 
     @property
     def order(self) -> tuple[str, str, str]:
@@ -79,10 +78,7 @@ class History:
 
     def families(self) -> dict[tuple[str, str], list[TimeSeries]]:
         """{(family, machine): series}, in order."""
-        found: dict[tuple[str, str], list[TimeSeries]] = {}
-        for one in self.series:
-            found.setdefault((one.family, one.where), []).append(one)
-        return found
+        return grouped(self.series, lambda one: (one.family, one.where))
 
 
 def load_history(directories: Sequence[Path], *, only: str | None = None, alpha: float = ALPHA) -> History:
@@ -92,8 +88,6 @@ def load_history(directories: Sequence[Path], *, only: str | None = None, alpha:
     [0.0001, 0.5].
     """
     journals = {_run(path, directories): load(path) for path in dict.fromkeys(map(Path.resolve, directories))}
-    if not journals:
-        raise ValueError("no run directory given: name at least one --out directory of te-bench run")
     return from_journals(journals, only=only, alpha=alpha)
 
 
@@ -167,7 +161,6 @@ def _points(
                 measured_at=measured_at,
                 commit=_commit(bodies[place]),
                 seconds=seconds,
-                processes=len(records),
             )
         )
     return tuple(sorted(points, key=lambda point: point.order))

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.kernels.attention import in_fp8
@@ -128,17 +128,18 @@ def _fastest(result: GroupResult) -> list[Chart | str]:
     ranked = [("a step", result.steps.steps)]
     ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in _by_variant(result)]
     for what, steps in ranked:
-        bars = tuple(_step_bar(step) for step in steps if step.latency_s)
-        if bars:
-            charts.append(Chart(heading=f"ms {what}, and its speed-up over the baseline", bars=bars))
-    scaled = [step for step in result.scaled if step.tokens_per_s]
-    if scaled:
-        bars = tuple(
-            TextBar(name=step.configuration.label, value=step.tokens_per_s or 0.0, shown=text.count(step.tokens_per_s))
-            for step in sorted(scaled, key=lambda step: -(step.tokens_per_s or 0.0))
-        )
-        charts.append(Chart(heading="tokens a second of each GPU", bars=bars))
-    return [*charts, *_attention(result), *_alone(result)]
+        bars = (_step_bar(step) for step in steps if step.latency_s)
+        charts += _chart(f"ms {what}, and its speed-up over the baseline", bars)
+    scaled = sorted((step for step in result.scaled if step.tokens_per_s), key=lambda step: -(step.tokens_per_s or 0.0))
+    speeds = ((step.configuration.label, step.tokens_per_s or 0.0) for step in scaled)
+    bars = (TextBar(name=name, value=speed, shown=text.count(speed)) for name, speed in speeds)
+    return [*charts, *_chart("tokens a second of each GPU", bars), *_attention(result), *_alone(result)]
+
+
+def _chart(heading: str, bars: Iterable[TextBar]) -> list[Chart]:
+    """A chart of the bars; none without any."""
+    shown = tuple(bars)
+    return [Chart(heading=heading, bars=shown)] if shown else []
 
 
 def _by_variant(result: GroupResult) -> list[LayerVariant]:
@@ -168,22 +169,21 @@ def _attention(result: GroupResult) -> list[Chart]:
             times.setdefault((in_fp8(time.configuration.trial.attention), shape), []).append((total.value, bar))
     peer = result.attention.peer
     over = f", and its speed-up over {kernel_name(peer)}" if peer else ""
-    charts = []
+    charts: list[Chart] = []
     for fp8, what in ((False, "The fastest of each shape"), (True, "In FP8, which computes with other numbers")):
-        best = tuple(min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
-        if best:
-            charts.append(Chart(heading=f"{what}, both passes{over}", bars=best))
+        best = (min(found, key=lambda item: item[0])[1] for (way, _), found in times.items() if way == fp8)
+        charts += _chart(f"{what}, both passes{over}", best)
     return charts
 
 
 def _alone(result: GroupResult) -> list[Chart]:
     """The fastest head, and norm or activation, of each shape."""
-    charts = []
+    charts: list[Chart] = []
     for part in result.alone.values():
         best: dict[str, TimeAlone] = {}
         for time in sorted((one for one in part.times if one.seconds), key=lambda one: one.seconds or 0.0):
             best.setdefault(time.shape, time)
-        bars = tuple(
+        bars = (
             TextBar(
                 name=f"{shape}: {time.name}",
                 value=time.speedup.value if time.speedup else 1.0,
@@ -191,57 +191,50 @@ def _alone(result: GroupResult) -> list[Chart]:
             )
             for shape, time in best.items()
         )
-        if bars:
-            charts.append(
-                Chart(
-                    heading=f"The fastest {part.what} alone of each shape, and its speed-up over the baseline",
-                    bars=bars,
-                )
-            )
+        charts += _chart(f"The fastest {part.what} alone of each shape, and its speed-up over the baseline", bars)
     return charts
 
 
 def _memory(result: GroupResult) -> list[Chart | str]:
-    charts: list[Chart | str] = []
-    for what, peak in (
+    steps, charts = result.steps.steps, list[Chart | str]()
+    peaks: tuple[tuple[str, Callable[[MeasuredStep], float | None]], ...] = (
         ("GiB allocated at the peak of a step", lambda step: step.peak_allocated),
-        ("GiB reserved at the peak of a step, where allocated is not known", _reserved_alone),
+        (
+            "GiB reserved at the peak of a step, where allocated is not known",
+            lambda step: None if step.peak_allocated else step.peak_reserved,
+        ),
         ("GiB resident at the peak of a step", lambda step: step.peak_rss if not step.peak_reserved else None),
-    ):
-        held = sorted((p, step.configuration.label) for step in result.steps.steps if (p := peak(step)))
-        if held:
-            of_baseline = next((p for step in result.steps.steps if step.is_baseline and (p := peak(step))), None)
-            charts += _least(held, of_baseline)
-            bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in held)
-            charts.append(Chart(heading=what, bars=bars))
-    batches = tuple(
-        TextBar(name=one.configuration.label, value=one.max_batch, shown=text.count(one.max_batch))
-        for one in sorted(result.largest_batches, key=lambda one: -(one.max_batch or 0))
-        if one.max_batch
     )
-    if batches:
-        fewest = f"; the fewest: {batches[-1].shown}" if len(batches) > 1 else ""
-        charts += [f"The most: {batches[0].name}, {batches[0].shown} sequences{fewest}."]
-        charts.append(Chart(heading="Sequences of the largest batch that fits", bars=batches))
-    ranks = sorted((step.memory["peak"], step.configuration.label) for step in result.scaled if step.memory.get("peak"))
-    if ranks:
-        charts += _least(ranks)
-        bars = tuple(TextBar(name=name, value=size, shown=text.gib(size)) for size, name in ranks)
-        charts.append(Chart(heading="GiB at the peak of the fullest rank", bars=bars))
-    return charts
+    for what, peak in peaks:
+        of_baseline = next((p for step in steps if step.is_baseline and (p := peak(step))), None)
+        charts += _least_first(what, [(peak(step), step.configuration.label) for step in steps], text.gib, of_baseline)
+    batches = [(one.max_batch or 0.0, one.configuration.label) for one in result.largest_batches]
+    most = [one for one in sorted(batches, key=lambda one: -one[0]) if one[0]]
+    if most:
+        (largest, name), (smallest, _) = most[0], most[-1]
+        fewest = f"; the fewest: {text.count(smallest)}" if len(most) > 1 else ""
+        charts.append(f"The most: {name}, {text.count(largest)} sequences{fewest}.")
+    bars = (TextBar(name=name, value=size, shown=text.count(size)) for size, name in most)
+    charts += _chart("Sequences of the largest batch that fits", bars)
+    ranks = [(step.memory.get("peak"), step.configuration.label) for step in result.scaled]
+    return [*charts, *_least_first("GiB at the peak of the fullest rank", ranks, text.gib)]
 
 
-def _least(known: Sequence[tuple[float, str]], of_baseline: float | None = None) -> list[str]:
-    """Which takes least, the first, and how that compares with the baseline, in a sentence."""
-    least, name = known[0]
-    if len(known) == 1:
-        return [f"One was measured: {name}."]
+def _least_first(
+    heading: str,
+    counted: Sequence[tuple[float | None, str]],
+    show: Callable[[float | None], str],
+    of_baseline: float | None = None,
+) -> list[Chart | str]:
+    """Which takes least, and how that compares with the baseline, in a sentence; all in bars. 0 is not counted."""
+    held = sorted((value, name) for value, name in counted if value)
+    if not held:
+        return []
+    least, first = held[0]
     part = round(100 * least / of_baseline) if of_baseline else 100
-    return [f"The least: {name}" + (f", {part} % of the baseline's." if part != 100 else ".")]
-
-
-def _reserved_alone(step: MeasuredStep) -> float | None:
-    return None if step.peak_allocated else step.peak_reserved
+    said = f"The least: {first}" + (f", {part} % of the baseline's." if part != 100 else ".")
+    bars = tuple(TextBar(name=name, value=value, shown=show(value)) for value, name in held)
+    return [said if len(held) > 1 else f"One was measured: {first}.", Chart(heading=heading, bars=bars)]
 
 
 def _errors(result: GroupResult) -> list[Chart | str]:
@@ -259,8 +252,8 @@ def _errors(result: GroupResult) -> list[Chart | str]:
 
     said: list[Chart | str] = [f"{where} its limit: {name(worst.configuration)}, {worst.quantity}: {how}."]
     found = ((name(one.configuration), one.ratio) for one in result.errors if one.ratio is not None)
-    bars = tuple(TextBar(name=of, value=min(ratio, 1.0), shown=text.plain(ratio)) for of, ratio in found)
-    return [*said, Chart(heading="Worst error / limit, above 1 a check fails", bars=bars)] if bars else said
+    bars = (TextBar(name=of, value=min(ratio, 1.0), shown=text.plain(ratio)) for of, ratio in found)
+    return [*said, *_chart("Worst error / limit, above 1 a check fails", bars)]
 
 
 def _unsupported(result: GroupResult) -> list[Chart | str]:
@@ -278,25 +271,17 @@ def _energy(result: GroupResult) -> list[Chart | str]:
     steps: list[ScaledStep | MeasuredStep] = [*result.scaled, *result.steps.steps]
     of_tokens = [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
     baseline = next((1e3 * (s.energy_per_token or 0.0) for s in result.steps.steps if s.is_baseline), None)
-    found = _joules("mJ a token, of all GPUs", of_tokens, baseline)
+    found = _least_first("mJ a token, of all GPUs", of_tokens, text.plain, baseline)
     for one in _by_variant(result):  # of which each computes another function
-        of_layers = [(s.energy_j or 0.0, s.configuration.label) for s in one.ranking.steps]
+        of_layers = [(s.energy_j, s.configuration.label) for s in one.ranking.steps]
         baseline = next((s.energy_j for s in one.ranking.steps if s.is_baseline), None)
-        found += _joules(f"J forward and backward of a layer, {one.name}", of_layers, baseline)
+        found += _least_first(f"J forward and backward of a layer, {one.name}", of_layers, text.plain, baseline)
     times = result.attention.times
     for shape in dict.fromkeys(time.configuration.shape for time in times):
-        alike = [(time.energy_j, time.configuration.label) for time in times if time.configuration.shape == shape]
-        found += _joules(
-            f"mJ forward and backward of attention, {shape}", [(1e3 * (j or 0.0), name) for j, name in alike]
-        )
+        alike = [time for time in times if time.configuration.shape == shape]
+        counted = [(1e3 * (time.energy_j or 0.0), time.configuration.label) for time in alike]
+        found += _least_first(f"mJ forward and backward of attention, {shape}", counted, text.plain)
     return found
-
-
-def _joules(heading: str, counted: list[tuple[float, str]], of_baseline: float | None = None) -> list[Chart | str]:
-    """The least first; 0 is not counted."""
-    held = [one for one in sorted(counted) if one[0]]
-    bars = tuple(TextBar(name=name, value=j, shown=text.plain(j)) for j, name in held)
-    return [*_least(held, of_baseline), Chart(heading=heading, bars=bars)] if bars else []
 
 
 #: What can be asked, how it is answered of a group, and what is said where nothing was recorded.

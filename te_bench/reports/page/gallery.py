@@ -10,7 +10,6 @@ from te_bench.reports.page import (
     loss_figures,
     scaled_figures,
     step_figures,
-    stress_figure,
     text,
     verdict_figures,
 )
@@ -46,7 +45,7 @@ def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
 
 def _ladders(result: GroupResult) -> list[Named]:
     return [
-        (f"stress{_place(number)}", f"Final loss against learning rate: {ladder.title}", stress_figure.finals(ladder))
+        (f"stress{_place(number)}", f"Final loss against learning rate: {ladder.title}", loss_figures.finals(ladder))
         for number, ladder in enumerate(result.stress, start=1)
     ]
 

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from te_bench.experiments.store import own
-from te_bench.reports.convergence.equivalence import LossComparison, Verdict
+from te_bench.reports.convergence.equivalence import LossComparison, Verdict, level
 from te_bench.reports.convergence.loss_csv import Curve, Losses
 from te_bench.reports.convergence.loss_verdict import LossVerdict, answers, prices
 from te_bench.reports.files import write_file
@@ -20,7 +20,7 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, blank, draw, 
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 from te_bench.reports.page.verdict_figures import VERDICT_COLOURS
-from te_bench.reports.page.verdict_tables import interval, level
+from te_bench.reports.page.verdict_tables import interval
 
 ARMS = ("baseline", "candidate")
 LATE = 0.5  # the share of training that the second panel shows

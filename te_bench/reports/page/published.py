@@ -11,10 +11,10 @@ from typing import Any
 from te_bench.experiments.store import JOURNAL, PACKED
 from te_bench.reports.analysis.attention import attention_times
 from te_bench.reports.analysis.curves import comparisons
-from te_bench.reports.analysis.fastest import fastest_of_each_kind
 from te_bench.reports.analysis.largest_batch import largest_batches
 from te_bench.reports.analysis.layers import layer_variants
 from te_bench.reports.analysis.naming import SHAPED, precision_name, whose
+from te_bench.reports.analysis.ranking import fastest_of_each_kind
 from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, load_results
 from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks, measured_steps
 from te_bench.reports.page import template, text

@@ -1,7 +1,7 @@
 """The answer of a run in one sentence and one picture, for a README: the fastest configuration of each kind."""
 
-from te_bench.reports.analysis.fastest import FastestOfKind
 from te_bench.reports.analysis.naming import TE_BENCH
+from te_bench.reports.analysis.ranking import FastestOfKind
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
 from te_bench.reports.page.bars import Bar, bars

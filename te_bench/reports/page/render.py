@@ -1,7 +1,6 @@
 """The report of one or several runs: index.html (one file, nothing fetched), report.md, records.csv and figures/."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from te_bench.reports.page import gallery, headlines, tables, text
 from te_bench.reports.page.drawing import Drawing
 from te_bench.reports.page.environments import commands, shown_environment
 from te_bench.reports.page.records_csv import records_csv
-from te_bench.reports.page.table import Table
 from te_bench.reports.page.template import rendered
 
 HEADING = 60  # characters of two lines on a telephone 400 pixels wide
@@ -41,24 +39,6 @@ SECTIONS = (
     ("kernels", "Kernels that ran", (), ("kernels",)),
     ("configurations", "Configurations in full", (), ("specifications",)),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SectionPart:
-    """What one group has to say in a section; `heading` is empty when there is one group only."""
-
-    heading: str
-    drawings: tuple[Drawing, ...]
-    tables: tuple[Table, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """A heading of the page with its parts."""
-
-    anchor: str
-    heading: str
-    parts: tuple[SectionPart, ...]
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
@@ -124,7 +104,7 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
         "outcomes": {outcome: n for outcome, n in results.outcomes.items() if outcome != "ok"},
         "unjudged": report.unjudged,
         "runs": results.runs,
-        "sections": [section for section in sections if section.parts],
+        "sections": [section for section in sections if section["parts"]],
         "environments": [shown_environment(results, key) for key in results.environments],
         "commands": commands(results),
     }
@@ -146,17 +126,18 @@ def _section(
     heading: str,
     kinds: Sequence[str],
     names: Sequence[str],
-) -> Section:
+) -> dict[str, Any]:
+    """A heading of the page with what each group has to say below it, under a heading of its own if there are several."""
     parts = []
     for result, drawings in zip(report.groups, drawn, strict=True):
         group = result.group
         several = f"{group.title or group.suite} on {group.where}"
         title = several if len(report.results.environments) > 1 else group.title or group.suite
-        part = SectionPart(
-            heading=printable(title) if len(report.groups) > 1 else "",
-            drawings=tuple(drawing for drawing in drawings if drawing.kind in kinds),
-            tables=tuple(table for name in names for table in tables.tables_of(result, name)),
-        )
-        if part.drawings or part.tables:
+        part = {
+            "heading": printable(title) if len(report.groups) > 1 else "",
+            "drawings": [drawing for drawing in drawings if drawing.kind in kinds],
+            "tables": [table for name in names for table in tables.tables_of(result, name)],
+        }
+        if part["drawings"] or part["tables"]:
             parts.append(part)
-    return Section(anchor=anchor, heading=heading, parts=tuple(parts))
+    return {"anchor": anchor, "heading": heading, "parts": parts}

@@ -9,7 +9,6 @@ from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult, load_report
 from te_bench.reports.page import (
     alone_tables,
-    attention_tables,
     equal_loss,
     layer_tables,
     scaled_tables,
@@ -65,11 +64,11 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "stability": _each("studies", training_tables.stability),
     "stress": _each("stress", training_tables.stress),
     "max_batch": step_tables.largest_batch,
-    "attention": attention_tables.times,
-    "attention_ratios": attention_tables.ratios,
+    "attention": alone_tables.times,
+    "attention_ratios": alone_tables.ratios,
     "heads": alone_tables.heads,
     "pieces": alone_tables.pieces,
-    "numerics": attention_tables.scaling_errors,
+    "numerics": alone_tables.scaling_errors,
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,
     "kernels": trial_tables.kernels,

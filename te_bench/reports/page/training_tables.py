@@ -1,12 +1,16 @@
 """The tables of trainings: what each reached, how stable it was, and the learning-rate ladder."""
 
+from collections.abc import Sequence
+
 from te_bench.reports.analysis.curves import TrainingComparison
-from te_bench.reports.convergence.arm_stability import POINTS, arm_stabilities
-from te_bench.reports.convergence.stability import SPIKE
+from te_bench.reports.convergence.stability import SPIKE, rate_bound, rate_p_value
 from te_bench.reports.convergence.stress import LOST, StressLadder, StressResult
+from te_bench.reports.convergence.study import StudyArm
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, label, number, repetitions, table_of, word
+
+POINTS = 1000  # logged points that spikes are counted per
 
 
 def curves(comparison: TrainingComparison) -> Table | None:
@@ -37,24 +41,42 @@ def _signed(value: float | None) -> str:
 
 def stability(found: StudyVerdict) -> Table | None:
     """Divergences and spikes by configuration, apart from the final losses."""
-    shown = [
-        {
-            "Configuration": word(arm.name),
-            "Diverged": word(f"{arm.diverged} of {arm.ended}"),
-            "Rate below": number(arm.rate_below, text.percent),
-            "p against bf16": number(arm.p_value, text.probability),
-            "Loss spikes": number(arm.loss_spikes),
-            "Gradient spikes": number(arm.grad_spikes),
-            "Highest rise, nat": number(arm.highest_rise),
-        }
-        for arm in arm_stabilities(found)
-    ]
+    compared = [verdict.arm for verdict in found.findings]
+    shown = [_stability(arm, found.study.control if arm in compared else None) for arm in found.study.arms]
     note = (
         "Diverged: not finite, or a median of the loss 0.5 above its minimum that did not come back. Rate below: "
         f"exact, 95 %. Spikes per {POINTS:,} logged points, robust z above {SPIKE:g}. Rise: sustained, above the "
         "running minimum."
     )
     return table_of("stability", f"{found.study.title}: stability", shown, note)
+
+
+def _stability(arm: StudyArm, control: StudyArm | None) -> dict[str, Value]:
+    """control: what its rate of divergence is held to by Fisher's exact test, where it is judged."""
+    events, ended = len(arm.diverged), len(arm.ended)
+    runs = [run.stability for run in arm.runs.values() if run.stability]
+    others = (len(control.diverged), len(control.ended)) if control else (0, 0)
+    spikes = (
+        _rate([(len(run.loss_spikes), run.loss_judged) for run in runs]),
+        _rate([(len(run.grad_spikes), run.grad_judged) for run in runs]),
+    )
+    rise = max((rise.height for run in runs for rise in run.rises), default=0.0) if runs else None
+    return {
+        "Configuration": word(arm.name),
+        "Diverged": word(f"{events} of {ended}"),
+        "Rate below": number(rate_bound(events, ended) if ended else None, text.percent),
+        "p against bf16": number(
+            rate_p_value((events, ended), others) if ended and others[1] else None, text.probability
+        ),
+        "Loss spikes": number(spikes[0]),
+        "Gradient spikes": number(spikes[1]),
+        "Highest rise, nat": number(rise),
+    }
+
+
+def _rate(counts: Sequence[tuple[int, int]]) -> float | None:
+    judged = sum(n for _, n in counts)
+    return POINTS * sum(k for k, _ in counts) / judged if judged else None
 
 
 def stress(ladder: StressLadder) -> Table | None:

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from te_bench.reports.convergence.equivalence import Verdict
+from te_bench.reports.analysis.measures import CONFIDENCE
+from te_bench.reports.convergence.equivalence import Verdict, level
 from te_bench.reports.convergence.study import StudyArm
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
@@ -55,10 +56,8 @@ def forest(found: StudyVerdict) -> Figure | None:
         axes.plot([low, high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
         axes.plot([comparison.gap], [row], "o", color=colour, markersize=6)
     axes.set_xlim(-widest, widest)
-    level = f"{100 * (1 - 2 * found.alpha):.3g} %"
-    axes.set_xlabel(
-        f"final loss less {found.study.whose}, nat, with {level} (shaded: within the margin {found.margin:g})"
-    )
+    within = f"shaded: within the margin {found.margin:g}"
+    axes.set_xlabel(f"final loss less {found.study.whose}, nat, with {level(found.alpha)} ({within})")
     return figure
 
 
@@ -98,10 +97,9 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
     _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
     figure.supylabel("gap, nat", fontsize=8.8)  # of one recipe there is no room for more
-    confidence = next(f.band.confidence for f in drawn if f.band)
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
-        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * confidence:g} % band"),
+        Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * CONFIDENCE:g} % band"),
     ]
     legend_below(figure, handles, 2, left=True)
     return figure
@@ -136,9 +134,8 @@ def spikes(found: StudyVerdict) -> Figure | None:
             if seen is None:
                 continue
             for place, events in enumerate((seen.loss_spikes, seen.grad_spikes)):
-                steps = [spike.step for spike in events]
                 style: Any = {"color": COLOURS[1 - place], "markersize": 4.5, "alpha": 0.7, "mew": 0}
-                axes.plot(steps, [row + 0.2 * place - 0.05] * len(steps), MARKERS[2 * place], **style)
+                axes.plot(events, [row + 0.2 * place - 0.05] * len(events), MARKERS[2 * place], **style)
             if run.diverged:
                 assert run.record is not None
                 last = run.record.samples["step"][-1] if seen.non_finite is None else seen.non_finite

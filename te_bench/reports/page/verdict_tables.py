@@ -3,6 +3,7 @@
 from statistics import fmean
 
 from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.convergence.equivalence import level
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
 from te_bench.reports.page import text
@@ -71,9 +72,9 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         **numbers,
         "Power": number(c.power if c else None, text.percent),
         "Detectable": number(c.detectable if c else None),
-        "Gap natively": number(finding.native.gap if finding.native else None, text.signed),
+        "Gap natively": number(finding.native_gap, text.signed),
         "Training loss": number(fmean(trained) if trained else None, text.loss),
-        "Gap in training": number(finding.trained.gap if finding.trained else None, text.signed),
+        "Gap in training": number(finding.trained_gap, text.signed),
         "To equal loss": within_hosts(speed.to_equal_loss, speed) if speed else word(None),
     }
 
@@ -103,10 +104,6 @@ def brief(found: StudyVerdict) -> Table | None:
     runs = "Pairs" if found.study.pool is None else "Runs"
     narrow = ("Configuration", "Verdict", "Gap, nat", level(found.alpha), runs, "To equal loss")
     return whole.only(narrow)
-
-
-def level(alpha: float) -> str:
-    return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
 def interval(ends: tuple[float, float] | None) -> str | None:

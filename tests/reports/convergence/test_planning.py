@@ -12,7 +12,7 @@ from journals import record
 from te_bench.experiments import plan
 from te_bench.experiments.spec import Options, Record
 from te_bench.reports.convergence import planning, power
-from te_bench.reports.convergence.planning import SeedSeconds, Spread
+from te_bench.reports.convergence.planning import Spread
 from te_bench.reports.convergence.skewed import mean_of
 
 ASSUMED = Spread(sd=0.0019, correlation=0.0, pairs=8)
@@ -167,15 +167,6 @@ def test_who_costs_what() -> None:
     others += [dataclasses.replace(control, mode="compile"), dataclasses.replace(control, device="cpu")]
     for other in others:
         assert list(planning.seconds([other], records[:1]).values()) == [None]
-
-
-def test_seeds_within_a_budget_are_rounded_down_and_fewer_than_three_refused() -> None:
-    for budget_s, slots, seeds in ((3599, 1, 5), (3600, 1, 6), (3599, 4, 23), (1800, 1, 3)):
-        assert planning.seeds_within(budget_s, slots=slots, takes=SeedSeconds(seed_s=600)) == seeds
-    with pytest.raises(ValueError, match=r"^--budget 10 min: a verdict needs 3 seeds, which take about 30 min$"):
-        planning.seeds_within(600, slots=1, takes=SeedSeconds(seed_s=600))
-    with pytest.raises(ValueError, match="which take about 15 min on 2 GPUs"):
-        planning.seeds_within(300, slots=2, takes=SeedSeconds(seed_s=600), where=" on 2 GPUs")
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2"])

@@ -22,7 +22,7 @@ def curve(n=400, noise=0.02, seed=0):
 
 def test_an_even_run_is_stable():
     found = stability(*curve(), grad_norm=np.random.default_rng(1).lognormal(sigma=0.2, size=400))
-    assert not found.diverged
+    assert found.reason is None
     assert (found.non_finite, found.rises, found.loss_spikes, found.grad_spikes) == (None, (), (), ())
     assert found.loss_judged == found.grad_judged == 400 - FEWEST_BEFORE
 
@@ -32,7 +32,6 @@ def test_the_first_value_that_is_not_finite(value):
     steps, loss = curve()
     loss[250:] = value
     found = stability(steps, loss)
-    assert found.diverged
     assert (found.non_finite, found.reason) == (2500.0, f"the loss is {value} at step 2500")
     norms = np.ones(400)
     norms[120] = value
@@ -44,8 +43,7 @@ def test_a_spike_is_no_divergence():
     steps, loss = curve()
     loss[300:308] += 5  # 8 of 17: the median stays
     found = stability(steps, loss)
-    assert not found.diverged
-    assert [spike.step for spike in found.loss_spikes] != []
+    assert found.reason is None
     assert len(found.loss_spikes) == 1  # neighbours are one event
 
 
@@ -54,20 +52,20 @@ def test_a_rise_that_lasts_is_divergence_also_to_the_very_end():
     loss[300:] += 0.6
     found = stability(steps, loss)
     [rise] = found.rises
-    assert found.diverged
+    assert found.reason is not None
     assert 3000 < rise.first <= 3090
     assert rise.last is None
     assert rise.height == pytest.approx(0.6, abs=0.05)
     steps, loss = curve()
     loss[-9:] += 2  # the run's end is no return
-    assert stability(steps, loss).diverged
+    assert stability(steps, loss).reason is not None
 
 
 def test_a_rise_that_came_back_is_told_and_is_no_divergence():
     steps, loss = curve()
     loss[200:240] += 2
     found = stability(steps, loss)
-    assert not found.diverged
+    assert found.reason is None
     [rise] = found.rises
     assert 2000 < rise.first < rise.last < 2500
 
@@ -94,24 +92,24 @@ def test_spikes_are_measured_in_robust_deviations_of_what_came_before():
     values[at] = 20
     values[210] = -20  # downwards is none
     found = spikes(range(300), values)
-    assert [spike.step for spike in found] == at
-    for spike, place in zip(found, at, strict=True):
+    assert found == tuple(at)
+    for place, beyond in ((50, 0.01), (260, 0.01), (90, -0.01)):
         before = values[max(0, place - 128) : place]
-        spread = stats.median_abs_deviation(before, scale=1 / 1.4826)
-        assert spike.size == pytest.approx((20 - np.median(before)) / spread)
+        values[place] = np.median(before) + (7 + beyond) * stats.median_abs_deviation(before, scale=1 / 1.4826)
+    assert spikes(range(300), values) == (50, 140, 180, 220, 260)
 
 
 def test_spikes_are_judged_from_the_thirty_third_value_on():
     values = np.random.default_rng(4).normal(size=60)
     values[FEWEST_BEFORE] = values[10] = 30
-    assert [spike.step for spike in spikes(range(60), values)] == [FEWEST_BEFORE]
+    assert spikes(range(60), values) == (FEWEST_BEFORE,)
 
 
 def test_an_earlier_spike_hides_no_later_one_and_level_values_no_rise():
     values = np.random.default_rng(5).normal(size=400)
     values[[150, 200, 250]] = 1000, 15, 15
-    assert [spike.step for spike in spikes(range(400), values)] == [150, 200, 250]
-    assert [spike.size for spike in spikes(range(50), [1.0] * 49 + [1.1])] == [math.inf]
+    assert spikes(range(400), values) == (150, 200, 250)
+    assert spikes(range(50), [1.0] * 49 + [1.1]) == (49,)
     assert spikes(range(50), [1.0] * 50) == ()
 
 
@@ -127,17 +125,3 @@ def test_rate_bound_is_clopper_and_pearson_s_and_fisher_s_test_is_between_arms()
     assert stats.binom.cdf(2, 9, rate_bound(2, 9, confidence=0.9)) == pytest.approx(0.1)
     assert rate_p_value((3, 3), (0, 3)) == pytest.approx(0.1)  # 2 of the 20 ways to choose 3 of 6
     assert rate_p_value((0, 5), (0, 5)) == 1
-
-
-def test_what_cannot_be_judged_is_told():
-    with pytest.raises(ValueError, match="1 values of loss at 2 steps"):
-        stability([0, 1], [3.0])
-    with pytest.raises(ValueError, match="1 values of grad_norm"):
-        stability([0, 1], [3.0, 3.0], [1.0])
-    with pytest.raises(ValueError, match="step 1 follows step 1"):
-        stability([0, 1, 1], [3.0] * 3)
-    for events, runs in ((0, 0), (3, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="events in"):
-            rate_bound(events, runs)
-    with pytest.raises(ValueError, match="confidence"):
-        rate_bound(0, 2, confidence=95)

@@ -25,13 +25,12 @@ from te_bench.experiments.store import Store, load
 from te_bench.reports.analysis import curves
 from te_bench.reports.analysis.rows import load_results
 from te_bench.reports.convergence import planning
-from te_bench.reports.convergence.arm_stability import arm_stabilities
 from te_bench.reports.convergence.equivalence import Verdict
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.group_result import load_report
-from te_bench.reports.page import answers, render, tables
+from te_bench.reports.page import answers, render, tables, training_tables
 
 GAPS = {**TRUTH, "float8_block_scaling": 0.02}
 
@@ -174,11 +173,13 @@ def test_a_control_that_overfits_voids_the_verdict(tmp_path: Path) -> None:
     assert found.exit_code == 4
 
 
-@pytest.mark.parametrize(("name", "more", "what"), [("loss", 0.2, "trained"), ("val_loss_native", 1.0, "native")])
+@pytest.mark.parametrize(
+    ("name", "more", "what"), [("loss", 0.2, "trained_gap"), ("val_loss_native", 1.0, "native_gap")]
+)
 def test_the_gap_in_training_or_natively_stands_beside_and_decides_nothing(tmp_path, name, more, what):
     found = altered(tmp_path, lambda one: one.trial.recipe, lambda own: {name: [x + more for x in own[name]]})
     assert by_name(found)["delayed scaling"] is Verdict.EQUIVALENT
-    assert getattr(found.recipes[0], what).gap == pytest.approx(more, abs=0.03)
+    assert getattr(found.recipes[0], what) == pytest.approx(more, abs=0.03)
 
 
 def test_a_native_loss_that_is_told_at_the_end_alone_stands_beside_as_all_of_them_do(tmp_path: Path) -> None:
@@ -188,7 +189,8 @@ def test_a_native_loss_that_is_told_at_the_end_alone_stands_beside_as_all_of_the
     whole, ends = (
         altered(tmp_path / name, lambda record: True, which) for name, which in (("all", dict), ("end", last))
     )
-    assert [one.native for one in whole.recipes] == [one.native for one in ends.recipes] != [None] * len(ends.recipes)
+    gaps = [one.native_gap for one in whole.recipes]
+    assert gaps == [one.native_gap for one in ends.recipes] != [None] * len(gaps)
 
 
 def test_a_verdict_on_one_recipe_whose_seeds_a_pilot_may_have_chosen_says_so(tmp_path: Path) -> None:
@@ -256,9 +258,10 @@ def test_one_diverged_run_is_diverged_whatever_the_others_end_on(tmp_path: Path)
     assert by_name(found) == {"delayed scaling": Verdict.EQUIVALENT, "rowwise scaling": Verdict.DIVERGED}
     assert found.exit_code == 1
     diverged = found.recipes[1]
-    stability = arm_stabilities(found)[found.study.arms.index(diverged.arm)]
-    assert (stability.diverged, stability.ended) == (1, 8)
-    assert stability.rate_below == pytest.approx(0.471, abs=0.001)  # Clopper and Pearson, 1 of 8
+    table = training_tables.stability(found)
+    assert table is not None
+    [row] = [row for row in table.rows if row[0].text == diverged.arm.name]
+    assert [value.text for value in row[1:3]] == ["1 of 8", "47.1 %"]  # Clopper and Pearson, 1 of 8
     assert diverged.speedup is None  # survivors are a biased choice
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest_benchmark.utils import parse_compare_fail
 
-from te_bench.reports.exchange.compare_fail import STATS, Limit, parse, why_exceeded
-from te_bench.reports.exchange.pytest_stats import summary
+from te_bench.reports.exchange.pytest_stats import STATS, Limit, parse, summary, why_exceeded
 
 
 def exceeded(limit: str, before: list[float], after: list[float]) -> str | None:

@@ -81,12 +81,6 @@ def test_a_short_series_is_not_searched() -> None:
     assert segment([]).levels == ()
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_values_that_are_no_times_are_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="positive and finite"):
-        segment([1.0] * 8 + [bad])
-
-
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 1e-5, math.nan])
 def test_an_alpha_that_was_not_simulated_is_refused(alpha: float) -> None:
     with pytest.raises(ValueError, match="--alpha"):

@@ -61,7 +61,6 @@ def test_each_cell_is_a_series_of_a_point_a_commit(found: History) -> None:
     assert [one.name for one in found.series] == [*map(cell.format, ("manual", "flash", "cudnn"))]
     for one in found.series:
         assert [point.commit for point in one.points] == [f"{n:02}abababab" for n in range(1, 25)]
-        assert {point.processes for point in one.points} == {2}
         assert one.where == journals.H200
 
 
@@ -153,8 +152,6 @@ def test_only_chooses_by_name(tmp_path: Path) -> None:
 def test_a_run_without_times_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no history to show"):
         load_history([journals.write(tmp_path, [journals.record(journals.trial(), outcome="oom")])])
-    with pytest.raises(ValueError, match="no run directory"):
-        load_history([])
 
 
 def test_imported_files_of_pytest_benchmark_have_a_history(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Source: huggingface/transformers, trainer_callback.py, TrainerState.log_history.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,10 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def _read(files: Sequence[LogFile]) -> Series:
-    losses = max((series_of(_history(file)) for file in files), key=_last_step)
+    found = [series_of(_history(file)) for file in files]
+    losses = max(found, key=lambda one: max((step for points in one.values() for step, _ in points), default=0.0))
     losses.pop("train_loss", None)  # the mean over the whole training, which Trainer logs after its last step
     return Series(losses=losses)
-
-
-def _last_step(losses: Mapping[str, Sequence[tuple[float, float]]]) -> float:
-    return max((step for points in losses.values() for step, _ in points), default=0.0)
 
 
 def _history(file: LogFile) -> list[dict[str, Any]]:
