@@ -96,9 +96,9 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         assert brief is not None
         print("\n".join(tables.terminal(brief)), end="\n\n")
         for finding in one.findings:
-            why, name = finding.missing or finding.judgement.reason, finding.arm.name
-            said = why if why.startswith(name) else f"{name}: {why}"
-            say(said, indent="  ")
+            if (reason := one.reason(finding)) is not None:
+                name = finding.arm.name
+                say(reason if reason.startswith(name) else f"{name}: {reason}", indent="  ")
         more = [] if one.study.pilot else [one.study.assumption]
         if more and one.study.two_bf16_runs:
             more = [

@@ -93,6 +93,9 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     first = done.out.splitlines()[0]
     assert first.startswith("Unfinished: 7 of 25 trials to go. Go on: te-bench run convergence --device cuda --seeds 5")
     assert Path(re.findall(r"--out '(.*)'$", first)[0]).resolve() == directory
+    assert "not finished" in done.out
+    assert "(not run yet)" not in done.out
+    assert "interrupted" in done.out
     assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
     write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
     done = command("verdict", "run")

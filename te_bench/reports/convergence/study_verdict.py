@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from te_bench.experiments.run_options import fewer_words
+from te_bench.reports.analysis.rows import NOT_RUN
 from te_bench.reports.convergence.band import Band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict
 from te_bench.reports.convergence.speedup import Speedup
@@ -59,6 +60,18 @@ class StudyVerdict:
         if c is None or control is None or not control.finals:
             return None
         return 100 * c.gap / fmean(control.finals.values())
+
+    def label(self, finding: ArmVerdict) -> str:
+        """The verdict as tables show it."""
+        if self.unfinished and finding.missing:
+            return "not finished"
+        return f"{finding.verdict}{' (void)' if self.void and finding in self.recipes else ''}"
+
+    def reason(self, finding: ArmVerdict) -> str | None:
+        """Why its verdict is what it is; None if all that it lacks is trials that have not run yet."""
+        if self.unfinished and (finding.missing or "").endswith(f"({NOT_RUN})"):
+            return None
+        return finding.missing or finding.judgement.reason
 
     @property
     def exit_code(self) -> int:

@@ -63,7 +63,7 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
         }
     return {
         "Configuration": word(finding.arm.name),
-        "Verdict": word(f"{finding.verdict}{' (void)' if found.void and finding in found.recipes else ''}"),
+        "Verdict": word(found.label(finding)),
         "Gap, nat": number(c.gap if c else None, text.signed),
         "Gap, %": number(percent, lambda value: f"{value or 0:+.2f}"),
         level(found.alpha): word(interval(c.interval if c else None)),
@@ -87,11 +87,12 @@ def within_hosts(ratio: Ratio | None, speed: Speedup) -> Value:
 
 
 def reasons(found: StudyVerdict) -> Table | None:
-    """Why each verdict is what it is, in words."""
+    """Why each verdict is what it is, in words; nothing of a configuration that only has trials to go."""
     shown = [
-        {"Configuration": word(one.arm.name), "Verdict": word(one.verdict)}
-        | {"Reason": word(one.missing or one.judgement.reason)}
+        {"Configuration": word(one.arm.name), "Verdict": word(found.label(one))}
+        | {"Reason": word(reason)}
         for one in found.findings
+        if (reason := found.reason(one)) is not None
     ]
     return table_of("verdict_reasons", "Why", shown, text_columns=3)
 
