@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_bench.experiments import timing
 from te_bench.training.optimizer import TableAdamW
 from te_bench.training.step import TrainStep
 
@@ -77,3 +78,18 @@ def attention_of(step: TrainStep, fault: Callable[[Attend], Attend]) -> None:
     model: Any = step.model
     for layer in model.attentions():
         layer.attention = fault(layer.attention)
+
+
+def only_timed(monkeypatch: pytest.MonkeyPatch, protocol: str) -> Callable[[], bool]:
+    """Whether a call of that protocol of `timing` is under way: what a fault asks that shows nowhere else."""
+    right, under_way = getattr(timing, protocol), [False]
+
+    def timed(call: Callable[[], object], device: str) -> list[float]:
+        under_way[0] = True
+        try:
+            return right(call, device)
+        finally:
+            under_way[0] = False
+
+    monkeypatch.setattr(timing, protocol, timed)
+    return lambda: under_way[0]

@@ -139,6 +139,7 @@ class TrainStep:
         self._loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self._norm: Tensor | None = None  # the graph's own
+        self.fed: Callable[[Tensor, Tensor], None] | None = None  # who is told what each call was given
         self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
 
     def _check_torchs(self, states: str) -> None:
@@ -197,11 +198,14 @@ class TrainStep:
                 f"a step takes two tensors, inputs and targets, and got {given}; of a batch that is a dict take its parts"
             )
         if self.captured:
-            return self._replay(tokens, targets)
-        self._prepare()
-        loss = self._backward(tokens, targets)
-        self._update()
-        self._end()
+            loss = self._replay(tokens, targets)
+        else:
+            self._prepare()
+            loss = self._backward(tokens, targets)
+            self._update()
+            self._end()
+        if self.fed is not None:
+            self.fed(*(self._inputs or (tokens, targets)))  # a graph's are where it reads them
         return loss
 
     def _prepare(self) -> None:

@@ -70,3 +70,13 @@ MOVED = {
     torch.bfloat16: 2.0**-5,
     torch.float8_e4m3fn: 2.0**-2,
 }
+
+#: A step's loss beside an evaluation's of the same weights and batch: the step may be compiled, and rounds elsewhere.
+FORETOLD = 5e-3
+
+# What timed passes of a layer left.
+#: Of the output, beside that of the pass that was checked: both round.
+LEFT = 0.1
+#: Of a gradient's scale, a pass's share of the sum of all: bf16's sum of 100 passes strays by so much where each adds less
+#: than half a step. Passes that compute nothing take their whole share away.
+SUMMED = 0.25

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from te_bench.experiments.checks.gradients import (
     settle,
 )
 from te_bench.experiments.checks.quantity import Quantity, judge
-from te_bench.experiments.checks.tolerances import FACTOR
+from te_bench.experiments.checks.tolerances import FACTOR, FORETOLD
 from te_bench.experiments.instruments import memory
+from te_bench.experiments.instruments.undisturbed import undisturbed
+from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.kernels import attention
@@ -32,6 +35,7 @@ from te_bench.models import cost
 from te_bench.models import recipe as recipes
 from te_bench.models.configs import Shape
 from te_bench.models.recipe import Float8CurrentScaling
+from te_bench.training.evaluation import evaluate
 from te_bench.training.step import Optim, TrainStep
 
 #: What makes a step fast and nothing else: the references are without.
@@ -52,6 +56,7 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
     if StepProblem.of(trial).source is not None:
         return adopted_step.begin(trial, tokens, targets)
     checked = within_memory(trial)
+    require_seed(checked)
     step = trial_model.step_of(checked)
     check = update.checked(check_step(checked, tokens, targets, step), step, tokens, targets)
     if trial_model.config_of(checked).dropout:
@@ -62,6 +67,37 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
         memory.reset(trial.device)
         step = trial_model.step_of(trial)
     return step, check
+
+
+def require_seed(trial: Trial) -> None:
+    """Raise CheckFailed where another seed gives the same weights."""
+    matrices = []
+    for seed in (trial.seed, trial.seed + 1):
+        parameters = trial_model.build(dataclasses.replace(trial, seed=seed)).parameters()
+        matrices.append([p.detach()[:1].clone() for p in parameters if p.dim() > 1])
+    if all(map(torch.equal, *matrices)):
+        raise CheckFailed(f"the weights do not depend on the seed {trial.seed}")
+
+
+def foretold(
+    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, by: Callable[..., float] = evaluate
+) -> float:
+    """The loss that a step on this batch is to find, by an evaluation.
+
+    NaN where dropout, a planted fault, a rival or a user's code may make it another.
+    """
+    p = StepProblem.of(trial)
+    if p.source is not None or p.fault is not None or p.against is not None or trial_model.config_of(trial).dropout:
+        return math.nan
+    parts = (x.chunk(step.optim.accumulate) for x in (inputs, targets))
+    with undisturbed(step):
+        return by(step.model, zip(*parts, strict=True), trial.precision)
+
+
+def require_foretold(number: int, found: float, told: float) -> None:
+    """Raise CheckFailed where step `number` found another loss than was foretold."""
+    if abs(found - told) > FORETOLD * max(1.0, told):
+        raise CheckFailed(f"step {number} found the loss {found:.6g}, and an evaluation of its batch {told:.6g}")
 
 
 def within_memory(trial: Trial) -> Trial:

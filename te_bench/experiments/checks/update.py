@@ -15,6 +15,7 @@ from torch import Tensor
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.checks.tolerances import AGAIN, MOVED
 from te_bench.experiments.instruments.undisturbed import undisturbed
+from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep
 
@@ -40,6 +41,24 @@ def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Ten
         "AdamW written out in float64, by the gradients that it was given", _quantities(step, inputs, targets)
     )
     return {**check, "quantities": check["quantities"] + found["quantities"]}
+
+
+@contextlib.contextmanager
+def made(step: TrainStep, times: int) -> Iterator[None]:
+    """Raise CheckFailed unless the step's own optimizer makes so many updates inside; fp16's scaler may leave some out."""
+    before = _updates(step)
+    yield
+    found = _updates(step) - before
+    if found != times and not step.scaler.is_enabled():
+        raise CheckFailed(
+            f"{found} updates by the step that was checked, and not {times}: another one was timed or seen"
+        )
+
+
+def _updates(step: TrainStep) -> int:
+    """How many the optimizer has made, by the count that it corrects its bias by."""
+    states = step.parallel.own(step.optimizer).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
 def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quantity]:

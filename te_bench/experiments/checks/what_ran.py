@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_bench import plugins
 from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import MANUAL
 from te_bench.experiments.instruments.profiling import Seen
@@ -136,8 +137,12 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
 
 @functools.cache
 def _kernels_of(device: str) -> dict[str, str]:
-    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device."""
-    found = {f"{family}_{name}": of.load(name).kernels for family, of in FAMILIES.items() for name in of.names()}
+    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device, by their own files."""
+    found = {
+        f"{family}_{name}": plugins.load(f"{of.__name__}.backends", name, "BACKEND").kernels
+        for family, of in FAMILIES.items()
+        for name in of.names()
+    }
     return {part: kernels[device] for part, kernels in found.items() if device in kernels}
 
 
@@ -266,6 +271,13 @@ def expected_of_layer(
         if trial.mode == "cudagraph":
             del expected["gemm_fp8"]
     return expected | _mode(trial, as_it_is=True, theirs=theirs)
+
+
+def expected_of_head(trial: Trial, head: str) -> Expected:
+    """What a head alone is made of: its own kernels, where it has any, none of another head's, and a compiler's or not."""
+    own = f"head_{head}"
+    heads = [part for part in _kernels_of(trial.device) if part.startswith("head_")]
+    return {part: SOME if part == own else NONE for part in heads} | _mode(trial, as_it_is=True)
 
 
 def _plain(trial: Trial) -> str:

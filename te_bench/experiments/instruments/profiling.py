@@ -14,14 +14,16 @@ from te_bench.experiments import exclusive
 #: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
 #: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
 COPIES = ("Memcpy ", "Memset ", "memcpy32", "memset32")
+LOOKS = {"cuda": 2, "cpu": 1}  # calls that kernels_seen makes
 PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
 KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go together
 
-#: What of the host's events `Seen.counts` has: products, operators and autograd Functions of te_bench, what torch.compile
-#: made, and the driver's launches. An operator inside one of WHOLE is a part of that one and not counted.
+#: What of the host's events `Seen.counts` has: products, norms and activations of PyTorch, operators and autograd Functions
+#: of te_bench, what torch.compile made, and the driver's launches. An operator inside one of WHOLE is a part of that one and
+#: not counted.
 HOST = re.compile(
     r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::|Segment(Backward)?$|Torch-Compiled Region|"
-    r"cudaGraphLaunch|cu(da)?LaunchKernel"
+    r"aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|RsqrtBackward0$|cudaGraphLaunch|cu(da)?LaunchKernel"
 )
 WHOLE = re.compile(r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::")
 OF_A_CPU = re.compile(rf"attention|scaled_mm|^(?:{HOST.pattern})")

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import rounding, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
-from te_bench.experiments.instruments import compilation, energy, memory, profiling
+from te_bench.experiments.instruments import compilation, energy, memory
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import AttentionProblem
 from te_bench.experiments.spec import Trial
@@ -63,14 +64,12 @@ def _run(trial: Trial, context: Context) -> Measurement:
     if chosen != trial.attention:
         work["chosen"] = chosen
 
-    def backward() -> None:
-        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
+    ahead = Timed(lambda: forward(q, k, v))
+    back = Timed(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
     memory.reset(trial.device)
-    samples = {
-        "forward_s": timing.kernel(lambda: forward(q, k, v), trial.device),
-        "backward_s": timing.kernel(backward, trial.device),
-    }
+    samples = {"forward_s": ahead.samples(timing.kernel, trial.device)}
+    left = [_few(p, ahead.take().detach()).cpu()]  # beside the backward pass it would take memory
+    samples |= {"backward_s": back.samples(timing.kernel, trial.device)}
     samples |= memory.peak(trial.device)
     work |= compilation.counts(trial)
 
@@ -78,10 +77,14 @@ def _run(trial: Trial, context: Context) -> Measurement:
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
 
-    def both() -> None:
-        torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
-
-    measurement = what_ran.require_attention(trial, profiling.kernels_seen(both, trial.device), measurement)
+    if not p.dropout:  # whose weights nobody knows
+        # One head has only its share of the gradients of keys and values that others share.
+        apart = _checked(p)[1] == p.heads or p.kv_heads in (None, p.heads)
+        left += [_few(p, each).cpu() for each in back.take()[: 3 if apart else 1]]
+        few = [_few(p, each.detach()).requires_grad_() for each in (q, k, v, dout)]
+        judge("manual attention, fp64", _quantities(trial, few, [each.to(trial.device) for each in left]))
+    both = Timed(lambda: (ahead(), back()))
+    measurement = what_ran.require_attention(trial, both.seen(trial.device), measurement)
     seconds = sum(statistics.median(samples[way]) for way in ("forward_s", "backward_s"))
     joules = energy.sample(both, trial.device, [seconds])
     return dataclasses.replace(measurement, samples={**measurement.samples, **joules})
@@ -132,32 +135,51 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
     is held to the definition under the same weights' loss, which the backend is made to show. Raises CheckFailed.
     """
     p = AttentionProblem.of(trial)
-    whole = p.length**2 * p.batch * p.heads <= CHECK_SCORES
-    batch, heads = (p.batch, p.heads) if whole else (1, 1)
-    exact_inputs = [t.detach().double().requires_grad_() for t in inputs(trial, batch, heads)]
+    given = inputs(trial, *_checked(p))
+    if not p.dropout:
+        return judge("manual attention, fp64", _quantities(trial, given, _gradients(forward, given)))
+    exact_inputs = [t.detach().double() for t in given]
+    forward = _seeded(forward, trial.seed)
+    kept = _weights(forward, given) > 0
+    seen = _weights(functools.partial(_written_out, p), exact_inputs) > 0
+    share, total = (kept & seen).sum().item() / seen.sum().item(), seen.sum().item()
+    spread = math.sqrt(p.dropout * (1 - p.dropout) / total)
+    off = abs(share - (1 - p.dropout))
+    quantities = [Quantity("kept share", off, KEPT_STEP + KEPT_SIGMAS * spread)]
+    return judge("manual attention, fp64", quantities + _quantities(trial, given, _gradients(forward, given), kept))
+
+
+def _checked(p: AttentionProblem) -> tuple[int, int]:
+    """Of how many sequences and heads the check is."""
+    return (p.batch, p.heads) if p.length**2 * p.batch * p.heads <= CHECK_SCORES else (1, 1)
+
+
+def _few(p: AttentionProblem, x: Tensor) -> Tensor:
+    """Of a tensor of all sequences and heads those that the check is of."""
+    batch, heads = _checked(p)
+    return x[:batch, :heads] if p.documents is None else x[:, :heads, : batch * p.length]
+
+
+def _quantities(
+    trial: Trial, given: Sequence[Tensor], ours: list[Tensor], kept: Tensor | None = None
+) -> list[Quantity]:
+    """What `given`'s out, dq, dk and dv, or the first of these, err and may err; kept: the weights that dropout left."""
+    p = AttentionProblem.of(trial)
     without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
     manual: Callable[..., Tensor] = functools.partial(_written_out, p)
     yardstick = attention.yardstick(trial.attention)
     definition = manual if yardstick == "manual" else _bind(without, attention.load(yardstick))
-    quantities, scales = [], []
-    if p.dropout:
-        forward = _seeded(forward, trial.seed)
-        kept = _weights(forward, inputs(trial, batch, heads)) > 0
-        seen = _weights(manual, exact_inputs) > 0
-        share, total = (kept & seen).sum().item() / seen.sum().item(), seen.sum().item()
-        spread = math.sqrt(p.dropout * (1 - p.dropout) / total)
-        off = abs(share - (1 - p.dropout))
-        quantities.append(Quantity("kept share", off, KEPT_STEP + KEPT_SIGMAS * spread))
+    if kept is not None:
         manual, definition = (_with_loss(way, kept, p.dropout) for way in (manual, definition))
-    truth = _gradients(manual, exact_inputs)
-    library = _gradients(definition, inputs(trial, batch, heads))
-    ours = _gradients(forward, inputs(trial, batch, heads))
+    truth = _gradients(manual, [t.detach().double().requires_grad_() for t in given])
+    library = _gradients(definition, given)
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
-    for name, exact, known, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=True):
+    quantities, scales = [], []
+    for name, exact, known, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=False):
         floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
         quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(known, exact) + floor))
         scales.append(rounding.quantities(name, value, exact, known, precision)[0])
-    return judge("manual attention, fp64", quantities + scales)
+    return quantities + scales
 
 
 def _written_out(p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

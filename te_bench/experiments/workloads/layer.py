@@ -24,7 +24,8 @@ from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import attention_rows, gradients, large, rounding, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
+from te_bench.experiments.checks.timed import Timed
+from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LEFT, SUMMED
 from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported, require
 from te_bench.experiments.problems import LayerProblem
@@ -47,8 +48,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     check = check_layer(trial, rival, p, iteration) if context.check else CHECKED_BEFORE
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
     memory.reset(trial.device)
-    latency = timing.quickstart(iteration, trial.device)
+    timed = Timed(iteration)
+    latency = timed.samples(timing.quickstart, trial.device)
     samples = {"latency_s": latency, **memory.peak(trial.device)}
+    y = timed.take().cpu()  # where it is no part of what is held
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
     work |= compilation.counts(trial)
     if trial.device == "cuda" and trial.mode != "cudagraph":  # whose pool holds what a pass made
@@ -56,7 +59,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
-    seen = profiling.kernels_seen(iteration, trial.device)
+    seen = timed.seen(trial.device)
+    if not p.dropout:
+        require_left(iteration, y, timed.calls)
     named = dataclasses.replace(trial, mode="compile") if rival.own_attention else trial
     linears = 2 if p.part == "mlp" else what_ran.LINEARS
     asked = what_ran.expected_of_layer(
@@ -157,6 +162,8 @@ class Iteration:
         self.rival, self.p = rival, p
         self.captures = mode == "cudagraph"
         self.graph: Any = None
+        self.output: Any = None  # the graph's
+        self.checked: dict[str, Tensor] = {}  # on the host: what the check found to be right
         weights, self.x, self.dy = draw(p, seed)
         self.names = tuple(weights)  # not the weights: their copy would count as the rival's memory
         if wide:
@@ -171,13 +178,13 @@ class Iteration:
         if mode == "compile":
             self.forward = torch.compile(self.module, dynamic=False)
 
-    def __call__(self) -> None:
+    def __call__(self) -> Any:
         if not self.captures:
-            self.passes(self.x)
-            return
+            return self.passes(self.x)
         if self.graph is None:
-            self.graph, _ = self._captured(self.x)
+            self.graph, self.output = self._captured(self.x)
         self.graph.replay()
+        return self.output
 
     def passes(self, x: Tensor) -> Tensor:
         """The output of one pass, whose backward pass has added to the gradients."""
@@ -201,7 +208,7 @@ class Iteration:
 
     def _once(self, x: Tensor) -> Tensor:
         """The output of one more pass, by a graph of its own where the mode has one, whose gradients alone are left."""
-        self.graph = None  # it adds to gradients that are let go here
+        self.graph = self.output = None  # it adds to gradients that are let go here
         self.module.zero_grad(set_to_none=True)
         if not self.captures:
             return self.passes(x)
@@ -212,13 +219,17 @@ class Iteration:
         graph.replay()
         return y.clone()
 
-    def results(self) -> dict[str, Tensor | None]:
+    def results(self, *, keep: bool = False) -> dict[str, Tensor | None]:
         """What the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
 
         The weight of query, key and value in parts; their bias whole, for the key's has gradient 0. The MLP adds to nothing.
+        keep: as `checked`, too.
         """
         x = self.x.clone().requires_grad_()
-        y = self._once(x).double()
+        y = self._once(x)
+        if keep:
+            self.checked = {"output": y.cpu(), **self.gradients()}
+        y = y.double()
         dx = None if x.grad is None else x.grad.double()
         found: dict[str, Tensor | None] = {"output": y, "dx": dx}
         if self.p.part == "layer":
@@ -233,6 +244,11 @@ class Iteration:
         self.module.zero_grad(set_to_none=True)
         return found
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Those that there are now, by the plain layer's names, on the host."""
+        found = layers.plain_gradients(self.rival, self.module, self.names)
+        return {name: gradient.cpu() for name, gradient in found.items() if gradient is not None}
+
     def numerics(self) -> dict[str, Any]:
         """te.numerics of one more pass, eager: counting is no part of what was compiled."""
         with te.record_numerics():
@@ -240,6 +256,17 @@ class Iteration:
                 y = self.module(self.x)
             y.backward(self.dy)
         return te.numerics(self.module)
+
+
+def require_left(iteration: Iteration, y: Tensor, calls: int) -> None:
+    """Raise CheckFailed unless the last timed pass left the output that was checked, and all calls as many gradients."""
+    right, passes = iteration.checked, calls + (WARM_UP if iteration.captures else 0)
+    quantities = [Quantity("output, timed", relative_error(y, right.pop("output")), LEFT)]
+    for name, found in iteration.gradients().items():
+        mean, once = found.double() / passes, right[name].double()
+        scale = ((mean * once).sum() / once.square().sum().clamp(min=1e-30)).item()
+        quantities.append(Quantity(f"grad {name}, timed", abs(scale - 1), SUMMED))
+    judge("what was checked", quantities)
 
 
 def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
@@ -255,7 +282,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
         p = dataclasses.replace(p, dropout=0.0)
         iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
     gradients.settle(p.recipe, iteration)
-    ours = iteration.results()
+    ours = iteration.results(keep=True)
     plain = layers.load("plain")
     precision = "bf16" if p.recipe else p.precision
     exact = dataclasses.replace(p, attention="manual", precision=precision, recipe=None, settings={})

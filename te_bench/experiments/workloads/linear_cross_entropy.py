@@ -8,6 +8,7 @@ check: the loss and both gradients against float64, by the rule of attention's; 
 gradient are in FP8, by the error of an emulation.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks import rounding, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import (
     ACCUMULATED,
     EPSILON,
@@ -26,7 +28,7 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.instruments import compilation, energy, memory, profiling
+from te_bench.experiments.instruments import compilation, energy, memory
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
@@ -66,11 +68,18 @@ def run(trial: Trial, context: Context) -> Measurement:
     held = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
     call()
     samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
-    samples |= {"kernel_s": timing.kernel(call, trial.device)}
+    timed = Timed(call)
+    samples |= {"kernel_s": timed.samples(timing.kernel, trial.device)}
     work = {"flop": 6 * p.n * p.d * p.padded, **held, **compilation.counts(trial)}
-    names = profiling.kernels_seen(call, trial.device).names if context.check else []
-    samples |= energy.sample(call, trial.device, samples["kernel_s"]) if context.check else {}
-    return Measurement(check=check, work=work, samples=samples, kernels=names)
+    measurement = Measurement(check=check, work=work, samples=samples)
+    if not context.check:
+        return measurement
+    _held_to_float64(timed.take(), x, weight, targets, p.vocab, p.head)
+    measurement = what_ran.require(
+        trial, timed.seen(trial.device), measurement, what_ran.expected_of_head(trial, p.head)
+    )
+    joules = energy.sample(timed, trial.device, samples["kernel_s"])
+    return dataclasses.replace(measurement, samples={**samples, **joules})
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:

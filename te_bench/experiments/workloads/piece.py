@@ -11,6 +11,7 @@ check: each result against float64, by the rule of attention's: the yardstick is
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding
+from te_bench.experiments.checks import rounding, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, FACTOR
 from te_bench.experiments.instruments import compilation, energy, profiling
-from te_bench.experiments.measurement import Context, Measurement, require
+from te_bench.experiments.measurement import CheckFailed, Context, Measurement, require
 from te_bench.experiments.problems import PieceProblem
 from te_bench.experiments.spec import Trial
-from te_bench.experiments.suites.pieces import LIGER, PLAIN, TORCH
+from te_bench.experiments.suites.pieces import LIGER, OURS, PLAIN, TORCH
 from te_bench.kernels import activation, norm
 from te_bench.kernels.quantize import Quantized
 
@@ -35,6 +37,15 @@ EPS = 1e-5
 E4M3 = torch.float8_e4m3fn
 #: Results by the first word of a call.
 NAMES = {"forward": ("y",), "add": ("sum", "y"), "backward": ("dx", "dweight", "dbias")}
+
+#: Who has kernels, or on a CPU operators, by which all its calls are known. PyTorch has RMSNorm's gradient made of others.
+COMPILED = "torch.compile"
+KERNELS = {
+    TORCH: r"^aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|^RsqrtBackward0$",
+    OURS: r"^_(add_)?(forward|backward)(_cast)?_kernel$|^te_bench::(norm|activation)_",
+    LIGER: r"^_((block_)?rms_norm|layer_norm|swiglu\w*)_(forward|backward)\w*kernel",
+    COMPILED: what_ran.COMPILED,
+}
 
 Results = dict[str, Tensor]
 
@@ -78,13 +89,29 @@ def run(trial: Trial, context: Context) -> Measurement:
     check = _held_to_float64(p, trial, given, results) if context.check else CHECKED_BEFORE
     work: dict[str, Any] = {"bytes": sum(t.nbytes for t in (*given.operands, *results.values()))}
     del results
-    samples = {"kernel_s": timing.kernel(call, trial.device)}
-    if context.check:  # what was timed last computes the same as what was checked first
-        _held_to_float64(p, trial, given, call())
+    timed = Timed(call)
+    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
     work |= compilation.counts(trial)
-    names = profiling.kernels_seen(call, trial.device).names if context.check else []
-    samples |= energy.sample(call, trial.device, samples["kernel_s"]) if context.check else {}
-    return Measurement(check=check, work=work, samples=samples, kernels=names)
+    measurement = Measurement(check=check, work=work, samples=samples)
+    if not context.check:
+        return measurement
+    _held_to_float64(p, trial, given, timed.take())
+    seen = timed.seen(trial.device)
+    measurement = dataclasses.replace(measurement, kernels=seen.names)
+    require_own(p, trial, seen, measurement)
+    joules = energy.sample(timed, trial.device, samples["kernel_s"])
+    return dataclasses.replace(measurement, samples={**samples, **joules})
+
+
+def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement: Measurement) -> None:
+    """Raise CheckFailed, without timings, where another backend's kernels ran, or not its own."""
+    for name, pattern in KERNELS.items():
+        ran = any(re.search(pattern, kernel) for kernel in seen.counts)
+        asked = trial.mode == "compile" if name == COMPILED else name == p.backend
+        interpreted = asked and trial.device == "cpu" and name in (OURS, LIGER)
+        if ran != asked and not interpreted:
+            reason = f"asked for {p.backend}, {trial.mode}, but {'' if ran else 'nothing of '}{name} ran"
+            raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
 
 
 def _drawn(p: PieceProblem, trial: Trial) -> Given:

@@ -7,6 +7,7 @@ several ranks world, parallel, backend and, of a step that no graph replays, its
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import gathers, training_step, what_ran
+from te_bench.experiments.checks import gathers, training_step, update, what_ran, windows
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
 from te_bench.experiments.instruments import collectives, compilation, energy, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
 from te_bench.experiments.spec import Trial
+from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
@@ -38,18 +40,23 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     trial_model.require_supported(trial)
     compilation.begin(trial)
     batches = random_batches(trial)
+    if (plan := windows.plan_of(trial)) is not None:
+        for number, batch in enumerate(batches):
+            plan.require(number, int(windows.digest(*batch)))
     step, check = (
         training_step.begin(trial, *batches[0]) if context.check else (trial_model.step_of(trial), CHECKED_BEFORE)
     )
     if step.parallel.world > 1:  # the check's references began again with one process's seed
         torch.manual_seed(step.parallel.seed(trial.seed))
+    told = training_step.foretold(trial, step, *batches[0]) if context.check and step.parallel is SINGLE else math.nan
     losses: list[Tensor] = []
 
     def next_step() -> None:
         losses.append(step(*batches[len(losses) % BATCHES]))
 
     memory.reset(trial.device)
-    latency = timing.bench_py(next_step, trial.device)
+    with update.made(step, timing.BENCH_PY_BURN_IN + timing.BENCH_PY_TIMED):
+        latency = timing.bench_py(next_step, trial.device)
     peaks = memory.peak(trial.device, step)
     loss = torch.stack(losses).tolist()
     each, block = p.batch * p.block, p.block  # of a micro-batch
@@ -61,8 +68,11 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
         raise Diverged("the loss is not finite", Measurement(check=check, work=work))
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
+    training_step.require_foretold(0, loss[0], told)
     asked = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
-    measurement = what_ran.require(trial, profiling.kernels_seen(next_step, trial.device), measurement, asked)
+    with update.made(step, profiling.LOOKS[trial.device]):
+        seen = profiling.kernels_seen(next_step, trial.device)
+    measurement = what_ran.require(trial, seen, measurement, asked)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
@@ -71,6 +81,10 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     joules = energy.sample(next_step, trial.device, latency, step.parallel)
     work = {**measurement.work, **profile, **read, **numerics, **sent}
     measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
+    if step.parallel is SINGLE:
+        told = training_step.foretold(trial, step, *batches[len(losses) % BATCHES])
+        next_step()
+        training_step.require_foretold(len(losses) - 1, losses[-1].item(), told)
     gathers.require(trial, step, sent.get("collectives"), measurement)
     return measurement
 

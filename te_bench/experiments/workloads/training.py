@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import janitor, trial_model, trunks
-from te_bench.experiments.checks import adopted_step, training_step, what_ran
+from te_bench.experiments.checks import adopted_step, training_step, update, what_ran, windows
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
@@ -110,8 +110,12 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 def _train(curve: "_Curve", step: TrainStep, at: Callable[[int], tuple[Tensor, Tensor]], first: int) -> str | None:
     """Train to the curve's end; a reason where that was not reached."""
+    step.fed = curve.fed
     reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress, first))
-    return next((reason for reason in reasons if reason), None) or curve.read()
+    reason = next((reason for reason in reasons if reason), None) or curve.read()
+    step.fed = None
+    curve.require_plan()
+    return reason
 
 
 def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: Path) -> TrainStep:
@@ -138,7 +142,8 @@ def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measure
     accumulate = trial_model.optim_of(trial).accumulate
     few = _few(batch, accumulate, trial) if trial.mode == "eager" else batch
     memory.reset(trial.device)
-    seen = profiling.kernels_seen(lambda: step(*few), trial.device)
+    with update.made(step, profiling.LOOKS[trial.device]):
+        seen = profiling.kernels_seen(lambda: step(*few), trial.device)
     tokens = few[0].numel() // accumulate // step.parallel.replicas
     return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
 
@@ -239,6 +244,10 @@ class _Curve:
         self.problem = p = TrainingProblem.of(trial)
         self.steps, self.end = p.steps, p.steps if end is None else end
         self.clocked, self.owed = first + COMPILING, 0
+        self.plan = windows.plan_of(trial, corpus)
+        #: Of each step since the last look: the digest of its windows, and its learning rate.
+        self.given: list[tuple[Tensor | None, Tensor | float]] = []
+        self.foretold = (-1, 0.0)  # a step, and the loss that it is to find
         self.windows = data.windows(corpus, p.block, max_tokens=p.eval_tokens)
         early = (p.early_eval_tokens or 0) // p.block
         self.early_every = max(1, self.windows // early) if early else 1
@@ -252,7 +261,7 @@ class _Curve:
         probes = (p.probes or 0) if trial.recipe else 0
         evaluations = (p.steps or 0) // max(p.eval_every or 1, 1)
         self.probe_every = max(1, round(evaluations / probes)) if probes else 0
-        self.number, self.first = 0, first
+        self.number, self.first, self.looked = first - 1, first, first
 
     def progress(self, number: int) -> float | None:
         """Where step `number` stands between 0 and 1, or None when training is over."""
@@ -265,6 +274,25 @@ class _Curve:
         """From here on it is of this step, to the schedule's end; the clock stands still until that is compiled."""
         self.trial, self.step, self.end = trial, step, self.steps
         self.clocked, self.owed, self.probe_every = self.number + 1 + COMPILING, COMPILING, 0
+
+    def fed(self, inputs: Tensor, targets: Tensor) -> None:
+        """Note what a step was given, and its learning rate, and wait for neither."""
+        rate = self.step.optimizer.param_groups[0]["lr"]
+        taken = None if self.plan is None else windows.digest(inputs, targets)
+        self.given.append((taken, rate.clone() if isinstance(rate, Tensor) else rate))
+
+    def require_plan(self) -> None:
+        """Raise CheckFailed unless each step since the last look had the plan's windows at the schedule's rate, once."""
+        given, self.given = self.given, []
+        if self.number + 1 - self.looked != len(given):
+            raise CheckFailed(f"{len(given)} batches were trained on from step {self.looked} to step {self.number}")
+        taken = [each for each, _ in given if each is not None]
+        found = torch.stack(taken).tolist() if taken else []
+        for number, (_, rate) in enumerate(given, self.looked):
+            self._require_rate(number, float(rate))
+            if self.plan is not None:
+                self.plan.require(number, found[number - self.looked])
+        self.looked = self.number + 1
 
     def add(self, number: int, loss: Tensor) -> str | None:
         """Note a step's loss; every LOG_EVERY steps read them, and evaluate when it is time. A reason ends training.
@@ -326,6 +354,8 @@ class _Curve:
         for (number, _, _), (value, norm) in zip(pending, values, strict=True):
             if not abs(value) < float("inf"):
                 return f"the loss is {value} at step {number}"
+            if number == self.foretold[0]:
+                training_step.require_foretold(number, value, self.foretold[1])
             self.step_.append(number)
             self.loss.append(value)
             self.time_s.append(self.elapsed)
@@ -342,16 +372,17 @@ class _Curve:
         """Note the validation loss; one that is not finite is a reason to end training.
 
         Of evaluations in both precisions the trial's own is at the end alone: it takes FP8 as long as bf16's.
-        Raises CheckFailed where the learning rate is not the schedule's, and where both precisions computed the same.
+        Raises CheckFailed where steps had other windows or rates than planned, where an evaluation had other windows, and
+        where both precisions computed the same.
         """
-        self._require_rate()
-        model, precision = self.step.model, self.trial.precision
+        self.require_plan()
+        precision = self.trial.precision
         both = self.problem.evaluate == "both"
         at_end = self.steps is None or self.number + 1 == self.steps
         alike = not both or precision == "bf16"
-        loss = native = evaluate(model, self._validation(), precision if alike else "bf16", quantized=alike)
+        loss = native = self._loss(precision if alike else "bf16", quantized=alike)
         if not alike and at_end:
-            native = evaluate(model, self._validation(), precision)
+            native = self._loss(precision)
             if native == loss:
                 raise CheckFailed(f"the validation losses in bf16 and in {precision} are the same: {loss}")
         if not abs(loss) + abs(native) < float("inf"):
@@ -366,33 +397,44 @@ class _Curve:
             self._more("probe_step", self.number + 1)
             for name, figure in fp8_numerics.probe(self.step, *self.probe).items():
                 self._more(name, figure)
+        if self.plan is not None and (ahead := self.number + 1) < (self.end or 0):
+            inputs, targets = (x.to(self.trial.device) for x in self.plan.of_step(ahead))
+            self.foretold = ahead, training_step.foretold(self.trial, self.step, inputs, targets, by=evaluate)
         self.last_eval_s = self.elapsed
         self.mark = time.perf_counter()
         return None
 
-    def _require_rate(self) -> None:
-        """Raise CheckFailed unless the last step's learning rate was the schedule's; of a budget only the clock knows it."""
+    def _require_rate(self, number: int, found: float) -> None:
+        """Raise CheckFailed unless the rate was the schedule's, written out; of a budget only the clock knows it."""
         if self.steps is None:
             return
-        right = self.step.optim.rate(self.number, self.number / self.steps)
-        found = float(self.step.optimizer.param_groups[0]["lr"])
+        o = trial_model.optim_of(self.trial)
+        right = o.learning_rate * (number + 1) / (o.warmup + 1)
+        if number >= o.warmup:
+            share = math.cos(math.pi / 2 * number / self.steps) ** 2
+            right = share * o.learning_rate + (1 - share) * o.min_learning_rate
         if not math.isclose(found, right, rel_tol=1e-5, abs_tol=1e-12):
-            raise CheckFailed(f"step {self.number} trained at the learning rate {found:.6g}: {right:.6g} expected")
+            raise CheckFailed(f"step {number} trained at the learning rate {found:.6g}: {right:.6g} expected")
 
-    def _validation(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The validation's batches. Raises CheckFailed where dropout is on, and where windows lack."""
+    def _loss(self, precision: str, *, quantized: bool = True) -> float:
+        """Of the held-out windows. Raises CheckFailed where dropout is on, where windows lack, and where they are others."""
         early = self.steps is not None and self.number + 1 < LATE * self.steps
-        every, rows = self.early_every if early else 1, 0
-        for inputs, targets in data.validation(
-            self.corpus,
-            **trial_model.sizes_of(self.trial),
-            max_tokens=self.problem.eval_tokens,
-            every=every,
-            device=self.trial.device,
-        ):
-            if self.step.model.training:
-                raise CheckFailed(f"the evaluation after step {self.number} has dropout")
-            rows += len(inputs)
-            yield inputs, targets
+        every, rows, taken = self.early_every if early else 1, 0, list[Tensor]()
+        how: dict[str, Any] = {**trial_model.sizes_of(self.trial), "every": every, "device": self.trial.device}
+
+        def batches() -> Iterator[tuple[Tensor, Tensor]]:
+            nonlocal rows
+            for inputs, targets in data.validation(self.corpus, max_tokens=self.problem.eval_tokens, **how):
+                if self.step.model.training:
+                    raise CheckFailed(f"the evaluation after step {self.number} has dropout")
+                rows += len(inputs)
+                if self.plan is not None:
+                    taken.append(windows.digest(inputs, targets))
+                yield inputs, targets
+
+        loss = evaluate(self.step.model, batches(), precision, quantized=quantized)
         if rows != -(-self.windows // every):
             raise CheckFailed(f"the evaluation after step {self.number} is of {rows} of {self.windows} windows")
+        if self.plan and torch.stack(taken).tolist() != self.plan.held_out(self.problem.eval_tokens, every):
+            raise CheckFailed(f"the evaluation after step {self.number} is of other windows than those held out")
+        return loss

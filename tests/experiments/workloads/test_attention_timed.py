@@ -1,15 +1,17 @@
 """The attention workloads: timed with their check, and the appendix's numerics."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import planting
 import pytest
 import torch
 
 from te_bench.experiments import timing
-from te_bench.experiments.instruments import energy
+from te_bench.experiments.instruments import energy, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, attention_numerics
@@ -159,6 +161,47 @@ def test_masks_that_are_wrong_for_every_backend_are_not_timed(name, fault, chang
     fault(monkeypatch)
     with pytest.raises(CheckFailed, match=r"error .* > "):
         attention.run(dataclasses.replace(TRIAL, attention=name, problem={**SHAPE, **changes}), Context())
+
+
+class _GradientsOfZero(torch.autograd.Function):
+    """The identity, which passes back no gradient while `now()`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, now: Callable[[], bool]) -> torch.Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> Any:  # type: ignore[override]
+        return dx * (not ctx.now()), None
+
+
+TIMED_WRONGLY = [
+    lambda f, now: lambda *x, **o: 0 * f(*x, **o) if now() else f(*x, **o),
+    lambda f, now: lambda *x, **o: _GradientsOfZero.apply(f(*x, **o), now),
+]
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 1}, {"documents": 4}], ids=str)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("change", TIMED_WRONGLY, ids=["forward", "backward"])
+def test_attention_that_is_wrong_only_when_timed_fails(change, whole, changes, monkeypatch):
+    """Of a large one a single head is held to float64: of heads that share a key, without its gradient."""
+    monkeypatch.setattr(attention, "CHECK_SCORES", 2**26 if whole else 1)
+    trial = dataclasses.replace(TRIAL, problem={**SHAPE, **changes})
+    attention.run(trial, Context())
+    now = planting.only_timed(monkeypatch, "kernel")
+    replaced(monkeypatch, lambda f: change(f, now))
+    with pytest.raises(CheckFailed, match="^out" if change is TIMED_WRONGLY[0] else "^d[qkv]"):
+        attention.run(trial, Context())
+
+
+def test_what_is_looked_at_is_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, x = profiling.kernels_seen, torch.ones(1, 1, 4, 8)
+    other = functools.partial(torch.nn.functional.scaled_dot_product_attention, x, x, x)
+    monkeypatch.setattr(profiling, "kernels_seen", lambda call, device: right(other, device))
+    with pytest.raises(CheckFailed, match="not of the call that was timed"):
+        attention.run(TRIAL, Context())
 
 
 DOCUMENTS = {**SHAPE, "documents": 4}  # of 8, 4, 2 and 2 tokens

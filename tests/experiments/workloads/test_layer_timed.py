@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planting import only_timed
 from torch import Tensor, nn
 
 import te_bench.models as te
@@ -360,3 +361,22 @@ def test_on_a_gpu_llama_3_8b_s_layer_passes(brief, layer, mode, recipe, batch, t
     trial = changed(layer=layer, attention="cudnn", precision="fp8" if recipe else "bf16", recipe=recipe, **sizes)
     found = workload.run(dataclasses.replace(trial, device="cuda", mode=mode), Context())
     assert found.work["ran"]["gemm_fp8" if recipe else "gemm_half"] == 12
+
+
+@pytest.mark.parametrize("asked", [{}, {"layer": "plain_sdpa"}, FP8], ids=["bf16", "plain", "FP8"])
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda self, x, right: right(self, x) * 0, "^output, timed"),
+        (lambda self, x, right: self.forward(x).detach(), "^grad .*, timed"),
+    ],
+    ids=["output", "no backward pass"],
+)
+def test_a_layer_that_is_wrong_only_when_timed_fails(wrong, reason, asked, monkeypatch, brief):
+    trial = changed(**{"precision": "bf16", **asked})
+    workload.run(trial, Context())
+    now, right = only_timed(monkeypatch, "quickstart"), workload.Iteration.passes
+    passes = lambda self, x: wrong(self, x, right) if now() else right(self, x)  # noqa: E731
+    monkeypatch.setattr(workload.Iteration, "passes", passes)
+    with pytest.raises(CheckFailed, match=reason):
+        workload.run(trial, Context())

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from planting import only_timed
 from torch import Tensor
 
 from te_bench.experiments import timing
+from te_bench.experiments.checks import what_ran
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import linear_cross_entropy as workload
@@ -43,7 +45,9 @@ def test_is_checked_and_timed(head: str, precision: str) -> None:
     found = run(head, precision)
     assert found.samples.keys() == {"kernel_s", "peak_rss_bytes"}
     assert found.samples["kernel_s"] == [1.0]
-    assert found.work == {"flop": 6 * 60 * 32 * 96}
+    assert found.work.keys() == {"flop", "ran"}
+    assert found.work["flop"] == 6 * 60 * 32 * 96
+    assert {name for name in HEADS if found.work["ran"].get(f"head_{name}")} == {head} - {"reference"}
     of_each = [f"{name}{test}" for name in ("dx", "dW") for test in ("", ", scale", ", worst row")]
     assert [q["name"] for q in found.check["quantities"]] == ["loss", *of_each]
 
@@ -51,7 +55,8 @@ def test_is_checked_and_timed(head: str, precision: str) -> None:
 def test_compiled_it_is_checked_as_it_is_timed() -> None:
     found = run("reference", mode="compile")
     assert found.check["quantities"]
-    assert found.work == {"flop": 6 * 60 * 32 * 96, "graph_breaks": 0, "recompiles": 0}
+    assert (found.work["graph_breaks"], found.work["recompiles"]) == (0, 0)
+    assert found.work["ran"]["compiled"]
 
 
 class _Spoilt(torch.autograd.Function):
@@ -95,6 +100,32 @@ def test_a_wrong_head_fails(head: str, which: str, wrong: str, monkeypatch: pyte
     monkeypatch.setattr(linear_cross_entropy, "load", lambda name: spoilt if name == head else load(name))
     with pytest.raises(CheckFailed):
         run(head)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_is_wrong_only_when_timed_fails(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, load, now = linear_cross_entropy.load(head), linear_cross_entropy.load, only_timed(monkeypatch, "kernel")
+
+    def forward(x: Tensor, weight: Tensor, *given: Any, **said: Any) -> Tensor:
+        weight = _Spoilt.apply(weight, torch.zeros_like) if now() else weight
+        return right.forward(x, weight, *given, **said)
+
+    spoilt = dataclasses.replace(right, forward=forward)
+    monkeypatch.setattr(linear_cross_entropy, "load", lambda name: spoilt if name == head else load(name))
+    with pytest.raises(CheckFailed, match=r"^dW"):
+        run(head)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["loaded", "within"])
+@pytest.mark.parametrize(("asked", "who"), [(a, b) for a in HEADS for b in HEADS if a != b and "fp8" not in (a, b)])
+def test_a_head_by_another_backend_fails(asked: str, who: str, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = linear_cross_entropy.load
+    other = load(who) if whole else dataclasses.replace(load(asked), forward=load(who).forward)
+    monkeypatch.setattr(linear_cross_entropy, "load", lambda name: other if name == asked else load(name))
+    what_ran._kernels_of.cache_clear()
+    with pytest.raises(CheckFailed, match=r"^head chunked: (0|1 or more) expected, [01] ran$") as caught:
+        run(asked, "fp32")
+    assert caught.value.measurement.samples == {}
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from planting import only_timed
 from torch import Tensor
 
 from te_bench.experiments import timing
@@ -168,6 +169,31 @@ def test_a_piece_that_is_right_only_until_it_is_timed_fails(monkeypatch: pytest.
     monkeypatch.setattr(norm, "load", lambda name: spoilt if name == "triton" else load(name))
     with pytest.raises(CheckFailed, match=r"^y"):
         run("rmsnorm", "forward", "triton")
+
+
+def test_a_piece_that_is_wrong_only_when_timed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, right = only_timed(monkeypatch, "kernel"), workload.OPERATORS["rmsnorm"]
+    monkeypatch.setitem(workload.OPERATORS, "rmsnorm", lambda *given: right(*given) * (not now()))
+    with pytest.raises(CheckFailed, match=r"^y"):
+        run("rmsnorm", "forward", "torch")
+
+
+@pytest.mark.parametrize(("kind", "call"), [one for one in ALL if "torch" in rivals(*one)], ids="-".join)
+@pytest.mark.parametrize(("asked", "who"), [("torch", "reference"), ("reference", "torch")])
+def test_a_piece_by_another_backend_fails(kind: str, call: str, asked: str, who: str, monkeypatch: Any) -> None:
+    makes = {name: workload.OTHERS.get((name, kind), workload._by_backend) for name in ("torch", "reference")}
+    other = lambda p, *given: makes[who](dataclasses.replace(p, backend=who), *given)  # noqa: E731
+    monkeypatch.setitem(workload.OTHERS, (asked, kind), other)
+    with pytest.raises(CheckFailed, match=f"^asked for {asked}, eager, but (nothing of )?torch ran$") as caught:
+        run(kind, call, asked, precision="fp32")
+    assert caught.value.measurement.samples == {}
+
+
+def test_a_piece_that_was_to_be_compiled_and_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = lambda p, trial, given: workload._by_backend(p, dataclasses.replace(trial, mode="eager"), given)  # noqa: E731
+    monkeypatch.setitem(workload.OTHERS, ("reference", "rmsnorm"), make)
+    with pytest.raises(CheckFailed, match=r"^asked for reference, compile, but nothing of torch\.compile ran$"):
+        run("rmsnorm", "forward", "reference", mode="compile")
 
 
 @pytest.mark.parametrize(("option", "change"), [("amax", lambda _: None), ("scale", lambda scale: 0.97 * scale)])

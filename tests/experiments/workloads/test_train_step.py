@@ -3,14 +3,18 @@
 import dataclasses
 from typing import Any
 
+import planting
 import pytest
 import triton
 
+from te_bench.experiments import timing, trial_model
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Unsupported
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels import adamw, attention
 from te_bench.models import fp8_attention
+from te_bench.training.step import TrainStep
 
 TINY = {"model": "tiny", "batch": 2, "block": 8, "vocab": 60, "padded_vocab": 64, "grad_clip": 0.0}
 TRIAL = Trial(workload="train_step", device="cpu", problem=TINY, attention="flash", precision="fp32")
@@ -92,3 +96,54 @@ def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(changes, reason, mo
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(Unsupported, match=reason):
         train_step.run(dataclasses.replace(TRIAL, **changes), Context())
+
+
+def another_is_looked_at(patch: pytest.MonkeyPatch) -> None:
+    right, other = profiling.kernels_seen, trial_model.step_of(TRIAL)
+    batch = train_step.random_batches(TRIAL)[0]
+    patch.setattr(profiling, "kernels_seen", lambda call, device: right(lambda: other(*batch), device))
+
+
+def another_is_timed(patch: pytest.MonkeyPatch) -> None:
+    right, other = timing.bench_py, trial_model.step_of(TRIAL)
+    batch = train_step.random_batches(TRIAL)[0]
+    patch.setattr(timing, "bench_py", lambda call, device: (call(), right(lambda: other(*batch), device))[1])
+
+
+def stale_loss(patch: pytest.MonkeyPatch) -> None:
+    right, last = TrainStep.__call__, list[Any]()
+    patch.setattr(TrainStep, "__call__", lambda self, *batch: (last.append(right(self, *batch)), last[-2:][0])[1])
+
+
+def zeroed_while_timed(patch: pytest.MonkeyPatch) -> None:
+    now, right = planting.only_timed(patch, "bench_py"), TrainStep._backward
+    patch.setattr(TrainStep, "_backward", lambda self, x, y: right(self, x * (not now()), y))
+
+
+def weights_of_seed_0(patch: pytest.MonkeyPatch) -> None:
+    right = trial_model.build
+    patch.setattr(trial_model, "build", lambda trial: right(dataclasses.replace(trial, seed=0)))
+
+
+def tokens_of_seed_0(patch: pytest.MonkeyPatch) -> None:
+    right = trial_model.batches_of
+    patch.setattr(trial_model, "batches_of", lambda trial: right(dataclasses.replace(trial, seed=0)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (another_is_looked_at, "^0 updates by the step that was checked, and not 1: "),
+        (another_is_timed, "^1 updates by the step that was checked, and not 30: "),
+        (stale_loss, "^step 0 found the loss .*, and an evaluation of its batch "),
+        (zeroed_while_timed, "^step 0 found the loss .*, and an evaluation of its batch "),
+        (weights_of_seed_0, "^the weights do not depend on the seed 3$"),
+        (tokens_of_seed_0, "^step 0 had other windows than seed 3 decides$"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_step_that_is_not_the_one_asked_for_fails(fault: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed, match=reason) as caught:
+        train_step.run(dataclasses.replace(TRIAL, seed=3), Context())
+    assert caught.value.measurement.samples == {}

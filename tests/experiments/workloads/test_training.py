@@ -1,9 +1,10 @@
 """Loss curves: by steps, by seconds, and where training falls apart."""
 
+import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from te_bench.models.zoo.gpt import GPT
 from te_bench.reports.convergence import band, speedup
 from te_bench.training import corpus as corpora
 from te_bench.training import data
-from te_bench.training.step import TrainStep
+from te_bench.training.step import Optim, TrainStep
 
 TINY = {"model": "tiny", "batch": 4, "block": 8, "vocab": 256, "padded_vocab": 256, "tokenizer": "bytes"}
 TINY |= {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "eval_tokens": 64}
@@ -62,7 +63,7 @@ def context(tmp_path: Path) -> Context:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
     monkeypatch.setattr(training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {}))
-    monkeypatch.setattr(profiling, "kernels_seen", lambda *_: None)
+    monkeypatch.setattr(profiling, "kernels_seen", lambda call, _: call())
     monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
 
 
@@ -171,7 +172,8 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_validation_loss_that_is_not_finite_is_diverged_too(trial, context, monkeypatch):
-    monkeypatch.setattr(training, "evaluate", lambda model, batches, precision, quantized=True: math.nan)
+    right = training.evaluate
+    monkeypatch.setattr(training, "evaluate", lambda *given, **said: math.nan * right(*given, **said))
     for every in (10, 100):  # while training, and at its end
         with pytest.raises(Diverged, match="the validation loss is nan after step ") as caught:
             training.run(trial(steps=20, eval_every=every), context)
@@ -259,6 +261,149 @@ def test_a_wrong_evaluation_or_schedule_fails(trial, context, monkeypatch, fault
     fault(monkeypatch)
     with pytest.raises(CheckFailed, match=reason):
         training.run(trial("fp8", "delayed_scaling", steps=4, eval_every=2, evaluate="both"), context)
+
+
+def windows(change: Callable[[int], int]) -> Callable[[pytest.MonkeyPatch], None]:
+    """The batch of another step."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = data.Batches.at
+        patch.setattr(data.Batches, "at", lambda self, number: right(self, change(number)))
+
+    return plant
+
+
+def handed_on_twice(patch: pytest.MonkeyPatch) -> None:
+    right, last = TrainStep.__call__, list[Any]()
+
+    def call(self: TrainStep, *batch: Tensor) -> Tensor:
+        last.append(batch)
+        return right(self, *last[-2 if len(last) == 2 else -1])
+
+    patch.setattr(TrainStep, "__call__", call)
+
+
+def a_step_beside(patch: pytest.MonkeyPatch) -> None:
+    right = training.train
+
+    def train(step: TrainStep, at: Any, *given: Any) -> Any:
+        for number, loss in right(step, at, *given):
+            step(*at(number))
+            yield number, loss
+
+    patch.setattr(training, "train", train)
+
+
+def seed_0(patch: pytest.MonkeyPatch) -> None:
+    right = data.Batches.__init__
+    patch.setattr(data.Batches, "__init__", lambda self, *given, **said: right(self, *given, **{**said, "seed": 0}))
+
+
+def the_training_part(patch: pytest.MonkeyPatch) -> None:
+    right = corpora.Corpus.tokens  # the text has a period, at which the held-out part begins
+    tokens = lambda self, part: right(self, "train")[1 : self.val_tokens] if part == "val" else right(self, part)  # noqa: E731
+    patch.setattr(corpora.Corpus, "tokens", tokens)
+
+
+def windows_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    right, own = training.evaluate, data.validation
+    sizes = {"block": 8, "batch": 4, "vocab": 256}
+
+    def evaluate(model: Any, given: Any, *how: Any, **said: Any) -> float:
+        return right(model, own(None, **sizes), *how, **said)
+
+    patch.setattr(training, "evaluate", evaluate)
+
+
+def other_rates(change: Callable[[Optim, int], Optim]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        right = Optim.rate
+        patch.setattr(Optim, "rate", lambda self, number, at: right(change(self, number), number, at))
+
+    return plant
+
+
+def the_loss_before(patch: pytest.MonkeyPatch) -> None:
+    right, last = training.train, list[Tensor]()
+
+    def train(*given: Any) -> Any:
+        for number, loss in right(*given):
+            last.append(loss)
+            yield number, last[-2:][0]
+
+    patch.setattr(training, "train", train)
+
+
+def the_evaluation_before(patch: pytest.MonkeyPatch) -> None:
+    right, last = training.evaluate, list[float]()
+
+    def evaluate(*given: Any, **said: Any) -> float:
+        last.append(right(*given, **said))
+        return last[-2:][0]
+
+    patch.setattr(training, "evaluate", evaluate)
+
+
+def weights_of_another_step(patch: pytest.MonkeyPatch) -> None:
+    right, states = training.evaluate, list[Any]()
+
+    def evaluate(model: Any, *given: Any, **said: Any) -> float:
+        states.append(copy.deepcopy(model.state_dict()))
+        model.load_state_dict(states[0])
+        found = right(model, *given, **said)
+        model.load_state_dict(states[-1])
+        return found
+
+    patch.setattr(training, "evaluate", evaluate)
+
+
+OTHER_WINDOWS = "^step {} had other windows than seed 1 decides$"
+NOT_HELD_OUT = "^the evaluation after step 1 is of other windows than those held out$"
+OTHER_LOSS = "^step {} found the loss .*, and an evaluation of its batch "
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("order", [{}, {"order": "once"}], ids=["anywhere", "once"])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        pytest.param(windows(lambda number: number - (number == 1)), OTHER_WINDOWS.format(1), id="one again"),
+        pytest.param(windows(lambda number: number + (number > 2)), OTHER_WINDOWS.format(3), id="one skipped"),
+        (handed_on_twice, OTHER_WINDOWS.format(1)),
+        (a_step_beside, "^4 batches were trained on from step 0 to step 1$"),
+        (seed_0, OTHER_WINDOWS.format(0)),
+        (the_training_part, NOT_HELD_OUT),
+        (windows_of_its_own, "^the evaluation after step 1 is of 0 of 8 windows$"),
+        pytest.param(
+            other_rates(lambda o, _: dataclasses.replace(o, min_learning_rate=0.0)),
+            "^step 1 trained at the learning rate ",
+            id="another end",
+        ),
+        pytest.param(
+            other_rates(lambda o, number: dataclasses.replace(o, learning_rate=o.learning_rate * (1 + (number == 2)))),
+            r"^step 2 trained at the learning rate 0\.00\d+: 0\.00\d+ expected$",
+            id="one step's",
+        ),
+        (the_loss_before, OTHER_LOSS.format(2)),
+        (the_evaluation_before, OTHER_LOSS.format("[24]")),
+        (weights_of_another_step, OTHER_LOSS.format(4)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_training_that_reads_or_records_other_than_the_plan_fails(trial, context, monkeypatch, fault, reason, order):
+    fault(monkeypatch)
+    with pytest.raises(CheckFailed, match=reason):
+        training.run(trial("bf16", steps=6, eval_every=2, seed=1, **order), context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_random_tokens_have_a_plan_as_well(trial: Any, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = trial("bf16", steps=3, eval_every=2, data="random", corpus=None)
+    asked = dataclasses.replace(asked, problem={k: v for k, v in asked.problem.items() if v is not None})
+    training.run(asked, context)
+    windows(lambda _: 0)(monkeypatch)
+    with pytest.raises(CheckFailed, match=r"^step 1 had other windows than seed 0 decides$"):
+        training.run(asked, context)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -422,7 +567,7 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, con
     monkeypatch.setattr(GPT, "forward", forward)
     begin = lambda trial, *_: (trial_model.step_of(trial), calls[-1].clear() or {})  # noqa: E731
     monkeypatch.setattr(training_step, "begin", begin)
-    monkeypatch.setattr(profiling, "kernels_seen", lambda *_: calls[-1].append(None) or [])
+    monkeypatch.setattr(profiling, "kernels_seen", lambda call, _: calls[-1].append(None) or call())
     monkeypatch.setattr(what_ran, "require", lambda trial, seen, measurement, asked: measurement)
     arms = [
         {},
@@ -437,7 +582,7 @@ def test_the_arms_of_a_seed_see_the_same_batches_masks_and_validation(trial, con
             trial(**{"precision": "bf16", "steps": 4, "eval_every": 2, "dropout": 0.2, "seed": 5, **arm}), context
         )
     control = calls[0]
-    assert len([call for call in control if call and call[0]]) == 4
+    assert len([call for call in control if call and call[0]]) == 4 + 1  # which is looked at
     for arm, other in zip(arms[1:], calls[1:], strict=True):
         assert len(other) == len(control)
         rounds = "recipe" in arm and recipes.load(str(arm["recipe"])).nvfp4()
