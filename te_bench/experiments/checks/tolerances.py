@@ -71,6 +71,10 @@ MOVED = {
     torch.float8_e4m3fn: 2.0**-2,
 }
 
+#: Where honest trials were seen to be within the limits of updates, of foretold losses and of what timed layers left. On
+#: other devices nothing is held to these.
+DEVICES = frozenset({"cpu"})
+
 #: A step's loss beside an evaluation's of the same weights and batch: the step may be compiled, and rounds elsewhere.
 FORETOLD = 5e-3
 

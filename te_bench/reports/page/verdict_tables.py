@@ -89,8 +89,7 @@ def within_hosts(ratio: Ratio | None, speed: Speedup) -> Value:
 def reasons(found: StudyVerdict) -> Table | None:
     """Why each verdict is what it is, in words; nothing of a configuration that only has trials to go."""
     shown = [
-        {"Configuration": word(one.arm.name), "Verdict": word(found.label(one))}
-        | {"Reason": word(reason)}
+        {"Configuration": word(one.arm.name), "Verdict": word(found.label(one))} | {"Reason": word(reason)}
         for one in found.findings
         if (reason := found.reason(one)) is not None
     ]

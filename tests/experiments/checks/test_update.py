@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import training_step
-from te_bench.experiments.measurement import CheckFailed
+from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.kernels import adamw
@@ -195,12 +195,21 @@ def test_a_fault_in_code_that_every_step_shares_fails(fault: Any, monkeypatch: p
         ("float8_block_scaling", {}),
     ],
 )
-def test_an_honest_step_on_a_gpu_is_far_within_the_limits(recipe, problem, mode, monkeypatch):
+def test_an_honest_step_on_a_gpu_is_far_within_the_limits(recipe, problem, mode):
     """Half of them, so that the check may be asked there."""
-    monkeypatch.setattr(training_step.update, "DEVICES", frozenset({"cuda"}))
     sizes = {"model": "gpt2", "layers": 2, "batch": 4, "block": 256, "vocab": 50257, "padded_vocab": 50304}
     trial = dataclasses.replace(a_trial(recipe, **{**sizes, **problem}), device="cuda", mode=mode)
     _, check = begun(trial)
     found = [q for q in check["quantities"] if q["name"].startswith(("update ", "grad of update"))]
     assert {"grad of update 1", "grad of update 2"} <= {q["name"] for q in found}
     assert [q for q in found if q["error"] > q["limit"] / 2] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "compile", "cudagraph"])
+@pytest.mark.parametrize("recipe", [None, "delayed_scaling_e4m3", "float8_current_scaling"])
+def test_an_honest_step_on_a_gpu_does_as_it_was_foretold(recipe, mode):
+    sizes = {"model": "gpt2", "layers": 2, "batch": 4, "block": 256, "vocab": 50257, "padded_vocab": 50304}
+    problem = {**sizes, "head": "chunked", "optimizer": "triton", "blocks": "fused"}
+    trial = dataclasses.replace(a_trial(recipe, **problem), device="cuda", mode=mode)
+    assert train_step.run(trial, Context()).samples["latency_s"]
