@@ -456,7 +456,8 @@ def test_honest_counts_of_every_published_configuration_pass() -> None:
 
 @ONCE
 def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
-    in_fp8 = [record for record in published() if record.trial.precision == "fp8"]
+    emulated = ("mxfp8_block_scaling", "nvfp4_block_scaling")  # by bf16 GEMMs
+    in_fp8 = [r for r in published() if r.trial.precision == "fp8" and r.trial.recipe not in emulated]
     assert len(in_fp8) > 30
     for record, linears in itertools.product(in_fp8, (1, 2)):
         counts = gpu_counts(record)
