@@ -38,8 +38,10 @@ def cosine(x: Tensor, y: Tensor) -> float:
 NVFP4 = 4.0
 
 
-@pytest.mark.parametrize("choice", RECIPES, ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [*(("llama", choice) for choice in RECIPES), ("gpt2", RECIPES[0]), ("gpt2", RECIPES[-1]), ("t5", RECIPES[0])],
+)
 def test_in_fp8_it_is_near_it(family: str, choice: recipe.Recipe) -> None:
     model = make(family, **({"feed_forward_proj": "relu"} if family == "t5" else {}))
     exact, grads = logits(model), gradients(model)
