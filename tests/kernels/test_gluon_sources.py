@@ -35,9 +35,3 @@ def layouts_given(source: str) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_layout_that_is_given_has_a_name(path: Path) -> None:
     assert not layouts_given(path.read_text())
-
-
-def test_the_rule_finds_one_without() -> None:
-    right = "OUT: gl.constexpr = acc.type.layout\nleft = operand(x, OUT)\ny = shared.load(x.type.layout)"
-    assert not layouts_given(right)
-    assert layouts_given(f"{right}\nleft = operand(x, acc.type.layout)") == ["4: operand(x, acc.type.layout)"]

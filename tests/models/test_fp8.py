@@ -290,13 +290,6 @@ def test_a_model_that_first_ran_in_inference_mode_trains() -> None:
     assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
 
 
-def test_calibrating_without_gradients_gathers() -> None:
-    layer, x = a_linear()
-    with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe.DelayedScaling()):
-        layer(x)
-    assert te.numerics(layer)[""]["input"]["scale"] == pytest.approx(448 / x.abs().max().item(), rel=1e-6)
-
-
 def test_an_outer_autocast_that_is_off_does_not_keep_the_inner_one_from_its_steps() -> None:
     layer, x = a_linear()
     for _ in range(2):

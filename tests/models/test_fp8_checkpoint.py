@@ -46,8 +46,10 @@ def test_what_a_checkpoint_has_not_is_named(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [(form, name) for i, form in enumerate(FORMS) for j, name in enumerate(RECIPES) if i == 0 or j < 2],
+)
 def test_checkpointing_changes_no_bit(name: str, form: str, device: str) -> None:
     straight, checkpointed = model(device), model(device)
     expected = train(straight, straight, RECIPES[name])
@@ -155,7 +157,6 @@ def test_torchs_own_checkpoint_without_fp8_goes_on_after_a_pass_with_it(reentran
 @pytest.mark.parametrize(
     ("form", "name", "backend"),
     [
-        ("whole", "delayed", "aot_eager"),
         ("nested", "delayed", "aot_eager"),
         ("parts", "current", "aot_eager"),
         *(

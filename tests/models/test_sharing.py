@@ -95,17 +95,6 @@ def test_parameters_are_shared_where_their_rows_agree(layers, kind, options, cop
     assert list(ours.state_dict()) == list(a_te_layer(layers, kind, **options).state_dict())
 
 
-def test_rows_of_another_head_would_show(layers: Any) -> None:
-    """A plain layer whose rows were taken for [all q, all k, all v] is another function."""
-    basic, ours = plain(layers), a_te_layer(layers, "transformer")
-    SHARE["transformer"](ours, basic)
-    weight = basic.get_parameter("qkv_projection.weight")
-    inner = ours.get_submodule("self_attention.layernorm_qkv")
-    for name, rows in zip(("query", "key", "value"), weight.detach().chunk(3), strict=True):
-        setattr(inner, f"{name}_weight", nn.Parameter(rows.clone()))
-    assert not torch.allclose(run(ours, "causal")[0], run(basic, "causal")[0], atol=1e-2)
-
-
 def test_other_sizes_and_other_layers_are_named(layers: Any) -> None:
     basic = plain(layers)
     wide = te.TransformerLayer(2 * HIDDEN, FFN, HEADS, device="cpu")

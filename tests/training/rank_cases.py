@@ -58,7 +58,7 @@ REFUSED = [
 ]
 OPTIM = Optim(learning_rate=1e-2, grad_clip=0.5)
 UNCLIPPED = dataclasses.replace(OPTIM, grad_clip=0.0)
-STEPS = {2: 50, 4: 10}  # by the number of ranks
+STEPS = 10
 ROWS = 8
 RECIPES: dict[str, Recipe] = {"delayed": DelayedScaling(amax_history_len=2), "current": Float8CurrentScaling()}
 MODES = [name for name in parallel.names() if name not in parallel.GROUPED]
@@ -87,8 +87,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return Batches(None, block=16, batch=ROWS, vocab=50, seed=7).at(step)
 
 
-def losses(step: TrainStep, steps: int | None = None) -> list[float]:
-    steps = steps or STEPS[dist.get_world_size()]
+def losses(step: TrainStep, steps: int = STEPS) -> list[float]:
     return [step(*batch(number)).item() for number in range(steps)]
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from te_bench.models import fp8
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT, GPTConfig
-from te_bench.training import evaluation, weights
+from te_bench.training import evaluation
 from te_bench.training.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity, split_last_word
 from te_bench.training.tokenizer import Bytes, Subwords, train_bpe
 
@@ -199,37 +198,6 @@ def test_the_sliding_window_is_one_pass_for_each_token(count: int, block: int, s
     assert found.tokens == count - 1
 
 
-def test_the_stride_matters_to_this_model() -> None:
-    model, tokens = a_model(), some_tokens(60)
-    found = {
-        s: perplexity(model, tokens, block=8, stride=s, batch=4, precision="fp32").nats_per_token for s in (1, 4, 8)
-    }
-    assert min(abs(found[a] - found[b]) for a, b in [(1, 4), (4, 8), (1, 8)]) > 1e-3
-
-
-@pytest.mark.parametrize("stride", [4, 9, 15])
-def test_it_is_hugging_faces_documented_method(tmp_path: Path, stride: int) -> None:
-    """Their windows hold max_length tokens, of which the last is a target alone: our block and one."""
-    transformers = pytest.importorskip("transformers")
-    model, tokens = a_model(), some_tokens(53)
-    weights.save(model, tmp_path)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    ids, max_length, end_before, nats, count = torch.from_numpy(tokens.astype(np.int64))[None], 16, 0, 0.0, 0
-    for begin in range(0, 53, stride):
-        end = min(begin + max_length, 53)
-        labels = ids[:, begin:end].clone()
-        labels[:, : end_before - end] = -100  # at the first window nothing: minus all of it
-        with torch.no_grad():
-            loss = theirs(ids[:, begin:end], labels=labels).loss.item()
-        scored = int((labels[:, 1:] != -100).sum())
-        nats, count, end_before = nats + loss * scored, count + scored, end
-        if end == 53:
-            break
-    found = perplexity(model, tokens, block=15, stride=stride, batch=2, precision="fp32")
-    assert found.tokens == count == 52
-    assert found.nats_per_token == pytest.approx(nats / count, rel=1e-5)
-
-
 # Last words of a model that sees all of its context.
 
 PASSAGES = ["to be", "or not to be", "that is the question whether", "a b", "'tis nobler in", "the mind to", "x y"]
@@ -249,17 +217,6 @@ def test_the_last_word_is_one_pass_for_each_token(batch: int) -> None:
     found = last_word(model, Bytes(), PASSAGES, block=block, batch=batch, precision="fp32")
     assert found.nats_per_word == pytest.approx(nats / len(PASSAGES), rel=1e-5)
     assert found.cut == cut
-
-
-def test_a_long_passage_loses_its_beginning() -> None:
-    model = a_model()
-    long = "many words that do not fit a block at all, and then the end"
-    kept = long[-17:]
-    settings: dict[str, Any] = {"block": 16, "batch": 1, "precision": "fp32"}
-    found = last_word(model, Bytes(), [long], **settings)
-    assert found.nats_per_word == last_word(model, Bytes(), [kept], **settings).nats_per_word
-    assert found.cut == 1
-    assert found.nats_per_word != last_word(model, Bytes(), [long[-16:]], **settings).nats_per_word
 
 
 @pytest.mark.parametrize(

@@ -240,14 +240,6 @@ def test_a_graph_of_transformers_llama_has_the_eager_steps_losses(precision, lar
     assert torch.equal(step.model.module.idle, llama.idle.cuda())
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_captured_step_that_nobody_tells_of_its_gradients_is_noticed(captured, monkeypatch):
-    monkeypatch.setattr(TableAdamW, "move", lambda self: None)
-    step = captured(a_step("bf16", "triton", n_layer=1))
-    step(*a_batch())
-    assert not all(p.isfinite().all() for p in step.model.parameters())
-
-
 # Compiled
 
 
@@ -344,7 +336,7 @@ def test_every_mode_trains_as_the_plain_eager_step(precision: str, recipe: str, 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(
     ("recipe", "accumulate", "blocks"),
-    [(CURRENT, 1, "fused"), (CURRENT, 2, None), (DELAYED, 1, None), (DELAYED, 2, "fused")],
+    [(CURRENT, 1, None), (DELAYED, 2, "fused")],
 )
 def test_a_captured_step_goes_on_in_fp8_where_bf16_ended_as_the_eager_one(
     recipe: str, accumulate: int, blocks: str | None, captured: Callable[[TrainStep], TrainStep], tmp_path: Path

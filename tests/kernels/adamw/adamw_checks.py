@@ -133,28 +133,13 @@ def update(
     betas: tuple[float, float],
     eps: float,
     decay: float,
-    fault: str,
 ) -> list[Tensor]:
-    """w, m, v after update t, float64: algorithm 2 of arXiv:1711.05101, or with a fault by name."""
+    """w, m, v after update t, float64: algorithm 2 of arXiv:1711.05101."""
     (w, m, v), (b1, b2) = state, betas
-    t += fault == "a step ahead"
-    if fault == "decay in the gradient":
-        g = g + decay * w
     m = b1 * m + (1 - b1) * g
-    v = b2 * v + (1 - b2) * (g if fault == "v of g" else g * g)
-    first = 1.0 if fault == "no correction of m" else 1 - b1**t
-    second = 1.0 if fault == "no correction of v" else 1 - b2**t
-    direction = (m / first) / ((v / second).sqrt() + eps)
-    if fault == "no decay" or fault == "decay in the gradient":
-        decay = 0.0
-    shrink = decay if fault == "decay not by the rate" else rate * decay
-    return [w * (1 - shrink) - rate * direction, m, v]
-
-
-FAULTS = (
-    "a step ahead", "decay in the gradient", "no correction of m", "no correction of v", "no decay",
-    "decay not by the rate", "v of g",
-)  # fmt: skip
+    v = b2 * v + (1 - b2) * g * g
+    direction = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps)
+    return [w * (1 - rate * decay) - rate * direction, m, v]
 
 
 def rate_of(t: int) -> float:

@@ -10,7 +10,6 @@ import torch
 from adamw_checks import (
     E4M3,
     E5M2,
-    FAULTS,
     SHAPES,
     STATE,
     assert_same,
@@ -63,8 +62,8 @@ def test_the_backends_are_the_files() -> None:
 # Float64 and torch
 
 
-def trained(found: Backend | None, shapes: tuple[tuple[int, ...], ...], device: str, fault: str) -> list[list[Tensor]]:
-    """w, m, v of each shape after 20 steps from zero moments: a backend's; without one float64's, perhaps with a fault."""
+def trained(found: Backend | None, shapes: tuple[tuple[int, ...], ...], device: str) -> list[list[Tensor]]:
+    """w, m, v of each shape after 20 steps from zero moments: a backend's; without one float64's."""
     made = [parameter(shape, plain(device), i) for i, shape in enumerate(shapes)]
     for p in made:
         p.exp_avg.zero_()
@@ -74,7 +73,7 @@ def trained(found: Backend | None, shapes: tuple[tuple[int, ...], ...], device: 
         for i, p in enumerate(made):
             p.grad.copy_(gradient(shapes[i], t))
             if found is None:
-                states[i] = update(states[i], p.grad.double(), rate_of(t), t, BETAS, 1e-8, p.weight_decay, fault)
+                states[i] = update(states[i], p.grad.double(), rate_of(t), t, BETAS, 1e-8, p.weight_decay)
         if found is not None:
             run(found, made, t)
     return states if found is None else [[getattr(p, name) for name in STATE] for p in made]
@@ -101,24 +100,11 @@ ODD = ((), (0,), (7,), (9, 70))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", adamw.names())
 def test_twenty_steps_against_float64(name: str, device: str) -> None:
-    ours, exact = trained(backend(name, device), ODD, device, ""), trained(None, ODD, device, "")
+    ours, exact = trained(backend(name, device), ODD, device), trained(None, ODD, device)
     library = torchs(ODD, device, fused=True, capturable=device == "cuda")
     for shape, *states in zip(ODD, ours, library, exact, strict=True):
         for what, mine, theirs, true in zip(STATE, *states, strict=True):
             assert_as_good(f"{what} {shape}", mine, theirs, true)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_update_would_not_pass(fault: str) -> None:
-    shapes = ((9, 70),)
-    exact, library, wrong = trained(None, shapes, "cpu", ""), torchs(shapes, "cpu"), trained(None, shapes, "cpu", fault)
-
-    def check() -> None:
-        for what, mine, theirs, true in zip(STATE, wrong[0], library[0], exact[0], strict=True):
-            assert_as_good(what, mine.float(), theirs, true)
-
-    with pytest.raises(AssertionError):
-        check()
 
 
 @pytest.mark.parametrize("name", adamw.names())
@@ -137,9 +123,7 @@ def test_eps_is_added_to_the_root(name: str) -> None:
 def test_the_reference_is_torchs_fused_one_bit_for_bit() -> None:
     """Whole vectors, 16 elements: the rest of torch's loop is compiled without multiply-adds."""
     shapes = ((16,), (48, 80), (4096,))
-    for ours, theirs in zip(
-        trained(reference.BACKEND, shapes, "cpu", ""), torchs(shapes, "cpu", fused=True), strict=True
-    ):
+    for ours, theirs in zip(trained(reference.BACKEND, shapes, "cpu"), torchs(shapes, "cpu", fused=True), strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(bits(mine), bits(other))
 

@@ -172,7 +172,7 @@ def test_twenty_steps_stay_near_float64(form: str) -> None:
     started = p.weight.double()
     for t in range(1, 21):
         p.grad.copy_(gradient((64, BLOCK), t))
-        exact = update(exact, p.grad.double(), rate_of(t), t, BETAS, 1e-8, p.weight_decay, "")
+        exact = update(exact, p.grad.double(), rate_of(t), t, BETAS, 1e-8, p.weight_decay)
         run(reference.BACKEND, [p], t)
     went = exact[0] - started
     gap = p.weight.double() - exact[0]

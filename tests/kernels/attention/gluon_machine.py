@@ -100,14 +100,13 @@ class Sum:
 class Machine(Threads):
     """Stand-ins for what the kernels take from Gluon; `slow` may be a tensor, whose blocks then come late.
 
-    What a thread has stored, the tensor core and TMA see from its fence on. without: those barriers, in the order in which
-    they are made, at which nobody waits; -1: where two meet. found: what goes to global memory, and where.
+    What a thread has stored, the tensor core and TMA see from its fence on. found: what goes to global memory, and where.
     """
 
-    def __init__(self, slow: str = "", without: int | None = None) -> None:
+    def __init__(self, slow: str = "") -> None:
         super().__init__(slow)
         self.own, self.unseen = threading.local(), dict[Place, Any]()
-        self.without, self.made, self.found = without, list[list[Barrier]](), list[Any]()
+        self.found = list[Any]()
         self.both = Barrier()
         self.both.count = self.both.pending = 2
 
@@ -115,12 +114,7 @@ class Machine(Threads):
         made = Room([Barrier() for _ in range(count)])
         for barrier in made.of:
             barrier.count = barrier.pending = arrivals
-        self.made.append(made.of)
         return made
-
-    def wait(self, barrier: Barrier, parity: int, *, pred: bool = True) -> None:
-        if self.without is None or barrier not in ([self.both] if self.without < 0 else self.made[self.without]):
-            super().wait(barrier, parity, pred=pred)
 
     def meet(self) -> None:
         parity = self.own.__dict__.get("met", 0)

@@ -243,7 +243,7 @@ sizes = st.integers(1, 2**20)
 windows = st.none() | st.tuples(st.integers(-1, 4096), st.integers(-1, 4096))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(
     st.builds(
         Problem, batch=sizes, heads=sizes, length=sizes, head_dim=sizes, dtype=st.sampled_from(["bf16", "fp32"]),

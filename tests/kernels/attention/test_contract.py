@@ -4,7 +4,6 @@ Those that compute in FP8 have manual_fp8's error in place of manual's; test_man
 may be from float64 of the operands that FP8 leaves, which is far less.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -183,8 +182,8 @@ def test_contract(name: str, shape: tuple[int, ...], dtype: str, causal: bool, d
         pytest.skip(
             "each problem of FlexAttention compiles for seconds: one odd length, causal and not, stands for all"
         )
-    if (device, dtype) == ("cpu", "fp16") and shape != SHAPES[2]:
-        pytest.skip("on a CPU fp16 goes bf16's way but for its rounding: one shape stands for all")
+    if device == "cpu" and dtype != "fp32" and name != "triton_fp8" and shape != SHAPES[2]:
+        pytest.skip("on a CPU half precision goes float32's way but for its rounding: one shape stands for all")
     problem = a_problem(shape, dtype, device, causal=causal)
     assert_as_good_as_manual(supported(name, problem), problem, draw(problem))
 
@@ -209,7 +208,7 @@ def test_contract_at_gpt2s_shape_by_its_own_kernels(name: str) -> None:
 def test_contract_beyond_one_shape(name: str, case: str, dtype: str, device: str) -> None:
     if name == "flex" and (case, dtype) not in [("mqa causal", "bf16"), ("few keys causal", "bf16")]:
         pytest.skip("each problem of FlexAttention compiles for seconds: two stand for all")
-    if device == "cpu" and (dtype == "fp16" or (dtype == "bf16" and "window" in case and name != "triton")):
+    if device == "cpu" and (dtype == "fp16" or (dtype == "bf16" and name != "triton_fp8")):
         pytest.skip("slow on a CPU, and nothing there depends on it that test_contract does not see")
     shape, changes, kind = CASES[case]
     problem = a_problem(shape, dtype, device, **{"causal": False, "mask": kind is not None, **changes})
@@ -284,27 +283,17 @@ MISTAKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_fails_the_contract(mistake: str, dtype: str) -> None:
+def test_a_planted_mistake_fails_the_contract(mistake: str) -> None:
     case, change = MISTAKES[mistake]
     shape, changes, kind = CASES[case]
-    problem = a_problem(shape, dtype, "cpu", **{"causal": False, **changes})
+    problem = a_problem(shape, "bf16", "cpu", **{"causal": False, **changes})
     check = (planted(change), problem, draw(problem), draw_mask(problem, kind))
     if mistake in ("none", "no mistake in the diagonal"):
         assert_as_good_as_manual(*check)
     else:
         with pytest.raises(AssertionError):
             assert_as_good_as_manual(*check)
-
-
-def test_a_dead_row_that_is_left_to_the_kernel_fails_the_contract() -> None:
-    problem = a_problem((2, 2, 64, 32), "fp32", "cpu", causal=False)
-    mask, manual = draw_mask(problem, "dead rows"), attention.load("manual")
-    naive = gradients(lambda q, k, v: manual.forward(q, k, v, causal=False, scale=0.1, mask=mask), draw(problem))
-    out, _, _, dv = naive
-    assert out.isnan().any()
-    assert dv.isnan().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -365,28 +354,6 @@ def test_dropout_drops_on_average_nothing(name: str, device: str) -> None:
 
 
 # Windows
-
-
-WINDOW_MISTAKES: dict[str, Callable[[tuple[int, int]], tuple[int, int] | None]] = {
-    "ignored": lambda w: None,
-    "one key too many": lambda w: (w[0] + 1, w[1]),
-    "one key too few": lambda w: (w[0] - 1, w[1]),
-    "one key too many after it": lambda w: (w[0], w[1] + 1),
-    "mirrored": lambda w: (w[1], w[0]),
-}
-
-
-@pytest.mark.parametrize("mistake", WINDOW_MISTAKES)
-def test_a_wrong_window_fails_the_contract(mistake: str) -> None:
-    """Of a backend that is told the window, and of the mask that is made for one that is not."""
-    shape, changes, _ = CASES["window both ways"]
-    problem = a_problem(shape, "fp32", "cpu", **{"causal": False, **changes})
-    assert_as_good_as_manual(attention.load("manual"), problem, draw(problem))
-    assert problem.window is not None
-    wrong = dataclasses.replace(problem, window=WINDOW_MISTAKES[mistake](problem.window))
-    ours, truth = run(attention.load("manual"), wrong, draw(problem)), by_definition(problem, draw(problem))
-    for name, value, exact in zip(("out", "dq", "dk", "dv"), ours, truth, strict=True):
-        assert largest(value - exact) > 1e-2 * largest(exact), name
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,6 @@ def test_a_measured_shape_gets_what_was_fastest_there(row: Timing) -> None:
     assert set(row.seconds) <= set(gemm.names())
 
 
-def test_gpt2s_products() -> None:
-    """The three that Gluon wins, at other batches too where tiles are many; where they are few, at this one alone."""
-    for m in (12288, 15000, 65536, 8192):
-        assert chosen(m, 2304, 768) == chosen(m, 3072, 768) == "gluon"
-    for m in (1536, 3072, 12288):
-        assert chosen(m, 50304, 768) == "gluon"  # of a part of the logits
-    assert chosen(12288, 768, 3072) == chosen(12288, 768, 3072, fast=False) == "scaled_mm"
-    assert chosen(12288, 768, 768, "row") == "gluon"
-    assert chosen(15361, 768, 768, "row") == chosen(9000, 768, 768, "row") == "scaled_mm"
-    assert chosen(1024, 2304, 768) == "scaled_mm"
-
-
 def test_operands_that_are_no_matrices_are_refused() -> None:
     a = Operand(torch.zeros(2, 16, 16, dtype=torch.float8_e4m3fn), torch.ones(()), layout("e4m3", "tensor"))
     with pytest.raises(ValueError, match="contiguous"):

@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import barriers
 import pytest
 from barriers import Barrier, Threads, ran
 
@@ -192,14 +191,3 @@ def test_blocks_of_a_matrix_that_lies_across(slow: str, monkeypatch: pytest.Monk
     assert len(left) > 2
     for row, column, products in left:
         assert products == [([row, depth], [depth, column]) for depth in range(0, 768, 128)]
-
-
-def test_without_turns_a_warpgroup_takes_the_others_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What failed on an H200: the test above would see it."""
-    there = 640, 256, 768
-    check_tiles(run(there, plans.TURNS, 6, 2, False, "fetch", monkeypatch), 768)
-    monkeypatch.undo()
-    monkeypatch.setattr(barriers, "PATIENCE", 0.5)
-    monkeypatch.setattr(kernels, "_await_turn", types.SimpleNamespace(fn=lambda *_: None))
-    with pytest.raises((AssertionError, TypeError)):
-        check_tiles(run(there, plans.TURNS, 6, 2, False, "fetch", monkeypatch), 768)

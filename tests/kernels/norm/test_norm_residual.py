@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,12 +141,11 @@ def test_triton_is_the_reference(shape, kind, rich, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize(("shape", "kind", "rich"), CASES)
-def test_wide_rows_by_two_kernels_are_the_reference(shape, kind, rich, dtype, device, monkeypatch):
+def test_wide_rows_by_two_kernels_are_the_reference(shape, kind, rich, device, monkeypatch):
     assert max(n for _, n in SHAPES) < residual_forward.WIDE
     monkeypatch.setattr(residual_forward, "WIDE", 1)
-    test_triton_is_the_reference(shape, kind, rich, dtype, device)
+    test_triton_is_the_reference(shape, kind, rich, E4M3 if rich else E5M2, device)
 
 
 @pytest.mark.gpu
@@ -237,49 +235,6 @@ def test_a_total_that_was_not_kept_is_added_up_again(name: str, stream: torch.dt
         assert not torch.equal(other[0], again[0])
     with pytest.raises(ValueError, match="of the same shape"):
         ours.backward_rounded(case.dy, case.x, case.weight, mean, rstd, dtype=BF16, branch=case.branch[:1])
-
-
-def broken(change: Callable[[Made], None]) -> Callable[[Made], Made]:
-    def spoil(made: Made) -> Made:
-        made = {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.items()}
-        change(made)
-        return made
-
-    return spoil
-
-
-def spoilt(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Made], Made]:
-    return broken(lambda made: made.update({name: change(made[name])}))
-
-
-def off_by(q: Quantized, share: int) -> Quantized:
-    """Every share-th code its neighbour."""
-    wrong = q.data.view(torch.uint8).clone().flatten()
-    wrong[::share] ^= 1
-    return q._replace(data=wrong.view_as(q.data.view(torch.uint8)).view(q.data.dtype))
-
-
-SPOILT: dict[str, Callable[[Made], Made]] = {
-    "total without the branch": spoilt("total", lambda t: t * 0.99),
-    "dx without the residual": spoilt("dx", lambda t: t - 0.01),
-    "dweight doubled": spoilt("dweight", lambda t: t * 2),
-    "dbias of one row less": spoilt("dbias", lambda t: t - 0.3),
-    "column_sum not gathered": spoilt("g column_sum", lambda t: t * 0 + 2),
-    "amax not gathered": spoilt("g amax", lambda t: t * 0 + 0.5),
-    "counts not gathered": spoilt("y counts", lambda t: t * 0),
-    "y not rounded beforehand": broken(lambda made: made.update(y=off_by(made["y"], 50))),
-    "g's layouts unlike": broken(lambda made: made.update(g=off_by(made["g"], 2000))),
-}
-
-
-@pytest.mark.parametrize("name", SPOILT)
-def test_mutations_fail_the_contract(name: str) -> None:
-    case = draw((64, 64))
-    made = run(REFERENCE, case, E4M3)
-    assert codes(made["y"].data).abs().max() > 100
-    assert_alike(made, run(REFERENCE, case, E4M3), case)
-    with pytest.raises(AssertionError):
-        assert_alike(SPOILT[name](made), run(REFERENCE, case, E4M3), case)
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])

@@ -116,7 +116,7 @@ def shake(model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "precision", "recipe", "tolerance"),
-    [(kind, *case) for i, kind in enumerate(KINDS) for j, case in enumerate(CASES) if j < 3 or (i + j) % 2 == 0],
+    [(kind, *case) for i, kind in enumerate(KINDS) for j, case in enumerate(CASES) if j in (0, 2) or (i + j) % 4 == 1],
 )
 def test_gradients_and_losses_are_those_of_the_modules(kind, precision, recipe, tolerance):
     plain, fused = (a_step(blocks, precision, recipe, **KINDS[kind]) for blocks in BOTH)

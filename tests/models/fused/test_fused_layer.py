@@ -98,8 +98,10 @@ def segments(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "row", "block"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [(o, name) for i, o in enumerate(OPTIONS) for name in ("delayed", ("current", "row", "block")[i % 3])],
+)
 def test_it_is_the_layer_of_modules(options: str, name: str, segments: list[str]) -> None:
     """Bit for bit down to the stream's gradient, which is rounded once where the modules' sum of two is rounded twice."""
     recipe = RECIPES[name][0]

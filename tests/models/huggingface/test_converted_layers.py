@@ -34,12 +34,15 @@ def cosine(x: Tensor, y: Tensor) -> float:
     return torch.nn.functional.cosine_similarity(x.flatten(), y.flatten(), dim=0).item()
 
 
+ONE_OF_A_KIND = {type(choice): choice for choice in RECIPES}.values()
 #: A Linear's output under NVFP4 is 14.5 % off, under E4M3 3.7 %.
 NVFP4 = 4.0
 
 
-@pytest.mark.parametrize("choice", RECIPES, ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [*(("llama", choice) for choice in ONE_OF_A_KIND), ("gpt2", RECIPES[0]), ("t5", RECIPES[0])],
+)
 def test_in_fp8_it_is_near_it(family: str, choice: recipe.Recipe) -> None:
     model = make(family, **({"feed_forward_proj": "relu"} if family == "t5" else {}))
     exact, grads = logits(model), gradients(model)

@@ -14,6 +14,7 @@ from te_bench.models import recipe
 from te_bench.models.huggingface.head import causal_loss
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 IGNORING = tokens().flip(1).masked_fill(tokens() < 20, -100)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_bench.models as te
 from te_bench.kernels.activation.backends import triton as activation_triton
+from te_bench.kernels.linear_cross_entropy import kernels, tied
 from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.kernels.quantize import history
 from te_bench.kernels.rotary.backends import triton as rotary_triton
@@ -21,6 +22,8 @@ from te_bench.models.conversion_parts import PARTS
 from te_bench.models.fused import segment
 from te_bench.models.modules import layernorm_mlp, rotary
 from te_bench.training.step import Optim, TrainStep
+
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LAYER_BY_LAYER = tuple(part for part in PARTS if part != "blocks")
@@ -40,7 +43,6 @@ def passes(model: nn.Module, choice: recipe.Recipe | None) -> tuple[Tensor, dict
     return found
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize("choice", [None, DELAYED, CURRENT], ids=["bf16", "delayed", "current"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_as_near_to_float32_as_layer_by_layer(family: str, choice: recipe.Recipe | None) -> None:
@@ -72,6 +74,8 @@ def test_the_kernels_of_a_gpu_interpreted_compute_the_same(monkeypatch: pytest.M
             for module in (segment, layernorm_mlp):
                 monkeypatch.setattr(module, "activation_backend", lambda x: activation_triton.BACKEND)
             monkeypatch.setattr(rotary, "backend", lambda x: rotary_triton.BACKEND)
+            for head in (kernels, tied):
+                monkeypatch.setattr(head, "INTERPRETED", True)
         model = make("qwen2", num_hidden_layers=1)
         te.convert(model, DELAYED, parts="all")
         assert goes_by_chain(model)
@@ -106,7 +110,6 @@ def test_what_it_has_not_goes_layer_by_layer(given: dict[str, Any]) -> None:
     assert goes_by_chain(model)
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     "inner", ["", ".self_attn", ".self_attn.k_proj", ".mlp", ".mlp.act_fn", ".mlp.up_proj", ".input_layernorm"]
 )
@@ -142,7 +145,6 @@ class Doubled(nn.Module):
         return (2 * made[0], *made[1:]) if isinstance(made, tuple) else 2 * made
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("name", "wrap", "by_chain"),
     [
@@ -213,7 +215,6 @@ def test_trained_by_the_chain_it_is_evaluated_layer_by_layer_with_the_same_scale
     assert (by_layer - by_chain).norm() < 0.01 * by_chain.norm()
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("parts", "length", "checkpointed"),
     [("all", 1, False), ("all", 8, True), (LAYER_BY_LAYER, 8, False)],
@@ -313,7 +314,6 @@ def test_embedding_and_tied_head_have_one_gradient_made_for_both(given, options)
         assert_same(each, gradients, 1e-4)
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("choice", "accumulate", "tie"),
     [(None, 1, True), (DELAYED, 1, False), (DELAYED, 2, True), (CURRENT, 1, True)],

@@ -17,6 +17,7 @@ from te_bench.models import recipe
 from te_bench.models.conversion_parts import PARTS
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("plain_heads")
 
 NO_ROTARY, NO_HEAD = "calls apply_rotary_pos_emb", "no model of transformers with an lm_head"
 OTHERWISE, NO_BLOCKS = {"blocks": "compute otherwise than Llama"}, {"blocks": "no model of transformers in it has"}
@@ -56,7 +57,6 @@ def test_a_family_computes_the_same_and_the_report_says_what_stays(family: str) 
         assert sum(entry.part == "mlp" for entry in report.parts) == (4 if family == "t5" else 2)
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("family", "choice"),
     [
@@ -233,7 +233,6 @@ def test_a_tied_head_in_fp8_counts_as_read() -> None:
     assert model(**inputs("llama")).logits is None
 
 
-@pytest.mark.usefixtures("plain_heads")
 def test_copies_and_pickles_compute_the_same() -> None:
     model = make("llama")
     te.convert(model, recipe.DelayedScaling(amax_history_len=4), parts="all")
@@ -311,7 +310,6 @@ def test_saved_and_loaded_it_is_transformers_own(family: str, tmp_path: Path) ->
         torch.testing.assert_close(other(input_ids=tokens()).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("plain_heads")
 @pytest.mark.parametrize(
     ("family", "tied", "choice"),
     [

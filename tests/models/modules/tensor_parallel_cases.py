@@ -1,6 +1,6 @@
 """What N ranks compute with divided modules beside one rank with whole ones, for test_tensor_parallel.
 
-python tensor_parallel_cases.py FOLDER DEVICE N... writes "FOLDER/RANK of N.pt". A CPU has forks: one import of torch.
+python tensor_parallel_cases.py FOLDER DEVICE N writes "FOLDER/RANK of N.pt". A CPU has forks: one import of torch.
 """
 
 import copy
@@ -271,12 +271,12 @@ def run(rank: int, world: int, path: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    path, device, *worlds = sys.argv[1:]
+    path, device, world = sys.argv[1:]
     method = "fork" if device == "cpu" else "spawn"
     importlib.import_module("torch._dynamo")  # once for all ranks, as what a module imports
     for make in MODULES.values():
         make()
     gc.collect()
     gc.freeze()  # each rank looks for garbage with each model: not among what is imported
-    for world in map(int, worlds):
-        torch.multiprocessing.start_processes(run, (world, Path(path), device), nprocs=world, start_method=method)
+    given = int(world), Path(path), device
+    torch.multiprocessing.start_processes(run, given, nprocs=int(world), start_method=method)

@@ -85,15 +85,14 @@ def test_bit_for_bit_what_eager_computes(module: str, name: str) -> None:
     compare(expected, ours, 0.0)
 
 
-@pytest.mark.parametrize(("module", "name"), [("Linear", "current"), ("LayerNormLinear", "delayed")])
-def test_inductor(module: str, name: str) -> None:
+def test_inductor() -> None:
     """To rounding: a value that falls to the other side of an FP8 midpoint moves by 6 %, one of many.
 
     Casts and GEMMs are operators that Inductor calls whatever the recipe; what a layer is made of is one graph by
     test_bit_for_bit_what_eager_computes, and Inductor's of all modules is the GPU's.
     """
-    eager, compiled = pair(module)
-    compare(train(eager, eager, name), train(compiled, torch.compile(compiled, fullgraph=True), name), 2e-2)
+    eager, compiled = pair("LayerNormLinear")
+    compare(train(eager, eager, "delayed"), train(compiled, torch.compile(compiled, fullgraph=True), "delayed"), 2e-2)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
