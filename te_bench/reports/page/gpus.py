@@ -35,8 +35,9 @@ ROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "recipe: rowwise_scaling": (("FP8 recipe", "rowwise_scaling"),),
     "recipe: float8_block_scaling": (("FP8 recipe", "float8_block_scaling"),),
     "recipe: float8_current_scaling_dpa": (("FP8 recipe", "float8_current_scaling_dpa"),),
-    "recipe: float8_current_scaling_e4m3": (("FP8 recipe", "float8_current_scaling_e4m3"),),
-    "recipe: delayed_scaling_e4m3": (("FP8 recipe", "delayed_scaling_e4m3"),),
+    "recipes: delayed_scaling_e4m3, float8_current_scaling_e4m3": tuple(
+        ("FP8 recipe", name) for name in ("delayed_scaling_e4m3", "float8_current_scaling_e4m3")
+    ),
     "recipes: current and row-wise scaling with a part in bf16": tuple(
         ("FP8 recipe", name)
         for name in (
