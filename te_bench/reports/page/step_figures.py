@@ -10,7 +10,7 @@ from te_bench.models import cost
 from te_bench.reports.analysis import layers
 from te_bench.reports.analysis.floor import Breakdown
 from te_bench.reports.analysis.layers import MeasuredLayer
-from te_bench.reports.analysis.naming import MODES
+from te_bench.reports.analysis.naming import MODES, precision_name
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.steps import MeasuredStep
 from te_bench.reports.group_result import GroupResult
@@ -32,13 +32,11 @@ def _bar(configuration: Configuration, value: float | None, remark: str, **ends:
 
 def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
     """Colours of the precisions and hatches of the modes that occur, where there is more than one to tell apart."""
-    precisions = [p for p in PRECISION if any(configuration.trial.precision == p for configuration in configurations)]
-    modes = [m for m in HATCH if any(configuration.trial.mode == m for configuration in configurations)]
-    patches = (
-        [Patch(facecolor=PRECISION[p], label=p.replace("fp8", "FP8")) for p in precisions]
-        if len(precisions) > 1
-        else []
-    )
+    trials = [configuration.trial for configuration in configurations]
+    names = {p: dict.fromkeys(precision_name(t) for t in trials if t.precision == p) for p in PRECISION}
+    modes = [m for m in HATCH if any(t.mode == m for t in trials)]
+    patches = [Patch(facecolor=PRECISION[p], label=", ".join(found)) for p, found in names.items() if found]
+    patches = patches if len(patches) > 1 else []
     if len(modes) > 1:
         patches += [
             Patch(facecolor=FAINT, edgecolor="white", hatch=HATCH[m], linewidth=0, label=MODES.get(m, m)) for m in modes

@@ -32,18 +32,18 @@ RAREST = 1e-7  # fractions below it are shown as none
 
 
 def forest(found: StudyVerdict) -> Figure | None:
-    """Each configuration's mean gap with its interval, over the margin's zone."""
-    if not (findings := found.findings):
+    """The mean gap of each configuration that has one with its interval, over the margin's zone; None where none has."""
+    findings = [finding for finding in found.findings if finding.judgement.comparison is not None]
+    if not findings:
         return None
-    figure, axes = _named_rows([f"{finding.arm.name}: {finding.verdict}" for finding in findings], 1.0, 0.5)
+    figure, axes = _named_rows([f"{finding.arm.name}: {found.label(finding)}" for finding in findings], 1.0, 0.5)
     inside = [c for f in findings if (c := f.judgement.comparison) and c.interval and f is not found.broken]
     widest = max([found.margin, *(abs(end) for c in inside for end in c.interval or ())]) * 1.3
     axes.axvspan(-found.margin, found.margin, color=COLOURS[2], alpha=0.12, linewidth=0)
     axes.axvline(0, color=FAINT, linewidth=0.8)
     for row, finding in enumerate(findings):
         comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
-        if comparison is None:
-            continue
+        assert comparison is not None
         low, high = comparison.interval or (comparison.gap, comparison.gap)
         if low > widest or high < -widest:  # the broken arm: off the scale, its size in words
             end, mark = (0.995, ">") if low > widest else (0.005, "<")

@@ -222,6 +222,12 @@ def test_the_forest_marks_the_margin_and_an_arm_off_its_scale(run: Path, drawing
     assert "within the margin 0.003" in drawing.inline
 
 
+def test_a_study_without_a_gap_to_judge_has_no_forest(tmp_path: Path) -> None:
+    write_study(tmp_path / "run", study_records(seeds=[0]))
+    [found] = only_group(tmp_path / "run").studies
+    assert verdict_figures.forest(found) is None
+
+
 def test_a_ladder_of_learning_rates_says_where_each_breaks(tmp_path: Path) -> None:
     records = []
     for factor in (1, 2, 4, 8):
