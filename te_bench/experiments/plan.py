@@ -283,9 +283,9 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
     least = 2 if p.against is None else 1  # a rival's way may have no other step on one GPU
     if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < least):
         raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and {least} ranks or more, world")
-    gathers = p.parallel in run_options.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
+    gathers = p.parallel in parallel.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
     if p.gather is not None and not gathers:
-        modes = " or ".join(run_options.GATHERING)
+        modes = " or ".join(parallel.GATHERING)
         raise ValueError(f"{trial.name}: gather fp8 is of a train_step in FP8 over ranks by {modes}")
     if (p.shard is None) != (p.parallel not in parallel.GROUPED):
         raise ValueError(

@@ -25,9 +25,6 @@ WHOLE = "float32"  # the default of --weights and --states, which may be said an
 #: Settings that options give what a study of convergence judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
 
-#: Modes of training.parallel that gather weights, which may be in FP8.
-GATHERING = ("fsdp2", "hsdp")
-
 # Raise ValueError, naming the flag, for a value that no suite could obey.
 
 
@@ -353,10 +350,9 @@ def check(options: Options) -> None:
     for name in sorted(WITH_MODEL):
         if getattr(options, name) is not None and options.model is None:
             raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
-    if options.gather is not None and options.parallel not in GATHERING:
-        raise ValueError(
-            f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
-        )
+    if options.gather is not None and options.parallel not in parallels.GATHERING:
+        modes = " or ".join(parallels.GATHERING)
+        raise ValueError(f"--gather fp8 goes with --gpus-per-trial N --parallel {modes}: no other mode gathers weights")
     if options.overlap is not None and not options.sequence_parallel:
         raise ValueError(f"--overlap {options.overlap} goes with --sequence-parallel, whose collectives it overlaps")
     fewer = fewer_bits(options)
