@@ -126,14 +126,18 @@ class Option:
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None  # from what is said to the value
     check: Callable[[str, Any], None] | None = None
-    unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
+    unheeded: str | None = (
+        None  # of a suite that does not obey it; None: every suite does, or the plan's check_ranks asks
+    )
+    instead: str = ""  # what else can be done then than leave it out
 
 
 def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
     return {"option": Option(help=help, type=type, **more)}
 
 
-_NO_FACTORY = "takes no model of yours"
+_NO_FACTORY, _NO_STEP = "takes no model of yours", "has no training step that heeds it"
+_KEEPING = "give it to convergence or speed, or "  # which have such steps on every device
 #: Options that go with a user's --model: a suite that obeys the one obeys the others.
 WITH_MODEL = frozenset({"model_args", "inputs", "loss"})
 
@@ -162,6 +166,7 @@ class Options:
             list[str],
             metavar="[MODEL=]SPEC",
             read=data_sets,
+            unheeded="trains on no data set",
         ),
     )
     budget_s: float | None = _option(
@@ -170,6 +175,7 @@ class Options:
         flag="--budget",
         metavar="TIME",
         read=seconds,
+        unheeded="has no time-budget trial",
     )
     cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
     model: str | None = _option(
@@ -293,6 +299,7 @@ class Options:
         str,
         metavar="MODE",
         check=lambda flag, value: plugins.check("mode of parallelism", value, parallels.names()),
+        unheeded=_NO_STEP,
     )
     shard: int | None = _option(
         "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", check=between(2, 512)
@@ -300,33 +307,43 @@ class Options:
     sequence_parallel: bool | None = _option(
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
         bool,
+        unheeded="has no ranks that share layers",
+        instead=f"give --gpus-per-trial N --parallel {' or '.join(parallels.SHARING)}, or ",
     )
     overlap: str | None = _option(
         "What overlaps --sequence-parallel's collectives with the GEMMs beside them: symmetric, torch's symmetric memory.",
         str,
         metavar="BY",
         check=lambda flag, value: plugins.check(flag, value, list(parallels.OVERLAPS)),
+        unheeded="has no step at a fixed batch",
     )
     gather: str | None = _option(
         "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, ["fp8"]),
+        unheeded="has no step in FP8 at a fixed batch",
     )
     checkpointing: bool | None = _option(
-        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.", bool
+        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.",
+        bool,
+        unheeded=_NO_STEP,
     )
     weights: str | None = _option(
         "What matrices are trained in, of te-bench's models: bf16, without float32 masters. Default: float32.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16"]),
+        unheeded=_NO_STEP,
+        instead=_KEEPING,
     )
     states: str | None = _option(
         "What te-bench's AdamW keeps matrices' moments in: bf16 or fp8. Default: float32; torch's: as the weights.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16", "fp8"]),
+        unheeded=_NO_STEP,
+        instead=_KEEPING,
     )
 
     def data_for(self, model: str, default: str) -> str:
@@ -393,14 +410,6 @@ def check_ranks(options: Options) -> None:
         raise ValueError(
             f"--parallel {parallel}: give --shard {legal}, how many of --gpus-per-trial {world} share {what}{got}"
         )
-
-
-def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:
-    """Raise ValueError for an option that the suite does not obey."""
-    heeds |= WITH_MODEL if "model" in heeds else frozenset()
-    for name, option in OPTIONS.items():
-        if option.unheeded and getattr(options, name) is not None and name not in heeds:
-            raise ValueError(f"{option.flag}: the suite {suite} {option.unheeded}; leave it out")
 
 
 def words(options: Options, only: str | None = None) -> tuple[str, ...]:

@@ -70,6 +70,10 @@ class Trial:
         parts = [self.workload, problems.label(self.problem), self.attention, self.precision]
         return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
+    def with_(self, **settings: Scalar) -> "Trial":
+        """The trial with other settings of its problem, or more."""
+        return dataclasses.replace(self, problem={**self.problem, **settings})
+
     def to_json(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "problem": dict(self.problem)}
 

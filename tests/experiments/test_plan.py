@@ -203,7 +203,7 @@ def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
         shares = trial.problem.get("parallel") == "tp" and "rival" not in trial.problem
         assert ("sequence_parallel" in trial.problem) is shares
     divided = Options(device="cpu", gpus_per_trial=2, parallel="ddp", sequence_parallel=True)
-    with pytest.raises(ValueError, match="--sequence-parallel: no step of fp8 has ranks that share layers; give"):
+    with pytest.raises(ValueError, match="--sequence-parallel: the suite fp8 has no ranks that share layers; give"):
         plan.resolve("fp8", divided)
 
 
