@@ -429,7 +429,7 @@ def trunk_of(trial: "Trial") -> "Trial | None":
     if trial.problem.get("branch_at") is None:
         return None
     control = _in_bf16(trial, without=("perturb_ulp", "fault"))
-    return dataclasses.replace(control, problem={**control.problem, "arm": "control"})
+    return control.with_(arm="control")
 
 
 def end_of(trial: "Trial") -> "Trial | None":
