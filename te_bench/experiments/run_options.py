@@ -1,6 +1,7 @@
 """The options of a run, each declared once: the command line, the checks, the plan and the reports go by this table.
 
-A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them.
+A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them; the plan sets others
+in the trials of any suite (plan.ASKED).
 """
 
 import dataclasses
@@ -126,9 +127,7 @@ class Option:
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None  # from what is said to the value
     check: Callable[[str, Any], None] | None = None
-    unheeded: str | None = (
-        None  # of a suite that does not obey it; None: every suite does, or the plan's check_ranks asks
-    )
+    unheeded: str | None = None  # what is said of a suite that does not obey it; None: nothing, or check_ranks says it
     instead: str = ""  # what else can be done then than leave it out
 
 
@@ -307,7 +306,7 @@ class Options:
     sequence_parallel: bool | None = _option(
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
         bool,
-        unheeded="has no ranks that share layers",
+        unheeded="has no step whose ranks share layers",
         instead=f"give --gpus-per-trial N --parallel {' or '.join(parallels.SHARING)}, or ",
     )
     overlap: str | None = _option(
