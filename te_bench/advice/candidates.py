@@ -222,7 +222,7 @@ class Question:
     def of_batch(self, choice: Choice, batch: int) -> Trial:
         """A training step by that choice on another number of sequences."""
         trial = self.trial(choice)
-        return dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
+        return trial.with_(batch=batch)
 
     @property
     def batch(self) -> int:

@@ -104,7 +104,7 @@ def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
 def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
     """The steps with te-bench's kernels in the model: attention is then te-bench's, in place of its own."""
     return [
-        dataclasses.replace(trial, problem={**trial.problem, "parts": ALL})
+        trial.with_(parts=ALL)
         for trial in trials
         if is_step(trial) and trial.attention == OWN_ATTENTION and trial.precision in CONVERTED
     ]

@@ -1,7 +1,8 @@
 """From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from te_bench import plugins
@@ -73,10 +74,12 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
     run_options.check_ranks(options)  # after the suite, which may take none at all
-    experiment = _asked_of_steps(adoption.adapt(experiment, options), options)
+    experiment = _as_asked(adoption.adapt(experiment, options), options)
     for trial in experiment.trials:
         check(trial)
-    _check_options(experiment, options)
+    trained = sorted({str(trial.problem["model"]) for trial in experiment.trials if trial.workload == "training"})
+    for model in filter(None, options.data):
+        plugins.check("model of --data", model, trained)
     names = [trial.name for trial in experiment.trials]
     chosen = [t for t in experiment.trials if matches(t.name, only)]
     if not chosen:
@@ -95,55 +98,78 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
     return dataclasses.replace(experiment, trials=interleave(chosen), asked=asked, whole=whole)
 
 
-def _asked_of_steps(experiment: Experiment, options: Options) -> Experiment:
-    """Its training steps over the ranks of --gpus-per-trial, with --checkpointing, and with --weights and --states.
-
-    Raises ValueError for a suite without any.
-    """
-    over: Settings = {} if options.parallel is None else {"parallel": options.parallel, "world": options.gpus_per_trial}
-    over |= {} if options.shard is None else {"shard": options.shard}
-    again: Settings = {"checkpointing": "blocks"} if options.checkpointing else {}
-    fewer = run_options.fewer_bits(options)
-    if not over and not again and not fewer and not options.sequence_parallel:
+def _as_asked(experiment: Experiment, options: Options) -> Experiment:
+    """Its trials as the options ask for them. Raises ValueError for an option that neither the suite nor a trial obeys."""
+    heeds = experiment.heeds | (run_options.WITH_MODEL if "model" in experiment.heeds else frozenset())
+    trials = list(experiment.trials)
+    for name, option in run_options.OPTIONS.items():
+        if option.unheeded is None or getattr(options, name) in (None, {}):
+            continue
+        heeded = name in heeds
+        if name in ASKED:
+            found = [ASKED[name](trial, options) for trial in trials]
+            heeded = any(settings is not None for settings in found)
+            trials = [trial.with_(**more) if more else trial for trial, more in zip(trials, found, strict=True)]
+        if not heeded:
+            why = f"the suite {experiment.suite} {option.unheeded}"
+            raise ValueError(f"{option.flag}: {why}; {option.instead}leave it out")
+    if trials == list(experiment.trials):
         return experiment
-    workloads_of = {trial.workload for trial in experiment.trials}
-    for flag, asked, legal in (("--parallel", over, SPANNING), ("--checkpointing", again, STEPS)):
-        if asked and workloads_of.isdisjoint(legal):
-            raise ValueError(f"{flag}: the suite {experiment.suite} has no training step that heeds it; leave it out")
-    cells, trials = {}, []
-    for trial in experiment.trials:
-        more: Settings = (over if trial.workload in SPANNING else {}) | (again if trial.workload in STEPS else {})
-        if options.gather is not None and trial.workload == "train_step" and trial.precision == "fp8":
-            more["gather"] = options.gather
-        if trial.workload in STEPS:
-            more |= _in_fewer_bits(trial, fewer)
-        shares = {**trial.problem, **more}.get("parallel") in parallel.SHARING and "rival" not in trial.problem
-        if options.sequence_parallel and shares:  # other projects' always do
-            more["sequence_parallel"] = True
-            if options.overlap is not None and trial.workload in PROVEN:
-                more["overlap"] = options.overlap
-        divided = dataclasses.replace(trial, problem={**trial.problem, **more}) if more else trial
-        cells[trial.cell] = divided.cell
-        trials.append(divided)
-    if options.gather is not None and all("gather" not in trial.problem for trial in trials):
-        raise ValueError(f"--gather: the suite {experiment.suite} has no step in FP8 at a fixed batch; leave it out")
-    for name in fewer:
-        if adoption.adoptee(options) is not None:
-            raise ValueError(f"--{name}: of te-bench's own models alone; {_OF_YOUR_MODEL[name]}")
-        if all(name not in trial.problem for trial in trials):
-            where = f"give it to {_listed(_heeding(name, options))}, or leave it out"
-            raise ValueError(f"--{name}: the suite {experiment.suite} has no training step that heeds it; {where}")
-    if options.sequence_parallel and all("sequence_parallel" not in trial.problem for trial in trials):
-        raise ValueError(
-            f"--sequence-parallel: no step of {experiment.suite} has ranks that share layers; give --gpus-per-trial N "
-            f"--parallel {' or '.join(parallel.SHARING)}, or leave it out"
-        )
-    if options.overlap is not None and all("overlap" not in trial.problem for trial in trials):
-        raise ValueError(f"--overlap: the suite {experiment.suite} has no step at a fixed batch; leave it out")
+    cells = {old.cell: new.cell for old, new in zip(experiment.trials, trials, strict=True)}
     baseline = None if experiment.baseline is None else cells[experiment.baseline]
     return dataclasses.replace(
         experiment, trials=tuple(trials), baseline=baseline, judgement=experiment.judged_in(cells)
     )
+
+
+def _in_fewer_bits(name: str, trial: Trial, options: Options) -> Settings | None:
+    """Weights or states: torch's AdamW keeps states in the dtype of the weights.
+
+    The suite scaling compares with steps over ranks, which keep float32. Raises ValueError for a user's model.
+    """
+    value = getattr(options, name)
+    if value == run_options.WHOLE:
+        return {}
+    if trial.workload not in STEPS:
+        return None
+    if source_of(trial) is not None:
+        raise ValueError(f"--{name}: of te-bench's own models alone; {_OF_YOUR_MODEL[name]}")
+    if name in trial.problem:  # an arm says it itself, and torch's AdamW has its states by its weights
+        return {}
+    whole = trial.precision not in ("bf16", "fp8") or trial.workload == "scaling"
+    if whole or {"arm", "lr_factor"} & trial.problem.keys():
+        return None
+    if trial.problem.get("optimizer") is not None:
+        return {name: value}
+    return {"weights": value, "states": value} if name == "weights" else None
+
+
+def _over_ranks(options: Options) -> Settings:
+    groups = {} if options.shard is None else {"shard": options.shard}
+    return {"parallel": options.parallel, "world": options.gpus_per_trial, **groups}
+
+
+def _shares_layers(trial: Trial) -> bool:
+    """Whether its ranks may share the tokens too; other projects' always do."""
+    return trial.problem.get("parallel") in parallel.SHARING and "rival" not in trial.problem
+
+
+#: {option: what it sets in a trial, None where the trial does not heed it}; of others the suite says so: Experiment.heeds.
+ASKED: dict[str, Callable[[Trial, Options], Settings | None]] = {
+    "data": lambda t, _: {} if t.workload == "training" else None,
+    "budget_s": lambda t, _: {} if t.problem.get("budget_s") is not None else None,
+    "parallel": lambda t, asked: _over_ranks(asked) if t.workload in SPANNING else None,
+    "sequence_parallel": lambda t, _: {"sequence_parallel": True} if _shares_layers(t) else None,
+    "overlap": lambda t, asked: (
+        {"overlap": asked.overlap} if "sequence_parallel" in t.problem and t.workload in PROVEN else None
+    ),
+    "gather": lambda t, asked: (
+        {"gather": asked.gather} if t.workload == "train_step" and t.precision == "fp8" else None
+    ),
+    "checkpointing": lambda t, _: {"checkpointing": "blocks"} if t.workload in STEPS else None,
+    "weights": functools.partial(_in_fewer_bits, "weights"),
+    "states": functools.partial(_in_fewer_bits, "states"),
+}
 
 
 def require_room_on_a_cpu(options: Options) -> None:
@@ -182,52 +208,6 @@ def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
         f"a step of {what} is {flop / 1e12:,.1f} TFLOP. This run is on a CPU: two cores take about {minutes} min for each, "
         f"and a trial has {steps}. For a try on a CPU take a model or a preset that is made for one (--model tiny)"
     )
-
-
-def _heeding(name: str, options: Options) -> list[str]:
-    """The suites with a step that heeds --weights or --states as it was said."""
-    asked = Options(device=options.device, seeds=1, data={"": "random"}, **{name: getattr(options, name)})
-    found = []
-    for suite in plugins.names(suites.__name__):
-        trials = plugins.load(suites.__name__, suite, "experiment")(asked).trials
-        steps = [trial for trial in trials if trial.workload in STEPS]
-        if any(name in {**t.problem, **_in_fewer_bits(t, run_options.fewer_bits(asked))} for t in steps):
-            found.append(suite)
-    return found
-
-
-def _listed(names: list[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _in_fewer_bits(trial: Trial, fewer: Settings) -> Settings:
-    """What the step trains in: arms say it themselves, and torch's AdamW keeps states in the dtype of the weights.
-
-    The suite scaling compares with steps over ranks, which keep float32.
-    """
-    if (
-        trial.precision not in ("bf16", "fp8")
-        or trial.workload == "scaling"
-        or {"arm", "lr_factor"} & trial.problem.keys()
-    ):
-        return {}
-    if trial.problem.get("optimizer") is not None:
-        return fewer
-    return {"weights": fewer["weights"], "states": fewer["weights"]} if "weights" in fewer else {}
-
-
-def _check_options(experiment: Experiment, options: Options) -> None:
-    """Raise ValueError for an option that no trial of the suite would heed."""
-    trainings = [TrainingProblem.of(trial) for trial in experiment.trials if trial.workload == "training"]
-    trained = sorted({training.model for training in trainings})
-    if options.data and not trained:
-        raise ValueError(f"--data: the suite {experiment.suite} trains on no data set; leave it out")
-    for model in options.data:
-        if model:
-            plugins.check("model of --data", model, trained)
-    if options.budget_s is not None and all(t.budget_s is None for t in trainings):
-        raise ValueError(f"--budget: the suite {experiment.suite} has no time-budget trial; leave it out")
-    run_options.check_heeded(options, experiment.suite, experiment.heeds)
 
 
 def check(trial: Trial) -> None:
@@ -283,9 +263,9 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
     least = 2 if p.against is None else 1  # a rival's way may have no other step on one GPU
     if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < least):
         raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and {least} ranks or more, world")
-    gathers = p.parallel in run_options.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
+    gathers = p.parallel in parallel.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
     if p.gather is not None and not gathers:
-        modes = " or ".join(run_options.GATHERING)
+        modes = " or ".join(parallel.GATHERING)
         raise ValueError(f"{trial.name}: gather fp8 is of a train_step in FP8 over ranks by {modes}")
     if (p.shard is None) != (p.parallel not in parallel.GROUPED):
         raise ValueError(

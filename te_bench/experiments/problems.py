@@ -229,16 +229,6 @@ class TrainStepProblem(StepProblem):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SurveyProblem(TrainStepProblem):
-    """One training step that is looked at, and not timed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingProblem(TrainStepProblem):
-    """One training step over one GPU or several, and what it takes of each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MaxBatchProblem(StepProblem):
     """The largest batch that fits."""
 
@@ -396,8 +386,8 @@ class PieceProblem(TrialProblem):
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
-    "scaling": ScalingProblem,
-    "survey": SurveyProblem,
+    "scaling": TrainStepProblem,  # over one GPU or several, and what it takes of each
+    "survey": TrainStepProblem,  # looked at, and not timed
     "max_batch": MaxBatchProblem,
     "training": TrainingProblem,
     "attention": AttentionProblem,
@@ -429,7 +419,7 @@ def trunk_of(trial: "Trial") -> "Trial | None":
     if trial.problem.get("branch_at") is None:
         return None
     control = _in_bf16(trial, without=("perturb_ulp", "fault"))
-    return dataclasses.replace(control, problem={**control.problem, "arm": "control"})
+    return control.with_(arm="control")
 
 
 def end_of(trial: "Trial") -> "Trial | None":

@@ -1,6 +1,7 @@
 """The options of a run, each declared once: the command line, the checks, the plan and the reports go by this table.
 
-A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them.
+A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them; the plan sets others
+in the trials of any suite (plan.ASKED).
 """
 
 import dataclasses
@@ -24,9 +25,6 @@ WHOLE = "float32"  # the default of --weights and --states, which may be said an
 
 #: Settings that options give what a study of convergence judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
-
-#: Modes of training.parallel that gather weights, which may be in FP8.
-GATHERING = ("fsdp2", "hsdp")
 
 # Raise ValueError, naming the flag, for a value that no suite could obey.
 
@@ -129,14 +127,16 @@ class Option:
     metavar: str | None = None
     read: Callable[[Any], Any] | None = None  # from what is said to the value
     check: Callable[[str, Any], None] | None = None
-    unheeded: str | None = None  # why a suite does not obey it; None: the plan asks the trials, or every suite obeys
+    unheeded: str | None = None  # what is said of a suite that does not obey it; None: nothing, or check_ranks says it
+    instead: str = ""  # what else can be done then than leave it out
 
 
 def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
     return {"option": Option(help=help, type=type, **more)}
 
 
-_NO_FACTORY = "takes no model of yours"
+_NO_FACTORY, _NO_STEP = "takes no model of yours", "has no training step that heeds it"
+_KEEPING = "give it to convergence or speed, or "  # which have such steps on every device
 #: Options that go with a user's --model: a suite that obeys the one obeys the others.
 WITH_MODEL = frozenset({"model_args", "inputs", "loss"})
 
@@ -165,6 +165,7 @@ class Options:
             list[str],
             metavar="[MODEL=]SPEC",
             read=data_sets,
+            unheeded="trains on no data set",
         ),
     )
     budget_s: float | None = _option(
@@ -173,6 +174,7 @@ class Options:
         flag="--budget",
         metavar="TIME",
         read=seconds,
+        unheeded="has no time-budget trial",
     )
     cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
     model: str | None = _option(
@@ -296,6 +298,7 @@ class Options:
         str,
         metavar="MODE",
         check=lambda flag, value: plugins.check("mode of parallelism", value, parallels.names()),
+        unheeded=_NO_STEP,
     )
     shard: int | None = _option(
         "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", check=between(2, 512)
@@ -303,33 +306,43 @@ class Options:
     sequence_parallel: bool | None = _option(
         "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
         bool,
+        unheeded="has no step whose ranks share layers",
+        instead=f"give --gpus-per-trial N --parallel {' or '.join(parallels.SHARING)}, or ",
     )
     overlap: str | None = _option(
         "What overlaps --sequence-parallel's collectives with the GEMMs beside them: symmetric, torch's symmetric memory.",
         str,
         metavar="BY",
         check=lambda flag, value: plugins.check(flag, value, list(parallels.OVERLAPS)),
+        unheeded="has no step at a fixed batch",
     )
     gather: str | None = _option(
         "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, ["fp8"]),
+        unheeded="has no step in FP8 at a fixed batch",
     )
     checkpointing: bool | None = _option(
-        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.", bool
+        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.",
+        bool,
+        unheeded=_NO_STEP,
     )
     weights: str | None = _option(
         "What matrices are trained in, of te-bench's models: bf16, without float32 masters. Default: float32.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16"]),
+        unheeded=_NO_STEP,
+        instead=_KEEPING,
     )
     states: str | None = _option(
         "What te-bench's AdamW keeps matrices' moments in: bf16 or fp8. Default: float32; torch's: as the weights.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16", "fp8"]),
+        unheeded=_NO_STEP,
+        instead=_KEEPING,
     )
 
     def data_for(self, model: str, default: str) -> str:
@@ -353,10 +366,9 @@ def check(options: Options) -> None:
     for name in sorted(WITH_MODEL):
         if getattr(options, name) is not None and options.model is None:
             raise ValueError(f"{OPTIONS[name].flag}: it goes with --model package.module:factory; name one")
-    if options.gather is not None and options.parallel not in GATHERING:
-        raise ValueError(
-            f"--gather fp8 goes with --gpus-per-trial N --parallel {' or '.join(GATHERING)}: no other mode gathers weights"
-        )
+    if options.gather is not None and options.parallel not in parallels.GATHERING:
+        modes = " or ".join(parallels.GATHERING)
+        raise ValueError(f"--gather fp8 goes with --gpus-per-trial N --parallel {modes}: no other mode gathers weights")
     if options.overlap is not None and not options.sequence_parallel:
         raise ValueError(f"--overlap {options.overlap} goes with --sequence-parallel, whose collectives it overlaps")
     fewer = fewer_bits(options)
@@ -397,14 +409,6 @@ def check_ranks(options: Options) -> None:
         raise ValueError(
             f"--parallel {parallel}: give --shard {legal}, how many of --gpus-per-trial {world} share {what}{got}"
         )
-
-
-def check_heeded(options: Options, suite: str, heeds: frozenset[str]) -> None:
-    """Raise ValueError for an option that the suite does not obey."""
-    heeds |= WITH_MODEL if "model" in heeds else frozenset()
-    for name, option in OPTIONS.items():
-        if option.unheeded and getattr(options, name) is not None and name not in heeds:
-            raise ValueError(f"{option.flag}: the suite {suite} {option.unheeded}; leave it out")
 
 
 def words(options: Options, only: str | None = None) -> tuple[str, ...]:

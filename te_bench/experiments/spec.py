@@ -70,6 +70,10 @@ class Trial:
         parts = [self.workload, problems.label(self.problem), self.attention, self.precision]
         return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
+    def with_(self, **settings: Scalar) -> "Trial":
+        """The trial with other settings of its problem, or more."""
+        return dataclasses.replace(self, problem={**self.problem, **settings})
+
     def to_json(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, "problem": dict(self.problem)}
 
@@ -96,7 +100,7 @@ class Experiment:
     judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps; pool, the
     bf16 runs for each run of a recipe, where all recipes share them; primary, Trial.cell of the recipe that is judged before
     the others; pilot, where the means stay hidden.
-    heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite does.
+    heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite or a trial does.
     asked: the options that it was made for, as run_options.words says them.
     whole: of a part that --only chose the experiment by whose plan the part is judged; None where no verdict is given.
     """

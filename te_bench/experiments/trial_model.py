@@ -197,18 +197,10 @@ def indivisible(trial: Trial) -> str | None:
     p = StepProblem.of(trial)
     if p.parallel is None:
         return None
-    reason = (p.against and _no_way(p, p.against)) or _mode_of(p).refused(**_how(trial), gather=p.gather)
-    reason = reason or _no_gather(trial) or _no_heads(p)
+    reason = p.against and _no_way(p, p.against)
+    recipe = trial.recipe and recipes.load(trial.recipe)
+    reason = reason or _mode_of(p).refused(**_how(trial), gather=p.gather, recipe=recipe) or _no_heads(p)
     return reason and f"parallel {p.parallel}: {reason}"
-
-
-def _no_gather(trial: Trial) -> str | None:
-    """Why weights of the trial's recipe cannot be gathered as it asks for, or None."""
-    if StepProblem.of(trial).gather is None or trial.recipe is None:
-        return None
-    from te_bench.training.parallel import _fp8_gather  # imports FSDP2, which other trials need not
-
-    return _fp8_gather.refused(recipes.load(trial.recipe))
 
 
 def _no_heads(p: StepProblem) -> str | None:

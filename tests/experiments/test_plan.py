@@ -203,7 +203,9 @@ def test_sequence_parallelism_is_of_steps_whose_layers_ranks_share() -> None:
         shares = trial.problem.get("parallel") == "tp" and "rival" not in trial.problem
         assert ("sequence_parallel" in trial.problem) is shares
     divided = Options(device="cpu", gpus_per_trial=2, parallel="ddp", sequence_parallel=True)
-    with pytest.raises(ValueError, match="--sequence-parallel: no step of fp8 has ranks that share layers; give"):
+    with pytest.raises(
+        ValueError, match="--sequence-parallel: the suite fp8 has no step whose ranks share layers; give"
+    ):
         plan.resolve("fp8", divided)
 
 
@@ -290,6 +292,10 @@ def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
             plan.resolve(suite, Options(device="cpu", weights="bf16"))
     with pytest.raises(ValueError, match="; give it to convergence or speed, or leave it out"):
         plan.resolve("fp8", Options(device="cpu", states="bf16"))
+    for asked in ({"weights": "bf16"}, {"states": "bf16"}):
+        for suite, data in (("convergence", {"": "random"}), ("speed", {})):  # which that message names
+            trials = plan.resolve(suite, Options(device="cpu", seeds=1, data=data, **asked)).trials
+            assert any(asked.items() <= trial.problem.items() for trial in trials)
     with pytest.raises(ValueError, match="on one GPU alone, for ranks would round apart; leave --parallel out"):
         plan.resolve("fp8", Options(device="cpu", gpus_per_trial=2, parallel="ddp", states="bf16"))
     with pytest.raises(ValueError, match="Did you mean bf16"):

@@ -109,7 +109,7 @@ def within_memory(trial: Trial) -> Trial:
     if HELD * most <= spare or most == least:
         return trial
     layers = 1 + math.floor(max(0.0, spare / HELD - least) / ((most - least) / (depth - 1)))
-    return dataclasses.replace(trial, problem={**trial.problem, "layers": min(layers, depth)})
+    return trial.with_(layers=min(layers, depth))
 
 
 def _shallower(trial: Trial) -> Trial | None:
@@ -117,7 +117,7 @@ def _shallower(trial: Trial) -> Trial | None:
     p = StepProblem.of(trial)
     assert p.source is not None
     layers = p.layers or adopted.depth_of(p.source) or 1
-    return dataclasses.replace(trial, problem={**trial.problem, "layers": layers // 4 or 1}) if layers > 1 else None
+    return trial.with_(layers=layers // 4 or 1) if layers > 1 else None
 
 
 def _parameters(source: Any, layers: int) -> int:
@@ -137,7 +137,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
     step = trial_model.step_of(trial)
     own = not _model(step).has_dropout
     if not own:
-        trial = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
+        trial = trial.with_(dropout=0.0)
         step = trial_model.step_of(trial)
     kinks = Kinks()
     with kinks:

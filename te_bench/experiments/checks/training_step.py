@@ -71,7 +71,7 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
 
 def require_seed(trial: Trial) -> None:
     """Raise CheckFailed where another seed gives the same weights."""
-    trial = dataclasses.replace(trial, problem={**trial.problem, "layers": 1})
+    trial = trial.with_(layers=1)
     matrices = []
     for seed in (trial.seed, trial.seed + 1):
         parameters = trial_model.build(dataclasses.replace(trial, seed=seed)).parameters()
@@ -113,7 +113,7 @@ def within_memory(trial: Trial) -> Trial:
     if spare >= 0:
         return trial
     too_many = math.ceil(-spare / (HELD * (config.shape.weights + config.shape.vectors)))
-    return dataclasses.replace(trial, problem={**trial.problem, "layers": max(1, config.shape.layers - too_many)})
+    return trial.with_(layers=max(1, config.shape.layers - too_many))
 
 
 def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
     Models with dropout are compared without it, in the trial's mode: random masks cannot be.
     """
     if trial_model.config_of(trial).dropout:
-        without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
+        without = trial.with_(dropout=0.0)
         checked = check_step(without, tokens, targets, trial_model.step_of(without))
         torch._dynamo.reset()  # of the trial's own step nothing is compiled anew
         return checked

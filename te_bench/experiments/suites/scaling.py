@@ -132,7 +132,7 @@ def _step(
     step = suite_trials.step(options, divided, "cudnn" if cuda else "flash", precision, mode, seed, recipe=recipe)
     # Of a large vocabulary a CPU's processes would send each other little else.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
-    return dataclasses.replace(step, workload="scaling", problem={**step.problem, **small})
+    return dataclasses.replace(step.with_(**small), workload="scaling")
 
 
 def _over(parallel: str | None, problem: Settings, world: int) -> Settings:

@@ -4,8 +4,6 @@ GPT-2 124M, 12 x 1024 tokens, or --model, --batch and --tokens; what everybody b
 former alone.
 """
 
-import dataclasses
-
 from te_bench.experiments import suite_trials
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.problems import Settings
@@ -117,4 +115,4 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
     ]
     # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
-    return [dataclasses.replace(trial, problem={**trial.problem, **small}) for trial in trials]
+    return [trial.with_(**small) for trial in trials]

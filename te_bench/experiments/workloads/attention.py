@@ -165,7 +165,7 @@ def _quantities(
 ) -> list[Quantity]:
     """What `given`'s out, dq, dk and dv, or the first of these, err and may err; kept: the weights that dropout left."""
     p = AttentionProblem.of(trial)
-    without = dataclasses.replace(trial, problem={**trial.problem, "dropout": 0.0})
+    without = trial.with_(dropout=0.0)
     manual: Callable[..., Tensor] = functools.partial(_written_out, p)
     yardstick = attention.yardstick(trial.attention)
     definition = manual if yardstick == "manual" else _bind(without, attention.load(yardstick))

@@ -109,12 +109,12 @@ def _guess(tries: list[Try], low: int, high: int) -> int:
 
 def attempt(trial: Trial, batch: int) -> Try:
     """{batch, fits, peak_allocated_bytes, peak_reserved_bytes, total_bytes} of a few steps in a fresh process."""
-    return {"batch": batch, **_forked(_steps, dataclasses.replace(trial, problem={**trial.problem, "batch": batch}))}
+    return {"batch": batch, **_forked(_steps, trial.with_(batch=batch))}
 
 
 def verify(trial: Trial) -> Measurement:
     """Check and kernels of one step at batch 1, in a fresh process, before anything of its memory is measured."""
-    reply = _forked(_verify, dataclasses.replace(trial, problem={**trial.problem, "batch": 1}))
+    reply = _forked(_verify, trial.with_(batch=1))
     if "fits" in reply:
         raise MemoryError("not even a batch of 1 fits")
     measurement: Measurement = reply["measurement"]

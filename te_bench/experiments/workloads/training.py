@@ -52,7 +52,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     if p.batch == "max":
         batch, tries = max_batch.largest(trial)
         work = {"batch": batch, "tries": tries}
-        trial = dataclasses.replace(trial, problem={**trial.problem, "batch": batch})
+        trial = trial.with_(batch=batch)
     trial_model.require_supported(trial)  # touches CUDA, after which the tries could not have forked
     corpus = None if p.data == corpora.RANDOM else corpora.load(str(p.corpus), cache=context.cache)
     trunk = _trunk(trial, context, corpus)

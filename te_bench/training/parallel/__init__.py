@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Modes with groups of ranks, of a size that is asked for as `shard`.
 GROUPED = ("fsdp2+tp", "hsdp")
+#: Modes that gather weights, which may be in FP8: gather.
+GATHERING = ("fsdp2", "hsdp")
 #: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
 SHARING = ("fsdp2+tp", "tp")
 #: What overlaps the GEMMs of such ranks with their collectives: torch's symmetric memory.
@@ -47,9 +49,12 @@ class Parallel:
 
     @classmethod
     def refused(
-        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: "Any"
     ) -> str | None:
-        """Why no step of this kind can be divided so, or None: known before there are ranks. gather: of fsdp2 and hsdp."""
+        """Why no step of this kind can be divided so, or None: known before there are ranks.
+
+        gathers: of GATHERING, `gather`, and where it is known the `recipe` that casts.
+        """
         return None
 
     def unsupported(self, **kind: "Any") -> str | None:

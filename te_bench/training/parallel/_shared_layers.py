@@ -106,7 +106,7 @@ class SharedLayers(Grouped):
 
     @classmethod
     def refused(
-        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: Any
     ) -> str | None:
         if blocks is not None:
             return "fused blocks pass by the modules that add up products; choose blocks that are not fused, or ddp"

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from te_bench.models.checkpointing import blocks_of
 from te_bench.models.decoder import Decoder
-from te_bench.training.parallel import Indivisible
+from te_bench.training.parallel import Indivisible, _fp8_gather
 from te_bench.training.parallel._fp8_gather import Fp8Gather, Shard, linears
 from te_bench.training.parallel._group import clip_by_kinds
 from te_bench.training.parallel.ddp import DDP
@@ -40,8 +40,9 @@ class FSDP2(DDP):
 
     @classmethod
     def refused(
-        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: Any
     ) -> str | None:
+        gather, recipe = gathers.get("gather"), gathers.get("recipe")
         if blocks is not None:
             return "fused blocks pass by the modules that gather the weights; choose ddp, or blocks that are not fused"
         if optimizer is not None:
@@ -54,7 +55,7 @@ class FSDP2(DDP):
             return f"gather {gather}: it is for eager steps in FP8, not for {precision} in mode {mode}; leave it out"
         if precision == "fp16":
             return "the gradient scaler sees one rank's shares alone; choose bf16"
-        return None
+        return None if gather is None or recipe is None else _fp8_gather.refused(recipe)
 
     def unsupported(self, **kind: Any) -> str | None:
         return super().unsupported(**kind, gather=self.gather)

@@ -36,11 +36,11 @@ class _OfLayers(Grouped):
 
     @classmethod
     def refused(
-        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: Any
     ) -> str | None:
         if mode != "eager":
             return f"Transformer Engine's layers go over ranks in eager steps, not in mode {mode}"
-        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, gather=gather)
+        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, **gathers)
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
@@ -57,13 +57,13 @@ class Replicated(_OfLayers):
 
     @classmethod
     def refused(
-        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, gather: str | None = None
+        cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: Any
     ) -> str | None:
         if optimizer is not None:
             return f"the optimizer {optimizer} has copies of weights that DistributedDataParallel does not see; leave it out"
         if precision == "fp16":
             return "the gradient scaler is not tried with it; choose bf16"
-        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, gather=gather)
+        return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, **gathers)
 
     def forward(self, model: nn.Module) -> Callable[..., Tensor]:
         return DistributedDataParallel(model, broadcast_buffers=False)
