@@ -135,7 +135,7 @@ def _in_fewer_bits(name: str, trial: Trial, options: Options) -> Settings | None
     if source_of(trial) is not None:
         raise ValueError(f"--{name}: of te-bench's own models alone; {_OF_YOUR_MODEL[name]}")
     if name in trial.problem:  # an arm says it itself, and torch's AdamW has its states by its weights
-        return {}
+        return {} if trial.problem[name] == value else None
     whole = trial.precision not in ("bf16", "fp8") or trial.workload == "scaling"
     if whole or {"arm", "lr_factor"} & trial.problem.keys():
         return None

@@ -290,6 +290,10 @@ def test_weights_and_states_are_refused_where_no_step_could_heed_them() -> None:
     for suite in ("attention", "stress", "scaling"):
         with pytest.raises(ValueError, match=f"--weights: the suite {suite} has no training step that heeds it"):
             plan.resolve(suite, Options(device="cpu", weights="bf16"))
+    with pytest.raises(ValueError, match="--states: the suite fp8 has no training step that heeds it"):
+        plan.resolve(
+            "fp8", Options(device="cpu", weights="bf16", states="fp8")
+        )  # torch's AdamW has bf16's beside the weights
     with pytest.raises(ValueError, match="; give it to convergence or speed, or leave it out"):
         plan.resolve("fp8", Options(device="cpu", states="bf16"))
     for asked in ({"weights": "bf16"}, {"states": "bf16"}):
