@@ -105,7 +105,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
 
 def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> list[Quantity]:
     """Loss and every gradient of one batch, beside float64's and the yardstick's."""
-    settle(trial.recipe, lambda: step.gradients(tokens, targets))
+    settle(trial.recipe, lambda: step.gradients(tokens, targets, records=True))
     ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}
