@@ -355,6 +355,9 @@ class TrainStep:
 
     def _warm_up(self, tokens: Tensor, targets: Tensor, stream: Any) -> None:
         weights = [p.detach().clone() for p in self.model.parameters()]
+        # Of an optimizer that has made no update all moments are 0, and a copy of them would fill memory.
+        begun = any(state["step"].item() for state in self.optimizer.state.values() if "step" in state)
+        moments = {of: {name: v.clone() for name, v in s.items()} for of, s in self.optimizer.state.items() if begun}
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
@@ -366,9 +369,11 @@ class TrainStep:
         with torch.no_grad():
             for p, value in zip(self.model.parameters(), weights, strict=True):
                 p.copy_(value)
-            for state in self.optimizer.state.values():
-                for value in state.values():
-                    if value.dtype is not torch.int64:  # not the seed
+            for of, state in self.optimizer.state.items():
+                for name, value in state.items():
+                    if of in moments:
+                        value.copy_(moments[of][name])
+                    elif value.dtype is not torch.int64:  # not the seed
                         value.zero_()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:

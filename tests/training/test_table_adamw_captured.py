@@ -174,6 +174,19 @@ def test_a_capture_leaves_buffers_scales_and_random_numbers_as_they_were(optimiz
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("optimizer", [None, "triton"])
+def test_a_capture_keeps_the_moments_that_are_there(optimizer, captured, tmp_path):
+    """A step that loads a checkpoint and is captured then goes on as the one that was saved."""
+    trained = a_step("bf16", optimizer, n_layer=1)
+    losses(trained, 3)
+    resume.save(trained, tmp_path / "at", 3)
+    step = captured(a_step("bf16", optimizer, n_layer=1))
+    assert resume.load(step, tmp_path / "at") == 3
+    assert losses(step, 3) == losses(trained, 3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(step), weights(trained), strict=True))
+
+
 @pytest.fixture
 def llama() -> Any:
     """With a tied head, and a weight that no pass reaches. Imported before `captured` takes torch's classes away."""
@@ -321,6 +334,20 @@ def test_a_captured_step_in_few_bits_trains_as_the_eager_one(precision: str, sta
     assert step.table is not None
     assert step.table.state["step"]["seed"] == torch.initial_seed()
     assert {p.dtype for p in step.model.parameters() if p.dim() > 1} == {torch.bfloat16}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [None, "triton"])
+def test_a_graph_goes_on_from_a_checkpoint_that_was_loaded_before_it(optimizer: str | None, tmp_path: Path) -> None:
+    trained, step = (on_gpu("bf16", CURRENT, mode, optimizer, "chunked") for mode in ("eager", "cudagraph"))
+    five_steps(trained)
+    resume.save(trained, tmp_path / "at", 5)
+    assert resume.load(step, tmp_path / "at") == 5
+    for each in (trained, step):
+        each(*gpu_batch(1))
+    for p, other in zip(step.model.parameters(), trained.model.parameters(), strict=True):
+        for name, moment in trained.optimizer.state[other].items():
+            torch.testing.assert_close(step.optimizer.state[p][name].float(), moment.float(), rtol=0.05, atol=1e-4)
 
 
 @pytest.mark.gpu
