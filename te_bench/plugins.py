@@ -17,9 +17,13 @@ PluginT = TypeVar("PluginT")
 
 def names(package: str) -> list[str]:
     """Sorted names of the plug-ins in a package: its modules that do not start with an underscore."""
-    module = sys.modules.get(package)
-    folders = _folders(package, tuple(sys.path)) if module is None else tuple(module.__path__)
+    folders = _places(package)
     return list(_listed(folders, tuple(Path(folder).stat().st_mtime_ns for folder in folders)))
+
+
+def _places(package: str) -> tuple[str, ...]:
+    module = sys.modules.get(package)
+    return _folders(package, tuple(sys.path)) if module is None else tuple(module.__path__)
 
 
 @functools.cache
@@ -88,3 +92,18 @@ def about(package: str, name: str) -> str:
     assert spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0]) / f"{name}.py"
     return (ast.get_docstring(ast.parse(source.read_bytes())) or "").split("\n", 1)[0]
+
+
+def saying(package: str, line: str) -> frozenset[str]:
+    """The plug-ins whose files have that line, a comment after it apart, read without importing them."""
+    return _saying(_places(package), tuple(names(package)), line)
+
+
+@functools.cache
+def _saying(folders: tuple[str, ...], known: tuple[str, ...], line: str) -> frozenset[str]:
+    files = [Path(folder) / f"{name}.py" for folder in folders for name in known]
+    texts = {file.stem: file.read_text("utf-8") for file in files if file.exists()}
+    # By lines: of the recipes that takes half a millisecond, and a parser 16.
+    return frozenset(
+        name for name, text in texts.items() if any(one.partition("#")[0].rstrip() == line for one in text.splitlines())
+    )

@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import te_bench.models as te
 from te_bench.models import recipe as recipes
 from te_bench.models.zoo.gpt import GPT, GPTConfig
 from te_bench.training.data import Batches
@@ -42,6 +44,26 @@ def a_step(
     if nudge is not None:
         model.perturb(nudge)
     return TrainStep(model, optim, precision=precision, mode=mode, optimizer=optimizer, states=states)
+
+
+class Moved(nn.Module):
+    """Every training pass moves its buffers, its scales and torch's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.head = nn.Embedding(64, 32), nn.BatchNorm1d(32), te.Linear(32, 64)
+
+    def autocast(self, enabled: bool = True) -> te.autocast:
+        return te.autocast(enabled, recipe=recipes.load(DELAYED))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = F.dropout(self.norm(self.tokens(tokens).flatten(0, 1)), 0.5, self.training)
+        return F.cross_entropy(self.head(x).float(), targets.flatten())
+
+
+def a_moved_step(optimizer: str | None = None) -> TrainStep:
+    torch.manual_seed(0)
+    return TrainStep(Moved(), OPTIM, precision="fp8", mode="eager", optimizer=optimizer)
 
 
 def a_batch(k: int = 0) -> Batch:

@@ -94,6 +94,14 @@ def test_about_is_the_first_line_and_imports_nothing(package: str) -> None:
     assert "stalls.broken" not in sys.modules
 
 
+def test_what_a_file_says_in_a_line_imports_nothing(package: str, tmp_path: Path) -> None:
+    (tmp_path / "stalls" / "pears.py").write_text("RIPE = True  # × today\nraise RuntimeError\n", "utf-8")
+    (tmp_path / "stalls" / "plums.py").write_text("def f():\n    RIPE = True\nRIPE = False\n")
+    assert plugins.saying(package, "RIPE = True") == {"pears"}
+    assert plugins.saying(package, "RIPE = False") == {"plums"}
+    assert not plugins.saying(package, "RIPE = None")
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_plugin_of_te_bench_says_what_it_is(name: str) -> None:
     assert plugins.names(name)

@@ -298,7 +298,7 @@ def _tokenizer(found: Checkpoint, spec: str | None, text: str | None) -> tuple[s
 
 
 def _part(text: str, split: str) -> str:
-    """The characters of a split, as models.corpus holds out the last tenth."""
+    """The characters of a split, as training.corpus holds out the last tenth."""
     at = int(len(text) * 0.9)
     return {"train": text[:at], "val": text[at:], "all": text}[split]
 

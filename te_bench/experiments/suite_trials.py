@@ -21,31 +21,6 @@ KEEPS_SCORES = ("manual", "manual_fp8", "math")
 SCORES_LIMIT = 8 * 2**30
 FP8_RECIPE = "float8_current_scaling"
 FP8_ATTENTION = "float8_current_scaling_dpa"
-#: Recipes that a suite runs where --recipes names them: attention in FP8 is off unless asked for, what is emulated by half
-#: precision's GEMMs is no faster than they are, and a part in bf16 or another format is for who asks what that part costs.
-ON_REQUEST = frozenset(
-    {
-        FP8_ATTENTION,
-        "mxfp8_block_scaling",
-        "nvfp4_block_scaling",
-        "nvfp4_block_scaling_bf16_end",
-        "delayed_scaling_e4m3",
-        "float8_current_scaling_e4m3",
-        "float8_current_scaling_bf16_wgrad",
-        "float8_current_scaling_bf16_first",
-        "float8_current_scaling_bf16_end",
-        "rowwise_scaling_bf16_wgrad",
-    }
-)
-#: Recipes that keep a part of the head out of FP8: a head with all of it in FP8 is refused beside them.
-WITHOUT_FP8_HEAD = frozenset(
-    {
-        "float8_current_scaling_bf16_end",
-        "float8_current_scaling_bf16_wgrad",
-        "nvfp4_block_scaling_bf16_end",
-        "rowwise_scaling_bf16_wgrad",
-    }
-)
 
 #: nanoGPT's bench.py: no clipping, no accumulation, weight decay 1e-2, learning rate 1e-4.
 BENCH_PY: Settings = {
@@ -74,9 +49,24 @@ def attention_kernels(head_dim: int = 64) -> tuple[str, str]:
     return "cudnn", "gluon" if head_dim in GLUON_WIDTHS else "flash"
 
 
+def on_request() -> frozenset[str]:
+    """Recipes that a suite runs where --recipes names them, as their files say.
+
+    Attention in FP8 is off unless asked for, what is emulated by half precision's GEMMs is no faster than they are, and a
+    part in bf16 or another format is for who asks what that part costs.
+    """
+    return plugins.saying("te_bench.models.recipe", "ON_REQUEST = True")
+
+
+def without_fp8_head() -> frozenset[str]:
+    """Recipes that keep a part of the head out of FP8, as their files say: an FP8 head is refused beside them."""
+    return plugins.saying("te_bench.models.recipe", "FP8_HEAD = False")
+
+
 def recipes() -> list[str]:
     """The recipes of a suite that was not told which."""
-    return [name for name in plugins.names("te_bench.models.recipe") if name not in ON_REQUEST]
+    left_out = on_request()
+    return [name for name in plugins.names("te_bench.models.recipe") if name not in left_out]
 
 
 def seeds(options: Options, default: int) -> range:

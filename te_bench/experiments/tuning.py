@@ -21,8 +21,7 @@ ATTENTION = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=
 GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(?:,(block)|(,row)?(,promoted)?))?")
 EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
-#: GPT-2 124M, 355M and 1.5B.
-#: GPT-2's, and vocabularies from 32 k to 256 k by 2048 to 32768 tokens.
+#: GPT-2's of 124M, 355M and 1.5B, and vocabularies from 32 k to 256 k by 2048 to 32768 tokens.
 GPU_HEADS = [
     "12288,768,50257/50304", "12288,1024,50257/50304", "8192,1600,50257/50304", "32768,2048,32000", "2048,4096,128256",
     "8192,4096,128256", "8192,2304,256000",

@@ -69,15 +69,27 @@ def evaluate(
 
     quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
     """
-    model.eval()
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
-    for x, y in batches:
-        with autocast(device, precision), fp8_autocast(model, quantized):
-            total += model(x, y).double() * y.numel()
-        tokens += y.numel()
-    model.train()
+    with _in_eval_mode(model):
+        for x, y in batches:
+            with autocast(device, precision), fp8_autocast(model, quantized):
+                total += model(x, y).double() * y.numel()
+            tokens += y.numel()
     return total.item() / tokens
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """While inside, every module is; afterwards each is in its own mode, as one that is frozen stays in eval mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # those inside of it come after it
+            if module.training is not training:
+                module.train(training)
 
 
 def perplexity(
@@ -203,13 +215,8 @@ def _evaluating(model: Decoder, precision: str) -> Iterator[None]:
     plugins.check("precision", precision, list(AUTOCAST))
     if precision == "fp8" and model.recipe is None:
         raise ValueError("fp8 needs a model with a recipe: build it with one, or take bf16")
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    with _in_eval_mode(model), torch.no_grad():
+        yield
 
 
 def _score(model: Decoder, x: NDArray[np.int64], y: NDArray[np.int64], precision: str) -> tuple[Tensor, Tensor]:

@@ -127,8 +127,6 @@ def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str,
 
     saved: what it is to hold. A parameter that never had a gradient has no moments there.
     """
-    if step.captured and step.captured_peak_bytes is None:
-        raise ValueError("mode cudagraph: make one step before saving or loading, for the capture begins moments anew")
     model: dict[str, Any] = get_model_state_dict(step.model)
     plain, parameters = step.parallel.plain, dict(step.model.named_parameters(remove_duplicate=False))
     found: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}

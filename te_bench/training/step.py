@@ -20,6 +20,7 @@ from te_bench.kernels import adamw as adamws
 from te_bench.training import fewer_bits
 from te_bench.training.optimizer import STATES, TableAdamW
 from te_bench.training.parallel import SINGLE, Parallel
+from te_bench.training.undisturbed import undisturbed
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
@@ -226,17 +227,22 @@ class TrainStep:
             else:
                 group["lr"] = rate
 
-    def gradients(self, tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """loss, {parameter: gradient after clipping}, by the very kernels that the step trains with; changes no state."""
-        if self.captured:
-            if self._graph is None:
-                self._capture(tokens, targets)
-            saved = self._snapshot()
-            loss = self._replay(tokens, targets)
-            self._restore(saved)
-        else:
-            self._prepare()
-            loss = self._backward(tokens, targets)
+    def gradients(self, tokens: Tensor, targets: Tensor, *, records: bool = False) -> tuple[float, dict[str, Tensor]]:
+        """loss, {parameter: gradient after clipping}, by the very kernels that the step trains with; changes no state.
+
+        records: what a pass leaves beside gradients stays: buffers, what recipes keep, so that scales settle, and how far
+        random numbers are drawn.
+        """
+        with contextlib.nullcontext() if records else undisturbed(self.model):
+            if self.captured:
+                if self._graph is None:
+                    self._capture(tokens, targets)
+                saved = self._snapshot()
+                loss = self._replay(tokens, targets)
+                self._restore(saved)
+            else:
+                self._prepare()
+                loss = self._backward(tokens, targets)
         if self.table is not None:
             by_parameter = self.table.gradients()
             named = self.model.named_parameters()
@@ -323,7 +329,9 @@ class TrainStep:
             # One stream for both, of this GPU: PyTorch's own for captures is one of the first capture's, whatever the
             # current GPU; and what a pass makes once, such as autograd's nodes, may wait for the stream that made it.
             stream = torch.cuda.Stream()
-            self._warm_up(*self._inputs, stream)
+            # Delayed scales, too: they would know the first batch before it is trained on, as no eager step's do.
+            with undisturbed(self.model):
+                self._warm_up(*self._inputs, stream)
             if self.table is not None:
                 self.table.release_gradients()  # the graph is to have its own
             torch.cuda.reset_peak_memory_stats()
@@ -355,6 +363,9 @@ class TrainStep:
 
     def _warm_up(self, tokens: Tensor, targets: Tensor, stream: Any) -> None:
         weights = [p.detach().clone() for p in self.model.parameters()]
+        # Of an optimizer that has made no update all moments are 0, and a copy of them would fill memory.
+        begun = any(state["step"].item() for state in self.optimizer.state.values() if "step" in state)
+        moments = {of: {name: v.clone() for name, v in s.items()} for of, s in self.optimizer.state.items() if begun}
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
@@ -366,9 +377,11 @@ class TrainStep:
         with torch.no_grad():
             for p, value in zip(self.model.parameters(), weights, strict=True):
                 p.copy_(value)
-            for state in self.optimizer.state.values():
-                for value in state.values():
-                    if value.dtype is not torch.int64:  # not the seed
+            for of, state in self.optimizer.state.items():
+                for name, value in state.items():
+                    if of in moments:
+                        value.copy_(moments[of][name])
+                    elif value.dtype is not torch.int64:  # not the seed
                         value.zero_()
 
     def _replay(self, tokens: Tensor, targets: Tensor) -> Tensor:

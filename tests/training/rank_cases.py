@@ -585,7 +585,7 @@ def of_engine() -> dict[str, Any]:
         for recipe in (None, "delayed", "current"):
             ours, one = (engine_step(recipe, divided) for divided in (way(), SINGLE))
             for step in (ours, one):
-                step.gradients(*batch(0))  # delayed scaling casts with scales of 1
+                step.gradients(*batch(0), records=True)  # delayed scaling casts with scales of 1
             found[mode][recipe or "bf16"] = {
                 "errors": [off(step.gradients(*batch(0))[1], truth) for step in (ours, one)],
                 "losses": [losses(step, 5) for step in (ours, one)],

@@ -128,7 +128,7 @@ def test_fp8_may_begin_where_bf16_ended(tmp_path: Path, optimizer: str | None) -
     trunk, other = (a_step(SINGLE, precision, optimizer=optimizer) for precision in ("bf16", "fp8"))
     trunk(*batch(0))
     resume.save(trunk, tmp_path / "at", 1)
-    other.gradients(*batch(1))
+    other.gradients(*batch(1), records=True)
     before = {id(p) for p in other.model.parameters()}
     fresh = a_step(SINGLE, "fp8", optimizer=optimizer)
     for step in (other, fresh):  # whether or not it has scales to lose

@@ -351,10 +351,10 @@ def test_passes_without_an_update_settle_the_scales_of_the_weights() -> None:
     step = a_step("fp8", recipe=DELAYED)
     assert step.table is not None
     found = [c.fp8 for c in step.table.copies.values() if c.fp8 is not None]
-    step.gradients(*a_batch())
+    step.gradients(*a_batch(), records=True)
     assert all(copied.kept.scale_inv == 1 for copied in found)
     for _ in range(2):
-        step.gradients(*a_batch())
+        step.gradients(*a_batch(), records=True)
         for copied in found:
             largest = copied.module.weight.abs().max().item()  # type: ignore[union-attr]
             assert copied.kept.scale_inv.item() == pytest.approx(largest / 448, rel=0.01)
@@ -365,8 +365,10 @@ def test_every_pass_counts_the_amax_of_a_weight_once() -> None:
     """Whether an update left the copies, or a look used them up: as if each pass had cast its weights."""
     step = a_step("fp8", recipe=DELAYED)
     histories = [m._state.forward.history[1:, 1] for m in step.model.modules() if isinstance(m, Linear)]
-    for passes, go in enumerate((step.gradients, step, step, step.gradients, step.gradients, step), start=1):
+    look = functools.partial(step.gradients, records=True)
+    for passes, go in enumerate((look, step, step, look, look, step), start=1):
         go(*a_batch())  # type: ignore[operator]
+        step.gradients(*a_batch())
         assert [int(history.count_nonzero()) for history in histories] == [passes] * 8
 
 

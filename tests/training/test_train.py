@@ -290,6 +290,19 @@ def test_evaluate_weights_batches_by_their_size() -> None:
     assert found == pytest.approx(step.model(tokens, targets).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_evaluate_leaves_every_module_in_its_own_mode(trains: bool) -> None:
+    model: Any = a_step(dropout=0.2).model.train(trains)
+    model.transformer.h[0].eval()
+    model.transformer.h[0].mlp.train()
+    modes = [module.training for module in model.modules()]
+    evaluate(model, iter([a_batch()]), "fp32")
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(ZeroDivisionError):
+        evaluate(model, (a_batch(1 // 0) for _ in range(1)), "fp32")
+    assert [module.training for module in model.modules()] == modes
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_unquantized_a_model_with_a_recipe_is_evaluated_as_one_without(name: str) -> None:
     """Bit for bit: arms are compared by it. And no scale moves."""

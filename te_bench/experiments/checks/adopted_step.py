@@ -160,7 +160,7 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
 
 def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
     """Loss and gradients of one batch beside float64's and the yardstick's."""
-    settle(trial.recipe, lambda: step.gradients(inputs, targets))
+    settle(trial.recipe, lambda: step.gradients(inputs, targets, records=True))
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
     truth = _reference(trial, step, inputs, targets, "fp64", parts, taken)

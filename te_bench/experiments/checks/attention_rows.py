@@ -19,10 +19,10 @@ from torch import Tensor
 from te_bench.experiments.checks import large, rounding
 from te_bench.experiments.checks.quantity import Quantity
 from te_bench.experiments.checks.tolerances import ACCUMULATED, ATTENTION_ROWS
-from te_bench.experiments.instruments.undisturbed import gradients_apart
 from te_bench.kernels import attention
 from te_bench.kernels.attention.sdpa import repeat_heads
 from te_bench.training.step import TrainStep, autocast
+from te_bench.training.undisturbed import gradients_apart
 
 NAMES = ("out", "dq", "dk", "dv")
 NEAR = 4  # rows before and after

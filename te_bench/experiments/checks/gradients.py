@@ -20,11 +20,11 @@ from te_bench.experiments.checks.tolerances import (
     LOSS_FLOOR,
 )
 from te_bench.experiments.instruments import memory
-from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import recipe as recipes
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep, autocast, fp8_autocast
+from te_bench.training.undisturbed import undisturbed
 
 #: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
 #: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
@@ -135,7 +135,7 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
     if not alone or step.parallel is not SINGLE:
         return first
     ratios, found = [wrong[0].error], [q for q in first if not q.wrong]
-    with undisturbed(step):
+    with undisturbed(step.model):
         for number in range(1, BATCHES):
             # References refer to themselves: the last batch's would stay beside this one's.
             memory.reset(step.device.type)

@@ -26,7 +26,6 @@ from te_bench.experiments.checks.gradients import (
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.checks.tolerances import FACTOR, FORETOLD
 from te_bench.experiments.instruments import memory
-from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
@@ -37,6 +36,7 @@ from te_bench.models.configs import Shape
 from te_bench.models.recipe import Float8CurrentScaling
 from te_bench.training.evaluation import evaluate
 from te_bench.training.step import Optim, TrainStep
+from te_bench.training.undisturbed import undisturbed
 
 #: What makes a step fast and nothing else: the references are without.
 FAST = ("head", "optimizer", "blocks", "checkpointing", "rival", "linears")
@@ -93,7 +93,7 @@ def foretold(
     if trial.device not in tolerances.DEVICES or theirs or trial_model.config_of(trial).dropout:
         return math.nan
     parts = (x.chunk(step.optim.accumulate) for x in (inputs, targets))
-    with undisturbed(step):
+    with undisturbed(step.model):
         return by(step.model, zip(*parts, strict=True), trial.precision)
 
 
@@ -144,7 +144,7 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
 
 def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> list[Quantity]:
     """Loss and every gradient of one batch, beside float64's and the yardstick's."""
-    settle(trial.recipe, lambda: step.gradients(tokens, targets))
+    settle(trial.recipe, lambda: step.gradients(tokens, targets, records=True))
     ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)
     unpadded = {name: value for name, value in trial.problem.items() if name not in FAST} | {"padded_vocab": p.vocab}

@@ -15,10 +15,10 @@ from torch import Tensor
 from te_bench.experiments.checks import tolerances
 from te_bench.experiments.checks.quantity import Quantity, judge
 from te_bench.experiments.checks.tolerances import AGAIN, MOVED
-from te_bench.experiments.instruments.undisturbed import undisturbed
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep
+from te_bench.training.undisturbed import undisturbed
 
 UPDATES = 2  # the first tells no beta from another, and no second bias correction from the first
 EPS = 1e-8  # AdamW's (Loshchilov and Hutter 2019), as torch has it
@@ -66,7 +66,7 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
     weights, given = [_weights(step)], list[dict[str, Tensor]]()
     with _put_back(step, weights[0]):
         for number in range(UPDATES):
-            with undisturbed(step):
+            with undisturbed(step.model):
                 given.append(_trained(step, inputs, targets.roll(number, 0)))
             weights.append(_weights(step))
         quantities = []
@@ -78,7 +78,7 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
         # Last, for a look makes copies of the weights anew, which the steps are to have found renewed.
         for number, (found, begun) in enumerate(zip(given, weights, strict=False)):
             _load(step, begun)
-            with undisturbed(step):
+            with undisturbed(step.model):
                 looked = _looked(step, inputs, targets.roll(number, 0))
             if looked is not None:
                 quantities.append(Quantity(f"grad of update {number + 1}", _apart(found, looked), AGAIN))
@@ -123,7 +123,7 @@ def _looked(step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Tenso
     if step.table is None and not step.captured:
         step.optimizer.zero_grad(set_to_none=True)
     before = _random(step)
-    found = {name: gradient.cpu() for name, gradient in step.gradients(inputs, targets)[1].items()}
+    found = {name: gradient.cpu() for name, gradient in step.gradients(inputs, targets, records=True)[1].items()}
     return None if step.mode not in DRAWS_ANEW and not torch.equal(_random(step), before) else found
 
 

@@ -188,7 +188,7 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
         expected[part] = (least, None) if part in chosen else NONE
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
-        in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half)
+        in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half, _rounds_head(trial, config))
         expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
     # A GPU's kernel that adds and norms runs before each part and at the end; a CPU's Function ends at each attention.
     times = accumulate * (made.parts + 1 if trial.device == "cuda" else made.attentions + 1)
@@ -203,6 +203,16 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
         for part in _of_rivals():
             expected[part] = (accumulate * made.parts, None) if part == theirs else NONE
     return expected | _mode(trial, as_it_is=p.as_it_is, theirs=_by_operators_of_its_own(trial))
+
+
+def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
+    """Whether the gradient of the head's weight is bfloat16: of one in it, or of an optimizer's copy, which is.
+
+    Of a table that the embedding shares it is the table's, for both; under a compiler each makes its own.
+    """
+    p = StepProblem.of(trial)
+    copied = p.optimizer is not None and (not config.shape.tied or _compiles(trial, p.as_it_is))
+    return trial.precision in ("bf16", "fp8") and (p.weights == "bf16" or copied)
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
@@ -321,11 +331,14 @@ def _without_kernels() -> list[str]:
     return [name for name, backend in backends.items() if "cuda" not in backend.kernels and backend.choose is None]
 
 
+def _compiles(trial: Trial, as_it_is: bool) -> bool:
+    return trial.mode.startswith("compile") or (trial.mode == "cudagraph" and not as_it_is)
+
+
 def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
     """as_it_is: mode cudagraph compiles nothing. A step that is captured whole leaves the host few kernels to launch."""
-    compiles = trial.mode.startswith("compile") or (trial.mode == "cudagraph" and not as_it_is)
     expected: Expected = {}
-    if compiles:
+    if _compiles(trial, as_it_is):
         expected["compiled"] = SOME
     elif trial.mode == "eager" and not theirs and not _attention_compiled(trial):
         expected["compiled"] = NONE

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_bench.experiments.instruments.undisturbed import gradients_apart, undisturbed
 from te_bench.experiments.spec import Trial
 from te_bench.models import fp8
 from te_bench.models.decoder import NotFused
 from te_bench.models.modules.linear import Linear
 from te_bench.training.step import TrainStep
+from te_bench.training.undisturbed import gradients_apart, undisturbed
 
 COUNTED = ("saturated", "underflowed")
 SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
@@ -41,7 +41,7 @@ def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float |
     seen: dict[str, tuple[Tensor, int]] = {}
     before = fp8.numerics(step.model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(undisturbed(step))
+        stack.enter_context(undisturbed(step.model))
         stack.enter_context(gradients_apart(step.model))
         stack.enter_context(warnings.catch_warnings(action="ignore", category=NotFused))
         for name, module in modules.items():

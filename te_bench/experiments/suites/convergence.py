@@ -181,7 +181,7 @@ def _ending_in_bf16(options: Options, steps: int) -> Settings:
 
 def _possible(ways: list[Way]) -> list[Way]:
     """Those but an FP8 head of a recipe that has none: a study with it would never be complete."""
-    without = suite_trials.WITHOUT_FP8_HEAD
+    without = suite_trials.without_fp8_head()
     return [(recipe, parts) for recipe, parts in ways if not (parts.get("head") == "fp8" and recipe in without)]
 
 

@@ -109,7 +109,7 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
         suite_trials.step(options, {**fast, "head": head, **blocks}, kernel, precision, modes[-1], seed, recipe=recipe)
         for precision, recipe in precisions
         for head in HEADS[precision]
-        if head != "fp8" or recipe not in suite_trials.WITHOUT_FP8_HEAD
+        if head != "fp8" or recipe not in suite_trials.without_fp8_head()
         for blocks in BLOCKS
         for kernel in (attention, *(BESIDE if cuda and blocks else ()))
     ]

@@ -69,7 +69,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     if trunk is not None:
         # A captured step takes no other batch than its own.
         few = _few(at(first), optim.accumulate, trial) if trial.mode == "eager" else at(first)
-        weights = trunks.graft(step, trial, trunk.folder, lambda: step.gradients(*few))
+        weights = trunks.graft(step, trial, trunk.folder, lambda: step.gradients(*few, records=True))
         work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
     memory.reset(trial.device)  # a graft holds weights and moments twice, training does not
 
@@ -127,7 +127,7 @@ def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: 
     few = _few(batch, trial_model.optim_of(last).accumulate, last) if last.mode == "eager" else batch
     if isinstance(step.model, Adopted):
         adopted_step.first_pass(last, step, *few)  # which tells what is to run, as the check of another trial does
-    trunks.graft(step, last, state, lambda: step.gradients(*few))
+    trunks.graft(step, last, state, lambda: step.gradients(*few, records=True))
     memory.reset(last.device)
     curve.go_on(last, step)
     return step

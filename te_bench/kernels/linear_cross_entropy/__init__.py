@@ -32,15 +32,16 @@ class Backend:
     it. x and weight are of one dtype, or of any under torch.autocast, in whose dtype the products are then computed.
     copied: forward also takes copy, (Vp, D) or None: weight, rounded already.
     kernels: device -> regular expression over the names of the kernels, on a CPU operators, that prove it ran; a device that
-    is absent has none. gemms(n, d, padded, itemsize): how many GEMMs of x (N, D) and (N, padded) logits of that itemsize a
-    training pass is made of, (in FP8, in their dtype), with W in float32; logits all at once are one, their gradients two.
+    is absent has none. gemms(n, d, padded, itemsize, rounded): how many GEMMs of x (N, D) and (N, padded) logits of that
+    itemsize a training pass is made of, (in FP8, in their dtype); rounded: dW is bfloat16, as W is, and not float32. Logits
+    all at once are one, their gradients two.
     """
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None] = lambda problem: None
     copied: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
-    gemms: Callable[[int, int, int, int], tuple[int, int]] = lambda n, d, padded, itemsize: (0, 3)
+    gemms: Callable[[int, int, int, int, bool], tuple[int, int]] = lambda n, d, padded, itemsize, rounded: (0, 3)
 
 
 _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -330,14 +330,25 @@ class Fp8Module(Parallelised, nn.Module):
         """The tensors of what the recipe keeps that training writes to."""
         return [] if self._state is None else self._state.buffers()
 
-    def begin_recipe_state(self) -> None:
-        """Put what the recipe keeps back to where a new module has it, in place: a captured graph reads it there."""
-        self._loaded = {}
+    @torch.no_grad()
+    def begin_recipe_state(self, loaded: Mapping[str, Tensor] | None = None) -> None:
+        """Put what the recipe keeps back to where a new module has it, or one that has `loaded` a recipe_state().
+
+        In place: a captured graph reads it there.
+        """
+        self._loaded = dict(loaded or {})
         self.forget_weights()
-        if self._state is not None and self._state.real:
-            fresh = self._state.recipe.make_state(self._n_gemms, self._state.device)
-            assert fresh is not None
-            self._state.load(fresh.tensors())
+        if self._state is None or not self._state.real:
+            return
+        fresh = self._state.recipe.make_state(self._n_gemms, self._state.device)
+        assert fresh is not None
+        fresh.load(self._loaded)
+        self._loaded = {}
+        if self._state.owner in (None, self._number):
+            for tensor, value in zip(self._state.buffers(), fresh.buffers(), strict=True):
+                tensor.copy_(value)
+        else:  # it is that of Linears side by side, and the first of them has begun
+            self._state.join(fresh)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -3,4 +3,5 @@
 from te_bench.models.recipe._recipe import Format
 from te_bench.models.recipe.delayed_scaling import DelayedScaling
 
+ON_REQUEST = True
 RECIPE = DelayedScaling(fp8_format=Format.E4M3)

@@ -2,4 +2,5 @@
 
 from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling
 
+ON_REQUEST = True
 RECIPE = Float8CurrentScaling(bf16_first=1 / 6)

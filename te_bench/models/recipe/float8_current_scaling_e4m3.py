@@ -3,4 +3,5 @@
 from te_bench.models.recipe._recipe import Format
 from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling
 
+ON_REQUEST = True
 RECIPE = Float8CurrentScaling(fp8_format=Format.E4M3)

@@ -73,4 +73,5 @@ class NVFP4BlockScaling(Recipe):
         return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias)
 
 
+ON_REQUEST = True
 RECIPE = NVFP4BlockScaling()

@@ -2,4 +2,6 @@
 
 from te_bench.models.recipe.nvfp4_block_scaling import NVFP4BlockScaling
 
+ON_REQUEST = True
+FP8_HEAD = False
 RECIPE = NVFP4BlockScaling(bf16_last=1 / 6)

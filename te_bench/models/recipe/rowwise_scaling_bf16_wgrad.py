@@ -2,4 +2,6 @@
 
 from te_bench.models.recipe.rowwise_scaling import RowwiseScaling
 
+ON_REQUEST = True
+FP8_HEAD = False
 RECIPE = RowwiseScaling(bf16_wgrad=True)

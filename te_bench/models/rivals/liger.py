@@ -98,8 +98,8 @@ def head(config: DecoderConfig) -> Backend:
     """Liger's loss, which has as many GEMMs as the true vocabulary asks for."""
     backend = load("liger")
 
-    def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
-        return backend.gemms(n, config.shape.hidden, config.vocab_size, itemsize)
+    def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
+        return backend.gemms(n, config.shape.hidden, config.vocab_size, itemsize, rounded)
 
     return dataclasses.replace(backend, gemms=gemms)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.experiments.problems import TrainStepProblem
-from te_bench.experiments.suite_trials import ON_REQUEST
+from te_bench.experiments.suite_trials import on_request
 from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.models.cost import Cost
@@ -127,7 +127,7 @@ def _costs(configuration: Configuration) -> tuple[Cost, ...]:
     """
     trial = configuration.trial
     config, precision = configs().get(str(trial.problem.get("model"))), trial.precision
-    if config is None or precision not in ("bf16", "fp8") or "world" in trial.problem or trial.recipe in ON_REQUEST:
+    if config is None or precision not in ("bf16", "fp8") or "world" in trial.problem or trial.recipe in on_request():
         return ()
     p = TrainStepProblem.of(trial)
     return cost.step(

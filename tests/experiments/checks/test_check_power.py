@@ -56,10 +56,10 @@ def with_gradients(
     step = trial_model.step_of(trial)
     if ("ours", trial.id) not in references:
         batch = train_step.random_batches(trial)[0]
-        settle(trial.recipe, lambda: step.gradients(*batch))
+        settle(trial.recipe, lambda: step.gradients(*batch, records=True))
         references["ours", trial.id] = step.gradients(*batch), step.grad_norm
 
-    def gradients(tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
+    def gradients(tokens: Tensor, targets: Tensor, **how: bool) -> tuple[float, dict[str, Tensor]]:
         (loss, found), step.grad_norm = references["ours", trial.id]
         found = dict(found)
         change(found)

@@ -232,7 +232,7 @@ def gradients_of(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> C
 
     def mutate(step: TrainStep) -> None:
         right = step.gradients
-        step.gradients = lambda *batch: right(*change(*batch))
+        step.gradients = lambda *batch, **how: right(*change(*batch), **how)
 
     return mutate
 
@@ -331,8 +331,8 @@ def test_a_wrong_gradient_fails(precision: str, factor: float, name: str) -> Non
     def mutate(step: TrainStep) -> None:
         right = step.gradients
 
-        def gradients(tokens: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:
-            loss, found = right(tokens, targets)
+        def gradients(tokens: Tensor, targets: Tensor, **how: bool) -> tuple[float, dict[str, Tensor]]:
+            loss, found = right(tokens, targets, **how)
             return loss, {**found, name: found[name] * factor}
 
         step.gradients = gradients  # type: ignore[method-assign]
@@ -665,10 +665,10 @@ def test_a_step_of_which_more_batches_were_asked_trains_on_as_if_none_had_been(
 
     def trained(*, more: bool) -> list[float]:
         step = trial_model.step_of(trial)
-        gradients.settle(trial.recipe, lambda: step.gradients(*batches[0]))
+        gradients.settle(trial.recipe, lambda: step.gradients(*batches[0], records=True))
 
         def of_batch(number: int) -> list[Quantity]:
-            step.gradients(*batches[number])
+            step.gradients(*batches[number], records=True)
             return [Quantity(EMULATION, 1.0, FP8_OVERALL)]
 
         if more:

@@ -23,7 +23,7 @@ from te_bench.experiments.workloads import layer, max_batch, train_step, trainin
 from te_bench.kernels import linear_cross_entropy
 from te_bench.kernels.linear_cross_entropy.backends import chunked
 from te_bench.kernels.linear_cross_entropy.backends import fp8 as fp8_head
-from te_bench.models import faults, rivals
+from te_bench.models import configs, faults, rivals
 from te_bench.models import recipe as recipes
 from te_bench.models.decoder import NotFused
 from te_bench.training.step import TrainStep
@@ -302,17 +302,52 @@ def test_a_model_says_once_for_each_reason_that_it_is_not_fused() -> None:
     assert "h.1.mlp has a hook" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("head", [chunked, fp8_head])
-@pytest.mark.parametrize("rows", [128, 600])
-def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    budgets = {"LOGITS_BYTES": 128 * 64 * 2, "STRIP_BYTES": 256 * 64 * 2, "CHUNK_BYTES": 512 * 64}
-    for name, budget in budgets.items():
-        monkeypatch.setattr(head, name, budget, raising=False)
-    x, weight = (torch.randn(n, 32, dtype=torch.bfloat16).requires_grad_() for n in (rows, 64))
+def products(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        head.forward(x, weight, torch.zeros(rows).long(), vocab=60).backward()
-    products = [event for event in profiler.events() or [] if re.fullmatch(r"aten::(mm|addmm)", event.name)]
-    assert sum(head.gemms(rows, 32, 64, 2)) == len(products)
+        run()
+    return sum(re.fullmatch(r"aten::(mm|addmm)", event.name) is not None for event in profiler.events() or [])
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for head in (chunked, fp8_head):
+        for name, rows in {"LOGITS_BYTES": 2 * 128, "STRIP_BYTES": 2 * 256, "CHUNK_BYTES": 0}.items():
+            monkeypatch.setattr(head, name, rows * 64, raising=False)
+
+
+@pytest.mark.parametrize("head", [chunked, fp8_head])
+@pytest.mark.parametrize("rows", [128, 500, 600])
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_head_says_how_many_gemms_it_is_made_of(head: Any, rows: int, rounded: bool) -> None:
+    x, weight = (torch.randn(n, 128, dtype=torch.bfloat16).requires_grad_() for n in (rows, 64))
+    weight = weight if rounded else weight.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = products(lambda: head.forward(x, weight, torch.zeros(rows).long(), vocab=60).backward())
+    assert sum(head.gemms(rows, 128, 64, 2, rounded)) == loss
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("more", [{}, {"optimizer": "reference"}, {"optimizer": "reference", "weights": "bf16"}])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_head_is_counted_by_the_dtype_of_its_weights_gradient(
+    tied: bool, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is bfloat16 where an optimizer's copy stands for a weight, but not for one that is the embedding's, too."""
+    model = dataclasses.replace(configs.CONFIGS["llama-tiny"], tie_word_embeddings=tied)  # type: ignore[call-arg]
+    monkeypatch.setitem(configs.CONFIGS, "llama-tiny", model)
+    trial = a_trial(head="fp8", model="llama-tiny", batch=4, block=64, **more)
+    step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
+    asked = what_ran.expected_of_step(dataclasses.replace(trial, device="cuda"), 4 * 64)
+    most = [asked[part][1] for part in what_ran.GEMMS]
+    assert sum(map(int, most)) == products(lambda: step(*batch))  # type: ignore[arg-type]
+
+
+def test_the_plan_of_a_step_in_few_bits_counts_its_heads_chunks() -> None:
+    few = {"model": "llama3-1b", "block": 8192, "vocab": 128256, "padded_vocab": 128256, "batch": 1}
+    few |= {"head": "fp8", "optimizer": "triton", "weights": "bf16"}
+    asked = what_ran.expected_of_step(a_trial("float8_current_scaling", device="cuda", **few), 8192)
+    assert asked["gemm_fp8"] == (233, 233)
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed_scaling"])
@@ -582,7 +617,7 @@ def test_a_gpu_s_gpt2_step_passes_by_the_kernels_of_its_shapes(recipe, problem, 
     ran = observed(a_trial(recipe, mode, "cuda", **GPT2, **problem))
     in_fp8 = 48 * passes_in_fp8(recipe)
     if problem.get("head") == "fp8":
-        expected = (in_fp8 + fp8_head.gemms(12288, 768, 50304, 2)[0], 144 - in_fp8)
+        expected = (in_fp8 + fp8_head.gemms(12288, 768, 50304, 2, False)[0], 144 - in_fp8)
     else:
         expected = (in_fp8, 144 - in_fp8 + 3)
     assert (ran["gemm_fp8"], ran["gemm_half"]) == expected, ran

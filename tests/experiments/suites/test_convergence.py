@@ -83,6 +83,19 @@ def test_a_recipe_has_an_arm_with_an_fp8_head_unless_it_keeps_the_head_out_of_fp
     assert planned == {name for name in names if recipes.load(name).lacks_fp8_head() is None}
 
 
+def test_what_the_file_of_a_new_recipe_says_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8_HEAD, and ON_REQUEST: it runs where it is named, and its head is never one that it refuses."""
+    said = "FP8_HEAD = False\nON_REQUEST = True\nRECIPE = Float8CurrentScaling(bf16_last=0.5)\n"
+    own = f'"""Half."""\nfrom te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling\n{said}'
+    (tmp_path / "halved.py").write_text(own)
+    monkeypatch.setattr(recipes, "__path__", [*recipes.__path__, str(tmp_path)])
+    trials = [resolve(recipes=("halved",), fused=True).trials, resolve("speed", data={}, recipes=("halved",)).trials]
+    for named in ([t for t in planned if t.recipe == "halved"] for planned in trials):
+        assert named
+        assert "fp8" not in {t.problem.get("head") for t in named}
+    assert "halved" not in {t.recipe for t in resolve("fp8", data={}).trials}
+
+
 @pytest.mark.usefixtures("asked_here")
 def test_of_a_user_s_model_the_step_with_te_bench_s_kernels_is_an_arm(tmp_path: Path) -> None:
     """That is what advise advises."""

@@ -278,9 +278,10 @@ def test_chunks_of_large_vocabularies_take_the_least_room() -> None:
     ):  # fmt: skip
         assert chunked.rows_of(n, d, 128256, 2, rounded=rounded) == rows
     fp8 = linear_cross_entropy.load("fp8")
-    assert fp8.gemms(8192, 4096, 128256, 2) == (16 + 8 + 1, 0)
-    assert fp8.gemms(8192, 2048, 128256, 2) == (16 + 8 + 1, 0)
-    assert fp8.gemms(16384, 2048, 128256, 2) == (32 + 16 + 1 + 3 * 16, 0)  # further chunks, 8192 classes at a time
+    assert fp8.gemms(8192, 4096, 128256, 2, False) == (16 + 8 + 1, 0)
+    assert fp8.gemms(8192, 2048, 128256, 2, False) == (16 + 8 + 1, 0)
+    assert fp8.gemms(8192, 2048, 128256, 2, True) == (16 + 8 + 1 + 16, 0)  # a further chunk, 8192 classes at a time
+    assert fp8.gemms(16384, 2048, 128256, 2, False) == (32 + 16 + 1 + 3 * 16, 0)
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

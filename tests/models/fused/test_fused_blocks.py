@@ -123,7 +123,7 @@ def test_gradients_and_losses_are_those_of_the_modules(kind, precision, recipe, 
     for step in (plain, fused):
         shake(step.model)
     for _ in range(4 if recipe == DELAYED else 1):
-        (loss, wanted), (ours, found) = (step.gradients(*a_batch()) for step in (plain, fused))
+        (loss, wanted), (ours, found) = (step.gradients(*a_batch(), records=True) for step in (plain, fused))
     assert ours == pytest.approx(loss, rel=2e-5)
     assert furthest_gradient(wanted, found) < tolerance
     assert losses(fused, 4) == pytest.approx(losses(plain, 4), rel=1e-3 if recipe else 5e-5)
@@ -162,7 +162,7 @@ def test_the_kernels_give_what_the_reference_gives(recipe, config, monkeypatch):
 
 def gradients_of_four(step: TrainStep) -> list[dict[str, Tensor]]:
     """Of four steps, in which delayed scaling's scales change between the passes."""
-    return [step.gradients(*a_batch(number))[1] for number in range(4)]
+    return [step.gradients(*a_batch(number), records=True)[1] for number in range(4)]
 
 
 def test_what_is_made_again_is_bit_for_bit_what_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +446,7 @@ def test_gpt2s_own_widths(precision: str, recipe: str | None) -> None:
         model = GPT(config, attention="flash", padded_vocab_size=50304, recipe=found, head="chunked", blocks=blocks)
         model.perturb(1, ulps)
         step = TrainStep(model.cuda(), Optim(), precision=precision if recipe else "bf16", mode="eager")
-        return [step.gradients(*batch) for _ in range(4)][-1]
+        return [step.gradients(*batch, records=True) for _ in range(4)][-1]
 
     (loss, wanted), (ours, found) = gradients(recipe, None), gradients(recipe, "fused")
     assert ours == pytest.approx(loss, rel=1e-4)

@@ -41,7 +41,7 @@ def a_step(recipe: str | None) -> TrainStep:
 def gradients(recipe: str | None) -> list[dict[str, Tensor]]:
     """Of four steps, in which delayed scaling's scales change between the passes."""
     step, batches = a_step(recipe), Batches(None, block=LENGTH, batch=BATCH, vocab=VOCAB, seed=7)
-    return [step.gradients(*batches.at(number))[1] for number in range(4)]
+    return [step.gradients(*batches.at(number), records=True)[1] for number in range(4)]
 
 
 def keep_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,9 @@ def test_a_step_of_it_trains(package: list[int]) -> None:
 def test_the_products_of_its_head_are_counted_by_its_rule_of_chunks() -> None:
     """63 times as many classes as features: 131 rows, made 256."""
     head = liger.head(CONFIGS["llama3-1b"])
-    assert head.gemms(8192, 2048, 128256, 2) == (0, 3 * 32)
-    assert head.gemms(100, 2048, 128256, 2) == (0, 3 * 50)
-    assert liger.head(TINY).gemms(64, 32, 256, 2) == (0, 3 * 4)
+    assert head.gemms(8192, 2048, 128256, 2, False) == (0, 3 * 32)
+    assert head.gemms(100, 2048, 128256, 2, False) == (0, 3 * 50)
+    assert liger.head(TINY).gemms(64, 32, 256, 2, False) == (0, 3 * 4)
 
 
 def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

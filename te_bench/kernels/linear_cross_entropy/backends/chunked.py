@@ -66,7 +66,7 @@ def forward(
     return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
 
 
-def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool = False) -> int:
+def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool) -> int:
     """The rows of a chunk of n; rounded: dW is bf16."""
     rows = chunk_rows(n, padded, itemsize, LOGITS_BYTES)
     if rounded and n <= ROWS_A_COLUMN * d:
@@ -74,9 +74,9 @@ def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool = False
     return min(rows, max(n, 1))
 
 
-def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
+def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
     """A chunk's logits, and their two gradients."""
-    return 0, 3 * len(list(slices(n, rows_of(n, d, padded, itemsize))))
+    return 0, 3 * len(list(slices(n, rows_of(n, d, padded, itemsize, rounded=rounded))))
 
 
 @torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())

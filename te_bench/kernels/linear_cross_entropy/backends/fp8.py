@@ -74,7 +74,7 @@ def forward(
 
 
 def _cut(
-    n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None, itemsize: int = 4
+    n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None, *, itemsize: int
 ) -> tuple[int, int, int]:
     """The rows of a chunk, of a strip, and those whose logits are made at once; itemsize: of dW."""
     columns = d * (itemsize if n <= itemsize * d else 2)
@@ -88,9 +88,9 @@ def _shares(d: int, padded: int) -> Iterator[slice]:
     return slices(padded, max(ROWS_MULTIPLE, SHARE_BYTES // (4 * d) // ROWS_MULTIPLE * ROWS_MULTIPLE))
 
 
-def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
+def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
     """Some rows' logits, a strip's dx and a chunk's share of dW, but for the first one's some classes at a time."""
-    rows, strip, most = _cut(n, d, padded)
+    rows, strip, most = _cut(n, d, padded, itemsize=2 if rounded else 4)
     chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
     strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
     shares = 1 + (len(chunks) - 1) * len(list(_shares(d, padded)))
@@ -113,7 +113,7 @@ def _operator(
     """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
-        rows, strip, most = _cut(n, d, padded, rows, strip, gradient_dtype(leaf, dtype).itemsize)
+        rows, strip, most = _cut(n, d, padded, rows, strip, itemsize=gradient_dtype(leaf, dtype).itemsize)
         qx, *qw = _quantized(x, weight, need_dx, need_dw)
         x_rows = qx.by_rows()
         numbers = count(targets)

@@ -32,7 +32,7 @@ def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor
     return found
 
 
-def gemms(n: int, d: int, padded: int, itemsize: int) -> tuple[int, int]:
+def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
     """A chunk's logits and their two gradients."""
     rows = -(-n // -(-padded // d))
     rows = min(n, 1 << (rows - 1).bit_length())

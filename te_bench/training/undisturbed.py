@@ -1,4 +1,4 @@
-"""Passes of a step that leave no trace in it."""
+"""Passes that leave no trace in a model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,19 +7,20 @@ import torch
 from torch import nn
 
 from te_bench.models.modules.fp8_module import Fp8Module
-from te_bench.training.step import TrainStep
 
 
 @contextlib.contextmanager
-def undisturbed(step: TrainStep) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put back, in place, what passes change beside gradients: buffers, what recipes keep, random numbers.
 
     Delayed scaling keeps its largest amax for 1,024 steps: a training would go on with that of batches it never saw.
     """
-    modules = [module for module in step.model.modules() if isinstance(module, Fp8Module)]
-    changed = [*step.model.buffers(), *(tensor for module in modules for tensor in module.written())]
+    modules = [module for module in model.modules() if isinstance(module, Fp8Module)]
+    changed = [*model.buffers(), *(tensor for module in modules for tensor in module.written())]
     saved = [tensor.clone() for tensor in changed]
-    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+    new = [(module, module.recipe_state()) for module in modules if not module.written()]
+    device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
@@ -27,6 +28,9 @@ def undisturbed(step: TrainStep) -> Iterator[None]:
                 for tensor, value in zip(changed, saved, strict=True):
                     if not torch.equal(tensor, value):  # others may be read alone, as expanded ones
                         tensor.copy_(value)
+            for module, loaded in new:
+                if module.written():  # what it keeps is made in the first pass
+                    module.begin_recipe_state(loaded)
 
 
 @contextlib.contextmanager
