@@ -1,4 +1,4 @@
-"""What kernels ask of a GPU, and what GPUs offer: by compute capability, by name, and of the device that is there."""
+"""The needs of kernels and the features of GPUs: by compute capability, by name, and for the current device."""
 
 import functools
 import re
@@ -16,11 +16,11 @@ KIB, MIB = 1024, 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """What all GPUs of a compute capability have.
+    """The features of all GPUs of a compute capability.
 
-    shared_memory: bytes that one program may have, opted in. warpgroups: products of warpgroups (wgmma), which the kernels
-    in Gluon are made of. tensor_memory: products leave their sums in a memory of their own (tcgen05). Without either,
-    products read their operands from registers (mma.sync). compiled: every Triton kernel is compiled for it by the tests.
+    shared_memory: bytes that a program can use, with opt-in. warpgroups: warpgroup matrix products (wgmma), which the
+    Gluon kernels use. tensor_memory: products accumulate in tensor memory (tcgen05). Without either, operands come from
+    registers (mma.sync). compiled: the tests compile every Triton kernel for it.
     """
 
     shared_memory: int
@@ -33,7 +33,7 @@ class Architecture:
         return not (self.warpgroups or self.tensor_memory)
 
 
-#: CUDA C++ Programming Guide 13.0, 5.1, technical specifications per compute capability: shared memory per thread block.
+#: Source: CUDA C++ Programming Guide 13.0, 5.1, specifications per compute capability: shared memory per block.
 ARCHITECTURES: dict[tuple[int, int], Architecture] = {
     (7, 5): Architecture(shared_memory=64 * KIB),
     (8, 0): Architecture(shared_memory=163 * KIB, compiled=True),
@@ -47,15 +47,15 @@ ARCHITECTURES: dict[tuple[int, int], Architecture] = {
     (12, 1): Architecture(shared_memory=99 * KIB),
 }
 
-# Of a processor with Hopper's compute capability.
-HOPPER_SHARED_MEMORY = ARCHITECTURES[HOPPER].shared_memory  # bytes that one program may have
+# An SM of Hopper's compute capability.
+HOPPER_SHARED_MEMORY = ARCHITECTURES[HOPPER].shared_memory  # bytes that a program can use
 HOPPER_REGISTERS = 65536
-HOPPER_L2 = 50 * MIB  # bytes that a GPU's processors share
+HOPPER_L2 = 50 * MIB  # bytes that a GPU's SMs share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One product. machine: its name as NVML gives it; l2 in bytes, bandwidth of its memory in bytes a second."""
+    """A GPU product. machine: its NVML name; l2 in bytes; memory bandwidth in bytes per second."""
 
     machine: str
     capability: tuple[int, int]
@@ -65,7 +65,7 @@ class Gpu:
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that one program may have."""
+        """Bytes that a program can use."""
         return architecture(self.capability).shared_memory
 
     @property
@@ -82,7 +82,7 @@ def _gpu(machine: str, capability: tuple[int, int], processors: int, l2_mib: flo
     return Gpu(machine=machine, capability=capability, processors=processors, l2=l2, bandwidth=bandwidth)
 
 
-#: By the name that people say. From NVIDIA's whitepapers (processors, L2) and datasheets (bandwidth).
+#: GPUs by their common names. Source: NVIDIA's whitepapers (SMs, L2) and datasheets (bandwidth).
 GPUS: dict[str, Gpu] = {
     # A100 Tensor Core GPU Architecture; A100 datasheet (80 GB, SXM)
     "A100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 2039),
@@ -97,7 +97,7 @@ GPUS: dict[str, Gpu] = {
     "H100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 3350),
     "H100 PCIe": _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 2000),
     "H200": _gpu("NVIDIA H200", (9, 0), 132, 50, 4800),
-    # Blackwell datasheet (HGX B200, per GPU); processors and L2 as CUDA gives them
+    # Blackwell datasheet (HGX B200, per GPU); SMs and L2 as CUDA reports them
     "B200": _gpu("NVIDIA B200", (10, 0), 148, 126, 8000),
     # RTX Blackwell GPU Architecture; RTX PRO Blackwell GPU Architecture, RTX PRO 6000 Server Edition datasheet
     "RTX 5090": _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 1792),
@@ -106,9 +106,9 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, whatever its case, with or without "NVIDIA", "GeForce" and "RTX"; or as NVML has it.
+    """Return the GPU of that name (case, "NVIDIA", "GeForce" and "RTX" do not matter), or of that NVML name.
 
-    Raises ValueError, with the names there are, for another one.
+    Raises ValueError with the known names.
     """
     by_name = {_plain(said): gpu for known, gpu in GPUS.items() for said in (known, gpu.machine)}
     if _plain(name) not in by_name:
@@ -121,47 +121,47 @@ def _plain(name: str) -> str:
 
 
 def architecture(capability: tuple[int, int]) -> Architecture:
-    """Of a compute capability; one that is not in the table is taken for the nearest older one there."""
+    """Return a compute capability's architecture; an unlisted one gets the nearest older one's."""
     known = [each for each in ARCHITECTURES if each <= capability]
     return ARCHITECTURES[max(known, default=min(ARCHITECTURES))]
 
 
 @functools.cache
 def of_device(device: torch.device) -> Architecture:
-    """Of a device; Hopper's on a CPU, where its kernels are interpreted, or compiled without a GPU."""
+    """Return a device's architecture; Hopper's for a CPU, which interprets or only compiles its kernels."""
     return architecture(torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER)
 
 
 @functools.cache
 def processors(device: torch.device, interpreted: int = 1) -> int:
-    """Streaming multiprocessors of a GPU; `interpreted` on a CPU, few enough for a test's loops to turn."""
+    """Return a GPU's number of SMs; `interpreted` on a CPU, small enough for a test's loops to repeat."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else interpreted
 
 
 @functools.cache
 def l2_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's L2; Hopper's on a CPU, too, where its kernels are interpreted, or compiled without one."""
+    """Return a GPU's L2 size in bytes; Hopper's for a CPU, which interprets its kernels or compiles them."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) == HOPPER:
         return HOPPER_L2
     return torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def lacks_fp8(capability: Capability) -> str | None:
-    """Why a GPU has no FP8, or None."""
+    """Return why a GPU lacks FP8, or None."""
     if capability is None or capability >= FP8_SINCE:
         return None
     return f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
 
 
 def lacks_bf16(capability: Capability) -> str | None:
-    """Why a GPU has no tensor cores of bf16, or None."""
+    """Return why a GPU lacks bf16 tensor cores, or None."""
     if capability is None or capability >= BF16_SINCE:
         return None
     return f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
 
 
 def lacks_tma(capability: Capability) -> str | None:
-    """Why a GPU has no Tensor Memory Accelerator, which kernels fed by descriptors need, or None."""
+    """Return why a GPU lacks the Tensor Memory Accelerator, which kernels with descriptors need, or None."""
     if capability is None or capability >= TMA_SINCE:
         return None
     return f"TMA needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"

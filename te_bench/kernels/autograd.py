@@ -1,4 +1,4 @@
-"""What the autograd Functions around kernels share: a backward pass that has no derivative of its own."""
+"""The autograd Functions' shared decorator: a backward pass without a derivative."""
 
 import functools
 from collections.abc import Callable
@@ -8,17 +8,17 @@ import torch
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a Function's backward pass without a graph; whoever differentiates what it returned gets a ValueError.
+    """Run a Function's backward pass without a graph; differentiating its results raises ValueError.
 
-    torch's decorator of this name raises only where a gradient that arrives needs one itself: a loss's own, 1, does not, and
-    the second derivative would lack a term.
+    torch's decorator of this name raises only if an incoming gradient requires grad: a loss's own, 1, does not, and the
+    second derivative would silently lack a term.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
             made = backward(ctx, *gradients)
-        # torch.compile refuses second derivatives itself.
+        # torch.compile itself refuses second derivatives.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return made
         several = isinstance(made, tuple)
@@ -31,7 +31,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Refused(torch.autograd.Function):
-    """Gradients as they are, whose own are refused."""
+    """Pass gradients through unchanged, and refuse to differentiate them."""
 
     @staticmethod
     def forward(ctx: Any, *gradients: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What torch's compiler is told of te_bench's functions: once it is imported, which takes nearly as long as torch itself."""
+"""Calls to torch's compiler, deferred until it is imported, which takes nearly as long as importing torch."""
 
 import importlib.abc
 import importlib.util
@@ -12,7 +12,7 @@ _waiting: list[Callable[[], object]] = []
 
 
 def when_imported(tell: Callable[[], object]) -> None:
-    """Call tell() right after the compiler's import; at once where that has been.
+    """Call tell() right after the compiler's import, or at once if it is imported.
 
     A decorator of torch.compiler imports the compiler. Nothing is traced before: torch.compile imports it first.
     """
@@ -25,7 +25,7 @@ def when_imported(tell: Callable[[], object]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the compiler as others do, once, and has its loader call what waits."""
+    """Find the compiler once, as the default finders do, and make its loader run the waiting calls."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,10 +1,10 @@
-"""What all kernels in Gluon need, whatever they compute."""
+"""A check that all Gluon kernels need."""
 
 from te_bench.kernels.architecture import HOPPER
 
 
 def unsupported(device: str, capability: tuple[int, int] | None, interpreted: bool) -> str | None:
-    """Why no kernel in Gluon runs there, or None. interpreted: as Triton's are."""
+    """Return why Gluon kernels cannot run there, or None. interpreted: Triton's kernels are interpreted."""
     if interpreted:
         return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
     if device != "cuda":

@@ -1,7 +1,7 @@
-"""Launching a Triton kernel again without looking at its arguments again.
+"""Launch a Triton kernel again without inspecting its arguments again.
 
-Triton's JIT types, specialises and hashes every argument at each launch, three times the host's time of a compiled kernel's
-own runner (Triton 3.6). The caller says by a key what the compiled kernel depends on.
+Triton's JIT types, specialises and hashes every argument at each launch, three times the host time of a compiled
+kernel's own runner (Triton 3.6). Here the caller gives a key of everything that the compiled kernel depends on.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 _guards: Any = torch._C._dynamo.guards
-KEPT = 4096  # compiled kernels by key; lengths that never repeat would else fill the memory
+KEPT = 4096  # compiled kernels by key; bounded, because lengths may never repeat
 _compiled: dict[Hashable, Any] = {}
-_PLAIN = frozenset((int, float, bool, type(None)))  # what is no tensor among a kernel's arguments
+_PLAIN = frozenset((int, float, bool, type(None)))  # types of kernel arguments other than tensors
 
 
 def launch(
@@ -25,14 +25,14 @@ def launch(
     constants: dict[str, Any],
     grid_y: int = 1,
 ) -> None:
-    """kernel[(grid, grid_y)](*args, **constants), num_warps and num_stages among the constants.
+    """Call kernel[(grid, grid_y)](*args, **constants); num_warps and num_stages are among the constants.
 
-    key must tell apart all that Triton would compile apart: the dtypes of tensors, which of them are None and which
-    pointers are not multiples of 16 bytes (`traits`); integers by value; every constant. What the key's other entries
-    decide need not be in it, nor floats, which must be floats: Triton compiles an integer in their place. args are the
-    kernel's leading arguments in order, constants the rest by name. device: the tensors' get_device(), negative on a CPU,
-    where Triton's interpreter has nothing to keep. It need not be the current one, which Triton launches on: it becomes
-    that for the launch.
+    key must distinguish all that Triton compiles separately: tensors' dtypes, which are None, which pointers are not
+    multiples of 16 bytes (`traits`); integers by value; every constant. Entries implied by others can be left out, and
+    so can floats, which must be floats: Triton would specialise an integer. args are the kernel's leading arguments in
+    order, constants the rest by name. device: the tensors' get_device(), negative on a CPU, where Triton's interpreter
+    caches nothing. If it is not the current device, it becomes that for the launch, because Triton launches on the
+    current one.
     """
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
@@ -52,7 +52,7 @@ def launch(
         return
     _, run, function, metadata, pointers, rest = found
     stream = torch._C._cuda_getCurrentRawStream(device)
-    # Addresses, not tensors: Triton would ask the driver of each tensor whether its address is one.
+    # Pass addresses, not tensors: Triton would query the driver about each tensor's address.
     values = [*args]
     for i in pointers:
         values[i] = values[i].data_ptr()
@@ -60,28 +60,28 @@ def launch(
 
 
 def forget() -> None:
-    """Compile anew what is launched from now on, as after a change of what no key tells."""
+    """Compile all later launches anew, after a change that no key shows."""
     _compiled.clear()
 
 
 def allocator(device: int) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """f(shape, strides, dtype) -> an uninitialised tensor on `device`, a tensor's get_device(); negative is a CPU.
+    """Return f(shape, strides, dtype) -> an uninitialised tensor on `device` (a get_device(); negative is a CPU).
 
-    Where it can it is what torch.compile's own code calls, past the dispatcher: half the host's time of torch.empty_strided
-    (torch 2.13). Memory comes from the same allocator.
+    If possible it is the function that torch.compile's code calls, without the dispatcher: half the host time of
+    torch.empty_strided (torch 2.13), from the same allocator.
     """
     if device < 0:
         return _guards._empty_strided_cpu
     if device == torch._C._cuda_getDevice():
-        return _guards._empty_strided_cuda  # on the current device, whichever the tensor's is
+        return _guards._empty_strided_cuda  # on the current device, whatever the tensor's
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def traits(*tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """What Triton compiles apart of tensors: dtype and alignment, or that there is none. Entries of a key."""
+    """Return key entries for what Triton specialises in tensors: dtype and alignment, or None."""
     return tuple([None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors])
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x (..., N), or a copy where the elements of its rows do not follow one another."""
+    """Return x (..., N), or a copy if its rows are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

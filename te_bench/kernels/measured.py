@@ -1,7 +1,7 @@
 """Measured times of every operator's backends, by machine and problem: one table, as JSON. Imports no torch.
 
-The rows that ship stand in measured.json beside this file; `te-bench tune` writes a user's own, which take the place of
-shipped ones. What a row's problem is, and how near two problems are, is in `te_bench.kernels.OPERATOR.table`.
+measured.json beside this file has the shipped rows; `te-bench tune` writes a user's own, which replace shipped ones.
+`te_bench.kernels.OPERATOR.table` defines a row's problem, and the distance between problems.
 """
 
 import contextlib
@@ -18,40 +18,40 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
-#: {operator: what `te-bench tune` calls it}.
+#: {operator: its name in `te-bench tune`}.
 OPERATORS = {"attention": "attention", "gemm": "gemm", "linear_cross_entropy": "head"}
 SHIPPED = Path(__file__).with_name("measured.json")
 
-_choices: list[Callable[[], None]] = []  # what `forget` calls
+_choices: list[Callable[[], None]] = []  # called by `forget`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """A row: seconds of the backends that passed their check, for one problem on one machine."""
+    """A row: the times of the backends that passed their check, for one problem on one machine."""
 
     operator: str  # one of OPERATORS
-    machine: str  # as `machine_name` has it
-    problem: Any  # as the operator's table reads it: frozen, with every size given
+    machine: str  # by `machine_name`
+    problem: Any  # read by the operator's table: frozen, with all sizes set
     seconds: Mapping[str, float]
-    source: str  # where the seconds come from
+    source: str  # origin of the seconds
 
     @property
     def key(self) -> tuple[str, str, Any]:
         return self.operator, self.machine, self.problem
 
     def fastest(self) -> list[str]:
-        """The backends, the fastest first."""
+        """Return the backends, the fastest first."""
         return sorted(self.seconds, key=lambda name: (self.seconds[name], name))
 
     def choose(self, usual: str, others: Collection[str], least_gain: float) -> str:
-        """The fastest of the usual backend and others; the usual one unless it takes least_gain times as long or more."""
+        """Return the fastest of `usual` and `others`; `usual` unless it takes at least least_gain times as long."""
         found = next((name for name in self.fastest() if name == usual or name in others), usual)
-        usual_seconds = self.seconds.get(usual, 0.0)  # unmeasured, it stays
+        usual_seconds = self.seconds.get(usual, 0.0)  # an unmeasured usual backend stays
         return found if usual_seconds >= least_gain * self.seconds.get(found, math.inf) else usual
 
 
 def machine_name(device: str, gpu: str | None = None) -> str:
-    """The name that rows are of: the GPU's, or the CPU's model."""
+    """Return the machine name of rows: the GPU's name, or the CPU's model."""
     if device != "cpu":
         return gpu or device
     info = Path("/proc/cpuinfo")
@@ -60,7 +60,7 @@ def machine_name(device: str, gpu: str | None = None) -> str:
 
 
 def nearest(operator: str, machine: str, distance: Callable[[Any], float]) -> tuple[Timing, float] | None:
-    """The machine's row at the least finite distance(row's problem), the first of several, and its distance; or None."""
+    """Return the machine's row with the least finite distance(row's problem), and that distance; or None."""
     rows = [row for row in timings(operator) if row.machine == machine]
     found = [(row, far) for row in rows if (far := distance(row.problem)) < math.inf]
     return min(found, key=lambda pair: pair[1], default=None)
@@ -70,7 +70,7 @@ def nearest(operator: str, machine: str, distance: Callable[[Any], float]) -> tu
 
 
 def user_table() -> Path | None:
-    """$XDG_CACHE_HOME/te-bench/measured.json, in ~/.cache where that is unset or no absolute path; None without a home."""
+    """Return $XDG_CACHE_HOME/te-bench/measured.json, by default in ~/.cache; None without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "te-bench" / "measured.json"
@@ -79,7 +79,7 @@ def user_table() -> Path | None:
 
 
 def exists(file: Path | None) -> bool:
-    """False too where the folder may not be searched: another user's home, as in containers."""
+    """Return whether the file exists; False if its folder cannot be searched (another user's home in a container)."""
     try:
         return file is not None and file.exists()
     except OSError:
@@ -88,29 +88,29 @@ def exists(file: Path | None) -> bool:
 
 @functools.cache
 def timings(operator: str) -> tuple[Timing, ...]:
-    """The operator's rows: the user's, then the shipped ones that they leave; read once a process.
+    """Return the operator's rows: the user's, then the shipped ones that they do not replace; read once a process.
 
-    Raises ValueError for a file or a row of the user's that cannot be read, with the command that measures it anew.
+    Raises ValueError for an unreadable file or row of the user's, with the command that measures it anew.
     """
     return merged(read(SHIPPED, operator), _own(operator))
 
 
 def forget() -> None:
-    """Read the files, and choose by them, again when that is next needed; compiled code keeps what it has."""
+    """Read the files and choose again when next needed; compiled code keeps its choices."""
     timings.cache_clear()
     for clear in _choices:
         clear()
 
 
 def on_forget(clear: Callable[[], None]) -> None:
-    """Have `forget` call this too: for what remembers choices that were made by the rows."""
+    """Make `forget` call this, too: for caches of choices made from the rows."""
     _choices.append(clear)
 
 
 def users_choices(operators: Iterable[str], machine: str) -> list[str]:
-    """What the user's rows of these operators on this machine say, without their source; [] without any.
+    """Return the user's rows of these operators on this machine as text, without their source; [] without any.
 
-    In an order that is not the file's. Rows that cannot be read are left out: whoever chooses by them says what is wrong.
+    The order does not depend on the file's. Unreadable rows are left out: code that chooses by them reports the error.
     """
     found: list[str] = []
     for operator in operators:
@@ -120,7 +120,7 @@ def users_choices(operators: Iterable[str], machine: str) -> list[str]:
 
 
 def _own(operator: str) -> list[Timing]:
-    """The user's rows. Of two that are equally near, which comes first does not depend on the file's order."""
+    """Return the user's rows, sorted, so that ties between equally near rows do not depend on the file's order."""
     path = user_table()
     if path is None or not exists(path):
         return []
@@ -131,14 +131,14 @@ def _own(operator: str) -> list[Timing]:
 
 
 def merged(old: Iterable[Timing], new: Iterable[Timing]) -> tuple[Timing, ...]:
-    """new, and those of old that are of another operator, problem or machine."""
+    """Return `new`, and the rows of `old` for another operator, problem or machine."""
     new = tuple(new)
     replaced = {row.key for row in new}
     return (*new, *(row for row in old if row.key not in replaced))
 
 
 def read(path: Path, operator: str | None = None) -> tuple[Timing, ...]:
-    """The rows of a file, of one operator or of all. Raises ValueError for one that is no table, and for a bad row."""
+    """Return a file's rows, of one operator or all. Raises ValueError for an invalid table or row."""
     rows, bad = read_good(path, operator)
     if bad:
         raise ValueError(bad[0])
@@ -146,7 +146,7 @@ def read(path: Path, operator: str | None = None) -> tuple[Timing, ...]:
 
 
 def read_good(path: Path, operator: str | None = None) -> tuple[tuple[Timing, ...], list[str]]:
-    """The rows of a file that can be read, and what is wrong with each other. Raises ValueError for what is no table."""
+    """Return a file's readable rows, and the errors of the others. Raises ValueError for an invalid table."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         if table["schema"] != SCHEMA:
@@ -165,7 +165,7 @@ def read_good(path: Path, operator: str | None = None) -> tuple[tuple[Timing, ..
 
 
 def text(rows: Iterable[Timing]) -> str:
-    """The JSON that `read` reads, a line a row."""
+    """Return the JSON that `read` reads, one row per line."""
     return f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(map(_line, rows)) + "\n]}\n"
 
 
@@ -174,7 +174,7 @@ def _line(row: Timing) -> str:
 
 
 def _said(row: Timing) -> str:
-    """All that a choice may depend on."""
+    """Return everything that a choice may depend on."""
     return json.dumps(_body(row), allow_nan=False)
 
 

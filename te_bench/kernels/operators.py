@@ -1,4 +1,4 @@
-"""What the torch operators around several kernels share."""
+"""Shared code of the torch operators around kernels."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def without_none(x: Tensor, *tensors: Tensor | None) -> Any:
-    """The tensors, an empty one of x's dtype in place of None, which an operator cannot return."""
+    """Return the tensors, with an empty one of x's dtype for None, which an operator cannot return."""
     return tuple(x.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
 def with_all(cast: dict[str, Any], *written: str) -> dict[str, Any]:
-    """cast, and None for each tensor that an operator writes to and was not given: such a one may have no default."""
+    """Return cast, plus None for written tensors that are missing: an operator's mutated arguments have no defaults."""
     return dict.fromkeys(written) | cast
 
 
 def takes_two_steps(dtype: torch.dtype, rows: int, columnwise: bool) -> bool:
-    """Where a cast needs a kernel of its own: the fused ones go by pairs of rows, of half precision."""
+    """Return whether a cast needs a separate kernel: fused ones work on pairs of half-precision rows."""
     return dtype is torch.float32 or (columnwise and rows % 2 == 1)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""What a Triton kernel does with a finished float32 tile: round it, cast it to FP8, look at it, store both layouts.
+"""Operations of Triton kernels on a finished float32 tile: round, cast to FP8, gather statistics, store both layouts.
 
 An `amax` or `counts` pointer, or a layout, that is None costs nothing: Triton compiles a None argument in.
 """
@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x, float32, to the nearest of dtype."""
+    """Round float32 x to dtype, to nearest."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -27,8 +27,8 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded_by_twos(x, dtype: tl.constexpr):
-    """`rounded` to half precision, for tiles that are exchanged between threads next: there x.to(dtype) goes one by one, at
-    an eighth of the speed (F2F for F2FP, sm_90a).
+    """`rounded` to half precision, for tiles that are next exchanged between threads: there x.to(dtype) converts single
+    elements, at an eighth of the speed (F2F for F2FP, sm_90a).
     """
     if INTERPRETED:
         return rounded(x, dtype)
@@ -44,7 +44,7 @@ def rounded_by_twos(x, dtype: tl.constexpr):
 
 @triton.jit
 def exp2(x):
-    """2^x, 0 below float32's normal numbers: there exp2's own takes three instructions more (Triton 3.7)."""
+    """Return 2^x, flushing subnormals to 0; exp2 itself takes three instructions more for them (Triton 3.7)."""
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -55,7 +55,7 @@ def exp2(x):
 
 @triton.jit
 def to_fp8(x, dtype: tl.constexpr):
-    """x, float32, saturated and to the nearest of dtype; NaN stays NaN."""
+    """Cast float32 x to dtype, saturated, to nearest; NaN stays NaN."""
     if INTERPRETED:
         LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
         x = tl.maximum(x, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -71,8 +71,8 @@ def to_fp8(x, dtype: tl.constexpr):
         code = signed.to(dtype).to(tl.uint8, bitcast=True)
         return tl.where(x == x, code, 0x7F).to(tl.uint8).to(dtype, bitcast=True)
     else:
-        # Infinity, too, becomes the largest (PTX ISA, cvt). Four bytes leave as one register: two bytes that are both put
-        # with others and used alone (x.to(dtype)), ptxas 12.8 fuses with the former and takes from the stack pointer for
+        # Infinity becomes the largest, too (PTX ISA, cvt). Four bytes leave as one register: if two bytes are both
+        # combined with others and used alone (x.to(dtype)), ptxas 12.8 fuses the former and reads the stack pointer for
         # the latter (sm_90a).
         CAST: tl.constexpr = "cvt.rn.satfinite." + ("e4m3x2" if dtype == tl.float8e4nv else "e5m2x2") + ".f32 "
         code = tl.inline_asm_elementwise(
@@ -84,10 +84,10 @@ def to_fp8(x, dtype: tl.constexpr):
 
 @triton.jit
 def zip_bytes(a, b):
-    """Of bytes a and b, 16 bits each: a below, b above."""
+    """Combine bytes a (low) and b (high) to 16 bits."""
     if INTERPRETED:
         return a.to(tl.uint16) | (b.to(tl.uint16) << 8)
-    else:  # what the compiler makes of the above is four times as many instructions
+    else:  # the compiler makes four times as many instructions of the above
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r", [a, b],
             dtype=tl.uint16, is_pure=True, pack=4,
@@ -96,7 +96,7 @@ def zip_bytes(a, b):
 
 @triton.jit
 def larger(a, b):
-    """max(|a|, |b|) but for its sign, of tiles of one dtype; NaN above infinity. Half precision goes by twos."""
+    """Return max(|a|, |b|), with any sign, for tiles of one dtype; NaN above infinity. Half precision goes by pairs."""
     if not INTERPRETED and (a.dtype == tl.bfloat16 or a.dtype == tl.float16):
         ASM: tl.constexpr = "max.NaN.xorsign.abs." + ("bf16x2" if a.dtype == tl.bfloat16 else "f16x2") + " $0, $1, $2;"
         return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
@@ -107,13 +107,13 @@ def larger(a, b):
 
 @triton.jit
 def magnitude(y):
-    """The bits of |y|, float32 as int32: they sort as |y| does, with infinity above every number and NaN above infinity."""
+    """Return the bits of |y|, float32 as int32: they sort as |y|, infinity above every number, NaN above that."""
     return y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def tally(bits, scale, dtype: tl.constexpr):
-    """Which elements saturated, underflowed, are not finite, as 1, 1 << 10 and 1 << 20: up to 1023 tiles add up.
+    """Return which elements saturated, underflowed, are not finite, as 1, 1 << 10 and 1 << 20: 1023 tiles can be added.
 
     bits: magnitude(y). An element underflows at or below half of dtype's smallest, 2^-9 or 2^-16: the tie goes to zero.
     """
@@ -128,15 +128,15 @@ def tally(bits, scale, dtype: tl.constexpr):
 
 @triton.jit
 def read_amax(amax):
-    """The bits of amax as they are now, for `publish`: read early, they have come when it is time."""
+    """Load amax's current bits, for `publish`: loaded early, they arrive in time."""
     return tl.load(amax.to(tl.pointer_type(tl.int32), bitcast=True), cache_modifier=".cg")
 
 
 @triton.jit
 def publish(bits, tallies, amax, counts, before=0):
-    """amax := max(amax, max of bits), counts += the sum of tallies; both over one program's elements, at most 2^21.
+    """Raise amax to the maximum of bits, and add the sum of tallies to counts, for at most 2^21 elements of a program.
 
-    before: what amax was some time ago. It only grows, so what is not above it has nothing to tell.
+    before: an earlier value of amax. amax only grows, so values not above `before` need no atomic.
     """
     if amax is not None:
         largest = tl.max(bits)
@@ -144,20 +144,20 @@ def publish(bits, tallies, amax, counts, before=0):
         tl.atomic_max(at, largest, mask=largest > before, sem="relaxed")
     if counts is not None:
         add(counts + 1, tl.sum((tallies >> 10) & 0x3FF))
-        if tl.max(tallies & 0x3FF003FF) > 0:  # seldom
+        if tl.max(tallies & 0x3FF003FF) > 0:  # rare
             add(counts, tl.sum(tallies & 0x3FF))
             add(counts + 2, tl.sum(tallies >> 20))
 
 
 @triton.jit
 def add(counter, count):
-    """counter, int64, += count, int32."""
+    """Add count, int32, to counter, int64."""
     tl.atomic_add(counter, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
 
 @triton.jit
 def underflows(v, scale, dtype: tl.constexpr):
-    """Which elements of v, not 0, become 0: at or below half of dtype's smallest, the tie included."""
+    """Return which nonzero elements of v become 0: at or below half of dtype's smallest, the tie included."""
     TINY: tl.constexpr = 2.0**-10 if dtype == tl.float8e4nv else 2.0**-17
     y = v.to(tl.float32)
     return ((y != 0) & (tl.abs(y * scale) <= TINY)).to(tl.int32)
@@ -165,13 +165,13 @@ def underflows(v, scale, dtype: tl.constexpr):
 
 @triton.jit
 def publish_underflows(a, b, scale, counts, dtype: tl.constexpr):
-    """counts += those of a program's tiles a and b that become 0."""
+    """Add the elements of a program's tiles a and b that become 0 to counts."""
     add(counts + 1, tl.sum(underflows(a, scale, dtype) + underflows(b, scale, dtype)))
 
 
 @triton.jit
 def fits_range(bits, scale, dtype: tl.constexpr):
-    """Whether nothing saturates or is infinite or NaN of what has magnitudes up to those in bits, by one scale."""
+    """Return whether values with magnitudes up to those in bits, times scale, are finite and do not saturate."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     return tl.max(bits).to(tl.float32, bitcast=True) * scale <= LIMIT
 
@@ -180,14 +180,14 @@ def fits_range(bits, scale, dtype: tl.constexpr):
 def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.constexpr):
     """Cast y (rows, cols) to dtype and store it in data (M, N) and, transposed on the way, in data_t (N, M).
 
-    Returns magnitude and tally of y, 0 outside the mask, for `publish`; what it does not use is compiled away.
+    Returns magnitude and tally of y, 0 outside the mask, for `publish`; unused ones are compiled away.
     """
     bits = tl.where(mask, magnitude(y.to(tl.float32)), 0)
     if data is not None:
         q = to_fp8(y.to(tl.float32) * scale, dtype)
         tl.store(data + rows.to(tl.int64)[:, None] * N + cols[None, :], q, mask=mask)
     if data_t is not None:
-        # Transposed before the cast: ldmatrix moves 16-bit elements, bytes would go one by one (sm_90a: 8 shared stores
+        # Transpose before the cast: ldmatrix moves 16-bit elements, bytes would go one by one (sm_90a: 8 shared stores
         # and 4 ldmatrix a thread instead of 36 stores).
         q_t = to_fp8(tl.trans(y).to(tl.float32) * scale, dtype)
         tl.store(data_t + cols.to(tl.int64)[:, None] * M + rows[None, :], q_t, mask=tl.trans(mask))
@@ -195,7 +195,7 @@ def quantize_tile(y, mask, scale, data, data_t, rows, cols, M, N, dtype: tl.cons
 
 
 def lacks_triton(device: str) -> str | None:
-    """Why Triton's kernels do not run on a device of this type, or None."""
+    """Return why Triton's kernels cannot run on a device of this type, or None."""
     if device == "cuda" or triton.knobs.runtime.interpret:
         return None
     return "needs an NVIDIA GPU (or TRITON_INTERPRET=1)"
@@ -204,7 +204,7 @@ def lacks_triton(device: str) -> str | None:
 def empty_pair(
     m: int, n: int, x: torch.Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Room for the layouts asked for, (M, N) and (N, M)."""
+    """Allocate the requested layouts, (M, N) and (N, M)."""
     # Sizes one by one: a tuple of them costs the host 0.3 us more to parse (torch 2.11).
     data = x.new_empty(m, n, dtype=dtype) if rowwise else None
     data_t = x.new_empty(n, m, dtype=dtype) if columnwise else None

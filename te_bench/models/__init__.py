@@ -1,13 +1,13 @@
 """Modules, models and FP8 recipes. `import te_bench.models as te` reads like Transformer Engine.
 
-zoo has the models; te_bench.training trains them and exchanges their weights with Hugging Face. torch is imported with the
-first name that is asked for: planning and reporting use models.configs and models.cost without it.
+zoo has the models; te_bench.training trains them and exchanges their weights with Hugging Face. torch is imported when
+the first name is used: planning and reporting use models.configs and models.cost without it.
 """
 
 import importlib
 from typing import Any
 
-#: What `te.` offers, and where it is.
+#: {module: the names of it that `te.` offers}.
 HOMES = {
     "te_bench.models.fp8": ("autocast", "fp8_autocast", "is_fp8_enabled", "checkpoint", "numerics", "record_numerics"),
     "te_bench.models.quantization": (
@@ -32,7 +32,7 @@ HOMES = {
     "te_bench.models.modules.transformer_layer": ("TransformerLayer",),
 }
 _HOME = {name: module for module, names in HOMES.items() for name in names}
-_MODULES = ("attention", "distributed", "quantization", "recipe")  # te.attention, for instance
+_MODULES = ("attention", "distributed", "quantization", "recipe")  # e.g. te.attention
 
 __all__ = sorted([*_HOME, *_MODULES])
 

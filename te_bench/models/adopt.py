@@ -1,4 +1,4 @@
-"""A module that one has, as training.step.TrainStep takes a model: with its loss, and te-bench's precision and kernels.
+"""Adapt a user's module to training.step.TrainStep: with its loss, and te-bench's precision and kernels.
 
 model = adopt(LlamaForCausalLM(config).to("cuda"), recipe=recipe.DelayedScaling(), parts="all")
 step = TrainStep(model, Optim(), precision="fp8", mode="cudagraph", optimizer="triton")
@@ -24,13 +24,13 @@ def adopt(
     parts: str | None = None,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Adopted:
-    """The module, converted in place, as forward(inputs, targets) -> (), its loss; its weights stay at `.module`.
+    """Convert the module in place and return it as forward(inputs, targets) -> (), its loss; the weights stay at
+    `.module`.
 
-    recipe and parts: as te.convert's. loss: (output, targets) -> (), where the module returns neither loss nor logits
-    (B, T, V). Targets are the next tokens, for transformers' models shift nothing here; of a masked language model its
-    labels: the hidden tokens, and -100 wherever nothing is hidden.
-    Raises ValueError for what has no weights to train, for a forward that needs more than inputs and targets, and for what
-    te.convert refuses.
+    recipe and parts: as te.convert's. loss: (output, targets) -> (), needed if the module returns neither a loss nor
+    logits (B, T, V). Targets are the next tokens: nothing is shifted here. A masked language model's targets are its
+    labels: the hidden tokens, and -100 elsewhere. Raises ValueError for a module without trained weights, for a forward
+    that needs more than inputs and targets, and for what te.convert refuses.
     """
     name = type(module).__name__
     if not isinstance(module, nn.Module) or not any(p.requires_grad for p in module.parameters()):
@@ -43,7 +43,7 @@ def adopt(
     unknown = f"te-bench does not know how to feed {name}: give loss, a function of its output and targets"
     family, forward = families.calling(name, module, judge, unknown)
     if judge is None and family is not None and family.name == "masked":
-        forward = families.labelled  # the user hides tokens, not te-bench
+        forward = families.labelled  # the user hides the tokens
     made = Made(
         source=Source(model=name),
         attention=OWN,

@@ -5,8 +5,8 @@
     with model.autocast():
         loss = model(inputs, targets)
 
-A factory's module is called with the tokens, and with the targets where its forward takes them. What it returns is the
-loss, or logits (B, T, V), or anything with a `loss`.
+A factory's module is called with the tokens, and with the targets if its forward takes them. It returns the loss,
+logits (B, T, V), or an object with a `loss`.
 """
 
 import contextlib
@@ -41,17 +41,17 @@ from te_bench.models.rivals import Adoption
 from te_bench.models.sources import PINNED, TOO_LARGE, Refused, Source, on_one_line
 
 OWN = "own"  # attention as the model and PyTorch choose it: experiments.spec.OWN_ATTENTION
-#: {attention: what transformers calls it}: the same attention written out, and those that are kernels of SDPA.
+#: {attention: transformers' name of it}: written out in plain operators, or kernels of SDPA.
 IMPLEMENTATIONS = {"manual": "eager", **dict.fromkeys(PINNED, "sdpa")}
 
 T = TypeVar("T")
 
-LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # parameters of a factory that say how deep
+LAYERS = ("layers", "num_layers", "n_layer", "n_layers")  # names of a factory's parameter for its depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A module and how it is fed and called. vocab: 1 where its inputs are no tokens."""
+    """A module, how to draw its inputs and how to call it. vocab is 1 if its inputs are no tokens."""
 
     source: Source
     attention: str
@@ -68,7 +68,7 @@ class Made:
         return self.source.config is not None
 
     def draw(self, batch: int, tokens: int, *, seed: int, device: str) -> tuple[Tensor, Tensor]:
-        """(inputs, targets) on the device. Raises ValueError for an --inputs that makes anything but two tensors."""
+        """Draw (inputs, targets) on the device. Raises ValueError if the user's --inputs returns other things."""
         generator = torch.Generator(device).manual_seed(seed)
         if self.drawn is None:
             both = torch.randint(self.vocab, (batch, tokens + 1), generator=generator, device=device)
@@ -85,9 +85,9 @@ class Made:
 
 
 def make(source: Source, *, attention: str, device: str, seed: int = 0, layers: int | None = None) -> Made:
-    """The source's module on that device; the seed decides its weights. layers: that many at most.
+    """Build the source's module on the device; the seed decides its weights. layers: the most layers it may have.
 
-    Raises ValueError, naming the source, for whatever the user's code does in place of returning a module.
+    Raises ValueError, naming the source, if the user's code fails or returns no module.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -156,7 +156,7 @@ def _of_config(source: Source, attention: str, layers: int | None) -> nn.Module:
 
 
 def depth_of(source: Source) -> int | None:
-    """How many layers the whole model has, where they can be fewer; else None."""
+    """Return how many layers the whole model has, or None if its depth cannot be changed."""
     if source.config is not None:
         settings = json.loads(source.config)
         return max((settings[key] for key in families.LAYERS if isinstance(settings.get(key), int)), default=None)
@@ -170,13 +170,13 @@ def depth_of(source: Source) -> int | None:
 
 
 def layers_argument(source: Source) -> str | None:
-    """The factory's parameter that says how deep the model is."""
+    """Return the name of the factory's parameter for the model's depth, or None."""
     parameters = inspect.signature(_function(source.model)).parameters
     return next((name for name in LAYERS if name in parameters), None)
 
 
 def _function(path: str) -> Any:
-    """The object of an import path, found from the current folder too."""
+    """Return the object of an import path; the current folder is searched, too."""
     module, _, name = path.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -189,7 +189,7 @@ def _function(path: str) -> Any:
 
 
 def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named: Any) -> Any:
-    """What the user's function returns. Raises ValueError for what it raises, but a package that is missing."""
+    """Call the user's function. Errors in it become ValueError, except missing packages and lack of memory."""
     try:
         return function(*arguments, **named)
     except Refused:
@@ -197,7 +197,7 @@ def called(path: str, function: Any, *arguments: Any, doing: str = "it", **named
     except (ModuleNotFoundError, torch.OutOfMemoryError, MemoryError, KeyboardInterrupt, *UNIMAGINABLE):
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # a CPU's has no class of its own
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch: no class of its own
             raise MemoryError(f"{path}: {doing} ran out of memory: {TOO_LARGE}") from None
         raise Refused(f"{path}: {doing} raised {_told(error)}") from error
 
@@ -210,7 +210,7 @@ def _told(error: BaseException) -> str:
 
 
 def _vocabulary(module: Any) -> int | None:
-    """Its config's vocab_size, its own, or the rows of its first embedding."""
+    """Return its config's vocab_size, the module's own, or the rows of its first embedding."""
     text = getattr(module.config, "get_text_config", None) if families.is_of_transformers(module) else None
     for holder in (text() if text else None, getattr(module, "config", None), module):
         size = getattr(holder, "vocab_size", None)
@@ -228,15 +228,15 @@ def _longest(module: Any) -> int | None:
     return None
 
 
-#: What fake tensors raise where a result depends on numbers.
+#: Raised by fake tensors where a result depends on values.
 UNIMAGINABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 @contextlib.contextmanager
 def imagined(source: Source) -> Iterator[None]:
-    """While inside, tensors of a CPU have shapes and no memory; what asks for their numbers raises one of UNIMAGINABLE.
+    """Give CPU tensors shapes without memory in this context; reading their values raises one of UNIMAGINABLE.
 
-    The source's modules are imported before: what they make then is real.
+    The source's modules are imported before, so that tensors made at import are real.
     """
     for path in (None if source.config is not None else source.model, source.inputs, source.loss):
         if path is not None:
@@ -246,9 +246,9 @@ def imagined(source: Source) -> Iterator[None]:
 
 
 def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T:
-    """What work() returns, on tensors as `imagined` has them; on real ones where its result depends on numbers.
+    """Return work() on tensors without memory, or on real ones if its result depends on their values.
 
-    otherwise: what is done on real ones, work() by default.
+    otherwise: called instead of work() on real tensors.
     """
     try:
         with imagined(source):
@@ -259,21 +259,20 @@ def without_memory(source: Source, work: Callable[[], T], otherwise: Callable[[]
 
 @functools.cache
 def described(source: Source) -> Made:
-    """The source's model for what is asked of it and not computed: with weights only where it cannot be made without."""
+    """Make the source's model to inspect it, not to compute: weights have memory only where unavoidable."""
     return without_memory(source, lambda: make(source, attention=OWN, device="cpu"))
 
 
 class Adopted(nn.Module):
-    """forward(inputs, targets) -> (), the loss, of a module that te-bench knows nothing of.
+    """A user's module as forward(inputs, targets) -> (), its loss.
 
-    With a recipe its Linear and norm layers are converted (models.conversion), and compute in FP8 under `autocast()`; with
-    parts, those of te.convert, so is what they name, with a recipe and without.
-    rival: another project's way to train it, in the recipe's and te.convert's place.
-    dropout=False takes out what drops at random. kernel: of scaled_dot_product_attention, by default the one that `made` is
-    for.
+    With a recipe its Linear and norm layers are converted (models.conversion) and compute in FP8 under `autocast()`;
+    with `parts` (te.convert's), the named parts are converted, with or without a recipe. rival: another project's way
+    to train it, instead of recipe and parts. dropout=False removes dropout. kernel: of scaled_dot_product_attention, by
+    default that of `made`.
     """
 
-    shares_amaxes = False  # as a Decoder's
+    shares_amaxes = False  # set by training.parallel, as a Decoder's
 
     def __init__(
         self,
@@ -297,28 +296,28 @@ class Adopted(nn.Module):
         allowed = (lambda name, _: name not in left) if left else None
         self.conversion = conversion.convert(self.module, parts=parts, filter=allowed) if converts else None
         self.changed = None if rival is None else rival.build(self.module)
-        self.weights = sum(p.numel() for p in self.parameters())  # before ranks share them
-        self.gemms = 0  # of the last pass under `counted`
-        self.rows: set[int] = set()  # that layers in FP8 were given in it
-        self.fused = False  # whether it went by the fused chain
+        self.weights = sum(p.numel() for p in self.parameters())  # counted before ranks share them
+        self.gemms = 0  # FP8 GEMMs of the last pass under `counted`
+        self.rows: set[int] = set()  # numbers of rows that FP8 layers were given in it
+        self.fused = False  # whether the fused chain computed it
 
     @property
     def in_fp8(self) -> bool:
-        """Whether precision fp8 says the truth: by a recipe, or as a rival has it."""
+        """Whether precision fp8 applies: the model has a recipe, or a rival computes in FP8."""
         return self.recipe is not None or self.changed is not None
 
     @property
     def as_it_is(self) -> bool:
-        """Whether a captured step is captured with no compiler, as a Decoder's: where te-bench's kernels are its parts."""
+        """Whether a captured step skips the compiler, as a Decoder's may: te-bench's kernels compute its parts."""
         return self.parts is not None
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return loss_of(self.made.source.model, self.made.forward(self.module, inputs, targets), targets)
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """What a forward pass runs in: its attention, and the recipe's FP8; enabled=False computes in no FP8.
+        """Enter the forward pass's context: its attention kernel and the recipe's FP8; enabled=False switches FP8 off.
 
-        The attention's kernel stays chosen until another model chooses: a backward pass may compute again.
+        The attention kernel stays selected until another model selects one: a backward pass may recompute.
         """
         pin(self.kernel)
         if self.changed is not None:
@@ -328,11 +327,11 @@ class Adopted(nn.Module):
         return fp8.autocast(enabled, recipe=self.recipe, amax_reduction_group=fp8.ranks(self.shares_amaxes))
 
     def flop_per_token(self, length: int) -> int:
-        """FLOP of forward and backward of one sequence by PyTorch's counter, attention as if it were not causal.
+        """Count one sequence's FLOP per token, forward and backward, by PyTorch's counter, attention as non-causal.
 
-        6 N where shapes alone do not decide what is computed.
+        Returns 6 N if shapes alone do not decide what is computed.
         """
-        pin("math")  # which the counter knows on every device
+        pin("math")  # the counter knows it on every device
         try:
             with imagined(self.made.source):
                 model = Adopted(make(self.made.source, attention=OWN, device="cpu"), kernel="math")
@@ -347,7 +346,7 @@ class Adopted(nn.Module):
 
     @property
     def converted(self) -> dict[str, str]:
-        """{layer that multiplies in FP8: its class before}."""
+        """{name of a layer that multiplies in FP8: its class before conversion}."""
         if self.changed is not None:
             return {f"module.{name}": "Linear" for name in self.changed.linears}
         layers = () if self.conversion is None else self.conversion.converted
@@ -355,32 +354,32 @@ class Adopted(nn.Module):
 
     @property
     def norms(self) -> list[str]:
-        """Norms that te_bench computes."""
+        """Names of the norms that te_bench computes."""
         layers = () if self.conversion is None else self.conversion.converted
         return [f"module.{layer.name}" for layer in layers if not layer.parameters]
 
     @property
     def converted_experts(self) -> bool:
-        """Whether experts multiply in autocast's precision, as transformers' own do not."""
+        """Whether experts multiply in autocast's precision; transformers' own do not."""
         done = () if self.conversion is None else self.conversion.parts
         return any(part.part == "experts" and part.after is not None for part in done)
 
     @property
     def fp8_heads(self) -> list[str]:
-        """Heads whose loss is computed in FP8 without their being converted layers."""
+        """Names of heads whose loss is computed in FP8 although they are not converted layers."""
         found = () if self.conversion is None or self.recipe is None else self.conversion.parts
         return [f"module.{part.name}" for part in found if part.parameters]
 
     def _blocks_in_fp8(self, layers: str) -> int:
-        """How many blocks below a list's name multiply in FP8: a recipe may keep some."""
+        """Count the blocks in the list `layers` that multiply in FP8: a recipe may leave some out."""
         return len({name.removeprefix(layers).partition(".")[0] for name in self.converted if name.startswith(layers)})
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """While inside, count in `gemms` the FP8 GEMMs of a pass and its backward: a Linear's three, two for a first one.
+        """Count a pass's FP8 GEMMs, forward and backward, in `gemms`: three a Linear, two for the first one.
 
-        One fewer where the recipe leaves wgrad in the activations' precision. An MLP that is a part has two products, gate
-        and up together, a fused layer four; a head without logits counts for nothing here.
+        A recipe with bf16 wgrad has one fewer each. A converted MLP has two products (gate and up together), a fused
+        layer four; a head without logits counts as none.
         """
         self.gemms, self.rows, self.fused = 0, set(), False
         each = 2 if self.recipe is not None and self.recipe.bf16_wgrad else 3
@@ -402,7 +401,7 @@ class Adopted(nn.Module):
             given = module.te_given(arguments, named)
             tokens, x = given.get("input_ids"), given.get("inputs_embeds")
             self.rows |= {tokens.numel()} if x is None else {x.numel() // x.shape[-1]}
-            self.gemms += each * 4 * blocks  # qkv, proj, up, down; layer by layer they are more
+            self.gemms += each * 4 * blocks  # qkv, proj, up, down; layer by layer there are more
             self.fused |= module.te_fuses(given)
 
         handles = [
@@ -425,13 +424,13 @@ class Adopted(nn.Module):
 
 @torch.no_grad()
 def perturb(module: nn.Module, seed: int, ulps: int) -> None:
-    """Move every weight to a representable neighbour, `ulps` times, up or down as `seed` has it."""
+    """Move every weight to a neighbouring representable value `ulps` times, up or down as drawn by `seed`."""
     for number, parameter in enumerate(module.parameters()):
         move(parameter, seed << 16 | number, ulps)
 
 
 def pin(attention: str) -> None:
-    """Let scaled_dot_product_attention run that kernel alone, or choose for itself among all."""
+    """Restrict scaled_dot_product_attention to that kernel, or allow all if it names none of its kernels."""
     for name in PINNED:
         enable = getattr(torch.backends.cuda, f"enable_{name}_sdp")
         enable(attention == name or attention not in PINNED)

@@ -1,4 +1,4 @@
-"""How a user's module is called in a training step, and where its loss is in what it returns."""
+"""How a training step calls a user's module, and where it finds the loss in the result."""
 
 import inspect
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from te_bench.models.sources import Refused
 
-Forward = Callable[[nn.Module, Tensor, Tensor], Any]  # of a module, inputs and targets
+Forward = Callable[[nn.Module, Tensor, Tensor], Any]  # called with (module, inputs, targets)
 
 TARGETS = ("targets", "target", "labels", "label", "y")
 
 
 def forward_of(name: str, module: nn.Module) -> Forward:
-    """A factory's module with the inputs, and with the targets where its forward takes them.
+    """Return a callable that gives a factory's module the inputs, and the targets if its forward takes them.
 
     Raises ValueError for a forward that needs more.
     """
@@ -35,13 +35,13 @@ def forward_of(name: str, module: nn.Module) -> Forward:
 
 
 def gives_logits(module: nn.Module, inputs: Tensor, targets: Tensor) -> bool:
-    """Whether its forward takes inputs alone and returns their logits and nothing else, so that the loss is the caller's."""
+    """Return whether the module maps inputs alone to logits alone, so that the caller computes the loss."""
     others = list(inspect.signature(module.forward).parameters)[1:]
     return not set(others) & set(TARGETS) and _are_logits(module(inputs), targets)
 
 
 def judged(path: str, judge: Callable[[Any, Tensor], Any]) -> Forward:
-    """A module with the inputs, and its loss by the user's function of that import path."""
+    """Return a callable: the module's output on the inputs, judged by the user's loss function at `path`."""
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         loss = judge(model(x), y)
@@ -66,9 +66,9 @@ def _are_logits(value: Any, targets: Tensor) -> bool:
 
 
 def _logits(name: str, out: Any, targets: Tensor) -> Any:
-    """What of several tensors a forward without targets returned for its result: the logits, for no loss is among them.
+    """Return the logits in the output of a forward without targets; it has no loss.
 
-    A scalar beside them is a penalty, as a mixture of experts has.
+    A scalar beside the logits is a penalty, such as a mixture of experts'.
     """
     if not isinstance(out, tuple | list):
         return out
@@ -82,7 +82,7 @@ def _logits(name: str, out: Any, targets: Tensor) -> Any:
 
 
 def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
-    """The loss in what a model returned. Raises ValueError where there is none."""
+    """Return the loss in a model's output. Raises ValueError if there is none."""
     if isinstance(out, Tensor):
         if _is_loss(out):
             return out
@@ -104,7 +104,7 @@ def loss_of(name: str, out: Any, targets: Tensor) -> Tensor:
 
 
 def shown(value: Any) -> str:
-    """What a value is, in a sentence to its author."""
+    """Describe a value in an error message."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return type(value).__name__

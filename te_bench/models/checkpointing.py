@@ -1,4 +1,4 @@
-"""Gradient checkpointing of any transformer: its blocks keep their inputs alone, and compute again in the backward pass.
+"""Gradient checkpointing of any transformer: blocks save only their inputs, and recompute in the backward pass.
 
 checkpoint_blocks(model)    before the step is made; a third more arithmetic for a fraction of the activations
 """
@@ -15,9 +15,9 @@ from te_bench.models.dropout import rates
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """A transformer's blocks: the members of its outermost lists that have modules of their own.
+    """Return a transformer's blocks: the members of its outermost lists that have submodules.
 
-    A list in a list is no member, as nobody calls it: its members are. A lone activation may overwrite what it is given.
+    A list inside a list is never called: its members count. A lone activation is none: it may overwrite its input.
     """
     listed = isinstance(model, nn.ModuleList | nn.Sequential)
     found: list[nn.Module] = []
@@ -31,11 +31,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_blocks(model: nn.Module) -> int:
-    """Let each block go by te.checkpoint, in FP8 with the scales of the first time; returns how many there are.
+    """Checkpoint each block by te.checkpoint, recomputing FP8 with the first pass's scales; return their number.
 
-    Parameters keep their names. Random numbers are drawn again as they were. A CUDA graph cannot hold that: where no rate of
-    dropout is found none are drawn in a capture. A pass with gradients fills no cache of keys and values, as transformers'
-    own checkpointing has it. Raises ValueError for a model without a list of blocks.
+    Parameters keep their names. Random numbers are drawn again as they were. A CUDA graph cannot do that: without a
+    dropout rate, none are drawn in a capture. As in transformers' own checkpointing, a pass with gradients fills no
+    key/value cache. Raises ValueError for a model without a list of blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -47,8 +47,8 @@ def checkpoint_blocks(model: nn.Module) -> int:
 
 
 def _again(forward: Callable[..., Any], random: bool, *args: Any, **kwargs: Any) -> Any:
-    """random: whether a rate of dropout was found. A model may keep one elsewhere, in its config say."""
-    if torch.is_grad_enabled():  # a cache would get the keys of the second time, too
+    """Run `forward` under te.checkpoint. random: a dropout rate was found; a model may hide one, e.g. in its config."""
+    if torch.is_grad_enabled():  # the recomputation would append to a cache, too
         args = tuple(map(_unless_cache, args))
         kwargs = {name: _unless_cache(value) for name, value in kwargs.items()}
     captured = (
@@ -58,5 +58,5 @@ def _again(forward: Callable[..., Any], random: bool, *args: Any, **kwargs: Any)
 
 
 def _unless_cache(value: Any) -> Any:
-    """What a block is given; None for a cache of keys and values of transformers."""
+    """Return a block's argument, or None in place of transformers' key/value cache."""
     return None if not isinstance(value, Tensor) and hasattr(value, "get_seq_length") else value

@@ -12,40 +12,40 @@ from typing import Any, ClassVar
 from te_bench import plugins
 from te_bench.kernels.activation import KINDS
 
-MOST, MOST_LAYERS = 2**20, 1024  # ten times what the largest published models have
+MOST, MOST_LAYERS = 2**20, 1024  # ten times the largest published models
 ZOO = "te_bench.models.zoo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The sizes of a decoder under one set of names, whatever its family calls them."""
+    """The sizes of a decoder under names that all families share."""
 
     layers: int
     hidden: int
-    ffn: int  # features between an MLP's two products
+    ffn: int  # an MLP's inner features
     heads: int
-    groups: int  # heads of keys and values
+    groups: int  # key/value heads
     head_dim: int
     vocab: int
-    length: int  # tokens of a sequence
+    length: int  # the longest sequence, in tokens
     activation: str  # one of kernels.activation.KINDS
     norm: str  # one of kernels.norm.KINDS
     tied: bool  # the head is the token embedding
     learned_positions: bool
     vectors: int  # elements of a layer's gains and biases
-    last_vectors: int  # of the last norm's
+    last_vectors: int  # elements of the last norm's
     head_norms: bool = False  # queries and keys have norms over head_dim
-    linears: int = 4  # of a layer: query, key and value together, the projection, up (and gate) together, down
+    linears: int = 4  # GEMMs of a layer: qkv, proj, up (with gate), down
     dropout: float = 0.0
 
     @property
     def gated(self) -> bool:
-        """Whether `up` makes two times ffn features, of which one half is the other's gate."""
+        """Whether `up` computes 2 ffn features, one half of which gates the other."""
         return KINDS[self.activation][1]
 
     @property
     def qkv(self) -> int:
-        """Features that the product for query, key and value makes."""
+        """Output features of the qkv GEMM."""
         return (self.heads + 2 * self.groups) * self.head_dim
 
     @property
@@ -57,15 +57,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
-    """What every family's configuration has; `family` names its file in models.zoo.
+    """The fields of every family's configuration; `family` names its file in models.zoo.
 
-    Raises ValueError for sizes that no model has, before anything is allocated.
+    Raises ValueError for impossible sizes, before anything is allocated.
     """
 
     family: ClassVar[str]
-    LAYERS: ClassVar[str]  # the field that counts layers
+    LAYERS: ClassVar[str]  # the field with the number of layers
     SIZES: ClassVar[tuple[str, ...]]  # other fields that are sizes
-    MEASURED_VOCAB: ClassVar[int | None] = None  # of random tokens in suites; None: each model's own vocab_size
+    MEASURED_VOCAB: ClassVar[int | None] = None  # vocabulary of random tokens in suites; None: vocab_size
 
     block_size: int  # the longest sequence
     vocab_size: int
@@ -89,16 +89,14 @@ class GPTConfig(DecoderConfig):
     family: ClassVar[str] = "gpt"
     LAYERS: ClassVar[str] = "n_layer"
     SIZES: ClassVar[tuple[str, ...]] = ("n_head", "n_embd")
-    MEASURED_VOCAB: ClassVar[int | None] = (
-        50257  # GPT-2's, of the small ones too, whose own are of characters and bytes
-    )
+    MEASURED_VOCAB: ClassVar[int | None] = 50257  # GPT-2's, also for small models on characters or bytes
 
     n_layer: int
     n_head: int
     n_embd: int
     block_size: int = 1024
     vocab_size: int = 50257
-    bias: bool = False  # nanoGPT trains without; OpenAI's GPT-2 has them
+    bias: bool = False  # nanoGPT trains without biases; OpenAI's GPT-2 has them
     gelu: str = "none"  # torch's `approximate`: "none" is exact, "tanh" is OpenAI's
 
     def __post_init__(self) -> None:
@@ -132,9 +130,9 @@ class GPTConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Llama 3.1's rotary positions: waves that are long for the pretraining's context are `factor` times as long.
+    """Llama 3.1's scaling of rotary positions: long waves get `factor` times longer.
 
-    Those that fit it less than low_freq_factor times are; those that fit it more than high_freq_factor times stay.
+    Waves that fit the original context less than low_freq_factor times are stretched; above high_freq_factor they stay.
     """
 
     factor: float
@@ -176,13 +174,13 @@ class LlamaConfig(DecoderConfig):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int  # Qwen 3's is not hidden_size / num_attention_heads
+    head_dim: int  # Qwen 3's differs from hidden_size / num_attention_heads
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # of q, k and v, as Qwen 2 has it
-    qk_norm: bool = False  # over head_dim, before the rotation, as Qwen 3 has it
+    attention_bias: bool = False  # of q, k and v, as in Qwen 2
+    qk_norm: bool = False  # over head_dim, before the rotation, as in Qwen 3
 
     def __post_init__(self) -> None:
         DecoderConfig.__post_init__(self)  # a class with slots has no super() of its own in Python 3.11
@@ -217,7 +215,7 @@ class LlamaConfig(DecoderConfig):
         )
 
 
-#: What Llama 3's sizes share; a sequence is as long as in most of the pretraining.
+#: Fields that Llama 3's sizes share; block_size is the length of most of the pretraining.
 LLAMA_3: dict[str, Any] = {"num_key_value_heads": 8, "block_size": 8192, "vocab_size": 128256, "rope_theta": 500000.0}
 SCALED_8, SCALED_32 = RopeScaling(factor=8.0), RopeScaling(factor=32.0)
 
@@ -245,7 +243,7 @@ CONFIGS: dict[str, DecoderConfig] = {
         head_dim=128, block_size=8192, vocab_size=151936, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
         qk_norm=True,
     ),
-    "llama-114m": LlamaConfig(  # GPT-2 124M's width, depth and vocabulary: to train many of
+    "llama-114m": LlamaConfig(  # GPT-2 124M's width, depth and vocabulary, small enough to train many
         hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
         head_dim=64, block_size=1024, vocab_size=50257, tie_word_embeddings=True,
     ),
@@ -257,7 +255,7 @@ CONFIGS: dict[str, DecoderConfig] = {
 
 
 def _of_other_files() -> dict[str, DecoderConfig]:
-    """CONFIGS of the zoo's files that name none here. Raises ValueError for a file without, and for a name that is taken."""
+    """Return the CONFIGS of further files in models/zoo. Raises ValueError for a file without or a duplicate name."""
     known = {config.family for config in CONFIGS.values()}
     found: dict[str, DecoderConfig] = {}
     for name in plugins.names(ZOO):
@@ -274,5 +272,5 @@ def _of_other_files() -> dict[str, DecoderConfig]:
 
 
 def configs() -> dict[str, DecoderConfig]:
-    """Every model that te-bench knows by name; a file that somebody adds to models/zoo brings its own as CONFIGS."""
+    """Return every known model's configuration by name, with the CONFIGS of files added to models/zoo."""
     return {**CONFIGS, **_of_other_files()}

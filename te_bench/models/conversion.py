@@ -3,8 +3,8 @@
     print(te.convert(model, recipe.DelayedScaling()))
     loss = model(x).sum()  # in FP8
 
-The model's forward and its other layers stay as they are, and so does its state dict: the weight of a Conv1D (transformers'
-GPT-2) is a transposed Parameter, and lies in the state dict as before.
+The model's forward and its other layers stay as they are, and so does its state dict: a Conv1D's weight (transformers'
+GPT-2) becomes a transposed Parameter, but is stored untransposed there.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.recipe import Recipe
 from te_bench.models.subclassing import Mixed, mix
 
-MULTIPLE = 16  # bytes: what cuBLASLt's FP8 GEMMs ask of every row's length
+MULTIPLE = 16  # bytes: cuBLASLt's FP8 GEMMs need rows of a multiple
 
-#: Classes of transformers (5.23) that compute weight * x / sqrt(mean(x^2) + variance_epsilon), and nothing else.
+#: Classes of transformers (5.23) that compute only weight * x / sqrt(mean(x^2) + variance_epsilon).
 RMS_NORMS = frozenset(
     f"{name}RMSNorm"
     for name in ["Llama", "Mamba", "Mistral", "Mixtral", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"]
 ) | {"T5LayerNorm"}
 
-#: What a module remembers of hooks that go with the layer. Handles given out before remove them from the new one, too.
+#: Attributes with a module's hooks, which move to the new layer. Handles still remove them there.
 HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -50,7 +50,7 @@ HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-#: These are tied to the module that they were registered with.
+#: Hooks bound to the module that they were registered with.
 STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -60,7 +60,7 @@ STATE_HOOKS = (
 
 
 def larger_than(features: int) -> Filter:
-    """A filter of te.convert: no Linear with fewer features, in or out, whose casts cost more than FP8 saves."""
+    """Return a te.convert filter: Linears with fewer in or out features stay, as casts cost more than FP8 saves."""
 
     def accept(name: str, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
@@ -77,20 +77,20 @@ def convert(
     filter: Filter | None = None,
     pad: bool = False,
 ) -> Conversion:
-    """Swap the layers of `model` that compute x W^T + b, a LayerNorm or an RMSNorm for te's, in place, and tell which.
+    """Swap the Linear, LayerNorm and RMSNorm layers of `model` for te's, in place, and report which.
 
-    nn.Linear, nn.LayerNorm, nn.RMSNorm, and of transformers Conv1D and the RMSNorms of RMS_NORMS. Parameter objects stay
-    the same (ties, optimizers, dtype, device, requires_grad; so do hooks), save a Conv1D's weight: transposed, it is a new
-    one, so make the optimizer afterwards. filter(name, module) says which layers may go. A layer whose dimensions are not
-    multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, which takes time.
-    parts: of "linear", "norm", "mlp", "experts", "rotary", "attention", "blocks", "head" one or several, or "all"; None is
-    linear and norm. The others (docs/huggingface.md) leave modules and parameters where they are. filter is asked for MLPs,
-    experts and attentions, too, and for lm_head whether its part may be in FP8.
-    With `recipe` the Linears that it keeps (bf16_first, bf16_last) stay, calling the model enters te.autocast(recipe=recipe)
-    by itself, and torch.compile(fullgraph=True) can't take it; without, your own te.autocast around it decides. Converting
-    twice is harmless, and the second report tells of the first's layers too. Whatever is raised, nothing has changed:
-    ValueError for a model that is itself such a layer, for a recipe that the model's device cannot run, and for one on a
-    model whose class no other can be made of or that Lightning would train without calling it.
+    It converts nn.Linear, nn.LayerNorm, nn.RMSNorm, and of transformers Conv1D and the norms in RMS_NORMS. Parameter
+    objects stay the same (ties, optimizers, dtype, device, requires_grad, hooks), except a Conv1D's weight, which is
+    transposed: make the optimizer afterwards. filter(name, module) says which layers may be converted. A layer with
+    dimensions that are not multiples of 16 stays, unless `pad`: te pads inside the GEMM, exactly, at a cost in time.
+    parts: one or several of "linear", "norm", "mlp", "experts", "rotary", "attention", "blocks", "head", or "all"; None
+    is linear and norm. The others (docs/huggingface.md) leave modules and parameters in place. filter is also asked for
+    MLPs, experts and attentions, and for lm_head: whether its part may be in FP8.
+    With `recipe`, Linears that it keeps (bf16_first, bf16_last) stay, and calling the model enters
+    te.autocast(recipe=recipe), which torch.compile(fullgraph=True) cannot trace. Without, your own te.autocast decides.
+    Converting twice is harmless, and the second report includes the first. If anything is raised, nothing has changed:
+    ValueError for a model that is itself such a layer, for a recipe that its device cannot run, and, with a recipe, for
+    a model whose class cannot be subclassed or that Lightning would train without calling it.
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
@@ -128,8 +128,8 @@ def convert(
             _let_resize(module, undo)
         if recipe is not None:
             _enter_by_itself(model, recipe, undo)
-        undo.pop_all()  # it all went well, and stays
-    # What an FP8 head reads is a kept layer's no more.
+        undo.pop_all()  # everything succeeded: keep the changes
+    # An FP8 head reads its weight itself, so its layer is not reported as kept.
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
     by_itself = isinstance(model, _Autocasting)
@@ -137,7 +137,7 @@ def convert(
 
 
 def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:
-    """The names of the Linears that the recipe leaves in the activations' precision."""
+    """Return the names of the Linears that the recipe leaves in the activations' precision."""
     return recipe.keeps(name for name, layer in model.named_modules() if _kind(layer) in ("Linear", "Conv1D"))
 
 
@@ -145,23 +145,23 @@ def _swap(parent: nn.Module, attribute: str, new: nn.Module, undo: contextlib.Ex
     undo.callback(parent._modules.__setitem__, attribute, parent._modules[attribute])
     parent._modules[attribute] = new
     if isinstance(parent, nn.TransformerEncoderLayer):
-        # Its fast path for inference reads the weights itself, past the layers and their FP8; 0 closes it.
+        # Its inference fast path reads the weights directly, bypassing the layers and FP8; 0 disables it.
         _assign(parent, "activation_relu_or_gelu", 0, undo)
 
 
 def _checkpoint_in_fp8(module: Any, undo: contextlib.ExitStack) -> None:
-    """Let gradient checkpointing of transformers, now or when it is enabled, go by te.checkpoint in place of torch's."""
+    """Let transformers' gradient checkpointing, enabled now or later, use te.checkpoint instead of torch's."""
     if "_gradient_checkpointing_func" in vars(module):
         function = _put_te_checkpoint(module._gradient_checkpointing_func)
         _assign(module, "_gradient_checkpointing_func", function, undo)
     setter = getattr(type(module), "_set_gradient_checkpointing", None)
-    # Code from before transformers 4.35 has (module, value), and calls torch's checkpoint by its own name.
+    # Code from before transformers 4.35 has (module, value) here, and calls torch's checkpoint by name.
     if callable(setter) and "gradient_checkpointing_func" in inspect.signature(setter).parameters:
         _assign(module, "_set_gradient_checkpointing", _Checkpointing(module), undo)
 
 
 class _Checkpointing:
-    """A model's own _set_gradient_checkpointing, which gets te.checkpoint in place of torch's."""
+    """A model's own _set_gradient_checkpointing, which is given te.checkpoint instead of torch's."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -175,7 +175,7 @@ class _Checkpointing:
 
 
 def _put_te_checkpoint(function: Any) -> Any:
-    """te.checkpoint, with the same options, in place of torch's; any other function as it is."""
+    """Return te.checkpoint with the same options if `function` is torch's checkpoint; else `function` itself."""
     called, options = function, {}
     if isinstance(function, functools.partial) and not function.args:
         called, options = function.func, function.keywords
@@ -183,7 +183,7 @@ def _put_te_checkpoint(function: Any) -> Any:
 
 
 def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
-    """Let a model of transformers resize a head that is a te.Linear."""
+    """Let a transformers model resize a head that is a te.Linear."""
     if hasattr(type(module), "resize_token_embeddings") and isinstance(module.get_output_embeddings(), Linear):
         from te_bench.models.huggingface.resizing import Resizing
 
@@ -191,7 +191,7 @@ def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
 
 
 def _assign(module: Any, attribute: str, value: Any, undo: contextlib.ExitStack) -> None:
-    """Set an attribute past the module's own __setattr__, which may be anything."""
+    """Set an attribute without calling the module's own __setattr__, which may do anything."""
     if attribute in vars(module):
         undo.callback(vars(module).__setitem__, attribute, vars(module)[attribute])
     else:
@@ -221,7 +221,7 @@ def _check(model: nn.Module, recipe: Recipe | None) -> None:
 
 
 def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(name, parent, attribute, layer) of every place where a module is, also of those that are in several."""
+    """Yield (name, parent, attribute, layer) for every place of a module; a shared one has several."""
     for name, layer in model.named_modules(remove_duplicate=False):
         if name:
             prefix, _, attribute = name.rpartition(".")
@@ -229,7 +229,7 @@ def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Mod
 
 
 def _find_owners(model: nn.Module) -> dict[int, list[str]]:
-    """The names under which each parameter is found, by its id."""
+    """Return {id of a parameter: the names it has}."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -239,7 +239,7 @@ def _find_owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
-    """The layers of te's own, whoever put them there."""
+    """Yield the layers that are te's already."""
     counted: set[int] = set()
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Module):
@@ -251,7 +251,7 @@ def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
 
 
 def _find_other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[OtherWeight]:
-    """The weights, of two dimensions or more, of neither the layers seen nor te's own."""
+    """Yield weights of two or more dimensions that belong neither to `seen` nor to te's layers."""
     layers = [*seen, *(module for module in model.modules() if isinstance(module, Fp8Module))]
     known = {id(p) for layer in layers for p in layer.parameters()}
     for name, module in model.named_modules():
@@ -265,12 +265,12 @@ def _find_other_weights(model: nn.Module, seen: list[nn.Module]) -> Iterator[Oth
 
 
 def _describe_use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, int | None]:
-    """Why a weight stays outside, and how many of its elements a token is multiplied by."""
+    """Return why a weight stays, and how many of its elements multiply a token (None: unknown)."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "a table, which is looked up", 0
     if isinstance(module, nn.MultiheadAttention):
         return "torch multiplies by it outside of any layer", p.numel()
-    config = getattr(model, "config", None)  # of transformers
+    config = getattr(model, "config", None)  # transformers' config
     chosen, experts = getattr(config, "num_experts_per_tok", None), p.shape[0]
     counts = {getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")}
     if p.dim() == 3 and isinstance(chosen, int) and experts in counts:
@@ -279,7 +279,7 @@ def _describe_use(model: nn.Module, module: nn.Module, p: Tensor) -> tuple[str, 
 
 
 def _kind(layer: nn.Module) -> str | None:
-    """What a layer is, or is a subclass of: "Linear", "Conv1D", "LayerNorm", "RMSNorm"; None for everything else."""
+    """Return the kind of a layer or its base class: "Linear", "Conv1D", "LayerNorm", "RMSNorm"; None for any other."""
     name, home = type(layer).__name__, type(layer).__module__
     if home.startswith("transformers.") and name == "Conv1D":
         return "Conv1D"
@@ -290,7 +290,7 @@ def _kind(layer: nn.Module) -> str | None:
 
 
 def _reason_to_keep(layer: nn.Module, kind: str, name: str, owners: dict[int, list[str]], pad: bool) -> str | None:
-    """Why a layer must stay, or None."""
+    """Return why a layer must stay, or None."""
     cls = type(layer)
     if parametrize.is_parametrized(layer):
         return "its weight is parametrised (torch.nn.utils.parametrize)"
@@ -349,7 +349,7 @@ def _count_in_gemm(layer: nn.Module, kind: str) -> int:
 
 
 def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, ConvertedLayer]:
-    """The te layer that takes the place of another, around the same Parameters."""
+    """Make the te layer that replaces another, around the same Parameters."""
     weight, bias, note = layer.weight, getattr(layer, "bias", None), ""
     options: dict[str, Any] = {"params_dtype": weight.dtype, "device": "meta"}  # replaced below: no memory, no seed
     new: nn.Module
@@ -362,7 +362,7 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
         new = Linear(weight.shape[1], weight.shape[0], bias=bias is not None, **options)
     new.weight, new.bias = weight, bias
     for attribute, value in vars(layer).items():
-        if attribute in HOOKS or attribute not in vars(new):  # what users hang on a layer goes with it
+        if attribute in HOOKS or attribute not in vars(new):  # attributes that users set move along
             vars(new)[attribute] = value
     if kind == "Conv1D":
         new.register_state_dict_post_hook(_give_as_conv1d)
@@ -373,19 +373,19 @@ def _make_replacement(layer: Any, kind: str, name: str) -> tuple[nn.Module, Conv
 
 
 def _give_as_conv1d(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A view, so that who writes into a state dict writes into the model."""
+    """Replace the weight in the state dict by a transposed view, so that writing to it writes to the model."""
     state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
 
 
 def _take_from_conv1d(_: nn.Module, state: dict[str, Any], prefix: str, *metadata: Any) -> None:
     if (weight := state.get(f"{prefix}weight")) is not None:
-        state[f"{prefix}weight"] = weight.t().contiguous()  # which may become the Parameter: assign=True
+        state[f"{prefix}weight"] = weight.t().contiguous()  # a copy, as assign=True makes it the Parameter
 
 
 class _Autocasting(Mixed):
-    """Put before a model's own class, it calls the model under te.autocast.
+    """A mixin before a model's class that calls the model under te.autocast.
 
-    Hooks would do the same but for KeyboardInterrupt, after which nn.Module calls none: FP8 would stay switched on.
+    Hooks would not do: after a KeyboardInterrupt nn.Module calls none, and FP8 would stay on.
     """
 
     _te_recipe: Recipe
@@ -399,7 +399,7 @@ class _Autocasting(Mixed):
 
 
 def _leave_autocasts_out_of_graphs() -> None:
-    """Their bookkeeping, not what is called."""
+    """Keep te.autocast's bookkeeping out of graphs; the model's own call is still traced."""
     _Autocasting.__call__ = torch.compiler.disable(_Autocasting.__call__, recursive=False)  # type: ignore[method-assign]
 
 
@@ -410,7 +410,7 @@ def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> 
     try:
         mix(model, _Autocasting, undo)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # What a metaclass, __init_subclass__ or __slots__ raises.
+        # raised by a metaclass, __init_subclass__ or __slots__
         raise ValueError(
             f"{type(model).__name__} can't enter the recipe by itself, for no subclass can take its place ({error}): "
             "convert without a recipe, and call the model under te.autocast(recipe=...)"

@@ -1,6 +1,6 @@
-"""What te.convert replaces beside layers: MLPs, rotary embeddings, attention, the head with its loss.
+"""The parts that te.convert replaces besides layers: MLPs, rotary embeddings, attention, the head with its loss.
 
-A module stays where it is, with its parameters; its class, or its model's attn_implementation, is another one.
+A module and its parameters stay in place; its class, or its model's attn_implementation, changes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.subclassing import mix
 
 Filter = Callable[[str, nn.Module], bool]
-#: Replaces a part, and says what it is now; raises ValueError, which says why it stays.
+#: Replaces a part and returns its description; raises ValueError with the reason if the part stays.
 Convertor = Callable[[Any, contextlib.ExitStack], str]
 
 LAYERS = ("linear", "norm")
@@ -27,7 +27,7 @@ ALL = "all"
 
 
 def check(parts: str | Collection[str] | None) -> tuple[str, ...]:
-    """The names of the parts that are asked for. Raises ValueError for an unknown one."""
+    """Return the names of the requested parts. Raises ValueError for an unknown one."""
     if parts is None:
         return LAYERS
     names = (parts,) if isinstance(parts, str) else tuple(parts)
@@ -47,10 +47,9 @@ def convert(
     left: Collection[str] = (),
     fp8_head: bool = True,
 ) -> Iterator[ConvertedPart]:
-    """Replace the parts that are asked for, and tell of each what it is now, or why it stays.
-
-    left: the names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8. fp8_head:
-    whether the recipe has all three GEMMs of a head in FP8.
+    """Replace the requested parts, and yield for each its new form or the reason why it stays.
+    left: names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8. fp8_head:
+    whether the recipe computes all three GEMMs of a head in FP8.
     """
     heads = functools.partial(_heads, left=left, fp8_head=fp8_head)
     convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
@@ -61,11 +60,11 @@ def convert(
             continue
         found = list(convertor(model, filter, undo))
         yield from found
-        if not found and (part != "experts" or len(parts) < len(PARTS)):  # of all parts few models have that one
+        if not found and (part != "experts" or len(parts) < len(PARTS)):  # few models have experts: not for "all"
             yield ConvertedPart(part, "", type(model).__name__, None, ABSENT[part])
 
 
-#: Why a model without any stays as it is.
+#: The reason given for a model without such a part.
 ABSENT = {
     "mlp": "no module has the Linears of an MLP by names that convert knows (gate_proj, up_proj, down_proj; fc1, fc2; ...)",
     "experts": "it holds no experts that go by transformers' interface",
@@ -147,7 +146,7 @@ def _attempt(
 
 
 def _models_of_transformers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that are in no other one."""
+    """Yield the transformers models that lie in no other one."""
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -160,7 +159,7 @@ def _models_of_transformers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
-    """attn_implementation="te_bench" for a model and those inside of it. Raises ValueError, which says why not."""
+    """Set attn_implementation="te_bench" on a model and those in it. Raises ValueError with the reason if not."""
     from transformers import PreTrainedModel
 
     from te_bench.models.huggingface.attention import NAME, Attending
@@ -171,7 +170,7 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
         raise ValueError(reason)
     for inner in models:
         undo.callback(setattr, inner.config, "_attn_implementation", inner.config._attn_implementation)
-        inner.set_attn_implementation(NAME)  # each, for encoders and decoders may have copies of the configuration
+        inner.set_attn_implementation(NAME)  # on each, as encoders and decoders may have copies of the configuration
     if any(inner.config._attn_implementation != NAME for inner in models):
         raise ValueError("transformers does not let it take another attention")
     mix(model, Attending, undo)
@@ -179,8 +178,8 @@ def _set_attention(model: Any, undo: contextlib.ExitStack) -> str:
 
 
 def _lack(model: Any, models: list[Any]) -> str | None:
-    """Why te-bench's attention is none for a model, or None."""
-    # A class without attention can set one, by transformers' rule.
+    """Return why a model cannot use te-bench's attention, or None."""
+    # transformers lets a class without attention set an implementation, too.
     if not model._can_set_attn_implementation() or not _mention(models, "ALL_ATTENTION_FUNCTIONS"):
         return "it has no attention that goes by transformers' interface"
     if any(getattr(inner.config, "attn_logit_softcapping", None) is not None for inner in models):
@@ -193,14 +192,14 @@ def _lack(model: Any, models: list[Any]) -> str | None:
 
 
 def _mention(models: list[Any], word: str) -> bool:
-    """Whether the file of a model's class, or of one that it extends, has the word."""
+    """Return whether the source file of a model's class, or of a base class, contains the word."""
     classes = [base for model in models for base in type(model).__mro__ if hasattr(base, "config_class")]
     files = {base.__module__ for base in classes} - {"transformers.modeling_utils"}
     return any(word in _source(sys.modules[name]) for name in files)
 
 
 def _source(module: Any) -> str:
-    """Its text; nothing for what was typed into an interpreter."""
+    """Return a module's source text; "" for code typed into an interpreter."""
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):

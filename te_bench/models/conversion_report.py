@@ -1,4 +1,4 @@
-"""What `convert` did to a model's layers, and what a table says of it."""
+"""The report of `convert`: what it did to a model's layers, and its table."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ConvertedLayer:
-    """A layer that was swapped. parameters: elements of its weight, which FP8 GEMMs read; 0 for a norm."""
+    """A swapped layer. parameters: elements of its weight, which FP8 GEMMs read; 0 for a norm."""
 
     name: str
     before: str
@@ -17,7 +17,7 @@ class ConvertedLayer:
 
 @dataclass(frozen=True, slots=True)
 class KeptLayer:
-    """A layer that stayed, and why. parameters: elements that it keeps out of FP8 GEMMs; 0 for a norm."""
+    """A layer that stayed, and why. parameters: elements that stay out of FP8 GEMMs; 0 for a norm."""
 
     name: str
     kind: str
@@ -27,7 +27,7 @@ class KeptLayer:
 
 @dataclass(frozen=True, slots=True)
 class TeLayer:
-    """A layer that was te's already. parameters: elements of its weights, which FP8 GEMMs read; 0 for a norm."""
+    """A layer that was te's before. parameters: elements of its weights, which FP8 GEMMs read; 0 for a norm."""
 
     name: str
     kind: str
@@ -36,9 +36,9 @@ class TeLayer:
 
 @dataclass(frozen=True, slots=True)
 class OtherWeight:
-    """A weight that is in none of these layers, and why it stays. kind: the module whose own it is.
+    """A weight in none of these layers, and why it stays. kind: the class of the module that owns it.
 
-    multiplied: how many of its elements a token is multiplied by; None where that is not known.
+    multiplied: how many of its elements multiply a token; None if unknown.
     """
 
     name: str
@@ -50,9 +50,9 @@ class OtherWeight:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedPart:
-    """An MLP, attention, rotary embedding or head, part of PARTS. after: what computes it; None where it stays for `reason`.
+    """A part of PARTS, such as an MLP. after: what computes it; None if it stays for `reason`.
 
-    parameters: elements that FP8 GEMMs of the part read, and no layer's.
+    parameters: elements that the part's FP8 GEMMs read and no layer counts.
     """
 
     part: str
@@ -65,9 +65,9 @@ class ConvertedPart:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What `convert` did, and what it found done; str() is a table of it.
+    """The report of `convert`, also of layers converted before; str() is its table.
 
-    parameters: all of the model's. by_itself: whether calling the model enters a recipe; if not, your own te.autocast does.
+    parameters: all of the model's. by_itself: calling the model enters the recipe; otherwise your te.autocast does.
     """
 
     converted: tuple[ConvertedLayer, ...]
@@ -80,12 +80,12 @@ class Conversion:
 
     @property
     def gemm_parameters(self) -> int:
-        """How many of the parameters FP8 GEMMs read, under a recipe."""
+        """How many of the parameters FP8 GEMMs read under a recipe."""
         return sum(sum(entry.parameters for entry in some) for some in (self.converted, self.found, self.parts))
 
     @property
     def flop_share(self) -> float:
-        """Which share of a token's FLOP in GEMMs with weights is in FP8, those left out whose FLOP is not known."""
+        """The share of a token's weight-GEMM FLOP that is in FP8; weights of unknown FLOP are left out."""
         stays = sum(k.parameters for k in self.kept) + sum(o.multiplied or 0 for o in self.outside)
         return self.gemm_parameters / max(self.gemm_parameters + stays, 1)
 
@@ -97,7 +97,7 @@ class Conversion:
         taken = {part.name for part in self.parts if part.after is not None and part.part == "experts"}
         outside = [weight for weight in self.outside if weight.name.rpartition(".")[0] not in taken]
         rows += [(o.name, o.kind, f"kept: {o.reason}") for o in outside]
-        # The layers of a stack differ in their number only: they are one row.
+        # Layers of a stack whose names differ only in a number share a row.
         alike = Counter((_without_numbers(name), was, _without_numbers(now)) for name, was, now in rows)
         table = [("layers", "", "was", "is"), *((where, f"{n} x", was, now) for (where, was, now), n in alike.items())]
         widths = [max(len(row[i]) for row in table) for i in range(3)]

@@ -1,4 +1,4 @@
-"""What one training step of a decoder must at least compute, move and hold. No torch.
+"""Compute what one training step of a decoder must at least compute, move and hold. No torch.
 
 Each fused pass over a tensor reads its inputs and writes its outputs once; parameters, optimizer states and the residual
 stream are float32, as under autocast, or as is said; all else is bf16 or, where a GEMM of a recipe reads it, FP8 in two
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from te_bench.kernels.adamw import BLOCK
 from te_bench.models.configs import DecoderConfig, Shape
 
-#: Bytes an element of weights or moments, by their format; of FP8 moments BLOCK elements share a float32 scale.
+#: Bytes per element of weights or moments, by format; BLOCK elements of FP8 moments share a float32 scale.
 BYTES = {None: 4.0, "bf16": 2.0, "fp8": 1 + 4 / BLOCK}
 
 GEMM, ATTENTION, LOSS, ELEMENTWISE, OPTIMIZER = "GEMM", "attention", "loss", "elementwise", "optimizer"
 
-#: Elements of a model's FP8 weights from which on each lasts in one layout, and dgrad turns it: a second layout of so many
+#: From this many FP8 weight elements on, each weight is stored in one layout, and dgrad transposes it: a second layout
 #: takes 0.5 GiB.
 ONCE = 2**29
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """FLOP in bf16 and in FP8, and bytes to and from memory, of all kernels of one kind in one step."""
+    """The FLOP in bf16 and in FP8, and bytes of memory traffic, of all kernels of one kind in a step."""
 
     kind: str
     bf16_flop: int = 0
@@ -34,14 +34,14 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """Bytes of one kind of tensor while the head makes its gradients, which is where a step's memory is at its peak."""
+    """The bytes of one kind of tensor at a step's memory peak, which is while the head computes its gradients."""
 
     what: str
     bytes: int
 
 
 def parameters(config: DecoderConfig, padded_vocab: int) -> int:
-    """Elements of all weights, a tied head's once."""
+    """Return the elements of all weights; a tied head counts once."""
     s = config.shape
     tables = padded_vocab * (1 if s.tied else 2) + (s.length if s.learned_positions else 0)
     return tables * s.hidden + s.layers * (s.weights + s.vectors) + s.last_vectors
@@ -58,11 +58,11 @@ def step(
     weights: str | None = None,
     states: str | None = None,
 ) -> tuple[Cost, ...]:
-    """The least of a forward and backward pass with one update, block_size tokens a sequence.
+    """Return the lower bounds of a forward and backward pass with one update, block_size tokens a sequence.
 
-    fp8: the layers' Linears compute in FP8; fp8_head: so does the head; clipped: gradients are, by their norm. Causal
-    attention is bf16, with 2.5 times the forward pass's FLOP in the backward pass, where it is computed again. weights and
-    states: the formats of weights and moments, None for float32. A bf16 weight has a bf16 gradient, and no bf16 copy.
+    fp8: the layers' Linears compute in FP8; fp8_head: so does the head; clipped: gradients are clipped by their norm.
+    Causal attention is bf16, with 2.5 times the forward FLOP in the backward pass, which recomputes it. weights and
+    states: the formats of weights and moments, None for float32. A bf16 weight has a bf16 gradient and no bf16 copy.
     """
     s = config.shape
     n = batch * s.length
@@ -76,39 +76,39 @@ def step(
         Cost(kind=ATTENTION, bf16_flop=(2 + 5) * n * s.length * s.heads * s.head_dim * s.layers),
         Cost(kind=LOSS, bytes=4 * n * padded_vocab),  # logits read once, their gradient written once
         Cost(kind=ELEMENTWISE, bytes=n * (s.layers * _layer_elementwise(s, fp8) + _outer_elementwise(s))),
-        # weight, gradient and both moments read, all but the gradient written; the gradient's norm; the copies for GEMMs
+        # reads weight, gradient (again for its norm) and moments; writes all but the gradient, and the GEMMs' copies
         Cost(kind=OPTIMIZER, bytes=round(update * parameters(config, padded_vocab)) + 2 * copied),
     )
 
 
-NORM = 4 + 2 + 4 + 2  # residual stream and branch read, their sum and its norm written
+NORM = 4 + 2 + 4 + 2  # reads residual stream and branch, writes their sum and its norm
 
 
 def _layer_elementwise(s: Shape, fp8: bool) -> int:
-    """Bytes a token of what a layer does between its GEMMs and its attention."""
-    norms = 2 * (NORM + 2 + 4 + 4 + 4)  # back: gradients of norm and stream and the stream read, one written
-    branches = 2 * 2  # the stream's gradient, written once more, rounded for the branch's last GEMM
-    # Its output is cast, and the gradients of q, k and v.
+    """Return the bytes per token of a layer's work between its GEMMs and its attention."""
+    norms = 2 * (NORM + 2 + 4 + 4 + 4)  # backward: reads gradients of norm and stream and the stream, writes one
+    branches = 2 * 2  # the stream's gradient is rounded once more for the branch's last GEMM
+    # Casts of attention's output and of the gradients of q, k and v.
     attention = (2 + 2) * (s.heads * s.head_dim + s.qkv) if fp8 else 0
-    # In bf16 one without a gate and its slope leave with the GEMMs beside them, whose operands hide behind their FLOP.
+    # In bf16, GEMM epilogues compute an ungated activation and its slope at no cost.
     up = 2 if s.gated else 1
     activation = s.ffn * ((2 * up + 2) + (2 + 2 * up + 2 * up)) if fp8 or s.gated else 0
     return s.hidden * (norms + branches) + attention + _turned(s, fp8) + activation
 
 
 def _turned(s: Shape, fp8: bool) -> int:
-    """Bytes a token of queries and keys that turn, and of their gradients that turn back, in FP8 as they are cast."""
+    """Return the bytes per token of rotating queries, keys and their gradients; FP8 casts the gradients on the way."""
     return 0 if s.learned_positions else (2 + 2) * (s.heads + s.groups) * s.head_dim * (1 if fp8 else 2)
 
 
 def _outer_elementwise(s: Shape) -> int:
-    """Of the last norm and the embedding."""
+    """Return the bytes per token of the last norm and the embedding."""
     embedding = (4 + 4) + (4 + 4 + 4)
     return s.hidden * (NORM + 10 + embedding)
 
 
-IN_BF16 = ("mxfp8", "nvfp4")  # granularities whose recipes keep bf16: they emulate
-BLOCK = 128  # elements of a row that share a scale, and rows of a weight
+IN_BF16 = ("mxfp8", "nvfp4")  # granularities whose recipes emulate, storing bf16
+BLOCK = 128  # elements of a row that share a scale, and rows of a weight's block
 
 
 def memory(
@@ -127,26 +127,26 @@ def memory(
     states: str | None = None,
     turns: bool = True,
 ) -> tuple[Held, ...]:
-    """What a step of fused blocks, table AdamW and a head in chunks holds at its peak, block_size tokens a sequence.
+    """Return the bytes held at the peak of a step with fused blocks, table AdamW and a chunked head, block_size tokens
+    each.
 
-    fp8: the layers' Linears compute in FP8; else in bf16, where a gated activation is made again and not kept. known: with
-    scales known beforehand, as delayed scaling's: any activation is made again, and the optimizer leaves weights in FP8.
-    Otherwise the activation is kept in FP8, and beside weights in bf16 what the backward pass reads of them. granularity: a
-    recipe's, what shares a scale. A tensor's one scale is not counted. turns: large models (ONCE) with scales known
-    beforehand hold weights in FP8 once, qkv and proj keep nothing that they read, and a tied FP8 head reads no copy of its
-    table, as in every step of one process that torch.compile does not compile.
-    logits: rows of them that the head makes at a time, which in bf16 become their own gradient; fp8_head: that is kept for
-    dx of `strip` rows and for dW of `chunk` rows. No gradient of a parameter is there yet but, in bf16, the head's.
-    weights and states: as in `step`; of bf16 weights the residual stream is bf16, too.
+    fp8: the layers' Linears compute in FP8; else in bf16, where a gated activation is recomputed, not saved. known:
+    scales are known beforehand (delayed scaling): any activation is recomputed, and the optimizer writes FP8 weights.
+    Otherwise the FP8 activation is saved and, besides bf16 weights, what the backward pass reads of them. granularity:
+    what shares a scale; a tensor's one scale is not counted. turns: large models (ONCE) with known scales hold FP8
+    weights in one layout, qkv and proj save no inputs, and a tied FP8 head has no bf16 table.
+    logits: rows of logits made at a time; in bf16 they become their own gradient. fp8_head: the gradient is kept for dx
+    of `strip` rows, for dW of `chunk` rows. The only parameter gradient is, in bf16, the head's. weights, states: as in
+    `step`.
     """
     s = config.shape
     n, layers = batch * s.length, s.layers
-    vectors = layers * s.vectors + s.last_vectors  # in float32 whatever the others are
+    vectors = layers * s.vectors + s.last_vectors  # always float32
     matrices = parameters(config, padded_vocab) - vectors
     linear, head = s.weights * layers, padded_vocab * s.hidden
     tokens, attended = n * s.hidden, n * s.heads * s.head_dim
     statistics = (8 if s.norm == "layernorm" else 4) * n * (2 * layers + 1)  # mean and rstd, or rstd alone
-    normed = n * (s.heads + s.groups) * (2 * s.head_dim + 4) if s.head_norms else 0  # what is normed, and rstd
+    normed = n * (s.heads + s.groups) * (2 * s.head_dim + 4) if s.head_norms else 0  # normed heads and rstd
     size = 2 if granularity in IN_BF16 else 1
     once = turns and fp8 and known and linear >= ONCE
     if fp8:
@@ -155,20 +155,20 @@ def memory(
         operands = 2 * (2 * tokens + (0 if s.gated else n * s.ffn))
     copies = (1 if once else 2) * linear if weights is None or (fp8 and known) else 0
     copies += 2 * head if weights is None and not (once and fp8_head and s.tied) else 0
-    copies += size * linear if fp8 and not known else 0  # beside bf16
-    wide = 4 if weights is None else 2  # the stream
+    copies += size * linear if fp8 and not known else 0  # beside the bf16 copy
+    wide = 4 if weights is None else 2  # the stream's bytes an element
     scales, scales_of_weights = _scales(s, n, granularity) if fp8 else (0, 0)
     return (
         Held(what="weights", bytes=round(BYTES[weights] * matrices) + 4 * vectors),
         Held(what="AdamW's moments", bytes=round(2 * BYTES[states] * matrices) + 8 * vectors),
         # In bf16, or in FP8 in both layouts.
         Held(what="weights for GEMMs", bytes=copies + layers * scales_of_weights),
-        # What the embedding made; then after each block the stream, and before its MLP what attention added.
+        # The embedding's output; the stream after each block; attention's output before its MLP.
         Held(what="residual stream", bytes=wide * tokens + layers * (wide + 2) * tokens + statistics),
-        # q, k, v, the output, and a logarithm for each row and head
+        # q, k, v, the output, and the logsumexp of each row and head
         Held(what="attention", bytes=layers * (2 * (n * s.qkv + attended) + 4 * n * s.heads + normed)),
         Held(what="the activation's input", bytes=layers * 2 * n * s.ffn * (2 if s.gated else 1)),
-        # In FP8, transposed, what the Linears read; in bf16 what all read but attention's output.
+        # The Linears' inputs: transposed in FP8; in bf16 all but attention's output.
         Held(what="operands of weight gradients", bytes=layers * (operands + scales)),
         Held(what="head: hidden states and their gradient", bytes=(wide + 4) * tokens),
         Held(what="head: operands", bytes=2 * (tokens + head) if fp8_head else 2 * tokens),
@@ -181,7 +181,7 @@ def memory(
 
 
 def _scales(s: Shape, n: int, granularity: str) -> tuple[int, int]:
-    """Bytes of the scales that the backward pass reads: of what a layer's Linears read of n tokens, and of their weights."""
+    """Return the bytes of scales that the backward pass reads: of a layer's inputs (n tokens), and of its weights."""
     attended, up = s.heads * s.head_dim, s.ffn * (2 if s.gated else 1)
     products = ((s.hidden, s.qkv), (attended, s.hidden), (s.hidden, up), (s.ffn, s.hidden))
     if granularity == "tensor" or granularity in IN_BF16:

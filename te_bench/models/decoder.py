@@ -1,9 +1,9 @@
 """A decoder-only language model that describes itself.
 
-A family of models is a file of models/zoo. It says of itself: `build` makes its modules, `body` computes one by one,
-`parts` names what its blocks are made of, `tables` where its vocabulary is, and INTO_STREAM or an own `init_parameter` how
-training begins. From these come the loss, fused blocks (models.fused), the optimizer's copies, checks, costs and
-checkpoints: none knows a family.
+A family of models is a file of models/zoo. It describes itself: `build` makes its modules, `body` computes them one by
+one, `parts` names the parts of its blocks, `tables` its vocabulary tables, and INTO_STREAM or its own `init_parameter`
+the initial weights. The loss, fused blocks (models.fused), the optimizer's copies, checks, costs and checkpoints use
+only this.
 
     model = load("gpt2", attention="flash", padded_vocab_size=50304)
     loss = model(tokens, targets)           # (B, T) int64 x2 -> () float32, in nats
@@ -38,11 +38,11 @@ MakeLinear = Callable[..., nn.Module]
 
 
 class NotFused(UserWarning):
-    """Blocks that were to be fused are computed one module after the other; the message says why."""
+    """Warns that blocks which should be fused are computed module by module; the message says why."""
 
 
 class Tables(NamedTuple):
-    """The modules outside the blocks: token and, or None, position embeddings, the last norm, and the head.
+    """The modules outside the blocks: token embedding, position embedding or None, last norm and head.
 
     A tied head's weight is the token embedding's.
     """
@@ -54,9 +54,9 @@ class Tables(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Another project's way through a decoder's blocks and its last norm, by the decoder's own parameters (models.rivals).
+    """Another project's computation of a decoder's blocks and last norm with the decoder's parameters (models.rivals).
 
-    body(model, x) is Decoder.body's, (B, T, C) -> (B, T, C); autocast(enabled) what a forward pass runs in.
+    body(model, x) replaces Decoder.body, (B, T, C) -> (B, T, C); autocast(enabled) is the forward pass's context.
     """
 
     body: "Callable[[Decoder, Tensor], Tensor]"
@@ -68,21 +68,19 @@ class Decoder(nn.Module):
 
     padded_vocab_size (Vp >= V) widens embedding and head; the padding never receives probability or gradient, so the
     model is the unpadded one. With a `recipe` every Linear but the head computes in FP8 under `model.autocast()`, and
-    attention, too, if the recipe's fp8_dpa asks for it.
-    head: a name of te_bench.kernels.linear_cross_entropy, by which a training pass computes the loss from the last hidden
-    states, without all the logits; None computes them. An evaluation, model.eval(), takes `chunked` in place of any head:
-    it keeps no logits either, and its loss is of the weights, not of the rounding that they are trained with.
-    blocks: "fused" computes from one attention to the next by fused kernels (models.fused.chain), None one module after
-    the other, as every pass goes that somebody watches (hooks on a block's modules, calibration), or that has frozen
-    weights in it or a Linear of another class: of a model that was to be fused the first such pass warns, NotFused, and
-    says why. What torch.compile compiles is fused whatever watches it. Parameters and their names are the same. Raises
-    ValueError for dropout in fused blocks, and for a family that describes itself wrongly (models.description).
+    so does attention if the recipe has fp8_dpa.
+    head: a name of te_bench.kernels.linear_cross_entropy, which computes a training pass's loss from the last hidden
+    states without all logits; None computes all logits. An evaluation (model.eval()) uses `chunked` instead of any
+    head: it keeps no logits either, and its loss has no FP8 rounding.
+    blocks: "fused" computes from one attention to the next by fused kernels (models.fused.chain); None computes module
+    by module. A fused model also does so for passes with hooks on a block's modules, calibration, frozen weights or a
+    Linear of another class, and the first such pass warns (NotFused) and says why. Under torch.compile it is always
+    fused. Parameters and their names are the same. Raises ValueError for dropout in fused blocks, and for a family that
+    describes itself wrongly (models.description).
     """
 
-    INTO_STREAM: tuple[
-        str, ...
-    ] = ()  # ends of the names of the weights whose products are added to the residual stream
-    shares_amaxes = False  # over all ranks, which training.parallel asks for
+    INTO_STREAM: tuple[str, ...] = ()  # name endings of weights whose GEMM's output is added to the residual stream
+    shares_amaxes = False  # over all ranks; set by training.parallel
 
     def __init__(
         self,
@@ -110,10 +108,10 @@ class Decoder(nn.Module):
             raise ValueError(f"head fp8: {reason}; choose chunked")
         self.config, self.recipe, self.blocks = config, recipe, blocks
         self.heads = None if head is None else {True: load_head(head), False: load_head("chunked")}
-        self.warned: set[str] = set()  # why passes were not fused
-        self.passes: Passes | None = None  # a rival's, in place of these blocks
+        self.warned: set[str] = set()  # reasons of unfused passes that were warned of
+        self.passes: Passes | None = None  # a rival's, instead of these blocks
         device = torch.get_default_device()
-        # Built on meta: torch's own initialisation would cost time, and draw more random numbers for a wider padding.
+        # Build on meta: torch's initialisation would cost time, and draw more random numbers for a wider padding.
         with torch.device("meta"):
             self.build(config, attention, padded, nn.Linear if recipe is None else Linear)
             if recipe is not None:
@@ -123,25 +121,25 @@ class Decoder(nn.Module):
         description.check(self)
 
     def _keep(self, names: Collection[str]) -> None:
-        """Have these Linears compute in the activations' precision, whatever the recipe."""
+        """Replace these Linears by nn.Linear, which computes in the activations' precision."""
         for name in names:
             parent, _, attribute = name.rpartition(".")
             old: Any = self.get_submodule(name)
             plain = nn.Linear(old.in_features, old.out_features, bias=old.use_bias)
             setattr(self.get_submodule(parent), attribute, plain)
 
-    # ---- what a family says of itself
+    # ---- what a family defines
 
     def build(self, config: Any, attention: str, padded: int, linear: MakeLinear) -> None:
-        """Make the modules; linear(in, out, bias=...) makes those that a recipe computes in FP8."""
+        """Make the modules; linear(in, out, bias=...) makes the Linears that a recipe computes in FP8."""
         raise NotImplementedError
 
     def body(self, x: Tensor) -> Tensor:
-        """What the blocks and the last norm make of the embedded tokens, (B, T, C) -> (B, T, C), module by module."""
+        """Compute the blocks and the last norm module by module: (B, T, C) embedded tokens -> (B, T, C)."""
         raise NotImplementedError
 
     def parts(self) -> tuple[Part, ...]:
-        """The same blocks as parts, in the order in which they compute; none where parts cannot say it: no pass is fused."""
+        """Return the blocks as parts in the order of computation; () if parts cannot express them: nothing is fused."""
         return ()
 
     @classmethod
@@ -152,7 +150,7 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def init_parameter(self, name: str, parameter: Tensor) -> None:
-        """Fill a parameter, or the rows of a table that are no padding, with what training begins with, as GPT-2 does.
+        """Initialise a parameter, or the rows of a table without padding, as GPT-2 does.
 
         N(0, 0.02) for embeddings and weights, N(0, 0.02 / sqrt(2 layers)) into the stream, 0 for biases, 1 for gains.
         """
@@ -165,16 +163,16 @@ class Decoder(nn.Module):
             nn.init.ones_(parameter)
 
     def angles(self, length: int) -> Tensor | None:
-        """By which queries and keys turn, (T, head_dim) or fewer features, float32; None for positions that are learned."""
+        """Return the rotary angles, (T, at most head_dim) float32; None for learned positions."""
         return None
 
-    # ---- what follows from it
+    # ---- derived from it
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Begin anew. The padding rows are 0 and draw no random numbers: one seed gives one model at every padded width.
+        """Initialise all weights; padding rows are 0 and draw no random numbers: one seed, one model at every width.
 
-        Ties the head to the token embedding first, where it is: moving a model off the meta device unties it.
+        It first ties a tied head: moving off the meta device unties it.
         """
         self.tie()
         for name, parameter in self.named_parameters():
@@ -189,21 +187,21 @@ class Decoder(nn.Module):
             tables.head.weight = tables.tokens.weight
 
     def has_padding(self, parameter: Tensor) -> bool:
-        """Whether a parameter's rows are those of the padded vocabulary."""
+        """Return whether a parameter has the rows of the padded vocabulary."""
         tables = self.tables()
         return parameter is tables.tokens.weight or parameter is tables.head.weight
 
     @property
     def head_name(self) -> str:
-        """The head's among `named_modules`."""
+        """The name of the head in `named_modules`."""
         head = self.tables().head
         return next(name for name, module in self.named_modules() if module is head)
 
     @torch.no_grad()
     def perturb(self, seed: int, ulps: int = 1) -> None:
-        """Move every weight to a representable neighbour, `ulps` times, up or down as `seed` has it; the padding stays 0.
+        """Move every weight to a neighbouring representable value `ulps` times, up or down by `seed`; padding stays 0.
 
-        The signs do not depend on the padded width or the device.
+        The directions do not depend on the padded width or the device.
         """
         for number, parameter in enumerate(self.parameters()):
             move(
@@ -214,25 +212,25 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def halve(self) -> None:
-        """Round the tables and every matrix to bfloat16; vectors, a hundred-thousandth of a model, stay float32."""
+        """Round the tables and every matrix to bfloat16; vectors (1e-5 of a model's elements) stay float32."""
         for parameter in self.parameters():
             if parameter.dim() >= 2:
                 parameter.data = parameter.to(torch.bfloat16)
 
     @property
     def as_it_is(self) -> bool:
-        """Whether a step is captured without a compiler: it would find next to nothing to fuse, or kernels of a rival."""
+        """Whether a step is captured uncompiled: a compiler would find little to fuse, or a rival's kernels."""
         return self.blocks == "fused" or self.passes is not None
 
     def te_cast_tables(self) -> list[Tensor]:
-        """Tables that a training pass casts to FP8 by itself, for a copy in bf16 would last as long as all of its layers."""
+        """Return the tables that a training pass casts to FP8 itself: a bf16 copy would last through all layers."""
         casts = self.config.shape.tied and self.heads is not None and self.heads[True] is load_head("fp8")
         return [self.tables().tokens.weight] if casts else []
 
     def autocast(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """What a forward pass runs in: the recipe's FP8, outside of what torch.compile sees; nothing without a recipe.
+        """Enter the forward pass's context: the recipe's FP8, outside of torch.compile's graph; else nothing.
 
-        enabled=False switches FP8 off: the pass is that of the same model without a recipe.
+        enabled=False switches FP8 off: the model computes as without a recipe.
         """
         if self.passes is not None:
             return self.passes.autocast(enabled)
@@ -241,14 +239,14 @@ class Decoder(nn.Module):
         return fp8.autocast(enabled, recipe=self.recipe, amax_reduction_group=fp8.ranks(self.shares_amaxes))
 
     def attentions(self) -> list[Any]:
-        """The modules whose `attention` is a layer's attention, in order: whoever replaces it replaces the layer's."""
+        """Return the modules whose attribute `attention` computes a layer's attention, in order; it can be replaced."""
         if not self.says_parts():
             found = [(module, getattr(module, "attention", None)) for module in self.modules()]
             return [module for module, own in found if callable(own) and not isinstance(own, nn.Module)]
         return [part.module for part in self.parts() if isinstance(part, AttentionPart)]
 
     def gradient_parts(self) -> dict[str, dict[str, int]]:
-        """{name of a query, key and value weight: rows of each}, where the three lie one after the other."""
+        """Return {name of a qkv weight: rows of each}, where q, k and v are stacked one after the other."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         found = {}
         for part in self.parts():
@@ -260,12 +258,12 @@ class Decoder(nn.Module):
     # ---- passes
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, T, C), after the last norm. Raises ValueError when T > block_size."""
+        """Compute (B, T) int64 -> (B, T, C), after the last norm. Raises ValueError if T > block_size."""
         self._check(tokens)
         return self._run(self.embed(tokens))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, T, C), what the first block is given."""
+        """Compute (B, T) int64 -> (B, T, C), the input of the first block."""
         tables = self.tables()
         x: Tensor = tables.tokens(tokens)
         if tables.positions is not None:
@@ -284,9 +282,9 @@ class Decoder(nn.Module):
         return chain.run(parts, last, x, self.angles(x.shape[1]))
 
     def _why_not_fused(self) -> str | None:
-        """What this pass needs the blocks' modules for, one by one, as calibration and hooks do, or None.
+        """Return why this pass must call the blocks' modules one by one (calibration, hooks), or None.
 
-        torch.compile cannot trace the question: what it compiles is fused.
+        Under torch.compile, which cannot trace these checks, blocks are always fused.
         """
         if fp8.current.calibrating:
             return "calibration looks at the modules' inputs"
@@ -298,7 +296,7 @@ class Decoder(nn.Module):
         return why_not_plain(self._blocks(), home)
 
     def _blocks(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every module that fused blocks pass by."""
+        """Yield every module that fused blocks bypass."""
         tables = self.tables()
         outside = {self, tables.tokens, tables.positions, tables.head}
         return ((name, module) for name, module in self.named_modules() if module not in outside)
@@ -319,22 +317,22 @@ class Decoder(nn.Module):
             raise ValueError(f"{tokens.shape[1]} tokens, but block_size is {self.config.block_size}")
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
+        """Return the mean cross-entropy in nats; (B, T) int64 x2 -> () float32. The logits do not outlive the call."""
         if self.heads is not None:
             return self._through_head(self.heads[self.training], tokens, targets.flatten())
         return self.loss(self.hidden(tokens).flatten(0, 1), targets.flatten())
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats by all logits, where no `head` computes it; x (B T, C), targets (B T,) int64 -> ()."""
-        logits = self.tables().head(x)  # (B T, Vp), no view: see cross_entropy
+        """Return the mean cross-entropy in nats by all logits, without a `head`; x (B T, C), targets (B T,) -> ()."""
+        logits = self.tables().head(x)  # (B T, Vp), not a view: see cross_entropy
         return cross_entropy(logits, targets, vocab=self.config.vocab_size)
 
     def _through_head(self, head: Head, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss; with one gradient made for embedding and head where nothing looks between them."""
+        """Return the head's loss, with one gradient for a tied embedding and head where no hook looks between."""
         tables = self.tables()
         table: Tensor = tables.tokens.weight
         weight: Tensor = tables.head.weight
-        copy = weight if getattr(weight, "copy_of", None) is table else None  # an optimizer's, in the table's place
+        copy = weight if getattr(weight, "copy_of", None) is table else None  # the optimizer's copy
         shared = (weight is table or copy is not None) and head.copied and not torch.compiler.is_compiling()
         embeddings = [module for module in tables[:2] if module is not None]
         if not shared or not are_plain(embeddings):
@@ -349,14 +347,14 @@ class Decoder(nn.Module):
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, T, V): without the padding columns."""
+        """Return the logits without padding columns: (B, T) int64 -> (B, T, V)."""
         return F.linear(self.hidden(tokens), self.tables().head.weight[: self.config.vocab_size])
 
     def flop_per_token(self, length: int) -> int:
-        """6 N + 12 L H D T: nanoGPT's count (forward and backward, attention as if it were not causal).
+        """Return 6 N + 12 L H D T: nanoGPT's count (forward and backward, attention as if it were not causal).
 
-        N leaves out what is only looked up (positions, and tokens where the head has a table of its own), and the padding
-        rows, which are work that nobody asked for. It is the whole model's where ranks share its weights.
+        N excludes tables that are only looked up (positions; tokens if the head is untied) and padding rows, which are
+        no useful work. It is the whole model's N where ranks share its weights.
         """
         s = self.config.shape
         n = s.layers * (s.weights + s.vectors) + s.last_vectors + s.vocab * s.hidden
@@ -364,7 +362,7 @@ class Decoder(nn.Module):
 
 
 def move(weight: Tensor, seed: int, ulps: int) -> None:
-    """Move each element to a representable neighbour, `ulps` times, up or down as `seed` has it, on any device."""
+    """Move each element to a neighbouring representable value `ulps` times, up or down by `seed`, on any device."""
     generator = torch.Generator().manual_seed(seed)
     up = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8).to(weight.device)
     towards = torch.where(up == 1, torch.inf, -torch.inf).to(weight.dtype)
@@ -373,18 +371,18 @@ def move(weight: Tensor, seed: int, ulps: int) -> None:
 
 
 def family(config: DecoderConfig) -> type[Decoder]:
-    """The class of the models of a configuration."""
+    """Return the model class of a configuration."""
     found: type[Decoder] = plugins.load(ZOO, config.family, "MODEL")
     return found
 
 
 def build(config: DecoderConfig, **options: Any) -> Decoder:
-    """The model of a configuration, of the family that it names; options as Decoder's."""
+    """Build the model of a configuration; options as Decoder's."""
     return family(config)(config, **options)
 
 
 def load(name: str, **options: Any) -> Decoder:
-    """The model of that name (`te-bench list models`). Raises ValueError for an unknown one."""
+    """Build the model of that name (`te-bench list models`). Raises ValueError for an unknown one."""
     known = configs()
     plugins.check("model", name, list(known))
     return build(known[name], **options)

@@ -1,4 +1,4 @@
-"""The layer of a decoder of `te-bench list models`: what it is made of beside its sizes, and what its heads turn by."""
+"""The layer of a model in `te-bench list models`: its parts besides its sizes, and its rotary angles."""
 
 import dataclasses
 from typing import Any
@@ -12,18 +12,18 @@ from te_bench.models.decoder import Decoder
 from te_bench.models.parts import AttentionPart, MLPPart
 
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-ACTIVATIONS = ("gelu", "swiglu")  # of plain.py
+ACTIVATIONS = ("gelu", "swiglu")  # those of plain.py
 
 
 def _first(name: str, length: int) -> Decoder:
-    """The model with one layer, for so many tokens, on the meta device."""
+    """Build the model with one layer for sequences of `length`, on the meta device."""
     config = configs()[name]
     with torch.device("meta"):
         return decoder.build(dataclasses.replace(config, block_size=length, vocab_size=1, **{config.LAYERS: 1}))
 
 
 def unlike(name: str) -> str | None:
-    """Why no rival builds this model's layer, or None."""
+    """Return why no rival can build this model's layer, or None."""
     model = _first(name, 1)
     parts, turned = model.parts(), model.angles(1)
     if tuple(map(type, parts)) != (AttentionPart, MLPPart):
@@ -46,7 +46,7 @@ def unlike(name: str) -> str | None:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """The fields of a LayerConfig that are not the quickstart's, of a model that is not `unlike`."""
+    """Return the LayerConfig fields in which a model's layer (not `unlike`) differs from the quickstart's."""
     attention: Any
     mlp: Any
     attention, mlp = _first(name, 1).parts()
@@ -64,8 +64,8 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def angles(name: str | None, length: int) -> Tensor | None:
-    """(length, head_dim) float32 on torch's default device; None for the quickstart, which turns nothing."""
+    """Return the rotary angles, (length, head_dim) float32 on torch's default device; None for the quickstart."""
     if name is None:
         return None
-    made = _first(name, length).to_empty(device="cpu").angles(length)  # of its weights no page is ever touched
+    made = _first(name, length).to_empty(device="cpu").angles(length)  # memory of its weights is never touched
     return None if made is None else made.to(torch.get_default_device())

@@ -1,7 +1,7 @@
-"""Whether a decoder's description of itself is true: its parts and its tables against its configuration's shape.
+"""Check a decoder's description of itself: its parts and its tables against its configuration's shape.
 
-Fused blocks compute by the parts and costs by the shape, but the modules by neither. A wrong word would at best show as a
-wrong gradient, far from its cause.
+Fused blocks compute by the parts, costs by the shape, and modules by neither. A wrong description would at best show as
+a wrong gradient, far from its cause.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart
 if TYPE_CHECKING:
     from te_bench.models.decoder import Decoder
 
-Claim = tuple[str, object, object]  # of what, what it is, what the shape says
+Claim = tuple[str, object, object]  # (what, its actual value, the shape's value)
 
 
 def check(model: "Decoder") -> None:
-    """Raise ValueError for the first word that is wrong."""
+    """Raise ValueError for the first claim that is wrong."""
     name, shape = type(model).__name__, model.config.shape
     plugins.check(f"activation of {name}", shape.activation, list(activation.KINDS))
     plugins.check(f"norm of {name}", shape.norm, list(norm.KINDS))
@@ -38,7 +38,7 @@ def _claims(model: "Decoder", shape: Shape) -> Iterator[Claim]:
     table, head = tables.tokens.weight, tables.head
     yield "the token embedding's width", table.shape[1], width
     yield "the head's weight", list(head.weight.shape), [len(table), width]
-    yield "a bias of the head", head.bias is not None, False  # which no head of kernels.linear_cross_entropy has
+    yield "a bias of the head", head.bias is not None, False  # no head of kernels.linear_cross_entropy has one
     yield "the head tied to the token embedding", head.weight is table, shape.tied
     yield "a table of positions", tables.positions is not None, shape.learned_positions
     yield from _of_norm("the last norm", NormPart.of(tables.norm), width, shape.norm)
@@ -55,16 +55,16 @@ def _claims(model: "Decoder", shape: Shape) -> Iterator[Claim]:
         yield "the shape of angles(1)", list(angles.shape), [1, features if fits else shape.head_dim]
     described = {id(tensor) for tensor in _tensors(model)}
     own = {id(parameter): name for name, parameter in model.named_parameters()}
-    # An optimizer puts its copies in the place of parameters.
+    # An optimizer may have replaced parameters by its copies.
     yield "what of its tensors is no parameter", len(described - own.keys()), 0
-    if model.blocks == "fused":  # others may compute what parts cannot say
+    if model.blocks == "fused":  # other models may compute what parts cannot express
         yield "parameters in no part and no table", [name for key, name in own.items() if key not in described], []
     there = sum(parameter.numel() for parameter in model.parameters())
     yield "the number of all parameters", there, cost.parameters(model.config, len(table))
 
 
 def _tensors(model: "Decoder") -> Iterator[Tensor]:
-    """All that parts and tables name."""
+    """Yield every tensor that parts and tables name."""
     tables = model.tables()
     described: list[Any] = [table for table in (tables.tokens, tables.positions, tables.head) if table is not None]
     described.append(NormPart.of(tables.norm))
@@ -91,7 +91,7 @@ def _of_attention(at: str, part: AttentionPart, shape: Shape) -> Iterator[Claim]
         yield f"{at} with a {name}", each is not None, shape.head_norms
         if each is not None:
             yield f"{at}.{name}.weight", list(each.weight.shape), [d]
-            yield f"a bias of {at}.{name}", each.bias is not None, False  # which models.fused has not
+            yield f"a bias of {at}.{name}", each.bias is not None, False  # models.fused has none
 
 
 def _of_mlp(at: str, part: MLPPart, shape: Shape) -> Iterator[Claim]:

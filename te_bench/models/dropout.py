@@ -1,4 +1,4 @@
-"""Where a module keeps its rates of dropout."""
+"""Find and remove a module's dropout rates."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where a module keeps a rate of dropout: nn.Dropout's p, and numbers that are called so."""
+    """Yield (module, attribute) of every dropout rate: nn.Dropout's p, and floats with "drop" in their name."""
     for holder in module.modules():
         names = ("p",) if isinstance(holder, nn.modules.dropout._DropoutNd) else ()
         for name, value in list(vars(holder).items()):

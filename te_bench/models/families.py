@@ -1,4 +1,4 @@
-"""Models of transformers by what they learn: how each is built from a config, called with (inputs, targets), and fed.
+"""The families of transformers models: how each is built from a config, called with (inputs, targets), and fed.
 
 causal      tokens and the next ones; masked    tokens of which 15 % are hidden and guessed (BERT)
 seq2seq     tokens and the decoder's (T5); image  pixels and a class (ViT); speech  a spectrogram and tokens (Whisper)
@@ -18,10 +18,10 @@ from te_bench.models.sources import Refused
 
 Draw = Callable[[int, int, torch.Generator, str], tuple[Tensor, Tensor]]
 
-HIDDEN = 15  # of 100 tokens, Devlin et al. 2019
-IGNORED = -100  # transformers' label of what is not guessed
+HIDDEN = 15  # percent of the tokens, Devlin et al. 2019
+IGNORED = -100  # transformers' label of tokens that are not scored
 
-#: A class of transformers ends in one of these, and that says its family.
+#: {ending of a transformers class name: its family}.
 _ENDINGS = {
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
@@ -31,7 +31,7 @@ _ENDINGS = {
     "ForConditionalGeneration": "seq2seq",
     "ForSpeechSeq2Seq": "speech",
 }
-#: {family: (its Auto class, transformers' table of model types)}, looked up in this order where no class is named.
+#: {family: (Auto class, transformers' table of model types)}, searched in this order if no class is named.
 _AUTO = {
     "speech": ("AutoModelForSpeechSeq2Seq", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
     "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
@@ -39,25 +39,25 @@ _AUTO = {
     "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
     "image": ("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
 }
-#: What configs call their numbers of layers.
+#: Config keys for the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "block_size", "max_seq_len", "seq_len")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How a module of transformers is called, and what it is fed with. sequence: its one length, None for any."""
+    """A transformers module's family: how it is called and fed. sequence: its only sequence length, None for any."""
 
     name: str
     forward: Forward
-    draw: Draw | None  # None: tokens, as every language model's
+    draw: Draw | None  # None: tokens, as for every language model
     sequence: int | None = None
 
 
 def build(config: str, *, attention: str | None, layers: int | None) -> nn.Module:
-    """A model of random weights by a config.json's text, in float32; attention: transformers' name, None for its default.
+    """Build a float32 model with random weights from a config.json's text. attention: transformers' name, or None.
 
-    Raises ValueError for a config that transformers does not know, or an attention that the model lacks.
+    Raises ValueError for a config that transformers does not know, and for an attention that the model lacks.
     """
     import transformers
     from transformers.models.auto import configuration_auto
@@ -72,9 +72,7 @@ def build(config: str, *, attention: str | None, layers: int | None) -> nn.Modul
     said = {} if attention is None else {"attn_implementation": attention}
     auto = getattr(transformers, _AUTO[family][0])
     model: nn.Module = auto.from_config(made, dtype=torch.float32, **said)
-    t5 = hasattr(model, "_shift_right") and not hasattr(
-        made, "decoder"
-    )  # which T5Gemma has, whose decoder begins with bos
+    t5 = hasattr(model, "_shift_right") and not hasattr(made, "decoder")  # T5Gemma has one; its decoder begins with bos
     if t5 and getattr(made, "decoder_start_token_id", None) is None:
         begins = "its config has no decoder_start_token_id, the token with which its decoder begins"
         raise Refused(f"{begins}: write it into the config.json, T5's is 0")
@@ -82,7 +80,7 @@ def build(config: str, *, attention: str | None, layers: int | None) -> nn.Modul
 
 
 def shortened(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """The config with so many layers at most; lists that have an entry a layer are cut."""
+    """Return the config with at most `layers` layers; lists with one entry per layer are cut."""
     if layers is None:
         return settings
     found = {key: settings[key] for key in LAYERS if isinstance(settings.get(key), int)}
@@ -91,7 +89,7 @@ def shortened(settings: dict[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 def _family_of_config(architectures: list[str] | None, kind: str) -> str:
-    """By the class that the config names, else by the tables in which transformers has the model type."""
+    """Find the family by the class that the config names, else by transformers' tables of model types."""
     from transformers.models.auto import modeling_auto
 
     tables = {family: getattr(modeling_auto, table) for family, (_, table) in _AUTO.items()}
@@ -115,9 +113,9 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 def calling(name: str, module: nn.Module, judge: Forward | None, unknown: str) -> tuple[Family | None, Forward]:
-    """The module's family, and how it is called: by the user's judge, else as its family is, else as its forward says.
+    """Return the module's family and its callable: the user's judge, else its family's, else by its forward.
 
-    unknown: the ValueError of a class of transformers that has neither.
+    unknown: the message of the ValueError for a transformers class with neither.
     """
     theirs = is_of_transformers(module)
     family = family_of(module) if theirs else None
@@ -131,7 +129,7 @@ def calling(name: str, module: nn.Module, judge: Forward | None, unknown: str) -
 
 
 def family_of(module: Any) -> Family | None:
-    """The family of a transformers model, None where it has none that te-bench feeds."""
+    """Return the family of a transformers model; None if te-bench cannot feed it."""
     name = _by_name(type(module).__name__)
     config = module.config
     if name == "seq2seq" and module.main_input_name == "input_features":
@@ -151,31 +149,31 @@ def family_of(module: Any) -> Family | None:
 
 
 def _causal(module: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
-    """By the model's own loss, told that targets are the next tokens already: transformers would shift labels."""
+    """Return a callable with the model's own loss; targets are the next tokens already, so no label is shifted."""
     import inspect
 
     takes = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(module).forward).parameters.values())
     if takes and hasattr(module, "loss_function"):
-        # Its loss views targets, which are often a slice of a batch.
+        # Its loss takes a view of the targets, which are often a slice of a batch.
         return lambda model, x, y: model(input_ids=x, labels=y, shift_labels=y.contiguous(), use_cache=False)
     return lambda model, x, y: model(input_ids=x, use_cache=False).logits
 
 
 def _masked(config: Any) -> Callable[[nn.Module, Tensor, Tensor], Any]:
-    """Tokens and their places decide which are hidden: a captured graph and every precision hide the same."""
+    """Hide tokens by their values and positions, so that a captured graph and every precision hide the same."""
     mask = getattr(config, "mask_token_id", None) or config.vocab_size - 1
 
     def forward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         places = torch.arange(x.shape[1], device=x.device)
         hidden = (x * 7919 + places * 104729) % 100 < HIDDEN
-        hidden[:, 0] = True  # one at least
+        hidden[:, 0] = True  # at least one
         return model(input_ids=x.masked_fill(hidden, mask), labels=x.masked_fill(~hidden, IGNORED))
 
     return forward
 
 
 def labelled(model: nn.Module, x: Tensor, y: Tensor) -> Any:
-    """By tokens and the labels that transformers' loss takes as they are."""
+    """Call the model with tokens and labels, which transformers' loss takes unshifted."""
     return model(input_ids=x, labels=y)
 
 

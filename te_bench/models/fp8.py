@@ -1,12 +1,12 @@
-"""autocast: the modules below it compute in FP8, as its recipe says. It wraps the forward pass only.
+"""autocast: modules compute in FP8 inside it, as its recipe says. It wraps the forward pass only.
 
     with te.autocast(recipe=recipe.DelayedScaling()):
         loss = model(x)
     loss.backward()
 
-When the outermost autocast ends, delayed scaling's amaxes become scales: those of this forward pass and those of the
-backward pass before it, of the modules that it used. Transformer Engine updates the backward ones at the end of the
-backward pass, with the same scales in every GEMM as long as each backward pass is followed by the next forward one.
+When the outermost autocast ends, delayed scaling turns amaxes into scales, for the modules used in it: the amaxes of
+this forward pass and of the backward pass before it. Transformer Engine updates the backward ones when the backward
+pass ends; if every backward pass is followed by the next forward pass, all GEMMs get the same scales.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from te_bench.models.recipe import DelayedScaling, Recipe
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """What the innermost autocast asks for."""
+    """The settings of the innermost autocast."""
 
     enabled: bool = False
     calibrating: bool = False
@@ -36,7 +36,7 @@ class Region:
     group: Any = None
     numerics: bool = False  # count saturation, underflow and non-finite elements
     scales: "Scales | None" = None  # of an activation checkpoint
-    #: Whether modules must look further than their recipe and state; they ask at every call.
+    #: Whether modules need more than their recipe and state; they check it at every call.
     unusual: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,9 +44,9 @@ class Region:
 
 
 class Scales:
-    """The forward scales an activation checkpoint was computed with, in order, for its recomputations.
+    """The forward scales that an activation checkpoint used, in order, for its recomputations.
 
-    `outer`: those of the checkpoint around it, whose recomputation computes this one for the first time again.
+    `outer`: the scales of the enclosing checkpoint, whose recomputation runs this one's first pass again.
     """
 
     traced = False
@@ -59,11 +59,11 @@ class Scales:
 
     @property
     def replaying(self) -> bool:
-        """Whether what runs has run before."""
+        """Whether the current pass is a recomputation."""
         return self.recomputing or (self.outer is not None and self.outer.replaying)
 
     def recall(self, scale: Tensor) -> Tensor:
-        """The first time: keep a copy and use it. In a recomputation: the copy that was kept then."""
+        """Return a kept copy of the scale in the first pass, and that same copy in a recomputation."""
         if not self.recomputing:
             self.kept.append(scale.clone() if self.outer is None else self.outer.recall(scale))
             return self.kept[-1]
@@ -71,7 +71,7 @@ class Scales:
         return self.kept[self.next - 1]
 
 
-# An operator of ours, for what torch.compile keeps of a checkpoint is said by operator; see _contexts.
+# A custom operator, because torch.compile selects by operator what a checkpoint saves; see _contexts.
 @torch.library.custom_op("te_bench::scale_of_checkpoint", mutates_args=())
 def _kept(scale: Tensor) -> Tensor:
     return scale.clone()
@@ -83,7 +83,7 @@ def _(scale: Tensor) -> Tensor:
 
 
 class TracedScales(Scales):
-    """The same where torch.compile traces: the graph keeps the copies, and computes the rest again by itself."""
+    """Scales under torch.compile's tracing: the graph saves the copies, and recomputes the rest itself."""
 
     traced = True
 
@@ -96,29 +96,29 @@ _TRACED = TracedScales()
 
 current = Region()
 _depth = 0
-_left = 0  # how often reset() was called
-#: The recipes that take a step when the outermost autocast ends, those that were used in it, each with its process group.
+_left = 0  # number of reset() calls
+#: {recipe used since the outermost autocast began: process group}; they update when it ends.
 _due: dict[Recipe, Any] = {}
-#: By the number of their module: the states that were used since the outermost autocast was entered.
+#: {module number: state used since the outermost autocast began}.
 _used: dict[int, Any] = {}
-#: And those that run without Python: they count as used by every autocast of their recipe.
+#: {module number: state used by compiled code or CUDA graphs}. Every autocast of its recipe counts it as used.
 _silent: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-#: Those that live for ever: of ranks, which must share as many amaxes whenever each collects its garbage, and CUDA graphs.
+#: States kept alive for ever: with ranks, which must share equally many amaxes, and for CUDA graphs.
 _held: dict[int, Any] = {}
-#: Equal recipes are one object, so that what was compiled for one is not compiled again for the other; the latest of them.
+#: Equal recipes are made one object, so that code compiled for one serves the other; only the latest are kept.
 _interned: dict[Recipe, Recipe] = {}
 INTERNED = 64
 
 
 def use(number: int, state: Any) -> None:
-    """Have the present autocast step a module's state when it ends, and those of a CUDA graph's replays as well."""
+    """Update this state when the current autocast ends; under graph capture, for the graph's replays, too."""
     _used[number] = state
     if _captures():
         use_silently(number, state)
 
 
 def use_silently(number: int, state: Any) -> None:
-    """Have every autocast of a state's recipe step it: compiled code and CUDA graphs never say when they use it."""
+    """Update a state at the end of every autocast of its recipe: compiled code and graphs do not report its use."""
     state.silent = True
     _silent[number] = state
 
@@ -128,13 +128,13 @@ def _captures() -> bool:
 
 
 def records() -> bool:
-    """Whether what is cast leaves an amax: an evaluation leaves none in the training's scales, a recomputation no second."""
+    """Return whether casts record an amax: evaluations and recomputations do not."""
     replays = current.scales is not None and current.scales.replaying
     return (torch.is_grad_enabled() or current.calibrating) and not replays
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raise ValueError for what is no recipe."""
+    """Raise ValueError unless `recipe` is a Recipe."""
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{recipe!r} is no recipe: choose one of te_bench.models.recipe, e.g. DelayedScaling()")
 
@@ -142,10 +142,10 @@ def check_recipe(recipe: Any) -> None:
 class autocast(contextlib.ContextDecorator):
     """FP8 in the te_bench modules of a forward pass.
 
-    enabled=False computes in the activations' own precision; calibrating gathers amaxes while doing so. recipe: the
-    default is DelayedScaling(). amax_reduction_group: the process group over which delayed scaling shares its amaxes.
-    Its ranks use the same modules in a region, for they share the amaxes of those alone.
-    Nests: the innermost counts. Raises ValueError for what is no recipe, or a recipe that this machine cannot run.
+    enabled=False computes in the activations' precision; calibrating also gathers amaxes. recipe: the default is
+    DelayedScaling(). amax_reduction_group: the process group over which delayed scaling shares amaxes; its ranks must
+    use the same modules in a region, because only used modules share theirs. Nests: the innermost counts. Raises
+    ValueError unless `recipe` is a Recipe that this machine can run.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class autocast(contextlib.ContextDecorator):
                 raise ValueError(reason)
         recipe = _interned.pop(recipe, recipe)
         _interned[recipe] = recipe
-        if len(_interned) > INTERNED:  # recipes with functions of their own, made anew in every step
+        if len(_interned) > INTERNED:  # e.g. recipes with their own functions, made anew in each step
             del _interned[next(iter(_interned))]
         self._asked = (bool(enabled), bool(calibrating), recipe, amax_reduction_group)
         self._outer: list[tuple[Region, int]] = []
@@ -202,24 +202,24 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
 ) -> autocast:
-    """`autocast` by its older name and arguments."""
+    """`autocast` under its older name and arguments."""
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
 
 def ranks(shared: bool) -> Any:
-    """The process group over which delayed scaling shares its amaxes: every rank, or None for this one alone."""
+    """Return the process group over which delayed scaling shares amaxes: all ranks, or None for this rank alone."""
     return torch.distributed.group.WORLD if shared else None
 
 
 def reset() -> None:
-    """As if no autocast had been entered: those still open end without a step of their recipes."""
+    """Forget all autocasts; those still open end without updating their recipes."""
     global current, _depth, _due, _left
     current, _depth, _due, _left = Region(), 0, {}, _left + 1
     _used.clear()
 
 
 def refuse_data_parallel() -> NoReturn:
-    """Raise the ValueError of a model in FP8 that nn.DataParallel would copy."""
+    """Raise the ValueError of an FP8 model that nn.DataParallel tries to copy."""
     raise ValueError(
         "nn.DataParallel runs copies of a model in threads of one process, which te.autocast can't follow: start one "
         "process a GPU, torchrun --nproc-per-node N, or show the process one GPU, CUDA_VISIBLE_DEVICES=0"
@@ -231,13 +231,13 @@ def is_fp8_enabled() -> bool:
 
 
 def recipe_of_attention() -> Recipe | None:
-    """The recipe by which attention computes in FP8 here; None where it computes in the activations' precision."""
+    """Return the recipe by which attention computes in FP8 here; None if it uses the activations' precision."""
     recipe = current.recipe
     return recipe if current.enabled and recipe is not None and recipe.fp8_dpa else None
 
 
 def _update(due: dict[Recipe, Any]) -> None:
-    """One step of these recipes over their groups, of the states that were used, in the order in which modules were made."""
+    """Update these recipes over their groups, for the used states in the order in which their modules were made."""
     for recipe, group in due.items():
         silent = {number: state for number, state in _silent.items() if state.recipe is recipe}
         if silent and (group is not None or _captures()):
@@ -256,7 +256,7 @@ compiler.when_imported(_leave_updates_out_of_graphs)
 
 @contextlib.contextmanager
 def record_numerics() -> Any:
-    """Below it, quantisers count saturated, underflowed and non-finite elements, for te.numerics to tell."""
+    """Count saturated, underflowed and non-finite elements in the quantisers, for te.numerics."""
     global current
     outer, current = current, replace(current, numerics=True)
     try:
@@ -266,10 +266,10 @@ def record_numerics() -> Any:
 
 
 def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
-    """{module: {tensor: figures}} of every FP8 module below `module`; reading it waits for the device.
+    """Return {module: {tensor: figures}} of every FP8 module below `module`; it waits for the device.
 
-    scale, amax (the largest of the history) and nonfinite_amax (steps whose amax was infinite or NaN) under delayed
-    scaling; saturated, underflowed and nonfinite elements for the passes under te.record_numerics().
+    Figures: under delayed scaling scale, amax (the history's largest) and nonfinite_amax (steps whose amax was infinite
+    or NaN); under te.record_numerics() counts of saturated, underflowed and nonfinite elements.
     """
     found = {}
     for name, child in module.named_modules():
@@ -281,7 +281,7 @@ def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
 
 
 class _Tracked:
-    """The generators of a tracker, as Megatron-LM has one: as they were the first time, afterwards as before."""
+    """Restore a tracker's generators (Megatron-LM has one) for a recomputation, and put them back after it."""
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
@@ -303,11 +303,11 @@ class _Tracked:
 
 
 class _Within:
-    """What a checkpointed function runs in, the first time and, as often as needed, again."""
+    """The context of a checkpointed function, for its first pass and its recomputations."""
 
     def __init__(self, region: Region, recomputing: bool, tracked: "_Tracked"):
         self.region, self.recomputing, self.tracked = region, recomputing, tracked
-        self.kernel = kernel_choice.current  # the same attention again, wherever the backward pass is called
+        self.kernel = kernel_choice.current  # recompute with the same attention kernel, wherever backward is called
         self.outer: list[tuple[Region, str | None]] = []
 
     def __enter__(self) -> None:
@@ -325,42 +325,42 @@ class _Within:
 
 
 def _contexts(tracker: Any = None) -> tuple[Any, Any]:
-    """What a checkpointed function runs in, the first time and again; while torch.compile traces it, what is kept."""
+    """Return the contexts of a checkpointed function's first pass and recomputation; under tracing, a save policy."""
     if get_proxy_mode() is not None:
         return torch.utils.checkpoint.create_selective_checkpoint_contexts(
             [torch.ops.te_bench.scale_of_checkpoint.default]
         )
     outer = current.scales
-    region = replace(current, scales=Scales(None if outer is _TRACED else outer))  # traced until the graph broke
+    region = replace(current, scales=Scales(None if outer is _TRACED else outer))  # it was traced until the graph broke
     tracked = _Tracked(tracker)
     return _Within(region, False, tracked), _Within(region, True, tracked)
 
 
 def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """function(*args, **kwargs) without keeping its activations: the backward pass computes them again, in the same FP8.
+    """Return function(*args, **kwargs) without keeping its activations: the backward pass recomputes them in the same
+    FP8.
 
-    The recomputation runs under the autocast of this call and casts with the very scales of the first time; amaxes are
-    gathered, and elements counted, once. torch.compile takes it into its graph, with the autocast outside. Takes
-    torch.utils.checkpoint's own keyword arguments but context_fn and debug, and Transformer Engine's where they ask for
-    nothing; get_rng_state_tracker() is what Megatron-LM draws by. It is never reentrant: use_reentrant=True, their default,
-    has the same outputs and gradients.
+    The recomputation runs under this call's autocast and casts with the first pass's scales; amaxes and counts are
+    gathered once. torch.compile takes it into its graph, with the autocast outside. It takes torch.utils.checkpoint's
+    keyword arguments except context_fn and debug, and Transformer Engine's at their defaults; get_rng_state_tracker()
+    is Megatron-LM's. It is never reentrant: use_reentrant=True gives the same outputs and gradients.
     """
     global current
-    for name in ("use_reentrant", "tp_group"):  # a tp_group is for distribute_saved_activations
+    for name in ("use_reentrant", "tp_group"):  # a tp_group is only for distribute_saved_activations
         kwargs.pop(name, None)
     tracker = kwargs.pop("get_rng_state_tracker", None)
     contexts = _contexts if tracker is None else functools.partial(_contexts, tracker)
-    # Transformer Engine's; PyTorch's, for the contexts are te.checkpoint's own, and debug comes without any.
+    # te.checkpoint has neither Transformer Engine's nor PyTorch's: the contexts are its own.
     for name in ("distribute_saved_activations", "context_fn", "debug"):
         if kwargs.pop(name, None):
             raise ValueError(f"te.checkpoint: te_bench has no {name}; leave it out")
 
     outer = current
-    # Here, around the graph's node, for inside it nothing may be set.
+    # Set this around the graph's node, because inside it nothing may be set.
     if torch.compiler.is_compiling() and outer.scales is not _TRACED:
         current = replace(outer, scales=_TRACED)
     try:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     finally:
-        if current is not outer:  # a graph inside of which this is called may set nothing
+        if current is not outer:  # inside a traced graph nothing may be set
             current = outer

@@ -1,4 +1,4 @@
-"""A model's attention: by its own backend, and in FP8 in its place under a recipe with fp8_dpa."""
+"""A model's attention: its own backend, or an FP8 backend under a recipe with fp8_dpa."""
 
 from typing import Any
 
@@ -9,10 +9,9 @@ from te_bench.models import fp8, kernel_choice
 
 
 class ByRecipe:
-    """The forward of backend `name`; under a recipe with fp8_dpa that of kernel_choice.in_fp8, if `name` has no FP8.
+    """Attention by backend `name`; under a recipe with fp8_dpa by kernel_choice.in_fp8, if `name` has no FP8.
 
-    A copy or a pickle of it is the name alone. Raises ValueError for an unknown one and, called, for what FP8 attention has
-    not: dropout.
+    Copies and pickles hold only the name. Raises ValueError for an unknown name and, when called, for dropout in FP8.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,4 +26,4 @@ class ByRecipe:
         return out
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ByRecipe, (self.name,)  # a backend is made of functions, some without a name of their own
+        return ByRecipe, (self.name,)  # a backend consists of functions, some of which cannot be pickled

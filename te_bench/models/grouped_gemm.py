@@ -1,4 +1,4 @@
-"""torch's grouped_mm, by which experts multiply, where torch has none: of float32 without memory, and in float64."""
+"""Replacements of torch's grouped_mm, the GEMM of experts: float32 on fake tensors, autocast, and float64."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ALIGNED = 8  # features, that grouped_mm takes rows of bfloat16
+ALIGNED = 8  # grouped_mm needs rows of a multiple of this many bf16 features
 
 _ATEN: Any = torch.ops.aten._grouped_mm
 
 
 class Imagined(TorchFunctionMode):
-    """On tensors without memory grouped_mm takes bfloat16 alone, in rows of 16 bytes; the shapes are those of any dtype.
+    """Run grouped_mm on fake tensors of any dtype; torch takes only bfloat16 with rows of a multiple of 16 bytes.
 
-    Features that are no multiple of 8 are filled up to one, and their FLOP counted so.
+    Features are padded to a multiple of 8, and their FLOP counted so.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,7 +28,7 @@ class Imagined(TorchFunctionMode):
 
 
 class InAutocast(TorchFunctionMode):
-    """grouped_mm of operands as autocast casts a Linear's, which it does not reach."""
+    """Cast grouped_mm's operands as autocast casts a Linear's; torch's autocast does not reach it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch._grouped_mm or not torch.is_autocast_enabled(args[0].device.type):
@@ -39,7 +39,7 @@ class InAutocast(TorchFunctionMode):
 
 
 class Exact(TorchFunctionMode):
-    """grouped_mm in float64, a group at a time: torch's takes float32 at most."""
+    """Compute grouped_mm in float64, one group at a time; torch's takes at most float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch._grouped_mm or args[0].dtype is not torch.float64:
@@ -54,10 +54,10 @@ def _by_groups(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch's grouped_mm, whose groups offs (G,) ends: of rows, of columns, or of what is summed over.
+    """Compute torch's grouped_mm; offs (G,) are the ends of the groups of rows, of columns, or of the summed dimension.
 
-    (M, K) x (G, K, N) -> (M, N), (G, M, K) x (K, N) -> (M, N), (M, K) x (K, N) -> (G, M, N): a dimension that a G lacks has
-    the groups one after the other; past the last one is 0. Without offs two operands of three dimensions multiply as ever.
+    (M, K) x (G, K, N) -> (M, N), (G, M, K) x (K, N) -> (M, N), (M, K) x (K, N) -> (G, M, N): the dimension without G is
+    split into groups; beyond the last group the result is 0. Without offs it is a batched GEMM.
     """
     if offs is None:
         y = a @ b
@@ -76,10 +76,10 @@ def _by_groups(
 
 
 def flop(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
-    """FLOP of one grouped_mm by its operands' shapes: a row, or a column, multiplies once, whichever group it is in."""
-    groups = a[0] if len(a) == 3 and len(b) == 2 else 1  # of which a column is in one
+    """Count the FLOP of a grouped_mm from its operands' shapes: each row or column is multiplied in one group only."""
+    groups = a[0] if len(a) == 3 and len(b) == 2 else 1  # a column is in one of these groups
     return 2 * a.numel() * b[-1] // groups
 
 
-#: For FlopCounterMode, which knows no grouped_mm.
+#: FlopCounterMode's custom_mapping for grouped_mm.
 FLOP = {_ATEN: flop}

@@ -3,8 +3,8 @@
     with te.attention_kernel("cudnn"):
         out = layer(x)
 
-Without it each takes the first of `preference` that can do what it is asked; `report` says which, and why not the others.
-"auto" takes what was measured to be the fastest (kernels/attention/backends/auto.py).
+Without it each uses the first of `preference` that supports the problem; `report` says which, and why not the others.
+"auto" uses the fastest measured (kernels/attention/backends/auto.py).
 """
 
 import contextlib
@@ -15,21 +15,21 @@ from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem, posed
 from te_bench.kernels.attention.backends.auto import HOPPER, WINDOWED, preference
 
-#: The name that the innermost attention_kernel asks for. One for the process, like te.autocast, and not for the thread:
-#: on a GPU an activation checkpoint recomputes in a thread of autograd's, and must find the kernel of the forward pass.
+#: The name that the innermost attention_kernel requests. It is global, not per thread: on a GPU, checkpoints recompute
+#: in an autograd thread, which must find the forward pass's kernel.
 current: str | None = None
 
 FP8 = ("triton_fp8", "manual_fp8")  # under a recipe with fp8_dpa: on a GPU; where FP8 is emulated
 
-# Loaded beforehand, because torch.compile can't trace an import.
+# Loaded here because torch.compile cannot trace an import.
 _backends: dict[str, Backend] = {name: attention.load(name) for name in (*HOPPER, *WINDOWED, *FP8)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """chosen: the backend that runs, `auto`'s choice where that is asked for, None if the one asked for can't.
+    """chosen: the backend that runs (`auto` gives its choice); None if the requested one cannot.
 
-    reasons: why not, for each that can't.
+    reasons: for each backend that cannot, why.
     """
 
     chosen: str | None
@@ -42,9 +42,9 @@ class Report:
 
 @contextlib.contextmanager
 def attention_kernel(name: str) -> Iterator[None]:
-    """Use backend `name` of te_bench.kernels.attention below; nested ones override. Raises ValueError for an unknown name.
+    """Use backend `name` of te_bench.kernels.attention inside; nested ones override. Raises ValueError if unknown.
 
-    A DotProductAttention whose problem the backend can't do raises ValueError with the reason: nothing else steps in.
+    A DotProductAttention whose problem the backend cannot do raises ValueError with the reason; nothing falls back.
     """
     global current
     _backends[name] = attention.load(name)
@@ -56,9 +56,9 @@ def attention_kernel(name: str) -> Iterator[None]:
 
 
 def choose(problem: Problem, emulate: bool | None = None) -> str:
-    """The backend that attention_kernel asks for, or the first preference that can. Raises ValueError if that can't.
+    """Return the requested backend, or the first preference that can. Raises ValueError if the requested one cannot.
 
-    emulate: None in the inputs' precision; else in FP8, which may have to be emulated.
+    emulate: None for the inputs' precision; otherwise FP8, and whether to emulate it.
     """
     if emulate is not None:
         return _choose_fp8(problem, emulate)
@@ -75,7 +75,7 @@ def choose(problem: Problem, emulate: bool | None = None) -> str:
 
 
 def in_fp8(device: str, emulate: bool) -> str:
-    """The backend by which attention computes in FP8 where nobody asks for another."""
+    """Return the default backend of FP8 attention."""
     return FP8[emulate or device == "cpu"]
 
 
@@ -95,17 +95,17 @@ def _choose_fp8(problem: Problem, emulate: bool) -> str:
 
 
 def _reason_against(backend: Backend, problem: Problem) -> str | None:
-    """Why the backend can't do the problem as `attend` would put it, or None."""
+    """Return why the backend cannot do the problem as `attend` would pose it, or None."""
     return backend.unsupported(posed(backend, problem))
 
 
 def backend(name: str) -> Backend:
-    """A backend that `choose` gave."""
+    """Return a backend that `choose` named."""
     return _backends[name]
 
 
 def report(problem: Problem, emulate: bool | None = None) -> Report:
-    """What `choose` gives for a problem, and every backend's reason against it."""
+    """Return what `choose` gives for a problem, and every backend's reason against it."""
     said = {name: _reason_against(attention.load(name), problem) for name in attention.names()}
     if emulate is not None:
         said |= {name: "no FP8, which fp8_dpa=True asks for" for name in said if not attention.in_fp8(name)}

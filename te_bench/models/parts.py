@@ -1,6 +1,6 @@
-"""What a decoder's blocks are made of: the parts by which a model describes itself to models.fused, checks and costs.
+"""The parts of a decoder's blocks, by which a model describes itself to models.fused, checks and costs.
 
-A part is made anew for each pass, of the tensors that its modules hold then: an optimizer puts others in their place.
+A part is made anew for each pass from the modules' current tensors, because an optimizer replaces them.
 """
 
 from typing import Any, NamedTuple, Self
@@ -19,7 +19,7 @@ class NormPart(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Self:
-        """Of torch's nn.LayerNorm and nn.RMSNorm, and of te's. Raises ValueError for another, or one without gain or eps."""
+        """Make the part of torch's or te's LayerNorm or RMSNorm. Raises ValueError for others, or without gain, eps."""
         if not isinstance(module, nn.LayerNorm | nn.RMSNorm | LayerNorm | RMSNorm):
             raise ValueError(f"a {type(module).__name__} says not which norm it is: make the NormPart of its tensors")
         if module.weight is None:
@@ -27,15 +27,15 @@ class NormPart(NamedTuple):
         if module.eps is None:  # torch's default for nn.RMSNorm
             raise ValueError(f"{module}: eps=None takes the input's dtype's: set its eps to a number")
         kind = "rmsnorm" if isinstance(module, nn.RMSNorm | RMSNorm) else "layernorm"
-        centred = getattr(module, "zero_centered_gamma", False)  # which torch's have not
+        centred = getattr(module, "zero_centered_gamma", False)  # torch's have none
         return cls(module.weight, getattr(module, "bias", None), Norm(module.eps, centred, kind))
 
 
 class LinearPart(NamedTuple):
-    """x W^T + b, and the module whose FP8 state the product has: its weight number `gemm`.
+    """x W^T + b, and the module that holds the GEMM's FP8 state, as its weight number `gemm`.
 
-    beside: Linears whose outputs follow the module's own; they multiply together, by its scales. others: their weights: a
-    checkpoint that computes again finds others in the modules.
+    beside: Linears stacked below the module's, sharing its GEMM and scales. others: their weights, stored here because
+    a checkpoint's recomputation finds other tensors in the modules.
     """
 
     module: nn.Module
@@ -47,19 +47,19 @@ class LinearPart(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """All that multiply together."""
+        """All weights that multiply as one."""
         return self.weight, *self.others
 
     @classmethod
     def of(cls, module: Any, *beside: Any) -> Self:
-        """Of nn.Linears or te.Linears."""
+        """Make the part of nn.Linears or te.Linears."""
         return cls(module, module.weight, module.bias, 0, beside, tuple(other.weight for other in beside))
 
 
 class AttentionPart(NamedTuple):
     """x + proj(attention(qkv(norm(x)))): `heads` queries and `groups` keys and values of `head_dim` features.
 
-    The columns of qkv are dealt out to q, k and v `turns` times: one turn has all of q, then of k, then of v. q_norm and
+    The columns of qkv go to q, k and v in `turns` turns: with one turn all of q, then of k, then of v. q_norm and
     k_norm are over head_dim, before the rotation. `module.attention` is the attention itself.
     """
 
@@ -76,7 +76,7 @@ class AttentionPart(NamedTuple):
 
 
 class MLPPart(NamedTuple):
-    """x + down(activation(up(norm(x)))); of a gated activation the first half of up's columns goes through it."""
+    """x + down(activation(up(norm(x)))); a gated activation applies to the first half of up's columns."""
 
     norm: NormPart
     up: LinearPart

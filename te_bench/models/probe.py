@@ -1,6 +1,6 @@
-"""What planning asks of a user's model: `python -m te_bench.models.probe`, a question on stdin, JSON on stdout.
+"""Answer planning's questions on a user's model: `python -m te_bench.models.probe`, question on stdin, JSON on stdout.
 
-The model is made of tensors that have shapes and no memory, wherever that can be, and no GPU is there to see.
+The model has tensors with shapes and no memory, if possible; no GPU is visible.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ SDPA = F.scaled_dot_product_attention
 
 
 class Attended(TorchFunctionMode):
-    """Counts calls of scaled_dot_product_attention, and the scores of one sequence."""
+    """Count calls of scaled_dot_product_attention, and the scores of one sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attended(TorchFunctionMode):
             self.scores += q.shape[-3] * q.shape[-2] * k.shape[-2]
         if func is not F.multi_head_attention_forward:
             return func(*args, **(kwargs or {}))
-        with mock.patch.object(F, "scaled_dot_product_attention", self._seen):  # no mode sees what it calls
+        with mock.patch.object(F, "scaled_dot_product_attention", self._seen):  # no mode sees calls inside it
             return func(*args, **(kwargs or {}))
 
     def _seen(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class Attended(TorchFunctionMode):
 
 
 def find_out(source: Source, tokens: int) -> Facts:
-    """Raises ValueError, one sentence, for a model that cannot be built or trained."""
+    """Return the facts of a model. Raises ValueError, one sentence, if it cannot be built or trained."""
     few = min(tokens, TRIED)
     return adopted.without_memory(source, lambda: _facts(source, tokens), otherwise=lambda: _facts(source, few))
 
@@ -78,12 +78,12 @@ def _facts(source: Source, tokens: int) -> Facts:
 
 
 def _left_out(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...] | None:
-    """The shape of a tensor that gets a gradient of the loss and is no parameter of the model, or None."""
+    """Return the shape of a tensor that gets a gradient of the loss but is no parameter of the model, or None."""
     known = set(map(id, model.parameters()))
     ahead: list[Any] = [loss.grad_fn]
     seen = set(ahead)
-    for node in ahead:  # which grows
-        own = getattr(node, "variable", None)  # of AccumulateGrad alone
+    for node in ahead:  # it grows in the loop
+        own = getattr(node, "variable", None)  # only AccumulateGrad has one
         if own is not None and id(own) not in known:
             return tuple(own.shape)
         more = {inner for inner, _ in node.next_functions if inner is not None} - seen
@@ -93,7 +93,7 @@ def _left_out(loss: torch.Tensor, model: torch.nn.Module) -> tuple[int, ...] | N
 
 
 def main() -> None:
-    """What the user's code prints goes to stderr: stdout has the answer alone."""
+    """Answer on stdout; whatever the user's code prints goes to stderr."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     question = json.load(sys.stdin)
@@ -109,7 +109,7 @@ def main() -> None:
         said = {"error": f"{question['source']['model']}: building it ran out of memory: {TOO_LARGE}"}
     answer.write(json.dumps(said))
     answer.flush()
-    os._exit(0)  # whatever the user's code has begun
+    os._exit(0)  # end whatever the user's code has started
 
 
 if __name__ == "__main__":

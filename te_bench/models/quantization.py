@@ -1,6 +1,6 @@
-"""What Transformer Engine's users ask before and while they compute in FP8: its names, with te_bench's answers.
+"""Transformer Engine's functions and classes about FP8 support and state, with te_bench's answers.
 
-An answer is (whether, reason) where return_reason is set; the reason is "" for yes.
+With return_reason an answer is (supported, reason); the reason is "" for yes.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def _answer(reason: str | None, return_reason: bool) -> Answer:
 
 
 def _unsupported(recipe: Recipe) -> str | None:
-    """Why te.autocast refuses a recipe here, or None."""
+    """Return why te.autocast refuses a recipe here, or None."""
     return recipe.unsupported("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
@@ -43,50 +43,50 @@ def _emulated(name: str) -> str:
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
-    """Whether te.autocast takes per-tensor recipes here: on the GPU where there is one, else emulated, so always."""
+    """Return whether te.autocast takes per-tensor recipes here: always, as they are emulated without a GPU."""
     return _answer(_unsupported(DelayedScaling()), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
-    """The same for Float8BlockScaling."""
+    """Return whether te.autocast takes Float8BlockScaling here."""
     return _answer(_unsupported(Float8BlockScaling()), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """False: te.autocast takes MXFP8BlockScaling, but emulates it."""
+    """Return False: te.autocast takes MXFP8BlockScaling, but emulates it."""
     return _answer(_emulated("MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """False: te.autocast takes NVFP4BlockScaling, but emulates it."""
+    """Return False: te.autocast takes NVFP4BlockScaling, but emulates it."""
     return _answer(_emulated("NVFP4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> Answer:
-    """Whether the GPU has bf16 tensor cores; a CPU computes in bf16 anyway."""
+    """Return whether the GPU has bf16 tensor cores; True on a CPU, which computes in bf16 anyway."""
     lack = architecture.lacks_bf16(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
     return _answer(lack, return_reason)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) where there is none."""
+    """Return (major, minor, patch) of the cuDNN that torch loads; (0, 0, 0) without one."""
     version = torch.backends.cudnn.version() or 0
     major = 1000 if version < 90000 else 10000  # 8.9.7 is 8907, 9.10.2 is 91002
     return version // major, version % major // 100, version % 100
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Of the current GPU; (0, 0) where there is none."""
+    """Return the current GPU's compute capability; (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def get_default_recipe() -> Recipe:
-    """What te.autocast takes where no recipe is given."""
+    """Return te.autocast's default recipe."""
     return DelayedScaling()
 
 
 class FP8GlobalStateManager:
-    """What the innermost te.autocast asks for. Scales and histories belong to their modules: te.numerics tells of them."""
+    """The settings of the innermost te.autocast. Modules keep their scales and histories: te.numerics reports them."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -98,7 +98,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        """The recipe; outside of every autocast the default one."""
+        """Return the recipe; outside of every autocast the default one."""
         return fp8.current.recipe or get_default_recipe()
 
     @classmethod
@@ -107,7 +107,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """False: te_bench keeps its parameters in high precision."""
+        """Return False: te_bench keeps its parameters in high precision."""
         return False
 
     @classmethod
@@ -128,5 +128,5 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """As if no autocast had been entered: for a test that left one open. Modules keep their scales."""
+        """Forget all autocasts, for a test that left one open. Modules keep their scales."""
         fp8.reset()

@@ -1,9 +1,9 @@
 """The parameters of a plain transformer layer, given to layers of te modules that compute the same function.
 
-The layers are those of Transformer Engine's quickstart, `examples/te_quickstart.py` has them: ln1, qkv_projection,
-projection, ln2 and mlp.linear1 and .linear2 in the plain one, where each head's rows of qkv_projection lie together as
-[q, k, v]. A parameter is *shared*, the same object in both layers, where its rows are the plain layer's; else it is a new
-Parameter with a copy of the values, which trains on its own.
+The layers are those of Transformer Engine's quickstart (`examples/te_quickstart.py`). The plain one has ln1,
+qkv_projection, projection, ln2, mlp.linear1 and mlp.linear2; each head's rows of qkv_projection lie together as [q, k,
+v]. A parameter with the plain layer's rows is *shared*: the same object in both layers. Any other is a new Parameter
+with a copy of the values, which trains on its own.
 """
 
 from collections.abc import Sequence
@@ -16,28 +16,28 @@ from te_bench.models.quickstart import te_fused, te_layer
 
 
 def share_parameters_with_basic_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
-    """All parameters of a layer of te.LayerNorm and te.Linear are those of `basic_model`: shared.
+    """Share all parameters of `basic_model` with a layer of te.LayerNorm and te.Linear.
 
-    Raises ValueError where a parameter is missing or of another shape.
+    Raises ValueError if a parameter is missing or of another shape.
     """
     for name in te_layer.NAMES:
         _share(te_model, name, _parameter(basic_model, name))
 
 
 def share_parameters_with_fused_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
-    """All parameters of a layer of ln_qkv, projection and ln_mlp are those of `basic_model`: shared.
+    """Share all parameters of `basic_model` with a layer of ln_qkv, projection and ln_mlp.
 
-    Raises ValueError where a parameter is missing or of another shape.
+    Raises ValueError if a parameter is missing or of another shape.
     """
     for name, ours in te_fused.NAMES.items():
         _share(te_model, ours, _parameter(basic_model, name))
 
 
 def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_model: nn.Module) -> None:
-    """All parameters of a te.TransformerLayer are those of `basic_model`: shared, but for query, key and value.
+    """Share all parameters of `basic_model` with a te.TransformerLayer, except query, key and value.
 
-    These are shared, too, with fuse_qkv_params and qkv_weight_interleaved, whose rows lie as the plain layer's do; else
-    they are copies. Raises ValueError where a parameter is missing or of another shape.
+    With fuse_qkv_params and qkv_weight_interleaved, whose rows lie as the plain layer's, these are shared, too;
+    otherwise copied. Raises ValueError if a parameter is missing or of another shape.
     """
     attention: Any = te_model.self_attention
     for name, ours in te_layer.NAMES.items():
@@ -54,7 +54,7 @@ def share_parameters_with_transformerlayer_te_model(te_model: nn.Module, basic_m
 
 
 def _split_heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """query, key and value, (heads d, ...) each, out of (heads 3 d, ...)."""
+    """Split (heads 3 d, ...) into query, key and value, (heads d, ...) each."""
     if qkv.shape[0] % (3 * heads):
         raise ValueError(f"qkv_projection has {qkv.shape[0]} rows, which {heads} heads cannot share among q, k and v")
     return tuple(part.flatten(0, 1) for part in qkv.detach().unflatten(0, (heads, 3, -1)).unbind(1))
@@ -72,7 +72,7 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def _share(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make `parameter` the one called `name`."""
+    """Register `parameter` under `name`."""
     own = _parameter(model, name)
     if own.shape != parameter.shape:
         raise ValueError(

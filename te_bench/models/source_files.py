@@ -1,4 +1,4 @@
-"""The code that a factory is made of: the files beside it, and the packages installed. None of it runs.
+"""Find the code of a factory: the files beside it, and the installed packages. None of it runs.
 
 code = read(["mymod:make"])
 code.sha256, code.packages
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-#: What an environment's id has already: these packages' versions, and the hash of te-bench's own code.
+#: Packages that an environment's id covers already, by version or, for te-bench, by a hash of its code.
 _KNOWN = frozenset(("torch", "triton", "numpy", "te_bench"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Code:
-    """sha256: of the source files. packages: {distribution: version} of the installed packages that they import."""
+    """A factory's code. sha256: of its source files. packages: {distribution: version} of the packages they import."""
 
     sha256: str
     packages: Mapping[str, str]
 
 
 def read(paths: Sequence[str]) -> Code:
-    """The code of those import paths: their files, and what these import of the current folder and of their own.
+    """Find the code of import paths: their files, and those that they import from the current folder and their own.
 
-    Raises ValueError for a path that leads to no module, or to one that is no Python.
+    Raises ValueError for a path to no module, or to one that is not Python.
     """
     files: dict[str, Path] = {}
     installed: set[str] = set()
@@ -46,7 +46,7 @@ def read(paths: Sequence[str]) -> Code:
 
 
 def versions(modules: Collection[str]) -> dict[str, str]:
-    """{distribution: version} of those top-level modules; a module of Python itself, or of none that is there, has none."""
+    """Return {distribution: version} of these top-level modules; Python's own and missing modules have none."""
     asked = sorted(set(modules) - _KNOWN - sys.stdlib_module_names)
     distributions = importlib.metadata.packages_distributions() if asked else {}
     names = sorted({name for module in asked for name in distributions.get(module, ())})
@@ -54,7 +54,7 @@ def versions(modules: Collection[str]) -> dict[str, str]:
 
 
 def _collect(module: str, files: dict[str, Path], installed: set[str]) -> bool:
-    """Add the module's file, those beside it that it imports, and the packages' names; whether there is such a module."""
+    """Add the module's file, those beside it that it imports, and the packages' names; return whether it exists."""
     own = _file(module)
     if own is None:
         return False
@@ -79,14 +79,14 @@ def _top(module: str) -> str:
 
 
 def _is_beside(file: Path, folders: Collection[Path]) -> bool:
-    """Whether it is a user's own file below one of the folders, an environment of packages in them aside."""
+    """Return whether it is a user's own file below one of the folders, not in an environment of packages."""
     if file.is_relative_to(sysconfig.get_path("stdlib")) or {"site-packages", "dist-packages"} & set(file.parts):
         return False
     return any(file.is_relative_to(folder) for folder in folders)
 
 
 def _imports(file: Path, module: str) -> Iterator[str]:
-    """The modules that it may import; of `from a import b` both a and a.b. None of a file that is no Python."""
+    """Yield the modules that a file may import; for `from a import b` both a and a.b; none if it is not Python."""
     if file.suffix != ".py":
         return
     try:
@@ -110,13 +110,13 @@ def _file(module: str) -> Path | None:
 
 
 def _locate(module: str) -> ModuleSpec | None:
-    """Where a module is, found from the current folder too, as `python -m` would; nothing is imported."""
+    """Find a module, also from the current folder, as `python -m` does; nothing is imported."""
     first, *rest = module.split(".")
     try:
         spec = PathFinder.find_spec(first, [str(Path.cwd()), *sys.path]) or importlib.util.find_spec(first)
-    except ValueError:  # of __main__, which has no spec
+    except ValueError:  # __main__ has no spec
         return None
-    for part in rest:  # by its last name: by its whole one a folder without __init__.py asks for an imported parent
+    for part in rest:  # by its last name: the whole one needs an imported parent in a folder without __init__.py
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))

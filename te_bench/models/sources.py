@@ -1,4 +1,4 @@
-"""Where a model comes from that te-bench does not have: a factory, or a Hugging Face config. No torch, and no user's code.
+"""The source of a user's model: a factory, or a Hugging Face config. No torch, and no user's code.
 
     source = identify("mymod:make", arguments=("layers=2",))    what a trial holds; None for a preset
     facts = ask(source, tokens=64)                              what planning needs, from a process of its own
@@ -28,25 +28,25 @@ HUB = "hf:"
 #: Kernels of PyTorch's scaled_dot_product_attention that a model can be held to: torch.backends.cuda.enable_*_sdp.
 PINNED = ("math", "mem_efficient", "flash", "cudnn")
 PROBE = "te_bench.models.probe"
-TRIED = 64  # tokens of the sequence that planning asks about where nobody says how long, and of any with real numbers
+TRIED = 64  # tokens of planning's sequence if no length is given, and of any with real numbers
 PROBE_S = 300.0  # torch and transformers are imported in 10 s, from a slow disk in a minute
 
-#: Of a config.json what no weight and no pass depends on; of labels their number alone.
+#: Fields of a config.json that affect neither weights nor passes; of labels only the number counts.
 _IRRELEVANT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "label2id", "id2label")
 
 TOO_LARGE = "give it fewer or narrower layers, or take a machine with more memory"
 
 
 class Refused(ValueError):
-    """What a user's model cannot do, in a sentence of te-bench's own."""
+    """Raised for a user's model that cannot do something; the message is one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A model by what decides over it: an import path with arguments and a hash of its code, or all of a config.
+    """A model's source: an import path with arguments and a hash of its code, or a whole config.
 
-    arguments, config: JSON of an object. inputs and loss: import paths of functions that take the place of te-bench's own.
-    packages: JSON of {distribution: version}, transformers of a config and what the source files import of the installed.
+    arguments, config: JSON of an object. inputs and loss: import paths of functions that replace te-bench's own.
+    packages: JSON of {distribution: version}: transformers for a config, or what the source files import.
     """
 
     model: str  # "package.module:factory", or "hf:NAME"
@@ -59,24 +59,24 @@ class Source:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What a trial's problem has of it."""
+        """The fields that a trial's problem stores."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, settings: Any) -> "Source":
-        """By an object that has the same names, as a StepProblem has."""
+        """Make a Source from an object with the same attributes, such as a StepProblem."""
         return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a model is like, found out without weights and without a GPU.
+    """A model's properties, found without weights and without a GPU.
 
-    vocab: classes of its inputs' tokens, 1 where its inputs are none. block: its longest sequence where it says one.
-    sequence: tokens of a sequence where only one length is possible. sdpa: calls of scaled_dot_product_attention in a pass.
-    scores: elements of their softmax for one sequence, of `tried` tokens. text: it learns
-    from text. manual: it has an attention of ordinary operators to ask for. logits: it takes tokens alone and gives logits.
-    float32: all that it trains is float32. cls: the name of its class.
+    vocab: size of its tokens' vocabulary, 1 if its inputs are no tokens. block: its longest sequence, if it says.
+    sequence: the only possible sequence length, if there is one. sdpa: calls of scaled_dot_product_attention in a pass.
+    scores: elements of their softmax for one sequence of `tried` tokens. text: it learns from text. manual: it has
+    attention of ordinary operators. logits: it maps tokens alone to logits. float32: all trained weights are float32.
+    cls: its class's name.
     """
 
     vocab: int
@@ -96,7 +96,7 @@ class Facts:
 def identify(
     spec: str, arguments: Sequence[str] = (), inputs: str | None = None, loss: str | None = None
 ) -> Source | None:
-    """The source that --model names; None for a preset. Raises ValueError for what is none, or does not go together."""
+    """Return the source that --model names; None for a preset. Raises ValueError if invalid or contradictory."""
     functions = {"inputs": inputs, "loss": loss}
     own = [path for path in functions.values() if path]
     if spec in configs():
@@ -130,7 +130,7 @@ def _canonical(value: Mapping[str, Any]) -> str:
 
 
 def check(spec: str) -> None:
-    """Raise ValueError for what cannot be a model's name, with the near matches."""
+    """Raise ValueError, with near matches, for an impossible model name."""
     if spec in configs() or spec.startswith(HUB) or ":" in spec or Path(spec).exists():
         return
     if "/" in spec or spec.endswith(".json"):
@@ -143,7 +143,7 @@ def check(spec: str) -> None:
 
 
 def read_arguments(said: Sequence[str]) -> dict[str, Any]:
-    """{name: whole number, number, true, false or string} of KEY=VALUE. Raises ValueError for any other form."""
+    """Parse KEY=VALUE to {name: int, float, bool or string}. Raises ValueError for any other form."""
     found: dict[str, Any] = {}
     for text in said:
         name, sign, value = text.partition("=")
@@ -170,7 +170,7 @@ def _literal(text: str) -> Any:
 
 
 def _read_config(spec: str) -> tuple[str, str]:
-    """("hf:NAME", canonical JSON of the config). Raises ValueError for what is no config that transformers could read."""
+    """Return ("hf:NAME", canonical JSON of the config). Raises ValueError unless transformers could read the config."""
     path = _from_hub(spec.removeprefix(HUB)) if spec.startswith(HUB) else Path(spec)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -200,12 +200,12 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError:
         raise ValueError(f"--model {HUB}{name}: needs the package huggingface_hub: pip install transformers") from None
-    logger = logging.getLogger("huggingface_hub")  # tells of each try; the sentence below tells of the last
+    logger = logging.getLogger("huggingface_hub")  # it logs each attempt; our message reports the last
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # of requests, of its own, of the disk: whatever it is, there is no file
+    except Exception as error:  # whichever error of the network, hub or disk it is, there is no file
         why = on_one_line(str(error))[:200]
         raise ValueError(f"--model {HUB}{name}: the hub gives no config.json ({type(error).__name__}: {why})") from None
     finally:
@@ -217,7 +217,7 @@ def _from_hub(name: str) -> Path:
 
 @functools.cache
 def ask(source: Source, *, tokens: int) -> Facts:
-    """What the model is like, by a process that sees no GPU. Raises ValueError, one sentence, for one that cannot train."""
+    """Return a model's facts, found by a process without a GPU. Raises ValueError, one sentence, if it cannot train."""
     question = json.dumps({"source": source.settings, "tokens": tokens})
     code, said, errors = _run_probe(source.model, question)
     answer: Mapping[str, Any] = json.loads(said) if code == 0 and said else {}
@@ -229,9 +229,9 @@ def ask(source: Source, *, tokens: int) -> Facts:
 
 
 def _run_probe(model: str, question: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the probe, once it has ended: what the user's code has started does not hold it up.
+    """Return (exit code, stdout, stderr) of the probe, not waiting for processes that the user's code started.
 
-    The probe leads a session, and all of it that is left is killed.
+    The probe leads a session, and whatever is left of it is killed.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     with (
@@ -271,7 +271,7 @@ def _last_line(text: str) -> str:
 
 
 def lacks(error: ModuleNotFoundError) -> str:
-    """The package that is missing and how to get it; of an error that names none, as transformers raises it, its cause."""
+    """Return which package is missing and how to install it; if the error names none, its cause."""
     package, inner, _ = (error.name or "").partition(".")
     if inner:
         return f"needs {error.name}, which the installed {package} lacks"
@@ -286,5 +286,5 @@ def lacks(error: ModuleNotFoundError) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """The text without what does not print, as a terminal's escapes."""
+    """Return the text on one line, without unprintable characters such as a terminal's escapes."""
     return " ".join("".join(c for c in word if c.isprintable()) for word in text.split())

@@ -1,4 +1,4 @@
-"""A module that changes its class: a mixin is put before its own class, and copies and pickles of it stay as they are."""
+"""Change a module's class: a mixin is put before its own class, and survives copying and pickling."""
 
 import contextlib
 import copyreg
@@ -9,13 +9,13 @@ from torch import nn
 
 
 class Mixed:
-    """The base of the mixins. A class made by `mixed` has the name of the class that it extends."""
+    """The base of the mixins. A class made by `_mixed` has the name of the class that it extends."""
 
     _te_origin: type[nn.Module]  # the class that the mixins were put before
     _te_mixins: tuple[type["Mixed"], ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For pickle and copy: the class is made, not found under its name."""
+        """Reduce for pickle and copy: the class must be made again, because its name leads to the original."""
         made: Any = super().__reduce_ex__(protocol)
         if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
@@ -24,7 +24,7 @@ class Mixed:
 
 @functools.cache
 def _mixed(origin: Any, *mixins: Any) -> Any:
-    """The subclass of `origin` that goes by the same name."""
+    """Return the subclass of `origin` under the same name."""
     names = {key: getattr(origin, key) for key in ("__module__", "__qualname__", "__doc__")}
     return type(origin)(origin.__name__, (*mixins, origin), {**names, "_te_origin": origin, "_te_mixins": mixins})
 
@@ -35,9 +35,9 @@ def _fresh(origin: Any, *mixins: Any) -> Any:
 
 
 def mix(module: Any, mixin: type[Mixed], undo: contextlib.ExitStack) -> None:
-    """Put `mixin` before the module's class, and before the mixins that it has; nothing where it has this one.
+    """Put `mixin` before the module's class and earlier mixins; nothing if it is there already.
 
-    Raises what a metaclass, __init_subclass__ or __slots__ of the class does.
+    Raises what the class's metaclass, __init_subclass__ or __slots__ raises.
     """
     own: Any = type(module)
     if issubclass(own, mixin):

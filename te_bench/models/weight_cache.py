@@ -4,8 +4,8 @@
     optimizer = torch.optim.AdamW(model.parameters())
     te.cache_weights(model, optimizer)
 
-It is is_first_microbatch where nobody passes it on: in models of transformers, a Trainer, Accelerate or Lightning. The first
-pass after a step of the optimizer casts the weights, and the passes until the next step compute with what it cast.
+It replaces is_first_microbatch where nothing passes it on: in transformers' models, its Trainer, Accelerate or
+Lightning. The first pass after an optimizer step casts the weights, and later passes reuse them until the next step.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ from te_bench.models.modules.fp8_module import Fp8Module
 def cache_weights(model: nn.Module, *optimizers: Any) -> None:
     """Keep the FP8 weights of `model` between the steps of `optimizers`, two bytes an element; each step drops them.
 
-    Passes without gradients, those that torch.compile traces and those that a CUDA graph captures cast as ever. A weight
-    that others than the optimizers change is cast again, too, unless they write past autograd's versions (`weight.data`).
-    Optimizers are torch's, or what Accelerate and Lightning put around one. Raises ValueError for a model without FP8
-    layers, for what is no optimizer, and for a trained weight that none of them has.
+    Passes without gradients, traced by torch.compile or captured in a CUDA graph cast as usual. A weight that something
+    else changes is cast again, too, unless the change bypasses autograd's versions (`weight.data`). Optimizers are
+    torch's, or Accelerate's and Lightning's wrappers. Raises ValueError for a model without FP8 layers, for an argument
+    that is no optimizer, and for a trained weight that none of them has.
     """
     layers = [module for module in model.modules() if isinstance(module, Fp8Module)]
     if not layers:
@@ -50,7 +50,7 @@ def cache_weights(model: nn.Module, *optimizers: Any) -> None:
 
 
 def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer of torch inside of what Accelerate or Lightning put around it."""
+    """Return torch's optimizer inside Accelerate's or Lightning's wrapper."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ValueError(f"cache_weights takes the optimizers that train the model, got {type(optimizer).__name__}")

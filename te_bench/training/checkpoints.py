@@ -35,10 +35,10 @@ from te_bench.training.parallel import SINGLE, Parallel
 
 FORMAT = 2  # of the part "te_bench"
 NANOGPT = "gpt"  # the family that nanoGPT trains
-#: Fields of its configuration that nanoGPT has, under the same names, with nanoGPT's defaults.
+#: Fields of the configuration that nanoGPT has under the same names, with nanoGPT's defaults.
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias", "dropout")
 DEFAULTS: dict[str, Any] = {"bias": True, "dropout": 0.0}
-#: What torch.compile and DistributedDataParallel put before every name.
+#: Prefixes that torch.compile and DistributedDataParallel put before every parameter's name.
 WRAPPED = re.compile(r"^(?:_orig_mod\.|module\.)+")
 MASK = re.compile(r"\.attn\.bias$")  # nanoGPT's causal mask, where it has no flash attention
 READABLE = "nanoGPT's ckpt.pt, a file that te-bench saved, or a folder in the Hugging Face layout"
@@ -46,7 +46,7 @@ READABLE = "nanoGPT's ckpt.pt, a file that te-bench saved, or a folder in the Hu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What a checkpoint holds; None where it says nothing. Its tensors are on the CPU, and may be mapped from the file."""
+    """The content of a checkpoint; a field is None where the file does not say. Tensors are on the CPU, or mapped."""
 
     path: Path
     config: DecoderConfig
@@ -55,10 +55,10 @@ class Checkpoint:
     recipe: str | None = None  # the FP8 recipe that it was trained with
     tokenizer: str | None = None  # a spec of te_bench.training.tokenizer
     tokenizer_state: str | None = None
-    data_sha256: str | None = None  # of the text that it was trained on
+    data_sha256: str | None = None  # SHA-256 of the text that it was trained on
 
     def build(self, *, attention: str = "flash", recipe: Recipe | None = None) -> Decoder:
-        """The model, float32 on the CPU, unpadded; with a recipe its FP8 state too, as far as there is any."""
+        """Return the model, float32 on the CPU, unpadded; with a recipe also the FP8 state that the file holds."""
         model = weights.make_empty(self.config, attention=attention, recipe=recipe)
         held = {id(parameter): self.parameters[name] for name, parameter in model.named_parameters()}
         state = {name: held[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -84,12 +84,12 @@ def save(
     about: Mapping[str, Any] | None = None,
     parallel: Parallel = SINGLE,
 ) -> None:
-    """Write the model's true vocabulary, its FP8 state and its tokeniser to `path`, which is replaced as a whole.
+    """Write the model without padding rows, its FP8 state and its tokeniser to `path`, replacing the whole file.
 
-    recipe: the name of the one it trained with. about: anything that JSON can hold, for a reader of the file.
-    parallel: what the model was trained by; every rank calls, and rank 0 writes what one process would.
+    recipe: name of the recipe it trained with. about: any JSON value for a reader of the file. parallel: how the
+    training was divided; every rank calls this, and rank 0 writes the file that one process would.
     """
-    # Clones, for torch.save would write the padding of a slice along with it; a tied head's is written once.
+    # Clone, because torch.save would write a slice's padding too. A tied head's table is written once.
     clones = {
         id(p): parallel.whole(p.detach(), p)[: model.config.vocab_size if model.has_padding(p) else None].cpu().clone()
         for p in model.parameters()
@@ -120,9 +120,9 @@ def save(
 
 
 def load(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, a file or a folder in the Hugging Face layout.
+    """Read the checkpoint at `path`, a file or a folder in the Hugging Face layout.
 
-    Raises ValueError for what is not there, not readable, of another layout, or has tensors that do not fit its sizes.
+    Raises ValueError if it is missing, unreadable, in another layout, or has tensors that do not fit its sizes.
     """
     if path.is_dir():
         return _load_folder(path)
@@ -160,7 +160,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def _load_folder(path: Path) -> Checkpoint:
-    """A Hugging Face folder; a tokenizer.json in it is the model's."""
+    """Read a Hugging Face folder; its tokenizer.json, if there, is the model's."""
     model = weights.load(path, attention="manual")
     tokenizer = path / "tokenizer.json"
     state = tokenizers.read(str(tokenizer)) if tokenizer.exists() else None
@@ -174,7 +174,7 @@ def _load_folder(path: Path) -> Checkpoint:
 
 
 def _unpickle(path: Path) -> dict[Any, Any]:
-    """The dictionary in a file of torch.save. Only tensors and plain values are read; they stay in the file until used."""
+    """Return the dictionary in a torch.save file. It reads only tensors, mapped until used, and plain values."""
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} does not say the model's sizes: give its folder, with a {weights.CONFIG} beside it")
     try:
@@ -185,7 +185,7 @@ def _unpickle(path: Path) -> dict[Any, Any]:
         what = "holds Python objects besides tensors and plain values, and loading those can run code"
         raise ValueError(f"{path} {what}: save its model and model_args alone") from error
     except (RuntimeError, LookupError, ValueError, TypeError, EOFError) as error:
-        # torch's own words speak of its options, mmap and weights_only, which nobody here can set
+        # torch's message speaks of its options mmap and weights_only, which our user cannot set
         raise ValueError(
             f"{path} is no file of torch.save (PyTorch 1.6 or newer), or damaged. Give {READABLE}"
         ) from error
@@ -203,7 +203,7 @@ def _is_scale(name: str) -> bool:
 
 
 def _read_config(family: str, fields: Any) -> DecoderConfig:
-    """The configuration that a file tells. Raises ValueError for a model that te-bench has not."""
+    """Build the configuration that a file describes. Raises ValueError for an unknown family or field."""
     known = {config.family: type(config) for config in configs().values()}
     plugins.check("family of models", family, list(known))
     config: DecoderConfig = _rebuild(known[family], fields)
@@ -211,7 +211,7 @@ def _read_config(family: str, fields: Any) -> DecoderConfig:
 
 
 def _rebuild(kind: Any, fields: Any) -> Any:
-    """The dataclass whose asdict is `fields`. Raises ValueError for other fields, and for values of another type."""
+    """Build the dataclass whose asdict is `fields`. Raises ValueError for other fields and other types of values."""
     if not isinstance(fields, dict):
         raise ValueError(f"a {kind.__name__} is {type(fields).__name__}, not a dictionary of its fields")
     gone = dataclasses.MISSING
@@ -238,7 +238,7 @@ def _restore(name: str, hint: Any, value: Any) -> Any:
 
 
 def _match_parameters(path: Path, config: DecoderConfig, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The parameters of a state dict by the model's names. Raises ValueError, naming those that are not of `config`."""
+    """Return a state dict's tensors by the model's names. Raises ValueError naming those that do not fit `config`."""
     where = f"{path} does not hold the model that it describes"
     named = ((str(key), WRAPPED.sub("", str(key)), tensor) for key, tensor in state.items())
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""From the name of a data set and a tokeniser to memory-mapped token files, cached by content. No torch.
+"""Turn the name of a data set and a tokeniser into memory-mapped token files, cached by content. No torch.
 
     corpus = prepare("stdlib", "bpe:50257")
     corpus.tokens("train")  # (train_tokens,) uint16, memory-mapped
@@ -37,12 +37,12 @@ DEFAULT = "stdlib"
 RANDOM, CACHED = "random", "cached:"
 
 FORMAT = 1  # part of every cache key: raise it when the same text would give other files
-STREAM_CHARACTERS = 100_000_000  # where hf-stream stops: about 25 million GPT-2 tokens of English
+STREAM_CHARACTERS = 100_000_000  # characters hf-stream reads: about 25 million GPT-2 tokens of English
 SPLITS = ("train", "val")
 
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 
-Progress = Callable[[str, float], None]  # (what is being done, the fraction of it that is done)
+Progress = Callable[[str, float], None]  # called as (what is being done, fraction done)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Corpus:
 
     @property
     def key(self) -> str:
-        """What names this content on any machine, text and tokeniser; `load` finds the cached corpus by it."""
+        """The name of this content on any machine, hashed from text and tokeniser; `load` finds the corpus by it."""
         return self.train.parent.name
 
     def tokens(self, split: str) -> NDArray[Any]:
@@ -78,7 +78,7 @@ class Corpus:
 
 
 def check(data: str, tokenizer: str) -> None:
-    """Raise ValueError, with the near matches, unless both are legal names; reads no text, so a plan can afford it."""
+    """Raise ValueError, with the near matches, unless both are legal names. Reads no text, so plans stay cheap."""
     name, colon, argument = data.partition(":")
     if name not in {form.partition(":")[0] for form in DATASETS}:
         error = tokenizers.unknown("data set", data, DATASETS)
@@ -98,10 +98,10 @@ def check(data: str, tokenizer: str) -> None:
 
 
 def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: Progress | None = None) -> Corpus:
-    """The corpus of a text and a tokeniser, from the cache or tokenised into it; safe to call from several processes.
+    """Return the corpus of a text and a tokeniser, cached or tokenised into the cache; several processes may call it.
 
-    Raises ValueError for a bad name, a text that cannot be had or is empty, a cache that cannot be written, and a cached
-    corpus that is not there or is another tokeniser's.
+    Raises ValueError for an illegal name, an unreadable or empty text, a cache that cannot be written, and a cached
+    corpus that is missing or from another tokeniser.
     """
     check(data, tokenizer)
     if data.startswith(CACHED):
@@ -138,7 +138,7 @@ def prepare(data: str, tokenizer: str, *, cache: Path | None = None, progress: P
 
 
 def load(key: str, *, cache: Path | None = None) -> Corpus:
-    """The cached corpus of this key, without reading its text. Raises ValueError if it is not there or not whole."""
+    """Return the cached corpus of this key without reading its text. Raises ValueError if missing or incomplete."""
     folder = (cache or default_cache()) / key
     meta = _read_meta(folder) if key.isalnum() else None
     if meta is None:
@@ -147,7 +147,7 @@ def load(key: str, *, cache: Path | None = None) -> Corpus:
 
 
 def check_length(corpus: Corpus, block: int) -> None:
-    """Raise ValueError unless training and validation part each hold a window of block tokens and its targets."""
+    """Raise ValueError unless the training and validation parts hold a window of `block` tokens and its targets."""
     for split, count in zip(SPLITS, (corpus.train_tokens, corpus.val_tokens), strict=True):
         if count < block + 1:
             raise ValueError(
@@ -157,7 +157,7 @@ def check_length(corpus: Corpus, block: int) -> None:
 
 
 def check_once(corpus: Corpus, block: int, rows: int) -> None:
-    """Raise ValueError where `rows` windows of block tokens are more than the training part holds without an overlap."""
+    """Raise ValueError if the training part holds fewer than `rows` non-overlapping windows of `block` tokens."""
     there = windows_once(corpus, block)
     if rows > there:
         raise ValueError(
@@ -167,7 +167,7 @@ def check_once(corpus: Corpus, block: int, rows: int) -> None:
 
 
 def windows_once(corpus: Corpus, block: int) -> int:
-    """Windows of block tokens and their targets that follow each other in the training part."""
+    """Count the non-overlapping windows of `block` tokens, with their targets, in the training part."""
     return max(0, corpus.train_tokens - 1) // block
 
 
@@ -180,7 +180,7 @@ def default_cache() -> Path:
         raise ValueError("no home folder to keep the token cache in; give one with --cache DIR") from error
 
 
-# Where the text comes from.
+# Read the text.
 
 
 def read_text(data: str) -> str:
@@ -200,7 +200,7 @@ def read_text(data: str) -> str:
 
 
 def _end_in_newlines(texts: Iterable[str]) -> Iterator[str]:
-    """Each document ends in a newline: it is added where it is missing, so that no two of them run together."""
+    """Append a newline to each document that lacks one, so that no two documents run together."""
     for text in texts:
         yield text if text.endswith("\n") else text + "\n"
 
@@ -213,7 +213,7 @@ def _read_library(root: Path) -> Iterator[str]:
     """
     files = dict[str, Path]()
     for folder, below, names in os.walk(root):
-        below[:] = (name for name in below if name not in _FOREIGN)  # packages have ten times as many files
+        below[:] = (name for name in below if name not in _FOREIGN)  # installed packages have ten times as many files
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         files |= {path.relative_to(root).as_posix(): path for path in paths if path.is_file()}
     for relative in sorted(files):
@@ -222,7 +222,7 @@ def _read_library(root: Path) -> Iterator[str]:
 
 
 def _split_name(data: str) -> list[str]:
-    """[NAME], [NAME, CONFIG or COLUMN] or [NAME, CONFIG, COLUMN]; an empty CONFIG or COLUMN is the default."""
+    """Return [NAME], [NAME, CONFIG or COLUMN] or [NAME, CONFIG, COLUMN]; an empty CONFIG or COLUMN is the default."""
     form, *fields = data.split(":")
     if not 1 <= len(fields) <= 3 or not fields[0]:
         raise ValueError(f"data set {data!r}: write {form}:NAME, {form}:NAME:COLUMN or {form}:NAME:CONFIG:COLUMN")
@@ -230,7 +230,7 @@ def _split_name(data: str) -> list[str]:
 
 
 def _read_hf(data: str, *, streaming: bool) -> str:
-    """The rows of one column, each a document; a null is no document, anything else that is not text a ValueError."""
+    """Return one column's rows as text, a document each; nulls are skipped. Raises ValueError for any other value."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -241,7 +241,7 @@ def _read_hf(data: str, *, streaming: bool) -> str:
         rows, column = _open_hf(datasets, data, streaming)
         texts = _end_in_newlines(_require_text(_read_cells(rows, data, column), data, column))
         return "".join(_take(texts, STREAM_CHARACTERS if streaming else None))
-    except (datasets.exceptions.DatasetsError, OSError, RuntimeError) as error:  # RuntimeError: it comes with a script
+    except (datasets.exceptions.DatasetsError, OSError, RuntimeError) as error:  # RuntimeError: it has a script
         # The library's DatasetGenerationError says only that there was an error; its cause says which.
         raise ValueError(f"cannot load data set {data!r}: {error.__cause__ or error}") from error
     finally:
@@ -250,10 +250,10 @@ def _read_hf(data: str, *, streaming: bool) -> str:
 
 
 def _open_hf(datasets: Any, data: str, streaming: bool) -> tuple[Any, str]:
-    """(the train split, the name of its column).
+    """Return (the train split, the name of its column).
 
-    Of two fields, the second is a config if the data set has one of that name and a column if not. No code that comes
-    with a data set is run: newer versions of the library cannot, older ones are told not to.
+    With two fields, the second is a config if the data set has one of that name, otherwise a column. Code that comes
+    with a data set is never run: new versions of the library cannot run it, and we forbid it to older ones.
     """
     name, *rest = _split_name(data)
     configs: list[str] = []
@@ -267,7 +267,7 @@ def _open_hf(datasets: Any, data: str, streaming: bool) -> tuple[Any, str]:
     try:
         rows = datasets.load_dataset(name, config or None, split="train", streaming=streaming, trust_remote_code=False)
         columns = rows.column_names or list(next(iter(rows), {}))
-    except ValueError as error:  # an unknown config or split; the library's message lists those there are
+    except ValueError as error:  # an unknown config or split; the library's message lists the known ones
         raise ValueError(f"cannot load data set {data!r}: {error}") from error
     if column not in columns:
         there = f"it has {', '.join(columns)}" + (f" (and configs {', '.join(configs)})" if configs else "")
@@ -279,7 +279,7 @@ def _read_cells(rows: Any, data: str, column: str) -> Iterator[Any]:
     try:
         for batch in rows.select_columns([column]).iter(batch_size=1000):
             yield from batch[column]
-    except ValueError as error:  # pyarrow's, for rows that are not what the first ones were
+    except ValueError as error:  # from pyarrow, when later rows have another type than the first
         raise ValueError(f"cannot read data set {data!r}: {error}") from error
 
 
@@ -292,7 +292,7 @@ def _require_text(cells: Iterable[Any], data: str, column: str) -> Iterator[str]
 
 
 def _take(texts: Iterable[str], limit: int | None) -> Iterator[str]:
-    """The texts up to `limit` characters in all; nothing is drawn after that."""
+    """Yield the texts up to `limit` characters in total, and read none after that."""
     for text in texts:
         if limit is not None and len(text) >= limit:
             yield text[:limit]
@@ -313,7 +313,7 @@ def _sha256(text: str) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the right to write `folder`. The kernel drops the lock with the process, so a kill leaves none behind."""
+    """Hold an exclusive lock for writing `folder`. The kernel drops it when the process ends, even by a kill."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -321,7 +321,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _read_meta(folder: Path) -> dict[str, Any] | None:
-    """The meta of a whole cached corpus; None where it is missing, of another format, or a file has another size."""
+    """Return the meta data of a complete cached corpus; None if it is missing, of another format, or truncated."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in meta["bytes"]}
@@ -337,7 +337,7 @@ def _make_corpus(folder: Path, meta: dict[str, Any]) -> Corpus:
 
 
 def _write(folder: Path, text: str, spec: str, source: str | None, report: Progress, known: dict[str, Any]) -> None:
-    """Write the corpus beside `folder` and rename it there; the caller holds the lock, so a leftover is nobody's."""
+    """Write the corpus beside `folder`, then rename it. The caller holds the lock, so no other process writes there."""
     beside = folder.with_suffix(".tmp")
     _remove(beside)
     try:
@@ -363,7 +363,7 @@ def _write(folder: Path, text: str, spec: str, source: str | None, report: Progr
         with _open_durably(beside / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
         _sync(beside)
-        _remove(folder)  # one that is not whole
+        _remove(folder)  # remove an incomplete corpus
         beside.rename(folder)
         _sync(folder.parent)
     finally:
@@ -376,7 +376,7 @@ def _remove(folder: Path) -> None:
 
 
 def _write_tokens(file: IO[bytes], tokenizer: tokenizers.Tokenizer, text: str, dtype: str) -> int:
-    """Write the tokens of a text as little-endian `dtype`; returns their number."""
+    """Write the tokens of a text as little-endian `dtype`, and return their number."""
     count = 0
     for ids in tokenizer.encode(text):
         assert ids.size == 0 or ids.max() < tokenizer.vocab
@@ -387,7 +387,7 @@ def _write_tokens(file: IO[bytes], tokenizer: tokenizers.Tokenizer, text: str, d
 
 @contextlib.contextmanager
 def _open_durably(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which a crash after the block does not undo."""
+    """Open a file for writing that is on disk (fsync) once the block ends."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -395,7 +395,7 @@ def _open_durably(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make a folder's file names durable (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Batches of a corpus: random windows for training, a fixed sequence of windows for validation.
 
-The batch of a step is a function of (seed, step) and of nothing else. It has a generator of its own, so what the model
-draws, how often it is evaluated and where training was resumed cannot change what it is trained on.
+The batch of a step is a function of (seed, step) and of nothing else. It has its own generator. So the model's random
+draws, the number of evaluations and a resume cannot change it.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ RANDOM_WINDOWS = 64  # validation windows of random data, whose loss is ln(vocab
 
 
 class Batches:
-    """The training stream: at(step) is (x, y), int64, each (batch, block) on `device`; y is x one token later.
+    """The training stream: at(step) returns (x, y), int64, each (batch, block) on `device`; y is x one token later.
 
-    Windows begin anywhere in the training part with equal probability, as nanoGPT's get_batch draws them; `once`, they
-    follow each other there, and each is taken once, in an order that the seed shuffles: at(step) raises ValueError after the
-    last. `corpus` None is random data: tokens uniform over [0, vocab). Raises ValueError for sizes below 1, a negative seed,
-    a corpus shorter than a block, or one with tokens that the model's `vocab` lacks.
+    Windows begin anywhere in the training part with equal probability, as in nanoGPT's get_batch. With `once`, windows
+    do not overlap and each is used once, in an order shuffled by the seed; at(step) raises ValueError after the last.
+    If `corpus` is None, tokens are uniform over [0, vocab). Raises ValueError for sizes below 1, a negative seed, a
+    corpus shorter than a block, and a corpus with tokens beyond the model's `vocab`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Batches:
             self._order = _make_generator(ORDER, seed).permutation(windows_once(corpus, block))
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of step 0, 1, ..., in any order and any number of times."""
+        """Return the batch of `step` = 0, 1, ...; steps may be asked for in any order and repeatedly."""
         generator = _make_generator(TRAINING, self.seed, step)
         if self._tokens is None:
             return _send_pair(_draw(generator, self.batch, self.block, self.vocab), self.device)
@@ -79,9 +79,9 @@ def validation(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (x, y), int64 (at most batch, block), over the first windows of the validation part: the same every time.
 
-    The windows do not overlap, and there are `windows(...)` of them, of which one in `every` is taken, evenly spread;
-    the last batch may have fewer rows, so a mean loss weights each batch by its x.numel(). Raises ValueError as Batches
-    does, before the first batch.
+    The windows do not overlap. There are `windows(...)` of them, and every `every`-th is used. The last batch may have
+    fewer rows, so weight each batch's mean loss by its x.numel(). Raises ValueError as Batches does, before the first
+    batch.
     """
     _check(corpus, block, batch, vocab)
     count = windows(corpus, block, max_tokens)
@@ -96,9 +96,9 @@ def validation(
 
 
 def windows(corpus: Corpus | None, block: int, max_tokens: int | None = None) -> int:
-    """How many windows of block tokens validation sees: all that fit, or as many as max_tokens allows.
+    """Count the validation windows of `block` tokens: all that fit, or as many as max_tokens allows.
 
-    The tokens after the last whole window, fewer than a block, are left out. Raises ValueError if max_tokens < block.
+    The tokens after the last whole window are left out. Raises ValueError if max_tokens < block.
     """
     if max_tokens is not None and max_tokens < block:
         raise ValueError(f"max_tokens {max_tokens} is less than a block of {block}; give at least {block}")
@@ -120,12 +120,12 @@ def _check(corpus: Corpus | None, block: int, batch: int, vocab: int) -> None:
 
 
 def _make_generator(*words: int) -> np.random.Generator:
-    """A generator of its own for each tuple of whole numbers; SeedSequence mixes them into unrelated states."""
+    """Return a generator seeded by these whole numbers; SeedSequence mixes each tuple into an unrelated state."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
 
 
 def _cut_windows(tokens: NDArray[Any], starts: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    """(len(starts), block + 1) tokens from each start on."""
+    """Return windows (len(starts), block + 1) of tokens, one from each start."""
     return np.stack([tokens[start : start + block + 1] for start in starts]).astype(np.int64)
 
 
@@ -134,7 +134,7 @@ def _draw(generator: np.random.Generator, rows: int, block: int, vocab: int) -> 
 
 
 def _send_pair(window: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(x, y) of (rows, block + 1) tokens, both contiguous, sent in one copy; pinned, so it overlaps with the GPU."""
+    """Split (rows, block + 1) tokens into contiguous (x, y), sent in one copy from pinned memory so it overlaps."""
     both = torch.from_numpy(np.stack([window[:, :-1], window[:, 1:]]))
     if device.type == "cuda":
         both = both.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """A model's validation loss, and downstream checks of a decoder: perplexity of a text by a sliding window, and LAMBADA's
 prediction of the last word.
 
-In the checks the body computes in the precision asked for; the head and the softmax are float32, because bf16 logits of
-GPT-2's size (about 100) lie 0.5 apart, and ties would decide which token is the likeliest.
+In the checks, blocks compute in the given precision, head and softmax in float32: bf16 logits of GPT-2's size (about
+100) are 0.5 apart, so ties would pick the likeliest token.
 Source: Hugging Face, "Perplexity of fixed-length models"; Paperno et al. 2016 (LAMBADA); Radford et al. 2019, 3.3.
 """
 
@@ -24,13 +24,13 @@ from te_bench.models.decoder import Decoder
 from te_bench.training.step import AUTOCAST, autocast, fp8_autocast
 from te_bench.training.tokenizer import Tokenizer
 
-HEAD_ROWS = 1024  # positions whose logits exist at once: 206 MB of float32 at GPT-2's vocabulary
-IGNORED = -1  # a target that is not scored
+HEAD_ROWS = 1024  # positions whose logits exist at once: 206 MB in float32 at GPT-2's vocabulary
+IGNORED = -1  # the target of a position that is not scored
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Perplexity:
-    """tokens: how many were scored. bits_per_byte is None where the length of the text is not known."""
+    """Perplexity of `tokens` scored tokens. bits_per_byte is None if the length of the text is unknown."""
 
     nats_per_token: float
     tokens: int
@@ -44,7 +44,7 @@ class Perplexity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastWord:
-    """correct: passages whose last word was predicted. cut: passages whose beginning did not fit a block."""
+    """LAMBADA's result. correct: passages whose last word was predicted. cut: passages whose beginning did not fit."""
 
     correct: int
     passages: int
@@ -57,7 +57,7 @@ class LastWord:
 
     @property
     def perplexity(self) -> float:
-        """exp(nats per word): of the word, however many tokens it has."""
+        """exp(nats per word), however many tokens a word has."""
         return _exp(self.nats_per_word)
 
 
@@ -65,9 +65,9 @@ class LastWord:
 def evaluate(
     model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], precision: str, *, quantized: bool = True
 ) -> float:
-    """Mean loss in nats over every token of `batches`, dropout off; a smaller last batch counts by its size.
+    """Return the mean loss in nats over every token of `batches`, without dropout; each batch counts by its tokens.
 
-    quantized=False evaluates a model that has an FP8 recipe without it, in `precision` alone.
+    quantized=False switches the FP8 recipe off, so that the model computes in `precision` alone.
     """
     device = next(model.parameters()).device
     total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -102,13 +102,13 @@ def perplexity(
     precision: str,
     text_bytes: int | None = None,
 ) -> Perplexity:
-    """-mean ln p(token | at most `block` tokens before it), each token but the first scored once; tokens (N,) integers.
+    """Return the mean -ln p(token | at most `block` tokens before it) of tokens (N,), each but the first scored once.
 
-    Windows of `block` tokens begin every `stride` tokens. The first one scores all of its targets, the others the last
-    `stride`, which therefore see block - stride + 1 tokens or more; stride = block gives windows that do not overlap, 1
-    is exact and slowest. text_bytes: the length of the text that `tokens` stand for; bits per byte are those of a token
-    times tokens per byte. Per-tensor FP8 scales are shared by a batch of windows, so there `batch` is part of the result.
-    Raises ValueError for sizes that do not fit and for tokens that are not the model's.
+    Windows of `block` tokens begin every `stride` tokens. The first window scores all its targets, every other its last
+    `stride`, which see at least block - stride + 1 tokens. stride = block gives windows without overlap; stride = 1 is
+    exact and slowest. text_bytes is the length of the text, for bits per byte. Per-tensor FP8 scales are shared by the
+    windows of a batch, so with FP8 the result depends on `batch`. Raises ValueError for sizes that do not fit and for
+    tokens outside the model's vocabulary.
     """
     _check_sizes(model, block, batch)
     if not 1 <= stride <= block:
@@ -131,12 +131,12 @@ def perplexity(
 def last_word(
     model: Decoder, tokenizer: Tokenizer, passages: Sequence[str], *, block: int, batch: int, precision: str
 ) -> LastWord:
-    """The share of passages whose last word greedy decoding gets right, every token of it, and the word's mean -ln p.
+    """Measure how often greedy decoding gets every token of a passage's last word right, and that word's mean -ln p.
 
-    A passage is split by `split_last_word`; the word's tokens are those of the whole passage from where it and the tokens
-    of its context part. Passages longer than a block lose their beginning. There is no filter of stop words. Rows of a
-    batch are filled up on the right, which no scored token sees; per-tensor FP8 scales do.
-    Raises ValueError, with the number of the passage, for one without a context or with a word longer than the block.
+    `split_last_word` splits a passage. The word's tokens begin where the passage's tokens first differ from the
+    context's. Passages longer than a block lose their beginning. There is no filter of stop words. Rows are padded on
+    the right: no scored token sees the padding, but per-tensor FP8 scales do. Raises ValueError, with the number of the
+    passage, for one without a context or with a word longer than the block.
     """
     _check_sizes(model, block, batch)
     if not passages:
@@ -144,7 +144,7 @@ def last_word(
     rows = [_encode(tokenizer, passage, block, number) for number, passage in enumerate(passages, 1)]
     for tokens, _, _ in rows:
         _check_tokens(model, tokens)
-    rows.sort(key=lambda row: len(row[0]))  # neighbours of one length need little filling up
+    rows.sort(key=lambda row: len(row[0]))  # neighbours of similar length need little padding
     nats_of_words, correct = 0.0, 0
     with _evaluating(model, precision):
         for start in range(0, len(rows), batch):
@@ -158,9 +158,9 @@ def last_word(
 
 
 def split_last_word(passage: str) -> tuple[str, str]:
-    """(context, last word): the last run of characters that are not white space, with the one white space before it.
+    """Return (context, last word); the word is the last run of non-white-space, with the one white space before it.
 
-    White space after the word is dropped, punctuation is part of it. Raises ValueError for a passage of one word or none.
+    White space after the word is dropped; punctuation stays. Raises ValueError for a passage of fewer than two words.
     """
     text = passage.rstrip()
     words = text.split()
@@ -171,10 +171,10 @@ def split_last_word(passage: str) -> tuple[str, str]:
 
 
 def calibrate(model: Decoder, tokens: NDArray[Any], *, block: int, batch: int) -> int:
-    """Set the scales of a recipe that keeps state from the amaxes of a bf16 pass over the first windows of `tokens`.
+    """Set the scales of a stateful recipe from the amaxes of a bf16 forward pass over the first windows of `tokens`.
 
-    Returns the number of tokens that it read. A model whose state came with its checkpoint needs no calibration.
-    Raises ValueError for a model without a recipe, and as perplexity does.
+    Returns the number of tokens read. A model whose state came with its checkpoint needs no calibration. Raises
+    ValueError for a model without a recipe, and as perplexity does.
     """
     if model.recipe is None:
         raise ValueError("this model has no FP8 recipe to calibrate: build it with one")
@@ -211,7 +211,7 @@ def _check_tokens(model: Decoder, tokens: NDArray[Any]) -> None:
 
 @contextlib.contextmanager
 def _evaluating(model: Decoder, precision: str) -> Iterator[None]:
-    """Dropout and gradients off; the model is left as it was found. Raises ValueError for a precision it has not."""
+    """Switch dropout and gradients off; restore the mode at the end. Raises ValueError for an unsupported precision."""
     plugins.check("precision", precision, list(AUTOCAST))
     if precision == "fp8" and model.recipe is None:
         raise ValueError("fp8 needs a model with a recipe: build it with one, or take bf16")
@@ -220,9 +220,9 @@ def _evaluating(model: Decoder, precision: str) -> Iterator[None]:
 
 
 def _score(model: Decoder, x: NDArray[np.int64], y: NDArray[np.int64], precision: str) -> tuple[Tensor, Tensor]:
-    """-ln p(target), float64, and whether it is the likeliest token, bool, of every y that is not IGNORED, row by row.
+    """Return -ln p(y), float64, and whether y is the likeliest token, bool, for each y that is not IGNORED.
 
-    x and y (B, T). A likeliest token among logits that are not finite is none.
+    x and y are (B, T); results go row by row. If a row's logits are not all finite, no token is its likeliest.
     """
     device = next(model.parameters()).device
     inputs, labels = (torch.from_numpy(part).to(device) for part in (x, y))
@@ -243,7 +243,7 @@ def _score(model: Decoder, x: NDArray[np.int64], y: NDArray[np.int64], precision
 def _cut_windows(
     tokens: NDArray[Any], block: int, stride: int, batch: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """(x, y), each (at most batch, block): whole windows first, the first of them alone in scoring all; then the rest."""
+    """Yield (x, y), each (at most batch, block): whole windows, then the rest. Only the first scores all targets."""
     targets = len(tokens) - 1
     whole = max(0, (targets - block) // stride + 1)
     for start in range(0, whole, batch):
@@ -261,7 +261,7 @@ def _cut_windows(
 
 
 def _encode(tokenizer: Tokenizer, passage: str, block: int, number: int) -> tuple[NDArray[np.int64], int, bool]:
-    """(tokens, at most block + 1; where the last word begins, at least 1; whether the beginning was cut off)."""
+    """Return (at most block + 1 tokens, the last word's index there >= 1, whether the beginning was cut off)."""
     try:
         context, word = split_last_word(passage)
     except ValueError as error:
@@ -285,7 +285,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> NDArray[np.int64]:
 
 
 def _pad(rows: Sequence[tuple[NDArray[np.int64], int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(x, y) of (tokens, first scored) pairs; filled up with the row's last token, whose activations are usual ones."""
+    """Pad (tokens, first scored) pairs to (x, y) with each row's last token, whose activations have usual sizes."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     x, y = np.empty((len(rows), width), np.int64), np.full((len(rows), width), IGNORED)
     for i, (tokens, first) in enumerate(rows):

@@ -1,12 +1,12 @@
-"""Which steps cannot keep weights and AdamW's moments in fewer bits than float32's; read before torch is there, too."""
+"""Check which steps can keep weights and AdamW's moments in fewer bits than float32. Needs no torch."""
 
 
 def unsupported(
     weights: str | None, states: str | None, *, ranks: bool = False, accumulate: int = 1, torchs: bool = False
 ) -> str | None:
-    """Why a step cannot have them, or None; None is float32.
+    """Return why a step cannot keep weights or states in these formats (None: float32), or None if it can.
 
-    ranks: it is divided over several. accumulate: its micro-batches. torchs: torch's AdamW updates.
+    ranks: several ranks share the step. accumulate: number of micro-batches. torchs: torch's AdamW updates.
     """
     if weights is None and states is None:
         return None

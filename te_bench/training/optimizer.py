@@ -1,16 +1,16 @@
-"""AdamW by a backend of te_bench.kernels.adamw, and the copies of the weights that the next training pass computes with.
+"""AdamW by a backend of te_bench.kernels.adamw, which also writes the weight copies that the next training pass uses.
 
-The model's parameters stay what they are: float32, in its state dict, for evaluations and checkpoints. While a training
-pass runs, a bf16 leaf takes the place of every Linear's weight, the copy that the last update left: autocast finds nothing
-to cast, and the gradient of the weight arrives at the leaf as its GEMM rounded it, as it does under autocast, whose
-backward then widens it. Where an FP8 recipe knows its scale beforehand the update casts to FP8, too, and Linear reuses
-what is kept and quantizes no weight. A Decoder reads such a weight nowhere else: of its leaf only the gradient is
-real, its numbers are one NaN. Copies of weights that multiply as one matrix lie side by side, and are cast in the pass.
+The model's parameters stay float32 master weights in its state dict. During a training pass the bf16 copy that the last
+update wrote replaces every Linear's weight. So autocast has nothing to cast, and the weight gradient arrives at that
+leaf in bf16, as its GEMM rounded it. Where an FP8 recipe knows its scale beforehand, the update also writes the FP8
+weight, and Linear reuses it. A Decoder reads such a weight nowhere else: its leaf only receives the gradient, and its
+values are one NaN. Weights that multiply as one matrix lie side by side and are cast to FP8 in the pass.
 
-Of a large model (models.cost.ONCE) the FP8 lasts in one layout, which a backward pass turns, that of weights side by side
-is left by the update, too, layers of the fused chain read no other copy, and a tied head that casts by itself has none.
+Above cost.ONCE weight elements we save memory: (1) each FP8 weight is stored in one layout, and dgrad transposes it on
+the fly; (2) the optimizer also writes the stacked q/k/v and gate/up FP8 weights; (3) layers of the fused chain keep no
+bf16 copy; (4) a tied head that casts its own table has no copy.
 
-A weight that is bf16 itself has no master: it is its own leaf, and the update leaves its FP8 alone.
+A weight that is bf16 itself has no float32 master: it is its own leaf, and the update writes only its FP8 copy.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from te_bench.training.parallel import SINGLE, Parallel
 
 EPS = 1e-8  # torch.optim.AdamW's default
 
-#: Dtypes of a matrix's first moment; the second one's root is in FP8 of another kind.
+#: Dtypes of a matrix's first moment. With "fp8" the root of the second moment has another FP8 format (reference.ROOTS).
 STATES = {None: torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Copy:
-    """A te.Linear's weight in FP8, by the scale and into the amax that its recipe keeps for it, in both layouts, or by rows.
+    """The FP8 copy of a te.Linear's weight, with its recipe's scale and amax; in both layouts, or rowwise only.
 
-    whole: with those that stand beside it, whose rows `kept` are; they share one scale.
+    whole: the stacked FP8 weight with one shared scale, of which `kept` is some rows; else `kept` itself.
     """
 
     module: Linear
@@ -56,11 +56,11 @@ class Fp8Copy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A matrix's bf16 leaf and the modules in which it takes the master's place.
+    """A weight's bf16 leaf, and the modules in which it replaces the master weight during a pass.
 
-    direct: the leaf's gradient is all of the master's, and the update reads it there; else it is added to the master's.
-    half: it is the weight in bf16; else nobody multiplies by it, and it has no numbers. `leaf.copy_of` is the master. A
-    bf16 master is the leaf itself, which nobody has to fill.
+    direct: the leaf receives the master's whole gradient, and the update reads it there; otherwise `gather` adds it to
+    the master's. half: the leaf holds the weight in bf16; otherwise only the FP8 copy is multiplied, and the leaf is a
+    NaN placeholder. `leaf.copy_of` is the master. A bf16 master is its own leaf.
     """
 
     leaf: nn.Parameter
@@ -77,9 +77,9 @@ def make_copies(
     region: Callable[[], contextlib.AbstractContextManager[None]],
     turns: bool = False,
 ) -> dict[nn.Parameter, Copy]:
-    """{weight of one or more Linear: its copy}; region: the FP8 autocast of `model`; direct: where nobody else uses it.
+    """Return {weight of one or more Linear: its copy}. region: the FP8 autocast of `model`.
 
-    turns: whether a backward pass may turn FP8 weights, so that those of a large model last once.
+    direct: a leaf may stand for its master's gradient. turns: dgrad may transpose FP8 weights: one layout if large.
     """
     users: dict[nn.Parameter, list[nn.Module]] = {}
     found: dict[nn.Parameter, Copy] = {}
@@ -91,7 +91,7 @@ def make_copies(
     with torch.no_grad(), region():
         once = turns and _elements_in_fp8(users) >= cost.ONCE
         fp8 = _make_fp8_stacks(stacks, users) if once else {}
-        stacked = {layer.weight for stack in stacks for layer in stack}  # cast together, in the pass
+        stacked = {layer.weight for stack in stacks for layer in stack}  # cast together in the pass
         alone_in_fp8, without = _read_in_fp8(model, once)
         for master, modules in users.items():
             linear = [m for m in modules if isinstance(m, nn.Linear | Linear) and m._parameters.get("weight") is master]
@@ -113,7 +113,7 @@ def make_copies(
         for stack in stacks:
             copies = [found[layer.weight] for layer in stack if layer.weight in found]
             if len(copies) == len(stack) and all(copy.half for copy in copies):
-                # Side by side in memory: nobody has to put them there.
+                # Put the leaves side by side in memory, so that stacking them costs no copy.
                 joined = torch.cat([copy.leaf for copy in copies]).split([len(copy.leaf) for copy in copies])
                 for copy, part in zip(copies, joined, strict=True):
                     copy.leaf.data = part
@@ -121,13 +121,13 @@ def make_copies(
 
 
 def _elements_in_fp8(users: dict[nn.Parameter, list[nn.Module]]) -> int:
-    """Of weights that the present autocast's recipe leaves to whoever makes them."""
+    """Count the elements of weights whose FP8 cast the current autocast's recipe leaves to the optimizer."""
     linear = [(p, first) for p, (first, *others) in users.items() if isinstance(first, Linear) and not others]
     return sum(p.numel() for p, first in linear if first._parameters.get("weight") is p and first.weight_cast())
 
 
 def _read_in_fp8(model: nn.Module, once: bool) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
-    """Of a large model the weights that are read in FP8 alone, and the tied tables that a head casts by itself."""
+    """Return, for a large model, the weights read only in FP8 and the tied tables that a head casts itself."""
     if not once:
         return set(), set()
     read = [layer.weight for module in model.modules() for layer in getattr(module, "te_linears", list)()]
@@ -136,20 +136,20 @@ def _read_in_fp8(model: nn.Module, once: bool) -> tuple[set[nn.Parameter], set[n
 
 
 def _stacks_of(model: nn.Module) -> list[list[Any]]:
-    """Linears whose weights multiply as one matrix, as modules say that have some (te_stacks)."""
+    """Return the groups of Linears whose weights multiply as one matrix, as the modules' te_stacks name them."""
     stacks = [stack for module in model.modules() for stack in getattr(module, "te_stacks", list)() if len(stack) > 1]
     return [stack for stack in stacks if all(isinstance(layer, nn.Linear | Linear) for layer in stack)]
 
 
 def _make_placeholder(like: Tensor) -> Tensor:
-    """A tensor of like's shape for a gradient to arrive at: who multiplied by it would find NaN."""
+    """Return a NaN tensor of like's shape, one element in memory: a gradient can arrive there, and misuse shows."""
     return torch.full((), math.nan, dtype=torch.bfloat16, device=like.device).expand(like.shape)
 
 
 def _make_fp8_copy(module: Linear, master: Tensor, *, columnwise: bool, rows: int | None = None) -> Fp8Copy | None:
-    """None where the present autocast's recipe cannot leave the cast to whoever makes the weight.
+    """Allocate a weight's FP8 copy; None if the current autocast's recipe does not leave the cast to the optimizer.
 
-    rows: of the whole, where others stand beside the weight.
+    rows: number of rows of the whole stack, if the weight is stacked.
     """
     made = module.weight_cast()
     if made is None:
@@ -166,7 +166,7 @@ def _make_fp8_copy(module: Linear, master: Tensor, *, columnwise: bool, rows: in
 def _make_fp8_stacks(
     stacks: list[list[Any]], users: dict[nn.Parameter, list[nn.Module]]
 ) -> dict[nn.Parameter, Fp8Copy | None]:
-    """{weight: its rows of a stack's FP8}, by the first's scale; of stacks that are trained, float32, and used once."""
+    """Return {weight: its rows of the stack's FP8} for stacks of float32 weights with one user; they share a scale."""
     found: dict[nn.Parameter, Fp8Copy | None] = {}
     for stack in stacks:
         weights: list[Any] = [layer.weight for layer in stack]
@@ -176,7 +176,7 @@ def _make_fp8_stacks(
         own = _make_fp8_copy(stack[0], weights[0], columnwise=False, rows=sum(rows))
         if own is None or any(weight.dtype is not torch.float32 for weight in weights):
             continue
-        with torch.enable_grad():  # they join in training, as in the pass to come, whose weights are cast before it
+        with torch.enable_grad():  # layers join only with gradients enabled, as in the coming pass
             for layer in stack[1:]:
                 layer.join(stack[0])
         for layer, weight, part in zip(stack, weights, own.whole.data.split(rows), strict=True):
@@ -185,7 +185,7 @@ def _make_fp8_stacks(
 
 
 def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: int, parallel: Parallel) -> bool:
-    """Whether anything is rounded stochastically. Raises ValueError for what cannot be."""
+    """Return whether the update rounds stochastically. Raises ValueError for unsupported combinations."""
     weights = "bf16" if any(p.dtype is torch.bfloat16 for p in masters) else None
     reason = fewer_bits.unsupported(weights, states, ranks=parallel is not SINGLE, accumulate=accumulate)
     if reason:
@@ -194,7 +194,7 @@ def _draws(masters: Iterable[nn.Parameter], states: str | None, accumulate: int,
 
 
 def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
-    """exp_avg and exp_avg_sq of a parameter, and their scales where they are in FP8, by the names of adamw.Parameter."""
+    """Return zeroed exp_avg and exp_avg_sq of a parameter, with their scales in FP8, keyed as in adamw.Parameter."""
     matrix = parameter.dim() >= 2
     dtype = STATES[states] if matrix else torch.float32
     dtypes = {"exp_avg": dtype, "exp_avg_sq": reference.ROOTS if states == "fp8" and matrix else dtype}
@@ -206,19 +206,17 @@ def _make_moments(parameter: Tensor, states: str | None) -> dict[str, Tensor]:
 
 
 class TableAdamW:
-    """AdamW on every parameter of `model` that is trained, in one go; matrices decay, the others do not.
+    """AdamW on all trained parameters of `model` at once; matrices decay, other tensors do not.
 
-    `state`, `param_groups`, `zero_grad` and `step` are as torch.optim.AdamW's, the rate and the number of updates tensors
-    on the device. Raises ValueError for an unknown backend, one that this machine cannot run, and parameters that are
-    neither float32 nor, in one process without micro-batches, bfloat16.
-    states: "bf16" or "fp8" keeps the moments of matrices so, None in float32, as those of vectors always are. What is
-    rounded stochastically is so by torch's seed as it is now, which `state` has with the number of updates.
-    fixed: gradients stay at the addresses that they have from the beginning; else `bind` notes those of the last pass.
-    bf16: the Linears compute with copies; region: the model's FP8 autocast; turns: as make_copies'. parallel: of the step;
-    where a rank does not own all parameters, `state` has the moments of its own.
-    A parameter that no backward pass of a step reached stays as it is, as under torch.optim.AdamW; its bias correction
-    counts the table's updates, where torch counts its own. A captured graph updates in each replay those that its own pass
-    reached.
+    `state`, `param_groups`, `zero_grad` and `step` follow torch.optim.AdamW, but the learning rate and the number of
+    updates are device tensors. Raises ValueError for an unknown backend, a backend that this machine cannot run, and
+    parameters that are neither float32 nor bfloat16 (bfloat16: one process without micro-batches only). states: "bf16"
+    or "fp8" is the format of matrices' moments; None is float32, as vectors' always are. Stochastic rounding draws by
+    torch's current seed, which `state` keeps with the number of updates. fixed: gradient addresses never change;
+    otherwise `bind` reads those of the last pass. bf16: Linears compute with copies. region: the model's FP8 autocast.
+    turns: as in make_copies. parallel: how the step is divided; if a rank owns only some parameters, `state` has only
+    their moments. A parameter without a gradient in a step is not updated, as in torch.optim.AdamW, but its bias
+    correction counts the table's updates. A captured graph updates the parameters that its captured pass reached.
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class TableAdamW:
         self._multiplier: Tensor | None = None
         self._fresh, self._versions = False, self._seen()
         self._buffers: list[tuple[nn.Parameter, Tensor]] = []
-        self._zeroed: list[int] = []  # the buffers' versions
+        self._zeroed: list[int] = []  # the buffers' versions when zeroed
         self._absent: set[nn.Parameter] = set()
         self._table: Table | None = None
         if fixed:
@@ -273,18 +271,18 @@ class TableAdamW:
             self.bind()
 
     def gradient_holders(self) -> list[nn.Parameter]:
-        """Where each master's whole gradient is, after a pass."""
+        """Return, for each master, the parameter whose .grad holds its whole gradient after a pass."""
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [copy.leaf if copy is not None and copy.direct else p for p, copy in found]
 
     def whole_holders(self) -> list[nn.Parameter]:
-        """Those of them that a backward pass alone brings the whole gradient: `gather` adds nothing to it."""
+        """Return the holders whose gradient is whole after the backward pass: `gather` adds nothing to it."""
         found = ((p, self.copies.get(p)) for p in self.masters)
         return [p if copy is None else copy.leaf for p, copy in found if copy is None or copy.direct]
 
     @torch.no_grad()
     def carry(self, old: "TableAdamW") -> None:
-        """Go on from the table of a model that this one's is a copy of: its moments, and the copies that it left."""
+        """Continue from `old`, the table of the model that ours was copied from: take its moments and weight copies."""
         self._rate.copy_(old._rate)
         for name, value in self.state["step"].items():
             value.copy_(old.state["step"][name])
@@ -303,16 +301,16 @@ class TableAdamW:
     # ---- before, during and after a training pass
 
     def prepare(self) -> None:
-        """Before every pass: copies that no update left, or that a pass has used already, are made of the weights anew.
+        """Recast the copies before a pass unless the last update left them fresh.
 
-        Used already: scales have moved on, and recipes count the amax of a weight once a pass.
+        A copy serves one pass only: scales move on after it, and recipes count a weight's amax once a pass.
         """
         if self.copies and not (self._fresh and self._versions == self._seen()):
             self._refresh()
         self._fresh = False
 
     def _seen(self) -> list[int]:
-        """The masters' versions: loading or restoring weights changes them, a replayed graph does not."""
+        """Return the masters' version counters: loading weights changes them, a replayed graph does not."""
         return [p._version for p in self.masters]
 
     def _refresh(self) -> None:
@@ -320,11 +318,11 @@ class TableAdamW:
 
     @torch.no_grad()
     def _recast(self, masters: Iterable[nn.Parameter]) -> None:
-        """Make the copies of these masters' present weights."""
+        """Make copies of these masters' current weights."""
         copies = [(master, self.copies[master]) for master in masters if master in self.copies]
         for _, copy in copies:
             if copy.fp8 is not None:
-                copy.fp8.slot.forget()  # the weight that an update made before this one took its place
+                copy.fp8.slot.forget()  # drop the amax of the older weight
         for master, copy in copies:
             if copy.half:
                 copy.leaf.copy_(master)
@@ -339,7 +337,7 @@ class TableAdamW:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """While inside, the model's Linears compute with the copies. Raises ValueError where those are of FP8 it has not."""
+        """Let the model's Linears compute with the copies. Raises ValueError for FP8-only ones outside FP8 autocast."""
         fp8_only = any(not copy.half for copy in self.copies.values())
         if fp8_only and (fp8.current.calibrating or not fp8.current.enabled):
             raise ValueError(
@@ -362,7 +360,7 @@ class TableAdamW:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """After each backward pass: what arrived at leaves that do not stand for their master alone, summed in float32."""
+        """Add the gradient of each non-direct leaf to its master's, in float32. Call after each backward pass."""
         for master, copy in self.copies.items():
             arrived = copy.leaf.grad
             if copy.direct or arrived is None:
@@ -374,7 +372,7 @@ class TableAdamW:
                 master.grad.add_(arrived)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Gradients to zero where the table knows them to be; set_to_none drops them, for those of a graph to come."""
+        """Zero the gradients in the table's buffers. set_to_none drops them, for a graph to allocate its own."""
         if set_to_none:
             for holder in (*self.masters, *(copy.leaf for copy in self.copies.values())):
                 holder.grad = None
@@ -385,7 +383,7 @@ class TableAdamW:
         self._zeroed = [buffer._version for _, buffer in self._buffers]
 
     def pass_by(self) -> None:
-        """After a step's last backward pass: holders that none has written to have no gradient, and no update."""
+        """Drop gradients that the step's backward passes did not write to, so that their parameters are not updated."""
         absent = set()
         for master, (holder, buffer), zeroed in zip(self.masters, self._buffers, self._zeroed, strict=True):
             if buffer._version == zeroed:
@@ -398,18 +396,18 @@ class TableAdamW:
     # ---- the table
 
     def bind(self) -> None:
-        """Note where weights, gradients, moments and copies are; not while a graph is captured."""
+        """Note the addresses of weights, gradients, moments and copies; not allowed during graph capture."""
         self._table = self._backend.table(self._parameters())
 
     def release_gradients(self) -> None:
-        """Before the capture of a step: of the gradients so far the table keeps only what they look like, until `move`."""
+        """Free the gradients before a capture. The table keeps their shapes and dtypes until `move`."""
         assert self._table is not None
         self.zero_grad(set_to_none=True)
         forms = (replace(p, grad=torch.empty_like(p.grad, device="meta")) for p in self._table.parameters)
         self._table = replace(self._table, parameters=tuple(forms))
 
     def move(self) -> None:
-        """After the capture of a step: what was captured finds the gradients that the capture made."""
+        """Point the table at the gradients that the capture made. Raises ValueError if other parameters have them."""
         assert self._table is not None
         assert self._backend.move is not None
         moved = self._parameters()
@@ -419,17 +417,17 @@ class TableAdamW:
                 "the same in each replay: a model that chooses anew what it uses (LayerDrop, experts) needs mode eager"
             )
         self._table = self._backend.move(self._table, moved)
-        self._fresh = False  # nothing has run yet
+        self._fresh = False  # the graph has not run yet
 
     def replayed(self) -> None:
-        """After a captured step ran: its update left copies."""
+        """Note that a captured step ran, so its update left fresh copies."""
         self._fresh = True
 
     def _parameters(self) -> list[Parameter]:
         made: list[Parameter] = []
-        inverses: set[int] = set()  # that are given: weights side by side share one
+        inverses: set[int] = set()  # scale_inv tensors given so far: stacked weights share one
         for master, holder in zip(self.masters, self.gradient_holders(), strict=True):
-            if master in self._others or holder.grad is None:  # as torch's AdamW, which passes by what no pass reaches
+            if master in self._others or holder.grad is None:  # torch's AdamW skips such parameters, too
                 continue
             copy, fp8 = self.copies.get(master), {}
             if copy is not None and copy.fp8 is not None:
@@ -450,11 +448,11 @@ class TableAdamW:
         return made
 
     def clip(self, max_norm: float) -> Tensor:
-        """The norm of all gradients; `step` will multiply them by what brings it down to max_norm."""
+        """Return the norm of all gradients; `step` will scale them by what brings it down to max_norm."""
         assert self._table is not None
         norm, self._multiplier = self._backend.norm(self._table, max_norm)
         if self._owning is not None:
-            norm = self._owning.of_parts(norm.to(self._rate.device))  # of no parameters it is on a CPU
+            norm = self._owning.of_parts(norm.to(self._rate.device))  # without parameters it is on the CPU
             self._multiplier = reference.multiplier_of(norm, max_norm)
         return norm
 
@@ -479,16 +477,16 @@ class TableAdamW:
         self._fresh, self._versions = True, self._seen()
 
     def state_dict(self) -> NoReturn:
-        """Raises ValueError: the moments are saved with the step that they are of."""
+        """Raise ValueError: the moments are saved with their whole step."""
         raise ValueError("te-bench's AdamW has no state_dict: save and load the whole step by te_bench.training.resume")
 
     @torch.no_grad()
     def gradients(self) -> dict[nn.Parameter, Tensor]:
-        """{master: its gradient after clipping, float32}, of the last pass."""
+        """Return {master: its clipped gradient, float32} of the last pass."""
         assert self._table is not None
         found = {}
         arrived = {p: holder.grad for p, holder in zip(self.masters, self.gradient_holders(), strict=True)}
-        for parameter in self._table.parameters:  # a captured graph's are its own
+        for parameter in self._table.parameters:  # a captured graph has its own gradients
             arrived[parameter.weight] = parameter.grad
         for master, whole in arrived.items():
             if whole is None:

@@ -26,12 +26,13 @@ from pathlib import Path
 
 SHORTEST = 200  # bytes: most shorter files are empty or import names
 
-#: What zipfile and tarfile raise for archives that are cut, corrupt, encrypted (RuntimeError) or packed in an unknown way.
+#: Exceptions of zipfile and tarfile for archives that are cut, corrupt, encrypted (RuntimeError) or in an unknown
+#: format.
 UNREADABLE = (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError)
 
 
 def of_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """(archive or file, source) of every .py file in the folder's wheels, zips and tarballs, and of those unpacked there.
+    """Yield (archive or file, source) of every .py file in the folder: in wheels, zips and tarballs, and unpacked.
 
     Raises ValueError for an archive that cannot be read.
     """
@@ -57,7 +58,7 @@ def of_folder(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def different(files: Iterator[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
-    """(archive, text): each that is UTF-8 and no shorter than SHORTEST once, in the order of the texts' hashes."""
+    """Return (archive, text) of each different UTF-8 file of at least SHORTEST bytes, ordered by the texts' hashes."""
     found: dict[bytes, tuple[str, bytes]] = {}
     for name, source in files:
         with contextlib.suppress(UnicodeDecodeError):
@@ -69,7 +70,7 @@ def different(files: Iterator[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
 
 
 def of_package(package: str) -> list[tuple[str, Path]]:
-    """Name and place of the package's .py files as its installer recorded them. Raises ValueError where there is none."""
+    """Return (name, path) of the package's .py files as its installer recorded them. Raises ValueError for none."""
     try:
         files = importlib.metadata.files(package)
     except importlib.metadata.PackageNotFoundError as error:
@@ -79,7 +80,7 @@ def of_package(package: str) -> list[tuple[str, Path]]:
 
 
 def of_packages(packages: Sequence[str], *, shuffled: bool) -> Iterator[tuple[str, bytes]]:
-    """(package and version, text) of installed packages."""
+    """Yield (package and version, text) of installed packages' files."""
     files = [(package, name, path) for package in packages for name, path in of_package(package)]
     if shuffled:
         files.sort(key=lambda file: hashlib.sha256(file[1].encode()).digest())
@@ -88,7 +89,7 @@ def of_packages(packages: Sequence[str], *, shuffled: bool) -> Iterator[tuple[st
 
 
 def main(arguments: Sequence[str] | None = None) -> str:
-    """Write the file; returns its SHA-256."""
+    """Write the text to a file, and return its SHA-256."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("sources", nargs="+", metavar="FOLDER|PACKAGE", help="folders, or names of installed packages")

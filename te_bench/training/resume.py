@@ -3,9 +3,9 @@
     resume.save(step, Path("step-100"), number=100)    # every rank calls, and writes its part
     number = resume.load(step, Path("step-100"))       # in any number of ranks, under any mode of parallelism
 
-It holds weights, moments, the state of FP8 recipes (scales and amax histories), the learning rate, fp16's gradient scaler,
-the number of steps and every rank's random state, all as tensors by the model's own names. What an evaluation or another
-program reads, the weights in one file, is te_bench.training.checkpoints'.
+It holds weights, moments, the state of FP8 recipes (scales and amax histories), the learning rate, fp16's gradient
+scaler, the number of steps and every rank's random state, all as tensors by the model's own names.
+te_bench.training.checkpoints writes the weights alone.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from te_bench.models.modules.fp8_module import PREFIX, Fp8Module
 from te_bench.training.step import TrainStep
 
-#: What pickle raises for a list of contents that is cut off or damaged.
+#: Exceptions of pickle for a truncated or damaged metadata file.
 UNREADABLE = (
     *(pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, ImportError, LookupError, MemoryError),
     *(RuntimeError, TypeError, ValueError),
 )
-METADATA = ".metadata"  # torch.distributed.checkpoint writes it last: a folder that has it is whole
+METADATA = ".metadata"  # torch.distributed.checkpoint writes it last, so a folder that has it is complete
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER, SCALER, RANDOM = "model.", "optimizer.", "scaler.", "random."
 
 
 def save(step: TrainStep, folder: Path, number: int) -> None:
-    """Write the state of `step` after so many steps to a folder that all ranks see.
+    """Write the state of `step` after `number` steps to a folder that all ranks see.
 
-    Raises ValueError for a folder that has a checkpoint: a training that dies while it writes shall not lose the one before.
-    Raises OSError for what cannot be written.
+    Raises ValueError if the folder has a checkpoint: a training killed while writing must not lose the one before.
+    Raises OSError if a file cannot be written.
     """
     if (folder / METADATA).exists():
         raise ValueError(f"{folder} has a checkpoint already: give each a folder of its own, as step-{number}")
     state = _state(step)
     state["number"].fill_(number)
-    # A backward pass's amaxes are each rank's own until the next forward pass ends, and the checkpoint keeps one rank's.
+    # A backward pass's amaxes differ between ranks until the next forward pass ends; the checkpoint keeps one rank's.
     gathered = [name for name in state if _is_fp8(name) and "amax" in name]
     if gathered:
         largest = step.parallel.largest(torch.cat([state[name].flatten() for name in gathered]))
@@ -58,15 +58,15 @@ def save(step: TrainStep, folder: Path, number: int) -> None:
 
 
 def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
-    """Put `step` where the checkpoint's was, in place; the number of steps it had made.
+    """Load a checkpoint into `step`, in place, and return the number of steps it had made.
 
-    begin_fp8: its FP8 begins here. The checkpoint may be of a step in bf16, and scales are as those of a new model. Without
-    it a checkpoint that has no scales is refused where the step's recipe keeps some, unless it is of no steps.
+    begin_fp8: FP8 training begins here. The checkpoint may come from a bf16 step, and scales begin as in a new model.
+    Otherwise a checkpoint without scales is refused if the step's recipe keeps some, unless it is of zero steps.
 
-    The step is made as the one that was saved was: the same model, recipe and optimizer. Ranks may be more or fewer, and
-    `parallel` another. A rank that there was goes on with its random state, another begins a new one. Read what you trust
-    alone: torch unpickles the list of contents. Raises ValueError, before anything changes, for what is no checkpoint and
-    for one of another model or optimizer. Raises OSError for files that are damaged or not there.
+    The step must have the saved one's model, recipe and optimizer. The number of ranks and `parallel` may differ. A
+    rank with a saved random state continues it; any other begins a new one. Load only what you trust: torch unpickles
+    the metadata. Raises ValueError, before anything changes, for a folder without a checkpoint and for another model or
+    optimizer. Raises OSError for damaged or missing files.
     """
     saved = _contents(folder)
     state = _state(step, saved)
@@ -92,7 +92,7 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
     state |= scales
     with _of_files(f"cannot read the checkpoint {folder}, which may be damaged"):
         state_dict_loader.load(state, checkpoint_id=folder, no_dist=step.parallel.world == 1)
-    # Weights and moments are loaded where they are, as a captured graph needs them; what is a copy is handed over.
+    # Weights and moments are loaded in place, as a captured graph needs. The rest are copies, handed over below.
     step.model.load_state_dict({name.removeprefix(MODEL): scale for name, scale in scales.items()}, strict=False)
     if begin_fp8:
         for module in step.model.modules():
@@ -114,7 +114,7 @@ def load(step: TrainStep, folder: Path, *, begin_fp8: bool = False) -> int:
 
 @contextlib.contextmanager
 def _of_files(what: str) -> Iterator[None]:
-    """Raises OSError for what torch raises, which is no Exception: whoever catches those would die of it."""
+    """Turn torch's CheckpointException into OSError: it is no Exception, so `except Exception` would not catch it."""
     try:
         yield
     except CheckpointException as error:
@@ -123,9 +123,9 @@ def _of_files(what: str) -> Iterator[None]:
 
 
 def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """{name: tensor} of this rank's part of a checkpoint; weights and moments are the step's own, not copies.
+    """Return {name: tensor}, this rank's part of a checkpoint; weights and moments are the step's own memory.
 
-    saved: what it is to hold. A parameter that never had a gradient has no moments there.
+    saved: the checkpoint's contents. It has no moments of a parameter that never had a gradient.
     """
     model: dict[str, Any] = get_model_state_dict(step.model)
     plain, parameters = step.parallel.plain, dict(step.model.named_parameters(remove_duplicate=False))
@@ -149,12 +149,12 @@ def _random(step: TrainStep, device: str) -> str:
 
 
 def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """{"state.PARAMETER.exp_avg": tensor} and so on; what an optimizer is told, as its rate, is up to who makes the step."""
+    """Return {"state.PARAMETER.exp_avg": tensor, ...}. Settings such as the rate are left to whoever makes the step."""
     if step.table is None:
         own = step.parallel.own(step.optimizer)
         begun = bool(own.state)
         flat: Any = get_optimizer_state_dict(step.model, own, options=FLAT)
-        if not begun:  # torch has then made moments by an update of nothing, which counts as none
+        if not begun:  # torch then creates moments by an empty update, which must count as none
             for state in own.state.values():
                 state["step"].zero_()
             if saved is not None:
@@ -171,7 +171,7 @@ def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tens
 def _without_moments(
     step: TrainStep, optimizer: torch.optim.Optimizer, flat: dict[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`flat` less the parameters of which `saved` has no moments, for they had no gradient; nor has `optimizer` any."""
+    """Return `flat` without parameters that have no moments in `saved`; also drops their states from `optimizer`."""
     there = {name.rpartition(".")[0] for name in saved}
     for name, parameter in step.model.named_parameters():
         if f"{OPTIMIZER}state.{name}" not in there:
@@ -181,7 +181,7 @@ def _without_moments(
 
 
 def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What a checkpoint holds. Raises ValueError for what is none, and OSError where its list of contents is damaged."""
+    """Return a checkpoint's contents. Raises ValueError if there is none, OSError if its metadata is damaged."""
     if not (folder / METADATA).exists():
         raise ValueError(
             f"{folder} has no checkpoint of te_bench.training.resume, or one that was not written to its end"
@@ -196,7 +196,7 @@ def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata], folder: Path) -> None:
-    """Raise ValueError for a checkpoint of another step. Scales may be new to a step that has not run."""
+    """Raise ValueError for a checkpoint of another step. A step that has not run may lack scales."""
     lacking = sorted(state.keys() - saved.keys())
     others = sorted(n for n in saved.keys() - state.keys() if n.startswith((MODEL, SCALER)) and not _is_fp8(n))
     if lacking or others:
@@ -212,7 +212,7 @@ def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata]
 
 
 def _keeps_scales(step: TrainStep) -> bool:
-    """Whether the step's recipe keeps scales from one step to the next."""
+    """Return whether the step's recipe keeps scales from one step to the next."""
     recipe = getattr(step.model, "recipe", None)
     modules: Any = step.model.modules()
     return (

@@ -28,7 +28,7 @@ MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optim:
-    """AdamW and its schedule; the defaults are nanoGPT's train_gpt2.py. grad_clip 0 means none."""
+    """AdamW and its schedule; the defaults are those of nanoGPT's train_gpt2.py. grad_clip 0 means no clipping."""
 
     learning_rate: float = 6e-4
     min_learning_rate: float = 6e-5
@@ -40,10 +40,10 @@ class Optim:
     accumulate: int = 1
 
     def rate(self, step: int, progress: float) -> float:
-        """The learning rate: linear over `warmup` steps, then the cosine of `progress` (0..1 of the whole training).
+        """Return the learning rate: linear over `warmup` steps, then the cosine of `progress` (0..1 of the training).
 
-        The cosine begins at the first step, not after the warm-up as nanoGPT's does, for a training of a time budget
-        cannot say beforehand where its warm-up ends. So the rate falls at once by what the cosine has fallen until then.
+        Unlike nanoGPT's, the cosine begins at the first step: a training with a time budget cannot know where its
+        warm-up ends. So the rate drops at the warm-up's end.
         """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / (self.warmup + 1)
@@ -71,29 +71,27 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def fp8_autocast(model: nn.Module, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """The autocast of a model that has one, as GPT has for its recipe; with enabled=False it computes in no FP8."""
+    """Return the model's own autocast (a GPT has one for its recipe); enabled=False switches FP8 off."""
     own: Callable[[bool], contextlib.AbstractContextManager[None]] | None = getattr(model, "autocast", None)
     return contextlib.nullcontext() if own is None else own(enabled)
 
 
 class CannotCapture(ValueError):
-    """A step that no CUDA graph can hold. Its process can capture nothing any more."""
+    """Raised for a step that no CUDA graph can hold. Its process can capture nothing afterwards."""
 
 
 class TrainStep:
     """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
 
     tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
-    (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (the
-    compiled forward and backward, the clip and the optimizer captured together as one CUDA graph; a model that says so is
-    captured `as_it_is`: fused blocks leave a compiler next to nothing to fuse).
-    `grad_norm`, a () tensor, is what clipping found the norm of the last step's gradients to be; None where none clips.
-    optimizer: a name of te_bench.kernels.adamw, which updates all parameters in one go, clips in passing and, in bf16 and
-    fp8, leaves the copies that the next pass computes with (training.optimizer); None is torch's fused AdamW.
-    states: "bf16" or "fp8", in which the optimizer keeps a matrix's moments; None is float32. torch's AdamW keeps them in
-    the weights' dtype, whatever that is.
-    parallel: how the step is divided over ranks, each of which is given the whole batch; it makes `model` one rank's part.
-    Raises ValueError for what is not known or cannot be.
+    (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (compiled
+    forward and backward, clip and optimizer captured as one CUDA graph; a model with `as_it_is` is captured uncompiled,
+    because fused blocks leave a compiler little to fuse). `grad_norm`, a () tensor, is the last step's gradient norm
+    before clipping; None without clipping. optimizer: a name of te_bench.kernels.adamw; it updates all parameters at
+    once and, in bf16 and fp8, writes the copies that the next pass uses (training.optimizer). None is torch's fused
+    AdamW. states: "bf16" or "fp8", the optimizer's format of matrices' moments; None is float32. torch's AdamW always
+    takes the weights' dtype. parallel: how the step is divided over ranks, each of which is given the whole batch; it
+    makes `model` one rank's part. Raises ValueError for unknown or unsupported settings.
     """
 
     def __init__(
@@ -139,12 +137,12 @@ class TrainStep:
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None
         self.grad_norm: Tensor | None = None
-        self._norm: Tensor | None = None  # the graph's own
-        self.fed: Callable[[Tensor, Tensor], None] | None = None  # who is told what each call was given
+        self._norm: Tensor | None = None  # in the graph's memory
+        self.fed: Callable[[Tensor, Tensor], None] | None = None  # is called with the batch of each step
         self.captured_peak_bytes: int | None = None  # replays allocate nothing: the peak is the capture's
 
     def _check_torchs(self, states: str) -> None:
-        """Raise ValueError for states that torch's AdamW would not have: its are in the dtype of the weights."""
+        """Raise ValueError unless torch's AdamW would keep states so: it takes the weights' dtype."""
         dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad and p.dim() >= 2}
         weights = "bf16" if dtypes == {torch.bfloat16} else None
         if reason := fewer_bits.unsupported(weights, states, torchs=True):
@@ -170,11 +168,11 @@ class TrainStep:
         )
 
     def _compiles(self) -> bool:
-        """Whether the forward pass goes by torch.compile, in whichever mode."""
+        """Return whether torch.compile makes the forward pass, in any mode."""
         return self.mode not in ("eager", "cudagraph") or (self.captured and not getattr(self.model, "as_it_is", False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A step of a copy of the model that goes on as this one would, with code, tables and buffers of its own."""
+        """Return a step of a copy of the model that continues as this would, with its own code, tables and buffers."""
         if self.parallel is not SINGLE:
             raise ValueError("a step over several ranks has no copy: make another TrainStep in each rank")
         if self.captured:
@@ -210,13 +208,13 @@ class TrainStep:
         return loss
 
     def _prepare(self) -> None:
-        """Before a pass that is not captured."""
+        """Prepare a pass that is not captured."""
         if self.table is not None:
             self.table.prepare()
             self.table.zero_grad(set_to_none=self.captured)
 
     def _end(self) -> None:
-        """After a step that is not captured. A table knows where its gradients are, and keeps them."""
+        """Clean up after a step that is not captured. A table keeps its gradient buffers."""
         if self.table is None:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -228,10 +226,9 @@ class TrainStep:
                 group["lr"] = rate
 
     def gradients(self, tokens: Tensor, targets: Tensor, *, records: bool = False) -> tuple[float, dict[str, Tensor]]:
-        """loss, {parameter: gradient after clipping}, by the very kernels that the step trains with; changes no state.
+        """Return (loss, {parameter: clipped gradient}) from the kernels that the step trains with; changes no state.
 
-        records: what a pass leaves beside gradients stays: buffers, what recipes keep, so that scales settle, and how far
-        random numbers are drawn.
+        records: keep what a pass changes beside gradients: buffers, the recipe's scales, the random generator.
         """
         with contextlib.nullcontext() if records else undisturbed(self.model):
             if self.captured:
@@ -249,7 +246,7 @@ class TrainStep:
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
         whole = self.parallel.whole
         found = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
-        if self.captured or self.mode == "compile-reduce-overhead":  # others are let go here, and need no copy
+        if self.captured or self.mode == "compile-reduce-overhead":  # other modes free theirs here, and need no copy
             found = {name: gradient.clone() for name, gradient in found.items()}
         if not self.captured:  # the graph owns its gradient buffers
             self._end()
@@ -257,7 +254,7 @@ class TrainStep:
         return loss.item(), found
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Forward and backward over the micro-batches, unscaling and clipping; returns the mean loss."""
+        """Run forward and backward over the micro-batches, unscale and clip; return the mean loss."""
         if self.mode == "compile-reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
         n = self.optim.accumulate
@@ -270,7 +267,7 @@ class TrainStep:
                 with self.region():
                     computing.enter_context(self._computing())
                     loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
-                # With the copies still: what is checkpointed computes again, and is to find what it found.
+                # Still with the copies: checkpointed blocks recompute their forward pass with them.
                 with contextlib.nullcontext() if left else self.parallel.reducing():
                     self.scaler.scale(loss).backward()
             if self.table is not None:
@@ -284,7 +281,7 @@ class TrainStep:
 
     @contextlib.contextmanager
     def region(self) -> Iterator[None]:
-        """Around a forward pass of the model: its precision."""
+        """Enclose a forward pass of the model: sets its precision."""
         rounded = contextlib.nullcontext() if self.parallel.casts else autocast(self.device, self.precision)
         with rounded, fp8_autocast(self.model):
             yield
@@ -297,7 +294,7 @@ class TrainStep:
 
     def _clip(self) -> None:
         if self.table is not None:
-            if self.captured and self._graph is None:  # a pass that warms up
+            if self.captured and self._graph is None:  # a warm-up pass
                 self.table.bind()
             if self.optim.grad_clip:
                 self.grad_norm = self.table.clip(self.optim.grad_clip)
@@ -323,32 +320,32 @@ class TrainStep:
             tensor.copy_(value)
 
     def _capture(self, tokens: Tensor, targets: Tensor) -> None:
-        """Warm up on a side stream, put the state back as it was, then record one step; on the model's GPU, all of it."""
+        """Warm up on a side stream, restore the state, then record one step, all on the model's GPU."""
         self._inputs = (tokens.clone(), targets.clone())
-        with torch.cuda.device(self.device):  # streams and graphs are made on the current one
-            # One stream for both, of this GPU: PyTorch's own for captures is one of the first capture's, whatever the
-            # current GPU; and what a pass makes once, such as autograd's nodes, may wait for the stream that made it.
+        with torch.cuda.device(self.device):  # streams and graphs belong to the current GPU
+            # Use one stream of this GPU for both. PyTorch's default capture stream belongs to the first capture's GPU,
+            # and what a pass makes once, such as autograd's nodes, may wait for the stream that made it.
             stream = torch.cuda.Stream()
             # Delayed scales, too: they would know the first batch before it is trained on, as no eager step's do.
             with undisturbed(self.model):
                 self._warm_up(*self._inputs, stream)
             if self.table is not None:
-                self.table.release_gradients()  # the graph is to have its own
+                self.table.release_gradients()  # the graph allocates its own
             torch.cuda.reset_peak_memory_stats()
             self._graph = torch.cuda.CUDAGraph()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             random = generator.clone_state()
             try:
-                # Of ranks, NCCL's watchdog asks for events meanwhile, from a thread of its own.
+                # With ranks, NCCL's watchdog thread queries events during the capture.
                 capture_error_mode = "global" if self.parallel is SINGLE else "thread_local"
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=capture_error_mode):
                     self._loss = self._backward(*self._inputs)
                     self._norm = self.grad_norm
                     self._update()
             except BaseException as error:
-                self._graph = None  # or the next step would replay nothing
-                generator.graphsafe_set_state(random)  # a capture that fails leaves it waiting for the capture's end
-                if isinstance(error, ValueError) and "CUDA graph" in str(error):  # te-bench's own attention says why
+                self._graph = None  # otherwise the next step would replay an empty graph
+                generator.graphsafe_set_state(random)  # a failed capture leaves the generator waiting for its end
+                if isinstance(error, ValueError) and "CUDA graph" in str(error):  # raised by te-bench's own attention
                     raise CannotCapture(f"mode cudagraph: {error}") from error
                 if isinstance(error, RuntimeError) and "captur" in str(error):
                     said = str(error).strip().partition("\n")[0]
@@ -391,7 +388,7 @@ class TrainStep:
         assert self._inputs is not None
         assert self._loss is not None
         for held, given in zip(self._inputs, (tokens, targets), strict=True):
-            if held.shape != given.shape:  # one that can be broadcast would be
+            if held.shape != given.shape:  # copy_ would broadcast a smaller one silently
                 raise ValueError(
                     f"mode cudagraph: the captured step is of a batch {tuple(held.shape)}, and this one is "
                     f"{tuple(given.shape)}; give every call the same shape, or choose another mode"
@@ -413,9 +410,8 @@ def train(
     progress: Callable[[int], float | None],
     first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (step, loss) from step `first` until `progress(step)` answers None; the loss stays on the device, unread.
-
-    batches(k) is the batch of step k; progress(k) in 0..1 places step k on the learning-rate schedule.
+    """Yield (step, loss) from step `first` until `progress(step)` returns None; the loss stays on the device,
+    unread.
     """
     number = first
     while (at := progress(number)) is not None:

@@ -26,8 +26,8 @@ TOKENIZERS = {
 BPE_SIZES = range(256, 1_000_001)
 
 SLICE = 1 << 22  # characters that bytes and chars turn into ids at once: 16 MiB of UTF-32
-CHUNK = 1 << 16  # characters in one string handed to `tokenizers`, and
-CHUNKS = 32  # strings in one call: enough for its threads, 2 M characters of Encoding objects at a time
+CHUNK = 1 << 16  # characters in one string handed to `tokenizers`
+CHUNKS = 32  # strings in one call: enough for its threads; 2 M characters of Encoding objects at a time
 
 # Byte-level BPE begins a token before a single space or after a single newline, so cutting there changes no token.
 _CUTS = (re.compile(r"\S(?= \S)"), re.compile(r"\S\n(?=\S)"))
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 def unknown(kind: str, value: str, legal: Mapping[str, str]) -> ValueError:
-    """The error for a spec whose first word is none of `legal`'s; it lists the forms, the nearest ones first."""
+    """Return the error for an unknown spec; it lists the forms, the nearest ones first."""
     forms = {form.partition(":")[0]: form for form in legal}
     near = difflib.get_close_matches(value.partition(":")[0], forms, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(forms[name] for name in near)}?" if near else ""
@@ -57,7 +57,7 @@ def unknown(kind: str, value: str, legal: Mapping[str, str]) -> ValueError:
 
 
 def check(spec: str) -> tuple[str, str]:
-    """(kind, argument) of a tokeniser's spec. Raises ValueError unless it is one of TOKENIZERS' forms."""
+    """Return (kind, argument) of a tokeniser's spec. Raises ValueError unless it has one of TOKENIZERS' forms."""
     kind, colon, argument = spec.partition(":")
     if kind not in ("bytes", "chars", "bpe", "file"):
         raise unknown("tokenizer", spec, TOKENIZERS)
@@ -89,7 +89,7 @@ class Bytes:
 
 
 class Chars:
-    """The index of each character in `characters`, which is sorted and without repetitions."""
+    """A tokeniser whose ids are indices into `characters`, which is sorted and without repetitions."""
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -111,11 +111,11 @@ class Chars:
 
 
 class Subwords:
-    """A tokenizer.json. No special tokens are added, nothing is truncated, padded or dropped at random.
+    """A tokeniser from a tokenizer.json. No special tokens are added; nothing is truncated, padded or dropped.
 
-    Long texts are cut before a single space, failing that after a single newline, about every CHUNK characters. That
-    changes no token of a byte-level BPE; a tokeniser that treats the beginning of a string apart sees one at each cut.
-    Raises ValueError if `content` is not a tokenizer.json.
+    Long texts are cut about every CHUNK characters, before a single space or else after a single newline. A byte-level
+    BPE gives the same tokens; a tokeniser that treats a string's start specially sees one at each cut. Raises
+    ValueError if `content` is not a tokenizer.json.
     """
 
     def __init__(self, content: str, source: str = "tokenizer.json") -> None:
@@ -151,7 +151,7 @@ class Subwords:
     def _ids(self, batch: list[str]) -> Ids:
         try:
             encodings = self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        except Exception as error:  # bare again, for example a character outside a vocabulary without "unknown"
+        except Exception as error:  # bare again, for example for a character that the vocabulary lacks
             raise ValueError(f"the tokenizer cannot encode this text: {error}; take another") from error
         return np.concatenate([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
@@ -160,7 +160,7 @@ class Subwords:
 
 
 def build(spec: str, text: str, train_characters: int, source: str | None) -> Tokenizer:
-    """The tokeniser of a text whose first `train_characters` are trained on; `source` is the file's content."""
+    """Build the tokeniser of a text, training on its first `train_characters`. source: a tokenizer.json's content."""
     kind, argument = check(spec)
     if kind == "bytes":
         return Bytes()
@@ -173,7 +173,7 @@ def build(spec: str, text: str, train_characters: int, source: str | None) -> To
 
 
 def restore(kind: str, state: str | None) -> Tokenizer:
-    """The tokeniser that `build` made, from its kind ("bytes", "chars", "bpe", "file") and its state."""
+    """Rebuild a tokeniser from its kind ("bytes", "chars", "bpe", "file") and its state."""
     if kind == "bytes":
         return Bytes()
     assert state is not None
@@ -181,10 +181,10 @@ def restore(kind: str, state: str | None) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], size: int) -> str:
-    """The tokenizer.json of a byte-level BPE with at most `size` tokens; fewer when the texts hold no more merges.
+    """Train a byte-level BPE of at most `size` tokens and return its tokenizer.json; short texts give fewer tokens.
 
-    GPT-2's pre-tokenisation, no special tokens. The same texts give the same bytes, on any number of threads: the
-    library counts words in integers and breaks ties between merges by id.
+    It uses GPT-2's pre-tokenisation and no special tokens. The same texts give the same bytes on any number of threads:
+    the library counts words in integers and breaks ties between merges by id.
     """
     import tokenizers as library
 
@@ -198,21 +198,21 @@ def train_bpe(texts: Iterable[str], size: int) -> str:
 
 
 def chunks(text: str, stop: int | None = None) -> Iterator[str]:
-    """The text up to `stop`, in order and complete, in pieces of CHUNK to 2 * CHUNK characters; the last is shorter."""
+    """Yield the text up to `stop`, in order, in pieces of CHUNK to 2 * CHUNK characters; the last may be shorter."""
     start, stop = 0, len(text) if stop is None else stop
     while start < stop:
         end = start + CHUNK
         if end < stop:
             limit = min(end + CHUNK, stop)
             cuts = (cut.search(text, end - 1, limit) for cut in _CUTS)
-            # Without a clean cut, the last stretch stays whole and any other is cut where it may hurt.
+            # Without a clean cut, keep the last stretch whole, and cut any other after CHUNK characters.
             end = next((found.end() for found in cuts if found), stop if limit == stop else end)
         yield text[start : min(end, stop)]
         start = end
 
 
 def read(path: str) -> str:
-    """The content of a tokenizer.json. Raises ValueError if it cannot be read or is not JSON."""
+    """Return the content of a tokenizer.json. Raises ValueError if it cannot be read or is not JSON."""
     content = read_utf8(path, "a tokenizer.json as file:PATH")
     try:
         json.loads(content)
@@ -222,11 +222,11 @@ def read(path: str) -> str:
 
 
 def read_utf8(path: str, expected: str) -> str:
-    """The text of a file, byte for byte. Raises ValueError, asking for what is `expected`, if it is not to be had."""
+    """Return the text of a file, byte for byte. Raises ValueError, asking for `expected`, if it cannot be read."""
     try:
         return Path(path).expanduser().read_bytes().decode()
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8: {error.reason} at byte offset {error.start}"
         raise ValueError(f"{what}; convert it, for example with iconv") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder for ~
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
         raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', error)}; give {expected}") from error

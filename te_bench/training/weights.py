@@ -27,16 +27,16 @@ from te_bench.models.decoder import Decoder
 from te_bench.training import layouts
 from te_bench.training.layouts import Layout, Piece, whole
 
-Pieces = Callable[[DecoderConfig, str], list[Piece]]  # of a parameter by its name
+Pieces = Callable[[DecoderConfig, str], list[Piece]]  # the pieces of a parameter, by its name
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Place(NamedTuple):
-    """Where a tensor of a file belongs: rows of a parameter, without the padding. `shape` is the tensor's.
+    """The rows of a parameter, without padding, that a tensor of a file fills. `shape` is the tensor's.
 
-    again: it is a tied head, which says the token embedding once more.
+    again: it is a tied head, which repeats the token embedding.
     """
 
     parameter: str
@@ -47,11 +47,11 @@ class Place(NamedTuple):
 
 
 def save(model: Decoder, folder: Path, *, shard_bytes: int = 5 * 10**9) -> None:
-    """Write the model's true vocabulary to `folder`, zeros where a GPT-2 has no biases, in place of a model that is there.
+    """Write the unpadded model to `folder`, with zero biases where a GPT-2 has none, replacing a model that is there.
 
-    One file, or where it would be larger shards of at most `shard_bytes` of tensors (a larger tensor has a shard of its
-    own) and their index. The folder never holds a config.json with another model's weights, nor half of the new ones.
-    Raises ValueError for a model that its family's layout cannot describe.
+    It is one file or, above `shard_bytes` of tensors, shards of at most that size and an index (a larger tensor has its
+    own). The folder never mixes a config.json with another model's weights, nor holds half of the new ones. Raises
+    ValueError for a model that its family's layout cannot describe.
     """
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes is {shard_bytes}: give 1 or more")
@@ -72,9 +72,9 @@ def save(model: Decoder, folder: Path, *, shard_bytes: int = 5 * 10**9) -> None:
 
 
 def load(folder: Path, **options: Any) -> Decoder:
-    """The model in `folder`, float32 on the CPU, its padding rows zero; options as Decoder's: attention, recipe, blocks, ...
+    """Return the model in `folder`, float32 on the CPU, padding rows zero; options as Decoder's: attention, recipe, ...
 
-    Raises ValueError for a folder without safetensors, for a kind of model that no layout has, and for missing, unknown or
+    Raises ValueError for a folder without safetensors, for an unknown kind of model, and for missing, unknown or
     misshapen tensors, naming them.
     """
     layout, config = _read_config(folder)
@@ -90,25 +90,25 @@ def load(folder: Path, **options: Any) -> Decoder:
 
 
 def make_empty(config: DecoderConfig, **options: Any) -> Decoder:
-    """The model on the CPU, its memory as it was found; draws no random numbers.
+    """Return the model on the CPU with uninitialised memory; draws no random numbers.
 
-    Raises ValueError where there is not memory enough.
+    Raises ValueError if there is not enough memory.
     """
     with torch.device("meta"):
         model = decoder.build(config, **options)
     try:
         model.to_empty(device="cpu")
-    except RuntimeError as error:  # torch has no class of its own for a CPU's
+    except RuntimeError as error:  # torch has no exception class for a CPU out of memory
         if "allocate memory" not in str(error):
             raise
         held = 4 * cost.parameters(config, len(model.tables().tokens.weight)) / 1e9
         raise ValueError(f"the model takes {held:,.0f} GB in float32, and this machine has not as much") from error
-    model.tie()  # which leaving the meta device undoes
+    model.tie()  # moving off the meta device unties it
     return model
 
 
 def find_places(model: Decoder, pieces: Pieces = whole) -> dict[str, Place]:
-    """{key in a file: where it belongs}, of every parameter and of a tied head."""
+    """Return {key in a file: its place} for every parameter and a tied head."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     places = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -126,9 +126,9 @@ def find_places(model: Decoder, pieces: Pieces = whole) -> dict[str, Place]:
 def match_tensors(
     model: Decoder, tensors: Iterable[tuple[str, str, Any]], where: str, pieces: Pieces = whole
 ) -> Iterator[tuple[Place, Tensor]]:
-    """(place, tensor as the model has it) of (key in the file, full name, value); a tied head is compared and left out.
+    """Yield (place, tensor in our layout) of (key in the file, full name, value); a tied head is checked and skipped.
 
-    Raises ValueError at the end, after `where`, naming what does not fit.
+    Raises ValueError at the end, beginning with `where`, naming every tensor that does not fit.
     """
     missing, wrong = find_places(model, pieces), []
     tables: dict[str, Tensor] = {}
@@ -153,12 +153,12 @@ def match_tensors(
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tables hold the same numbers, NaN for NaN, whatever their dtypes."""
+    """Return whether two tables hold the same numbers, NaN for NaN, whatever their dtypes."""
     return a is b or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _read_config(folder: Path) -> tuple[Layout, DecoderConfig]:
-    """What config.json says, as far as a model here can be it. Raises ValueError, naming what it cannot be."""
+    """Read config.json as a configuration of ours. Raises ValueError naming settings that we cannot express."""
     path = folder / CONFIG
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -178,7 +178,7 @@ def _read_config(folder: Path) -> tuple[Layout, DecoderConfig]:
 
 
 def _export(model: Decoder, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Key and view as transformers has them: no padding rows, no tied head, zeros for what the model has not."""
+    """Yield (key, view) as transformers has them: no padding rows or tied head, zeros for vectors the model lacks."""
     parameters = dict(model.named_parameters())
     for key, place in find_places(model, layout.pieces).items():
         if not place.again:
@@ -189,7 +189,7 @@ def _export(model: Decoder, layout: Layout) -> Iterator[tuple[str, Tensor]]:
 
 
 def _deal(tensors: Iterable[tuple[str, Tensor]], most: int) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each file by its name, at most `most` bytes in each."""
+    """Distribute the tensors over files of at most `most` bytes: {file name: {key: tensor}}."""
     shards, size = [dict[str, Tensor]()], 0
     for key, tensor in tensors:
         if shards[-1] and size + tensor.nbytes > most:
@@ -215,9 +215,9 @@ def _to_json(value: dict[str, Any]) -> str:
 
 
 def _retire(folder: Path, new: list[str], config: str) -> None:
-    """Delete files that would belong to another model until the `new` ones are in place: config.json first.
+    """Delete the files of another model before the `new` ones are put in place: config.json first.
 
-    One file of weights under the same configuration is replaced at once, and nothing goes before.
+    A single weight file under the same configuration is replaced at once, and nothing is deleted.
     """
     stale = [path for path in folder.iterdir() if OURS.fullmatch(path.name) and path.name not in new]
     old = folder / CONFIG
@@ -228,7 +228,7 @@ def _retire(folder: Path, new: list[str], config: str) -> None:
 
 
 def _name_tensors(folder: Path, model: Decoder, layout: Layout) -> Iterator[tuple[str, str, Tensor]]:
-    """(key, full name, tensor) of the folder's, but for those that are no parameters."""
+    """Yield (key, full name, tensor) of the folder's parameters."""
     known = find_places(model, layout.pieces)
     for key, tensor in _read_tensors(folder):
         name = key if key in known or key.startswith(layout.prefix) else f"{layout.prefix}{key}"
@@ -237,7 +237,7 @@ def _name_tensors(folder: Path, model: Decoder, layout: Layout) -> Iterator[tupl
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors, one file or several under an index."""
+    """Yield (key, tensor) of the folder's safetensors, one file or several under an index."""
     names = [WEIGHTS]
     if not (folder / WEIGHTS).exists():
         if not (folder / INDEX).exists():
@@ -257,7 +257,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_shards(index: Path) -> list[str]:
-    """The files an index names, all of which lie beside it."""
+    """Return the file names in an index, all beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
@@ -269,7 +269,7 @@ def _read_shards(index: Path) -> list[str]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, which it replaces when the block ends well; else it goes."""
+    """Yield a temporary path beside `path` that replaces it if the block succeeds, and is deleted otherwise."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

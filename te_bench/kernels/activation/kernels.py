@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The activations' Triton kernels and their launchers: elementwise, in float32, bound by memory.
+"""Triton kernels of the activations and their launchers: elementwise, in float32, memory-bound.
 
-At an H200's 4 TB/s an element of a quantised GELU, 4 bytes, has the time of about 30 instructions: hence exponentials and
-reciprocals without subnormal numbers, and the quantisers' one cast for both layouts (kernels/quantize/kernels.py).
+At an H200's 4 TB/s, an element of a quantised GELU (4 bytes) leaves time for about 30 instructions. So exponentials and
+reciprocals flush subnormal numbers, and one cast serves both layouts (kernels/quantize/kernels.py).
 """
 
 from typing import Any
@@ -39,29 +39,28 @@ GELU_OUTER, GELU_CUBE = (tl.constexpr(constant) for constant in GELU)
 GELU_OUTER_2, QGELU_FACTOR_2, NEPER = (tl.constexpr(c * LOG2E) for c in (GELU[0], QGELU, 1.0))  # for powers of 2
 QGELU_FACTOR = tl.constexpr(QGELU)
 
-# The exact GELU: Phi(-u) = e^(-u^2 / 2) t Q(t), t = 1 / (1 + NORMAL_SHRINK u), u >= 0. The coefficients are a minimax fit of
-# erfc(z) e^(z^2) / t, of relative error 1.3e-7 on z >= 0 (4.7e-7 in float32's arithmetic). libdevice's erf picks each of its
-# coefficients by the argument's size: the kernels would wait for instructions and not for memory. And e^(-u^2 / 2) is what
-# the slope needs, too.
+# The exact GELU: Phi(-u) = e^(-u^2 / 2) t Q(t), t = 1 / (1 + NORMAL_SHRINK u), u >= 0. The coefficients are a minimax
+# fit of erfc(z) e^(z^2) / t with relative error 1.3e-7 on z >= 0 (4.7e-7 in float32). libdevice's erf selects
+# coefficients by the argument's size, which would make the kernels compute-bound. The slope needs e^(-u^2 / 2), too.
 NORMAL_SHRINK = tl.constexpr(0.4 * 0.5**0.5)
 NORMAL_DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 
 NORMAL_EXPONENT = tl.constexpr(-0.5 * LOG2E)
 
-# Rows, columns and warps of a tile: 256 columns of bf16 are whole 128-byte lines, 32 elements a thread.
+# Rows, columns and warps of a tile: 256 bf16 columns are whole 128-byte lines; 32 elements a thread.
 PLAIN = 16, 256, 4
-# Tiles as the quantisers', of half as many rows and warps: of the backward pass a processor has room for five such programs,
-# and for two of 8 warps (benchmarks/NOTES.md). A gated backward pass has five tiles at once: 16 elements a thread.
+# The quantisers' tiles with half the rows and warps: an SM holds five such programs of the backward pass, but two with
+# 8 warps (benchmarks/NOTES.md). A gated backward pass has five tiles at once, hence 16 elements a thread.
 QUANTIZED: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
 GATED_BACKWARD: dict[str, Any] = {**QUANTIZED, "num_warps": 8}
 
-# A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
+# Scalars or views into tables of scalars: do not compile for each alignment.
 UNALIGNED = ["scale", "amax", "counts"]
 
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x, x >= 1, to a float32 rounding; 0 below float32's normal numbers. A division takes four instructions more."""
+    """1 / x for x >= 1, to float32 rounding, 0 for subnormal results. A division takes four instructions more."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -72,7 +71,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _normal_tail(magnitude, density):
-    """Phi(-magnitude), of magnitude >= 0 and density = e^(-magnitude^2 / 2); Q / 2 by halved coefficients."""
+    """Return Phi(-magnitude), magnitude >= 0, given density = e^(-magnitude^2 / 2); halved coefficients give Q / 2."""
     t = _reciprocal(1.0 + NORMAL_SHRINK * magnitude)
     q = t * (0.0502725914 / 2) - 0.182943597 / 2
     q = q * t + 0.169154793 / 2
@@ -87,7 +86,7 @@ def _normal_tail(magnitude, density):
 
 @triton.jit
 def _value_and_slope(x, F: tl.constexpr):
-    """f(x) and f'(x), float32; which of them is not used is compiled away."""
+    """Return f(x) and f'(x), float32; the compiler removes the unused one."""
     if F == "relu":
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x > 0, 1.0, 0.0)
     elif F == "srelu":
@@ -111,11 +110,11 @@ def _value_and_slope(x, F: tl.constexpr):
             argument = NEPER * x
             inner = 1.0
         s = _reciprocal(1.0 + exp2(-argument))
-        flat = s - s * s  # one rounding and one instruction, where s (1 - s) takes two
+        flat = s - s * s  # one rounding and one instruction; s (1 - s) takes two
         if F == "sigmoid":
             return s, flat
         else:
-            # Where the logistic function is flat, x * inner may have overflowed: 0 x infinity.
+            # Where the logistic function is flat, x * inner may have overflowed; 0 x infinity would be NaN.
             return x * s, tl.where(flat == 0.0, s, s + x * flat * inner)
 
 
@@ -124,7 +123,7 @@ def _forward_kernel(
     x, y, stride, M, WIDTH,
     F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y (M, WIDTH) a program."""
+    """Compute one tile of y (M, WIDTH) per program."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (cols < WIDTH)[None, :]
@@ -141,7 +140,7 @@ def _backward_kernel(
     dy, x, dx, y, dy_stride, x_stride, M, WIDTH,
     F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx; and of y, unless that is None."""
+    """Compute, per program, dx for one tile of dy (M, WIDTH) (two tiles if gated), and y unless it is None."""
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (rows < M)[:, None] & (cols < WIDTH)[None, :]
@@ -165,7 +164,7 @@ def _backward_kernel(
 
 @triton.jit
 def _value(x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
-    """f(x), times gate unless that is None, in half precision."""
+    """Return f(x), times gate unless it is None, in half precision."""
     y, _ = _value_and_slope(x.to(tl.float32), F)
     if gate is not None:
         y *= gate.to(tl.float32)
@@ -174,7 +173,7 @@ def _value(x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _value_and_gradients(dy, x, gate, F: tl.constexpr, DTYPE: tl.constexpr):
-    """_value, x's gradient, and the gate's or, where that is None, x's again; in half precision."""
+    """Return `_value`, x's gradient, and the gate's (x's again if gate is None), in half precision."""
     value, slope = _value_and_slope(x.to(tl.float32), F)
     d = dy.to(tl.float32)
     if gate is None:
@@ -191,9 +190,9 @@ def _store_pairs(
     a, b, scale, data, data_t, sums, amax, before, counts, index, rows, cols, stride, M, WIDTH,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Cast a, rows 2i of the index-th tile of WIDTH columns, and b, its rows 2i + 1; store, and gather what is asked for.
+    """Cast and store a, rows 2i of the index-th tile of WIDTH columns, and b, its rows 2i + 1; gather statistics.
 
-    0 beyond the edges. data has rows `stride` apart.
+    a and b are 0 beyond the edges. data has rows `stride` apart.
     """
     store_pairs(a, b, scale, data, data_t, index, rows, cols, stride, M, WIDTH, TARGET, ROWS, COLUMNS, POLICY)
     if sums is not None:
@@ -215,7 +214,7 @@ def _forward_cast_kernel(
     F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y (M, WIDTH) a program, in FP8 into data and data_t."""
+    """Compute one FP8 tile of y (M, WIDTH) per program, into data and data_t."""
     index = tl.program_id(0)
     factor = tl.load(scale)
     before = 0
@@ -240,9 +239,9 @@ def _backward_cast_kernel(
     F: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr, VALUE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dy (M, WIDTH) a program and its tile, or two, of dx in FP8; in sums, (bands, N), each column's.
+    """Compute, per program, dx in FP8 for one tile of dy (M, WIDTH); sums (bands, N) gets its column sums.
 
-    The FP8 of what dy is the gradient of goes into value_t (WIDTH, M), unless that is None.
+    The forward pass's FP8 activation is written to value_t (WIDTH, M), unless that is None.
     """
     index = tl.program_id(0)
     factor = tl.load(scale)
@@ -274,7 +273,7 @@ def _backward_cast_kernel(
         if data is not None:
             data += WIDTH
         if data_t is not None:
-            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constant, and has no .to
+            data_t += tl.cast(WIDTH, tl.int64) * M  # a WIDTH of 1 is a constexpr without .to
         if sums is not None:
             sums += WIDTH
         _store_pairs(
@@ -284,7 +283,7 @@ def _backward_cast_kernel(
 
 
 def _constants(kind: str, x: Tensor) -> dict[str, Any]:
-    """What every kernel is compiled with. A key with kind and x's traits tells."""
+    """Return the constants of every kernel; a launch key with kind and x's traits identifies them."""
     f, gated = KINDS[kind]
     return {"F": f, "GATED": gated, "DTYPE": FLOATS[x.dtype]}
 
@@ -310,7 +309,7 @@ def forward_quantized(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """data, data_t, scale_inv. x is of half precision, M even where columnwise; in backward_quantized, too."""
+    """Return data, data_t, scale_inv. x is half precision, and M even if columnwise; also in backward_quantized."""
     x, f, m = rows_contiguous(x), width(x, kind), x.shape[0]
     data, data_t = empty_pair(m, f, x, dtype, rowwise, columnwise)
     scale_inv = float32(x)
@@ -324,7 +323,7 @@ def forward_quantized(
 
 
 def backward(dy: Tensor, x: Tensor, kind: str, y: Tensor | None = None) -> Tensor:
-    """dx; y (M, F), where there is one, becomes what `forward` makes."""
+    """Return dx; also writes `forward`'s result to y (M, F) unless it is None."""
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, columns, warps = PLAIN
@@ -350,14 +349,14 @@ def backward_quantized(
     value_scale: Tensor | None = None,
     value_t: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """data, data_t, scale_inv; value_t (F, M), where there is one, becomes `forward_quantized`'s data_t by value_scale."""
+    """Return data, data_t, scale_inv; value_t (F, M), if given, gets `forward_quantized`'s data_t by value_scale."""
     dy, x, f, m = rows_contiguous(dy), rows_contiguous(x), width(x, kind), x.shape[0]
     n = x.shape[1]
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     scale_inv = float32(x)
     tile = GATED_BACKWARD if n > f else QUANTIZED
     bands = max(1, -(-m // tile["ROWS"]))
-    # A float32 a column for every band: 1 % of the kernel's traffic, and a sum that is the same in every run.
+    # One float32 per column and band: 1 % of the kernel's traffic, and bitwise the same sum in every run.
     sums = None if column_sum is None else float32(x, bands, n)
     dy_stride, stride = dy.stride(0), x.stride(0)
     key = (

@@ -1,8 +1,8 @@
-"""An activation's gradient, and the activation again, in one pass over what they are made of; in FP8 or in x's dtype.
+"""Compute an activation's gradient and the activation again in one pass over its input, in FP8 or in x's dtype.
 
-The weight's gradient reads act(h) transposed, which only h decides: cast a second time where h is read anyway it costs the
-bytes that the forward pass then need not write, and F bytes a token are not kept from the one to the other. In half
-precision that is 2 F, and they are written twice.
+wgrad reads act(h) transposed, which depends on h only. Casting it again while h is read for the gradient costs the
+bytes that the forward pass then need not write, and F bytes a token need not be saved in between. In half precision
+that is 2 F bytes, written in both passes.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from te_bench.kernels.quantize.backends import triton as quantizer
 
 
 def gradient_and_value(kernels: Backend, dy: Tensor, x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """backward and forward of `kernels`, bit for bit; raises ValueError as they do."""
+    """Return (backward, forward) of `kernels`, bit for bit; raises ValueError as they do."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return kernels.backward(dy, x, kind), kernels.forward(x, kind)
     y = x.new_empty(x.shape[0], width(x, kind, dy))
@@ -39,9 +39,9 @@ def recomputed(
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> tuple[Quantized, Tensor]:
-    """backward_quantized of `kernels` in both layouts, and data_t of its forward_quantized by value_scale, bit for bit.
+    """Return backward_quantized of `kernels` in both layouts, and forward_quantized's data_t by value_scale, bitwise.
 
-    dy (M, F), x (M, F), of a gated kind (M, 2F) -> Quantized of x's shape, (F, M). Raises ValueError as backward_quantized.
+    dy (M, F), x (M, F), or (M, 2F) gated -> Quantized of x's shape, (F, M). Raises ValueError as backward_quantized.
     """
     width(x, kind, dy)
     looks: dict[str, Any] = {"amax": amax, "counts": counts, "column_sum": column_sum}
@@ -68,7 +68,7 @@ def kernel(
     counts: Tensor | None,
     column_sum: Tensor | None,
 ) -> tuple[Quantized, Tensor]:
-    """The same by one kernel: x of half precision, M even."""
+    """`recomputed` by one kernel; x in half precision, M even."""
     value_t = x.new_empty(dy.shape[1], x.shape[0], dtype=value_dtype)
     looks = amax, counts, column_sum, value_scale, value_t
     data, data_t, scale_inv = backward_quantized(dy, x, kind, scale, dtype, True, True, *looks)

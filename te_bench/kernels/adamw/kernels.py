@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""AdamW's Triton kernels: one tile of one parameter a program, looked up in a table of addresses.
+"""Triton kernels of AdamW: each program updates one tile of a parameter, looked up in a table of addresses.
 
-Bound by memory: 16 bytes read and 12 written an element, 2 more for the bf16 copy and 1 for each FP8 layout, 2 less for a
-bf16 gradient; 14 in all where weight, gradient and moments are bf16, 10.25 with moments in FP8. A parameter with a data_t is
-cut into tiles of ROWS x COLUMNS; any other is read as a matrix as wide as a tile, so that its tiles are runs of
-ROWS * COLUMNS elements.
+They are memory-bound: 16 bytes read and 12 written per element, 2 more for the bf16 copy, 1 for each FP8 layout, 2
+fewer for a bf16 gradient; 14 in all with bf16 weight, gradient and moments, 10.25 with FP8 moments. A parameter with a
+data_t is cut into tiles of ROWS x COLUMNS; any other is read as a matrix of a tile's width, so that its tiles are runs
+of ROWS * COLUMNS elements.
 """
 
 import triton
@@ -14,20 +14,20 @@ from te_bench.kernels.adamw import BLOCK
 from te_bench.kernels.adamw.backends.reference import LEAST_SCALE, OFFSET, ROUNDS, SHIFT, TOP
 from te_bench.kernels.tile import INTERPRETED, magnitude, publish, quantize_tile, rounded, to_fp8
 
-# Tile: 64 float32 in a row are 256 bytes, 32 rows a 32-byte sector of the transposed FP8. 8 elements a thread of 8 warps
-# take 71 to 80 registers, three programs on an SM; of 64 x 64 two fit, at 128, and the FP8 spilled (Triton 3.6, sm_90a).
+# A tile's row of 64 float32 is 256 bytes; its 32 rows are a 32-byte sector of the transposed FP8. 8 elements a thread
+# with 8 warps take 71 to 80 registers: three programs per SM. At 64 x 64 two fit, and FP8 spilled (sm_90a).
 ROWS, COLUMNS, WARPS = 32, 64, 8
-# With moments in FP8; left to themselves the assemblers of Triton 3.6 and 3.7 choose 64 or 80 for some forms, and spill.
+# For FP8 moments: left alone, the assemblers of Triton 3.6 and 3.7 choose 64 or 80 for some forms, and spill.
 REGISTERS = {"maxnreg": 80}
-PIECE = 8  # rows that a parameter without the alignment takes at a time
-SUMS = 2048  # partial sums that the second stage of the norm adds at a time
-# Numbers, or views into a table of them: not worth a compilation for each alignment.
+PIECE = 8  # rows at a time for a parameter without the alignment
+SUMS = 2048  # partial sums that the norm's second stage adds at a time
+# Scalars or views into tables of scalars: do not compile for each alignment.
 UNALIGNED = ["rate", "step", "multiplier", "seed"]
 PHILOX_ROUNDS, LEAST = tl.constexpr(ROUNDS), tl.constexpr(LEAST_SCALE)
 ROOT_SHIFT, ROOT_OFFSET, ROOT_TOP, ROOT_HALF = (tl.constexpr(x) for x in (SHIFT, OFFSET, TOP, 1 << SHIFT - 17))
 assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
-#: Fields of a row of the table, 8 bytes each: addresses or 0; the bits of a float64; numbers.
+#: Fields of a table's row, 8 bytes each: addresses or 0; the bits of a float64; numbers.
 (
     WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ, BF16, DATA, DATA_T, SCALE, SCALE_INV, AMAX, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE,
     WEIGHT_DECAY, HEIGHT, WIDTH, COUNT, ALIGNED, HALF_GRAD, FIELDS,
@@ -36,7 +36,7 @@ assert COLUMNS == BLOCK, "a block of FP8 moments is a row of a tile"
 
 @triton.jit
 def _address(row, FIELD: tl.constexpr, first, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the element `first` of a tensor in the table is."""
+    """Return the address of element `first` of a tensor in the table."""
     pointer = tl.load(row + FIELD).to(tl.pointer_type(dtype))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -45,9 +45,9 @@ def _address(row, FIELD: tl.constexpr, first, dtype: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit
 def _place(row, tile, down, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Row and column where the tile-th tile of a parameter begins, or `down` rows later; its width; the elements from there.
+    """Return a tile's first row (plus `down`) and column, the parameter's width, and the number of elements from there.
 
-    ALIGNED: addresses are multiples of 16 bytes, lengths of 16 elements; without knowing it, Triton loads one by one.
+    ALIGNED: addresses are multiples of 16 bytes, lengths of 16 elements; otherwise Triton loads elements one by one.
     """
     width = tl.load(row + WIDTH).to(tl.int32)
     count = tl.load(row + COUNT)
@@ -61,7 +61,7 @@ def _place(row, tile, down, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
 
 @triton.jit
 def _elements(rows, columns, left, width, rest):
-    """Offsets of a tile's elements from its first, and which of them are there."""
+    """Return the offsets of a tile's elements from its first, and a mask of those that exist."""
     offsets = rows * width + columns
     return offsets, (columns < width - left) & (offsets < rest)
 
@@ -70,9 +70,9 @@ def _elements(rows, columns, left, width, rest):
 def _gradient(
     row, first, left, width, rest, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """A tile of the gradient in float32; it is float32 or, where the row says so, bf16."""
+    """Load a tile of the gradient, float32 or bf16 as its row says, as float32."""
     if tl.load(row + HALF_GRAD) != 0:
-        # As a line, as the bf16 copy is written: a tile would give its threads to every other tile.
+        # In one line, as the bf16 copy is written: a tile would give its layout to every other tile.
         at = tl.arange(0, ROWS * COLUMNS)
         line_offsets, line_mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
         line = tl.load(_address(row, GRAD, first, tl.bfloat16, ALIGNED) + line_offsets, mask=line_mask, other=0.0)
@@ -85,7 +85,7 @@ def _gradient(
 
 @triton.jit
 def _multiply_add(a, b, c):
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     if INTERPRETED:
         return (b.to(tl.float64) * a + c.to(tl.float64)).to(tl.float32)  # a may be a number
     else:
@@ -96,8 +96,8 @@ def _multiply_add(a, b, c):
 def _draw(
     seed, row_number, step, first, offsets, width, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """32 random bits of each element of a tile, as the reference's philox has them."""
-    if ALIGNED:  # widths are multiples of 4: each call of philox makes four neighbours
+    """Return 32 random bits per element of a tile, equal to the reference's philox."""
+    if ALIGNED:  # widths are multiples of 4: each philox call serves four neighbours
         quarter = tl.arange(0, ROWS)[:, None] * (width // 4) + tl.arange(0, COLUMNS // 4)[None, :]
         index = (first // 4 + quarter).to(tl.uint32)
         zero = index * 0
@@ -114,16 +114,16 @@ def _draw(
 
 @triton.jit
 def _stochastic_bf16(x, bits):
-    """x, float32, to one of its neighbours in bf16, by 16 random bits; NaN stays."""
+    """Round float32 x stochastically to a bf16 neighbour, by 16 random bits; NaN stays."""
     moved = x.to(tl.uint32, bitcast=True) + bits
     return (tl.where(x == x, moved, 0x7FC00000) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _stochastic_e4m3(x, bits):
-    """x, float32, to one of its neighbours in E4M3, still float32, by 16 random bits; for `to_fp8`, which saturates."""
+    """Round float32 x stochastically to an E4M3 neighbour, still as float32; `to_fp8` saturates it."""
     code = x.to(tl.int32, bitcast=True)
-    exponent = tl.maximum((code >> 23) & 0xFF, 121)  # of 2^-6, below which the spacing stays
+    exponent = tl.maximum((code >> 23) & 0xFF, 121)  # of 2^-6, below which the spacing is constant
     places = tl.abs(x) * ((257 - exponent) << 23).to(tl.float32, bitcast=True)
     below = tl.floor(places)
     up = (places - below > (bits.to(tl.float32) + 0.5) * 0.0000152587890625).to(tl.float32)
@@ -133,20 +133,20 @@ def _stochastic_e4m3(x, bits):
 
 @triton.jit
 def _roots(codes):
-    """Unsigned E5M3 in float32."""
+    """Convert unsigned E5M3 codes to float32."""
     return tl.where(codes > 0, ((codes.to(tl.int32) + ROOT_OFFSET) << ROOT_SHIFT).to(tl.float32, bitcast=True), 0.0)
 
 
 @triton.jit
 def _stochastic_root(x, bits):
-    """x, float32, to the code of a neighbour in unsigned E5M3, not that of 0, by 16 random bits; 0 for NaN."""
+    """Round float32 x to the code of an unsigned E5M3 neighbour other than 0, by 16 random bits; NaN gives 0."""
     moved = x.to(tl.int32, bitcast=True) + (bits.to(tl.int32) << ROOT_SHIFT - 16) + ROOT_HALF
     return tl.where(x >= 0, tl.minimum(tl.maximum((moved >> ROOT_SHIFT) - ROOT_OFFSET, 1), 255), 0)
 
 
 @triton.jit
 def _store_scales(scales, x, there, TOP: tl.constexpr):
-    """scales := that of each row that is there whose product with TOP is its largest; and these."""
+    """Store and return each existing row's scale: its largest magnitude divided by TOP."""
     largest = tl.max(magnitude(x), 1).to(tl.float32, bitcast=True)
     scale = tl.maximum(
         tl.div_rn(largest, tl.full(largest.shape, TOP, tl.float32)), LEAST, propagate_nan=tl.PropagateNan.ALL
@@ -157,7 +157,7 @@ def _store_scales(scales, x, there, TOP: tl.constexpr):
 
 @triton.jit
 def _store_moments(exp_avg, exp_avg_sq, m_scales, v_scales, m, v, bits, mask, there):
-    """Both in FP8, a scale a row: the root of v, and m over what is kept of that."""
+    """Store both moments in FP8, one scale per row: the root of v, and m divided by the stored root."""
     root = tl.sqrt_rn(v)
     scale = _store_scales(v_scales, root, there, ROOT_TOP)
     code = tl.where(root > 0, _stochastic_root(root * tl.div_rn(1.0, scale), bits >> 16), 0)
@@ -176,7 +176,7 @@ def _update_tile(
     FROM_GRAD: tl.constexpr, HALF: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, from `down`, of one tile, TILE rows high."""
+    """Update ROWS rows, beginning at `down`, of one tile of TILE rows."""
     top, left, width, rest = _place(row, tile, down, ALIGNED, TILE, COLUMNS)
     first = top.to(tl.int64) * width + left
     offsets, mask = _elements(tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :], left, width, rest)
@@ -218,11 +218,11 @@ def _update_tile(
         tl.store(exp_avg, m, mask=mask)
         tl.store(exp_avg_sq, v, mask=mask)
     if HALF or TARGET is not None:
-        # FP8 is made of the bf16, as the quantisers make it of a bf16 weight; and never of the float32 tile: on Hopper
-        # Triton 3.6 stores garbage where one kernel casts a float32 tile to FP8 and transposes it.
+        # Cast FP8 from the bf16 value, as the quantisers do for a bf16 weight, never from the float32 tile: on Hopper
+        # Triton 3.6 stores garbage if one kernel casts a float32 tile to FP8 and transposes it.
         if w_dtype == tl.float32:
             y = rounded(w, tl.bfloat16)
-        # As a line: Triton gives tiles of one shape the threads of the narrowest dtype, 8 float32 apiece instead of 4.
+        # In one line: Triton gives tiles of one shape the narrowest dtype's layout, 8 float32 a thread instead of 4.
         at = tl.arange(0, ROWS * COLUMNS)
         offsets, mask = _elements(at // COLUMNS, at % COLUMNS, left, width, rest)
         line = tl.reshape(y, (ROWS * COLUMNS,))
@@ -247,7 +247,7 @@ def _transposed_tile(
     row, y, scale, top, left, width,
     TARGET: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """data_t := the FP8 of y, bf16, transposed."""
+    """Write the transposed FP8 of the bf16 tile y to data_t."""
     height = tl.load(row + HEIGHT).to(tl.int32)
     if ALIGNED:
         height = tl.multiple_of(height, 16)
@@ -259,10 +259,10 @@ def _transposed_tile(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def numbers_kernel(rate, step, numbers, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr):
-    """numbers (2,): what all elements of a step share, minus the step size and the root of 1 - beta2^step.
+    """Compute numbers (2,), shared by all elements: minus the step size, and the root of 1 - beta2^step.
 
-    A program of its own: in each of step_kernel's this float64 was a quarter of the instructions.
-    LOG_BETA1, LOG_BETA2: base 2; constants, for a kernel's numbers are float32.
+    It is a separate program, because in step_kernel this float64 was a quarter of the instructions. LOG_BETA1 and
+    LOG_BETA2 (base 2) are constants, because a kernel's number arguments are float32.
     """
     count = tl.load(step).to(tl.float64)
     lr = tl.load(rate).to(tl.float64)
@@ -277,9 +277,9 @@ def step_kernel(
     HALF: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """AdamW on one tile a program, from number `start` on, whose parameters are in these dtypes.
+    """Apply AdamW to one tile per program, from tile `start` on; all their parameters have these dtypes.
 
-    numbers: numbers_kernel's.
+    numbers: numbers_kernel's result.
     """
     program = start + tl.program_id(0)
     row_number = tl.load(tiles + 2 * program)
@@ -299,7 +299,7 @@ def step_kernel(
             key, row_number, number, w_dtype, m_dtype, FROM_GRAD, HALF, TARGET, True, ROWS, ROWS, COLUMNS,
         )  # fmt: skip
     else:
-        # Piece by piece: an address for each element of a whole tile would take the registers of the other branch, too.
+        # Piece by piece: the element addresses of a whole tile would need more registers than the other branch has.
         for down in tl.range(0, ROWS, PIECE):
             _update_tile(
                 row, tile, down, lr, step_size, bias_correction2_sqrt, grad_scale, lerp_weight, one_minus_beta2, beta2, eps,
@@ -316,7 +316,7 @@ def _squares(row, tile, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.c
 
 @triton.jit
 def squares_kernel(table, tiles, partial, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """partial[program]: the sum of the squares of one tile's gradients."""
+    """Write the sum of squares of one tile's gradients to partial[program]."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * FIELDS
     tile = tl.load(tiles + 2 * program + 1)
@@ -328,7 +328,7 @@ def squares_kernel(table, tiles, partial, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def norm_kernel(partial, norm, multiplier, count, max_norm, SUMS: tl.constexpr):
-    """norm and multiplier of the partial sums, by one program and in float64: in the same order in every run."""
+    """Compute norm and multiplier from the partial sums, in one program and float64, in the same order in every run."""
     total = tl.zeros((SUMS,), tl.float64)
     for start in tl.range(0, count, SUMS):
         at = start + tl.arange(0, SUMS)

@@ -16,9 +16,9 @@ AUTO = "auto"  # the backend that chooses among the others
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What a backend is asked to do. `capability` is the GPU's compute capability, None on a CPU.
+    """The problem given to a backend. `capability` is the GPU's compute capability, None on a CPU.
 
-    kv_heads, kv_length and v_head_dim (Hkv, S, Dv) are heads, length and head_dim (H, T, D) where they are None.
+    If kv_heads, kv_length and v_head_dim (Hkv, S, Dv) are None, they equal heads, length and head_dim (H, T, D).
     """
 
     batch: int
@@ -33,30 +33,31 @@ class Problem:
     kv_heads: int | None = None
     kv_length: int | None = None
     v_head_dim: int | None = None
-    mask: bool = False  # a mask beside, or instead of, the causal one
+    mask: bool = False  # a mask besides, or instead of, the causal one
     window: tuple[int, int] | None = None  # (left, right): row i sees keys i - left to i + right at most, -1 for no end
-    packed: bool = False  # `batch` sequences one after the other, of at most `length` rows and `kv_length` keys
+    packed: bool = False  # `batch` packed sequences of at most `length` rows and `kv_length` keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
     """One rival.
 
-    forward(q, k, v, *, causal, scale, dropout=0.0, mask=None): as above, differentiable by autograd. mask: bool, of shape
-    (T, S) or (B or 1, H or 1, T or 1, S); it comes with causal=False and hides no row's every key (`attend` sees to both).
-    windows: forward takes window=(left, right) too, any mask and the causal flag beside it, and a row that sees no key is 0
-    whatever comes back to it; others are given a mask in place of a window (`posed`).
-    packed(q, k, v, starts_q, starts_k, longest, *, causal, scale, dropout, window): of packed sequences, as
-    `packed.attend_packed` says; it pads them for a backend that has none.
-    unsupported(problem): why it can't, or None, which is the default. It never falls back to another kernel.
-    kernels: device -> regular expression over the names of the kernels that prove it ran; a device that is absent has no
-    kernel of its own (the backend is made of ordinary operators). operators: the same over operator names, which a
-    profiler sees only when nothing was compiled or captured.
-    compiled: it is made by torch.compile in eager mode, too.
-    fp8: it rounds its operands to FP8, as its name ends in (`in_fp8`). Nobody gets such a backend who did not ask for FP8
-    attention, `auto` takes none, and its errors are held to those of manual_fp8 (`yardstick`).
-    choose, chosen: of a backend that hands every problem to another one, `auto`: the name that it gives to, and all that it
-    has given to in this process.
+    forward(q, k, v, *, causal, scale, dropout=0.0, mask=None): the attention above, differentiable. mask: bool, of
+    shape (T, S) or (B or 1, H or 1, T or 1, S); it comes with causal=False and hides no row's every key (`attend`
+    ensures both).
+    windows: forward also takes window=(left, right), with any mask and causal, and a row without visible keys gives 0,
+    whatever its gradient. Without it, a window becomes a mask (`posed`).
+    packed(q, k, v, starts_q, starts_k, longest, *, causal, scale, dropout, window): packed sequences, as in
+    `packed.attend_packed`, which pads them for a backend without it.
+    unsupported(problem): why it cannot, or None (the default). It never falls back to another kernel.
+    kernels: device -> regular expression over the names of kernels that prove it ran; no entry means it has only
+    ordinary operators. operators: the same over operator names, which a profiler sees only if nothing was compiled or
+    captured.
+    compiled: torch.compile makes it, in eager mode, too.
+    fp8: it rounds its operands to FP8, and its name says so (`in_fp8`). It runs only if FP8 attention is requested,
+    `auto` never picks it, and manual_fp8 is its error reference (`yardstick`).
+    choose, chosen: only for `auto`, which hands every problem to another backend: the name that it picks, and all names
+    that it has picked in this process.
     """
 
     forward: Callable[..., Any]
@@ -76,12 +77,12 @@ names, load = _family.names, _family.load
 
 
 def in_fp8(name: str) -> bool:
-    """Whether the backend rounds its operands to FP8: its name says so to who plans without torch."""
+    """Return whether the backend rounds its operands to FP8; its name says so, for planning without torch."""
     return name.endswith("_fp8")
 
 
 def unsupported_in_fp8(p: Problem) -> str | None:
-    """What no FP8 attention can do, or None."""
+    """Return what no FP8 attention supports of this problem, or None."""
     if p.mask:
         return "mask: FP8 attention has the causal one alone"
     if p.window is not None:
@@ -92,20 +93,20 @@ def unsupported_in_fp8(p: Problem) -> str | None:
 
 
 def yardstick(name: str) -> str:
-    """The backend whose error is the measure of this one's: the definition, in the inputs' dtype or by way of FP8."""
+    """Return the backend against which this one's error is measured: the plain definition, in FP8 if this one is."""
     return "manual_fp8" if in_fp8(name) else "manual"
 
 
 def rival(name: str, problem: Problem) -> str:
-    """The backend that computes this problem where `name` is asked for: itself, but for `auto`."""
+    """Return the backend that computes this problem when `name` is requested; they differ only for `auto`."""
     choose = load(name).choose
     return name if choose is None else choose(problem)
 
 
 def posed(backend: Backend, problem: Problem) -> Problem:
-    """The problem as `attend` puts it to this backend: to one without windows, a mask for what is not causal alone.
+    """Return the problem as `attend` poses it to this backend: without windows, anything but causal becomes a mask.
 
-    A backend that takes no packed sequences gets padded ones, and a mask of the padding.
+    A backend without packed sequences gets padded ones, and a mask of the padding.
     """
     if problem.packed and backend.packed is None:
         problem = replace(problem, packed=False, mask=True)
@@ -126,10 +127,10 @@ def attend(
     mask: Any | None = None,
     window: tuple[int, int] | None = None,
 ) -> Any:
-    """backend.forward with any window, and any mask broadcastable to (B, H, T, S); a row that sees no key is 0.
+    """Compute backend.forward with any window, and any mask broadcastable to (B, H, T, S); True hides.
 
-    So are such a row's gradients. True hides. A backend without windows gets a mask for all of them; its dead rows are
-    given all keys, so that no kernel divides 0 by 0, and their output is thrown away.
+    A row without visible keys gives 0, with gradients 0. A backend without windows gets one mask for all; its dead rows
+    see all keys, so that no kernel divides 0 by 0, and their output is dropped.
     """
     if backend.windows:
         return backend.forward(q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
@@ -142,7 +143,7 @@ def attend(
 
 
 def _hidden(q: Any, k: Any, causal: bool, mask: Any | None, window: tuple[int, int] | None) -> Any:
-    """The mask, or a new one, that hides what the window and the causal mask do as well; S wide."""
+    """Return a mask that also hides what the window and the causal mask do; S wide."""
     left, right = (-1, -1) if window is None else window
     right = 0 if causal else right
     rows, keys = q.shape[-2], k.shape[-2]
@@ -156,10 +157,10 @@ def _hidden(q: Any, k: Any, causal: bool, mask: Any | None, window: tuple[int, i
 
 
 def wrong_kernel(name: str, device: str, seen: Sequence[str], *, eager: bool) -> str | None:
-    """Why the kernels a profiler saw are not this backend's, or None when they are.
+    """Return why the kernels that a profiler saw are not this backend's, or None if they are.
 
-    Its own must be among them (where it has any), and no other backend's may be. Of `auto` they must be those of a backend
-    that it has chosen in this process.
+    Its own must be among them (if it has any), and no other backend's. For `auto` they must be those of a backend that
+    it has picked in this process.
     """
     chosen = load(name).chosen
     allowed = (name,) if chosen is None else chosen()
@@ -181,7 +182,7 @@ def wrong_kernel(name: str, device: str, seen: Sequence[str], *, eager: bool) ->
 
 
 def seen(device: str, kernels: Sequence[str]) -> list[str]:
-    """The backends of which a profiler saw a kernel, or where they have none on that device an operator."""
+    """Return the backends with a kernel, or without kernels on that device an operator, that a profiler saw."""
     found = []
     for name in names():
         backend = load(name)
@@ -192,7 +193,7 @@ def seen(device: str, kernels: Sequence[str]) -> list[str]:
 
 
 def _not_seen(own: str, asked: str, device: str, seen: Sequence[str], eager: bool) -> str | None:
-    """That no kernel, or operator, of the backend `own` was seen, or None where they were or it has none."""
+    """Return that no kernel or operator of backend `own` was seen; None if it was, or it has none."""
     backend = load(own)
     for pattern in (backend.kernels.get(device), backend.operators if eager else None):
         if pattern and not any(re.search(pattern, kernel) for kernel in seen):

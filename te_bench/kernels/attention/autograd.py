@@ -1,7 +1,7 @@
-"""What te-bench's own fused attentions share: checks, operators for torch.compile, and the Function of autograd.
+"""Shared code of te-bench's own fused attentions: checks, operators for torch.compile, and the autograd Function.
 
-A rival brings two launchers. forward(q, k, v, *rest) gives out, lse and what else is kept for the backward pass;
-backward(dout, *saved, out, lse, *kept, *settings) gives dq, dk, dv.
+A rival brings two launchers. forward(q, k, v, *rest) returns out, lse and further tensors to save; backward(dout,
+*saved, out, lse, *kept, *settings) returns dq, dk, dv.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 from te_bench.kernels.attention import gradients
 from te_bench.kernels.autograd import once_differentiable
 
-LEAST = 1e-30  # of a scale: hidden scores are -inf, and 0 x -inf is NaN; all weights are equal with either
+LEAST = 1e-30  # smallest scale: hidden scores are -inf, and 0 x -inf is NaN; both give equal weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Results = tuple[Tensor, ...]
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:
-    """Raise ValueError for what is no attention."""
+    """Raise ValueError for inputs that do not form an attention."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.dtype not in FLOATS or x.dtype is not q.dtype or x.device != q.device:
             raise ValueError(
@@ -52,26 +52,26 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) 
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """q and a scale above 0 that give the same scores: the kernels take the maximum before they scale."""
+    """Return q and a positive scale with the same scores: the kernels take the maximum before they scale."""
     return (-q, max(float(-scale), LEAST)) if scale < 0 else (q, max(float(scale), LEAST))
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out (B, H, T, Dv), in the order (B, T, H, Dv), and lse (B, H, T) float32."""
+    """Allocate out (B, H, T, Dv), in memory order (B, T, H, Dv), and lse (B, H, T) float32."""
     batch, heads, rows, _ = q.shape
     out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    """Memory for dq, dk, dv."""
+    """Allocate dq, dk, dv."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def without_masks(attention: Callable[..., tuple[Tensor, Tensor]], refusal: str) -> Callable[..., Tensor]:
-    """A backend's forward: out of an attention that has no masks and no dropout; ValueError(refusal) where they are given.
+    """Make a backend's forward that returns only out; it raises ValueError(refusal) if masks or dropout are given.
 
-    Gradients are deterministic where torch.use_deterministic_algorithms asks for it.
+    Gradients are deterministic if torch.use_deterministic_algorithms requests it.
     """
 
     def forward(
@@ -95,11 +95,11 @@ def differentiable(
     fake_forward: Callable[..., Results] = lambda q, k, v, *_: empty_results(q, v),
     fake_backward: Callable[..., Results] = lambda dout, q, k, v, *_: empty_gradients(q, k, v),
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """apply(tensors, settings, for_backward=()) -> out and lse, of which out is differentiable, once.
+    """Return apply(tensors, settings, for_backward=()) -> out and lse; only out is differentiable, and once.
 
-    The launchers' annotations are the schemas of the operators te_bench::{name}_forward and te_bench::{name}_backward, for
-    which torch.compile has the fakes' shapes. settings end both launchers' arguments, for_backward those of backward.
-    saved: how many of the tensors, the first ones, backward takes. side_by_side: backward takes apart=False, too.
+    The launchers' annotations are the schemas of the operators te_bench::{name}_forward and te_bench::{name}_backward,
+    whose shapes torch.compile gets from the fakes. Both launchers' arguments end with settings, backward's also with
+    for_backward. saved: how many of the first tensors backward takes. side_by_side: backward also takes apart=False.
     """
 
     @functools.wraps(forward)
@@ -125,7 +125,7 @@ def differentiable(
         def forward(
             ctx: Any, settings: tuple[Any, ...], for_backward: tuple[Any, ...], *tensors: Tensor | None
         ) -> tuple[Tensor, Tensor]:
-            # Eager calls go straight to the launchers: a custom operator costs the host about 20 us a call.
+            # Eager calls go straight to the launchers, because a custom operator costs the host about 20 us a call.
             run = forward_op if torch.compiler.is_compiling() else run_forward
             arguments: Any = (*tensors, *settings)
             out, lse, *kept = run(*arguments)

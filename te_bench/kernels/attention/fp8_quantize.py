@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The quantiser of FP8 attention: E4M3 with a scale a head, by rows, transposed, or both; q, k and v by one launch each way.
+"""The quantiser of FP8 attention: E4M3, one scale a head, by rows, transposed or both; one launch for q, k and v.
 
-FP8 tensor cores read operands whose contracted dimension is contiguous: Q, K and dO go by rows, V transposed for O = P V and
-by rows for dP = dO V^T. Both layouts are padded with zeros to whole tiles, so that no kernel looks at an edge to read one.
+FP8 tensor cores read operands whose contracted dimension is contiguous: Q, K and dO by rows, V transposed for O = P V
+and by rows for dP = dO V^T. Both layouts are zero-padded to whole tiles, so kernels need no edge checks.
 """
 
 import functools
@@ -21,19 +21,19 @@ from te_bench.kernels.quantize.kernels import inverse_of, scale_of
 from te_bench.kernels.tile import larger, magnitude, to_fp8
 
 E4M3 = torch.float8_e4m3fn
-PADDED = 128  # rows and keys are padded to multiples of it: the largest tile
+PADDED = 128  # rows and keys are padded to multiples of this, the largest tile
 BLOCK = tl.constexpr(PADDED)
-LEAST_WIDTH = 32  # of a tensor core's FP8 products, in the contracted dimension
+LEAST_WIDTH = 32  # of the contracted dimension of FP8 tensor core products
 ROWS = 64
-SHARES = 8  # programs that look for one head's amax, at least
+SHARES = 8  # programs per head that compute its amax, at least
 
 
 class Heads(NamedTuple):
-    """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), and scale_inv (B, H), NaN where x is.
+    """x (B, H, T, D) in E4M3: data (B, H, R, W), data_t (B, H, R / 128, W, 128), scale_inv (B, H), NaN if x has one.
 
-    R is T padded to a multiple of 128, W D padded to a power of two of at least 32. data_t is transposed by blocks of 128
-    keys, so that a tile's rows are a constant apart; its keys are in the order of `order_slots`. A layout that nobody
-    reads is None.
+    R is T padded to a multiple of 128; W is D padded to a power of two of at least 32. data_t is transposed by blocks
+    of 128 keys, so that a tile's rows have a constant stride; its keys are in the order of `order_slots`. Unused
+    layouts are None.
     """
 
     data: Tensor | None
@@ -62,30 +62,30 @@ def width(features: int) -> int:
     return max(LEAST_WIDTH, triton.next_power_of_2(features))
 
 
-#: Not compiled in: were T a constant, 1, the rows beyond it would be known to be 0, and of four equal numbers ptxas 12.8
-#: packs two bytes with two of what the register had before. So dO beyond T was NaN, and dk with it (H200, 2026-11-22).
+#: Not compiled in: with a constant T = 1, rows beyond it are known to be 0, and ptxas 12.8 packs equal numbers with
+#: stale register contents. Then dO beyond T was NaN, and so was dk (H200).
 PADDED_ROWS = ["T", "S"]
 
 
 @triton.jit
 def find_head_scale(bits):
-    """scale and 1 / scale of a head whose amax has these bits; the latter NaN where the amax is no number."""
+    """Return scale and 1 / scale of a head whose amax has these bits; 1 / scale is NaN if the amax is not finite."""
     scale = scale_of(bits, tl.float8e4nv, False)
     return scale, tl.where(bits < 0x7F800000, inverse_of(scale, False), float("nan"))
 
 
 @triton.jit
 def keep_positive(scale):
-    """A scale of scores, not 0: 0 times a hidden score's -inf is NaN, and weights are equal with either. NaN is NaN."""
+    """Return a nonzero scale of scores: 0 times a hidden score's -inf is NaN; weights stay equal. NaN stays."""
     return tl.maximum(scale, 1e-37, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def order_slots(COUNT: tl.constexpr):
-    """Which of COUNT keys is in each slot of the transposed layout.
+    """Return which of COUNT keys is in each slot of the transposed layout.
 
-    Of 16 columns of an accumulator a thread of Hopper's has 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t; of an FP8 operand it gives
-    4 t to 4 t + 3. With the values in this order the weights are the operand where they are: no byte changes its thread.
+    Of 16 columns, a thread of Hopper's accumulator has 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, but supplies 4 t to 4 t + 3
+    of an FP8 operand. With the values in this order, the weights are an operand without moving between threads.
     """
     at = tl.arange(0, COUNT)
     return at // 16 * 16 + at // 2 % 2 * 8 + at // 4 % 4 * 2 + at % 2
@@ -95,7 +95,7 @@ def order_slots(COUNT: tl.constexpr):
 def _find_amax(
     x, bits, pair, share, shares, x_b, x_h, x_t, H, T, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
-    """A share of the rows of one head."""
+    """Compute the amax of a share of one head's rows."""
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
     largest = tl.zeros((ROWS, WIDTH), x.dtype.element_ty)
     for first in tl.range(share * ROWS, T, shares * ROWS):
@@ -109,7 +109,7 @@ def fp8_attention_amax_kernel(
     q, k, v, bits, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, H, H_KV, pairs, kv_pairs, T, S, shares,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """bits, int32: the largest of |x|'s bits in each head of q, k and v, by `shares` programs a head; it begins as 0.
+    """Compute bits, int32, initially 0: the bits of max |x| in each head of q, k and v, by `shares` programs a head.
 
     k and v may both be None.
     """
@@ -131,7 +131,7 @@ def _cast_tile(
     x, bits, scale_inv, data, data_t, index, x_b, x_h, x_t, H, T, padded,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head, the index-th of x's tiles."""
+    """Cast ROWS rows of one head, the index-th of x's tiles."""
     pair = index // (padded // ROWS)
     first = index % (padded // ROWS) * ROWS
     x += (pair // H).to(tl.int64) * x_b + (pair % H).to(tl.int64) * x_h
@@ -149,7 +149,7 @@ def _cast_tile(
         to = data + (pair.to(tl.int64) * padded + first) * WIDTH
         tl.store(to + inside_rows[:, None] * WIDTH + columns[None, :], to_fp8(v.to(tl.float32) * scale, tl.float8e4nv))
     if data_t is not None:
-        # Transposed before the cast: ldmatrix moves 16 bits, and FP8 that changes its thread Triton 3.6 may get wrong.
+        # Transpose before the cast: ldmatrix moves 16 bits, and Triton 3.6 may move FP8 between threads wrongly.
         to = data_t + (pair.to(tl.int64) * padded + first // BLOCK * BLOCK) * WIDTH + first % BLOCK
         slots = tl.arange(0, ROWS)
         cast = to_fp8(tl.trans(v).to(tl.float32) * scale, tl.float8e4nv)
@@ -162,7 +162,7 @@ def fp8_attention_cast_kernel(
     H, H_KV, pairs, kv_pairs, T, S, padded_q, padded_k,
     D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head of q or k by rows, or of v transposed and, unless v8 is None, by rows."""
+    """Cast ROWS rows of one head of q or k by rows, or of v transposed and, unless v8 is None, by rows."""
     index = tl.program_id(0)
     of_q = pairs * (padded_q // ROWS)
     of_k = kv_pairs * (padded_k // ROWS)
@@ -178,7 +178,7 @@ def fp8_attention_cast_kernel(
 
 
 class _Sizes(NamedTuple):
-    """Of q, and of k and v or, where there are none, of nothing."""
+    """Sizes of q, and of k and v; the latter are 0 without k and v."""
 
     heads: int
     kv_heads: int
@@ -205,14 +205,14 @@ def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _shares(device: torch.device, pairs: int) -> int:
-    """Programs a head of the amax kernel, four a processor in all."""
+    """Return the programs per head of the amax kernel, in all four per SM."""
     if device.type != "cuda":
-        return 2  # so that the interpreter tries the loop and the atomics
+        return 2  # lets the interpreter test the loop and the atomics
     return max(SHARES, triton.cdiv(4 * architecture.processors(device), pairs))
 
 
 def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
-    """int32: the bits of the amax of each head of q, then of k's and v's. (B, H, T, D), last strides 1, not empty."""
+    """Return int32 bits of each head's amax, of q, then k, then v. (B, H, T, D), last strides 1, not empty."""
     sizes = _sizes(q, k)
     count = sizes.pairs + 2 * sizes.kv_pairs
     bits = torch.zeros(count, dtype=torch.int32, device=q.device)
@@ -224,7 +224,7 @@ def amax_bits(q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Te
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor, *, keep: bool) -> Operands:
-    """q and k by rows, v transposed and, where keep, by rows, with current scaling.
+    """Quantise q and k by rows, v transposed and, with keep, by rows, with current scaling.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), their last strides 1, not empty.
     """

@@ -1,6 +1,6 @@
-"""Where the gradients of q, k and v go: side by side where these lie so and who reads them can read all three at once.
+"""The memory of dq, dk and dv: side by side if q, k and v are so, and the reader can read all three as one matrix.
 
-Others would pay for it: torch's concatenation, which is the gradient of a split, is a slower kernel for parts with gaps.
+Other readers would lose: torch's concatenation (the gradient of a split) is slower for parts with gaps.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _read_at_once = ContextVar("_read_at_once", default=False)
 
 @contextmanager
 def read_at_once() -> Iterator[None]:
-    """Of attention called herein the gradients of q, k and v are read as one matrix where they lie side by side."""
+    """Declare that the caller reads attention's gradients of q, k and v as one matrix if they lie side by side."""
     before = _read_at_once.set(True)
     try:
         yield
@@ -24,14 +24,14 @@ def read_at_once() -> Iterator[None]:
 
 
 def apart() -> bool:
-    """Whether gradients of what is called now go into memory of their own each; torch.compile is told that they do."""
+    """Return whether gradients get separate memory in this context; torch.compile expects separate memory."""
     return torch.compiler.is_compiling() or not _read_at_once.get()
 
 
 def room(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for dq, dk, dv, as empty_like has it; of (B, H, T, D) that are views of one (B, T, 3, H, D), views of another.
+    """Allocate dq, dk, dv as empty_like; as views of one (B, T, 3, H, D) if q, k, v (B, H, T, D) are such views.
 
-    A copy joins them otherwise.
+    Otherwise a copy would join them.
     """
     batch, heads, rows, width = q.shape
     if not _side_by_side(q, k, v):
@@ -41,7 +41,7 @@ def room(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _side_by_side(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether q, k and v (B, H, T, D) are views of one (B, T, 3, H, D)."""
+    """Return whether q, k and v (B, H, T, D) are views of one (B, T, 3, H, D)."""
     _, heads, rows, width = q.shape
     features = heads * width
     one, first = q.untyped_storage().data_ptr(), q.storage_offset()

@@ -1,4 +1,4 @@
-"""Sequences of many lengths one after the other, by a backend that takes them so, or padded for one that does not."""
+"""Attention of packed sequences, by a backend that supports them, or by padding for one that does not."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ def attend_packed(
     dropout: float = 0.0,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv) -> (rows, H, Dv), each sequence by itself.
+    """Compute q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv) -> (rows, H, Dv), each sequence separately.
 
-    Sequence b is rows starts_q[b] to starts_q[b + 1], and likewise keys; longest: rows and keys of the longest. Rows of no
-    sequence, and those that see no key, are 0. A backend without `packed` gets padded sequences and a mask of the padding.
+    Sequence b is rows starts_q[b] to starts_q[b + 1], and likewise keys; longest: rows and keys of the longest. Rows of
+    no sequence, and rows without visible keys, are 0. A backend without `packed` gets padded sequences and a mask.
     """
     options: dict[str, Any] = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
     if backend.packed is not None:
@@ -39,7 +39,7 @@ def attend_packed(
 
 
 def _padded(x: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """(sequences, heads, longest, features), and which of the positions are beyond the sequence's end."""
+    """Return x padded to (sequences, heads, longest, features), and which positions are beyond their sequence's end."""
     positions = torch.arange(longest, device=x.device)
     beyond = positions >= (starts[1:] - starts[:-1])[:, None]
     at = (starts[:-1, None] + positions).clamp(max=max(len(x) - 1, 0))
@@ -47,7 +47,7 @@ def _padded(x: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
 
 def _unpadded(x: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(sequences, heads, longest, features) -> (rows, heads, features), 0 for what is of no sequence."""
+    """Gather (sequences, heads, longest, features) -> (rows, heads, features); rows of no sequence are 0."""
     row = torch.arange(rows, device=x.device)
     sequence = torch.searchsorted(starts[1:].contiguous().to(row.dtype), row, right=True)
     outside = sequence >= len(starts) - 1

@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callable[..., Tensor]:
-    """A forward that runs this SDPA kernel or raises RuntimeError: SDPA has no other to choose from.
+    """Return a forward that runs this SDPA kernel or raises RuntimeError; SDPA cannot choose another.
 
-    grouped(q): whether the kernel reads shared K and V heads by itself; where not, they are repeated in memory.
+    grouped(q): whether the kernel supports grouped queries; otherwise K and V heads are repeated in memory.
     """
 
     def forward(
@@ -23,7 +23,7 @@ def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callabl
         dropout: float = 0.0,
         mask: Tensor | None = None,
     ) -> Tensor:
-        shared = bool(k.shape[1] != q.shape[1])  # torch.jit.trace has tensors for sizes
+        shared = bool(k.shape[1] != q.shape[1])  # under torch.jit.trace sizes are tensors
         if shared and not grouped(q):
             k, v, shared = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), False
         live = None if mask is None else ~mask  # SDPA's True shows
@@ -37,5 +37,5 @@ def pinned(backend: SDPBackend, *, grouped: Callable[[Tensor], bool]) -> Callabl
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, Hkv, S, D) -> (B, H, S, D): each head H / Hkv times in a row."""
-    times = int(heads // x.shape[1])  # torch.jit.trace has tensors for sizes, on the CPU
+    times = int(heads // x.shape[1])  # under torch.jit.trace sizes are tensors, on the CPU
     return x if times == 1 else x.repeat_interleave(times, dim=1)

@@ -1,6 +1,6 @@
 """Attention in the table of measured times: its problems, and how near two of them are. Imports no torch.
 
-Seconds are of one forward and one backward pass together.
+Seconds are for a forward and a backward pass together.
 """
 
 import math
@@ -12,13 +12,13 @@ from te_bench.kernels import measured
 from te_bench.kernels.attention import Problem
 from te_bench.kernels.measured import Timing
 
-#: Doublings, as `distance` counts them, that a row may be away from a problem that it speaks for: four times the length
-#: are six, two of queries, two of keys and two of the keys that a row may see.
+#: The largest `distance`, in doublings, from which a row is used. Four times the length is six: two for queries, two
+#: for keys and two for the keys that a row sees.
 FARTHEST = 6.0
 
 
 def whole(p: Problem) -> Problem:
-    """The problem with every size given, its mask told in one way (causal: no key after the row), and no GPU's traits."""
+    """Return the problem with all sizes set, its mask in canonical form, and without GPU features."""
     left, right = (-1, -1) if p.window is None else p.window
     right = 0 if p.causal else right
     return replace(
@@ -33,9 +33,9 @@ def whole(p: Problem) -> Problem:
 
 
 def distance(a: Problem, b: Problem) -> float:
-    """How many doublings apart two `whole` problems are: of queries, keys, heads in all, query heads a key head, windows.
+    """Count the doublings between two `whole` problems: queries, keys, all heads, query heads per key head, windows.
 
-    Infinite unless dtype, widths of the heads, and kinds of mask and dropout are the same.
+    It is infinite unless dtype, head widths, and kinds of mask and dropout are equal.
     """
     if _kind(a) != _kind(b) or not all(_sizes(a) + _sizes(b)):
         return math.inf
@@ -57,7 +57,7 @@ def _sizes(p: Problem) -> tuple[float, ...]:
 
 
 def nearest(machine: str, problem: Problem) -> tuple[Timing, float] | None:
-    """The machine's row that is the fewest doublings away, FARTHEST at most, and how many; or None."""
+    """Return the machine's nearest row and its distance, at most FARTHEST doublings; or None."""
     asked = whole(problem)
 
     def doublings(known: Problem) -> float:
@@ -68,7 +68,7 @@ def nearest(machine: str, problem: Problem) -> tuple[Timing, float] | None:
 
 
 def read_problem(body: Mapping[str, Any]) -> Problem:
-    """The problem of a row's JSON. Raises ValueError, KeyError or TypeError for what is none."""
+    """Read a problem from a row's JSON. Raises ValueError, KeyError or TypeError if it is invalid."""
     settings = dict(body)
     window = settings.get("window")
     if window is not None:

@@ -20,7 +20,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """forward(logits, targets, *, vocab): (N, Vp), (N,) int64 -> (); target -1 is ignored; it may overwrite the logits."""
+    """forward(logits, targets, *, vocab): (N, Vp), (N,) int64 -> (); target -1 is ignored; may overwrite logits."""
 
     forward: Callable[..., Any]
     unsupported: Callable[[Problem], str | None] = lambda problem: None

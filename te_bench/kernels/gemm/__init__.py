@@ -1,7 +1,7 @@
 """FP8 GEMM rivals, one file each: D = dequantise(a) @ dequantise(b).T + bias with both operands K-major.
 
-An operand carries its layout; by what shares one of its float32 scales it is called "tensor", "row", "block" (1 x 128) or
-"tile" (128 x 128).
+An operand carries its layout, named by what shares a float32 scale: "tensor", "row", "block" (1 x 128) or "tile" (128 x
+128).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 from te_bench import plugins
 from te_bench.kernels.quantize import Layout
 
-#: Granularities of (a, b) that can be multiplied: what cuBLASLt multiplies on Hopper.
+#: Supported granularities of (a, b): those of cuBLASLt on Hopper.
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("block", "block"), ("block", "tile"), ("tile", "block")]
 
 
@@ -32,8 +32,8 @@ class Problem:
 class Backend:
     """forward(a, b, *, out_dtype, fast_accum=False, bias=None): quantize.Operands (M, K) and (N, K) -> (M, N).
 
-    out_dtype float32, bfloat16 or float16; bias (N,), any float dtype. An empty M or N gives an empty D. Raises ValueError
-    for layouts that it does not multiply, and for tensors that do not fit theirs.
+    out_dtype float32, bfloat16 or float16; bias (N,), any float dtype. An empty M or N gives an empty D. Raises
+    ValueError for unsupported layouts, and for tensors that do not fit theirs.
     """
 
     forward: Callable[..., Any]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""GEMMs of what `quantize.block_formats` made, by half precision's: every product there is exact in float32."""
+"""GEMMs of `quantize.block_formats`' operands, in half precision: every product is exact in float32."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from te_bench.kernels.quantize import Operand
 from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_LARGEST, NVFP4_LAYOUT, alpha
 from te_bench.kernels.tile import FLOATS, rounded
 
-ELEMENTS = 2048  # of a program that finishes a product
-PER_AMAXES = tl.constexpr(torch.tensor(1 / NVFP4_LARGEST**2).item())  # of float32, as every constant of alpha
+ELEMENTS = 2048  # per program that finishes a product
+PER_AMAXES = tl.constexpr(torch.tensor(1 / NVFP4_LARGEST**2).item())  # float32, like every constant of alpha
 
 
 def forward(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """D = alpha (a.data @ b.data.T) + bias, in float32 until rounded; a (M, K), b (N, K) in bf16 -> (M, N) of out_dtype.
+    """Compute D = alpha (a.data @ b.data.T) + bias, float32 until rounded; a (M, K), b (N, K) bf16 -> (M, N) out_dtype.
 
-    alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. Raises ValueError for other layouts,
-    and where a and b are of two.
+    alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. Raises ValueError for other or
+    mixed layouts.
     """
     if a.layout != b.layout or a.layout not in (MXFP8_LAYOUT, NVFP4_LAYOUT):
         raise ValueError(f"{a.layout} by {b.layout}: both must be MXFP8's or both NVFP4's, of quantize.block_formats")
@@ -44,7 +44,7 @@ def _multiply(
     bias: Tensor | None,
 ) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        if not a.is_cuda:  # whose bf16 products are rounded on the way
+        if not a.is_cuda:  # a CPU rounds bf16 products on the way
             return _finished(a.float() @ b.float().t(), a_scale_inv, b_scale_inv, out_dtype, bias)
         if a_scale_inv is None and out_dtype is torch.bfloat16:
             return F.linear(a, b, None if bias is None else bias.to(out_dtype))
@@ -57,7 +57,7 @@ def _multiply(
 def _finished(
     out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """alpha out + bias, rounded once; out float32, the caller's own."""
+    """Return alpha out + bias, rounded once; out is float32 and may be overwritten."""
     if a_scale_inv is not None and b_scale_inv is not None:
         out *= alpha(a_scale_inv, b_scale_inv)
     return (out if bias is None else out + bias.float()).to(out_dtype)
@@ -66,7 +66,7 @@ def _finished(
 def finish(
     out: Tensor, a_scale_inv: Tensor | None, b_scale_inv: Tensor | None, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """The same by one pass of a Triton kernel, of out (M, N), contiguous and not empty."""
+    """`_finished` in one pass of a Triton kernel; out (M, N) is contiguous and not empty."""
     made = out.new_empty(out.shape, dtype=out_dtype)
     args = (out, a_scale_inv, b_scale_inv, bias, made, out.numel(), out.shape[1])
     key = (*traits(out, bias), out.shape[0], out.shape[1], a_scale_inv is None, out_dtype)
@@ -79,7 +79,7 @@ def finish(
 def block_formats_finish_kernel(
     out, a_scale_inv, b_scale_inv, bias, made, size, N, ELEMENTS: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """made := alpha out + bias, as block_formats.alpha says."""
+    """Write alpha out + bias to made, with alpha of block_formats.alpha."""
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     y = tl.load(out + at, mask=at < size)
     if a_scale_inv is not None:

@@ -2,9 +2,9 @@
 
     x @ w.T + bias          h = x @ up.T + bias, y = f(h)          dh = (g @ down) * f'(h)
 
-By the kernel of the Gluon GEMM where it was measured to be faster than cuBLASLt (te_bench.kernels.measured): its epilogues
-run under other tiles' products, which counts where K is short. h is not read again, and the gradient of y never leaves a
-processor. Rounded where a GEMM and a kernel after it would round.
+The Gluon GEMM's kernel is used where it was measured to be faster than cuBLASLt (te_bench.kernels.measured): its
+epilogues run during other tiles' products, which matters for short K. h is not read again, and the gradient of y never
+leaves an SM. Rounding is that of a GEMM and a separate kernel.
 """
 
 import functools
@@ -20,12 +20,12 @@ from te_bench.kernels.gemm import table
 from te_bench.kernels.gemm.backends import gluon
 from te_bench.kernels.gemm.hopper import plans
 
-ALIGNMENT = 8  # elements, of a row's length
+ALIGNMENT = 8  # elements of a row
 ACTIVATED, GRADIENT = table.ACTIVATED, table.GRADIENT
 
 
 def is_faster(epilogue: str | None, a: Tensor, b: Tensor, kind: str | None = None) -> bool:
-    """Whether the kernel takes a (M, K) and b, (N, K) or for a GRADIENT (K, N), and was measured to be the faster one.
+    """Return whether the kernel supports a (M, K) and b, (N, K) or (K, N) for a GRADIENT, and was measured as faster.
 
     epilogue: None, ACTIVATED or GRADIENT; kind: of the activation.
     """
@@ -39,7 +39,7 @@ def is_faster(epilogue: str | None, a: Tensor, b: Tensor, kind: str | None = Non
     return k == a.shape[1] and n % ALIGNMENT == 0 and _is_chosen(epilogue, a.shape[0], n, k, a.get_device())
 
 
-@functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
+@functools.lru_cache(maxsize=4096)  # bounded, because sequences vary in length
 def _is_chosen(epilogue: str | None, m: int, n: int, k: int, device: int) -> bool:
     processors = architecture.processors(torch.device("cuda", device))
     if not choose(epilogue, m, n, k, gpu=torch.cuda.get_device_name(device), processors=processors):
@@ -51,9 +51,9 @@ measured.on_forget(_is_chosen.cache_clear)
 
 
 def choose(epilogue: str | None, m: int, n: int, k: int, *, gpu: str, processors: int) -> bool:
-    """Whether the kernel is measurably faster there than cuBLASLt, and the activation's kernel, on that GPU.
+    """Return whether the kernel is measurably faster on that GPU than cuBLASLt and the activation's kernel.
 
-    As bf16 was measured: float16 takes as long.
+    Uses bf16's measurements: float16 takes as long.
     """
     row = table.nearest(gpu, processors, m, n=n, k=k, dtype="bf16", epilogue=epilogue)
     usual = table.TORCH if epilogue is None else table.SEPARATE
@@ -61,16 +61,17 @@ def choose(epilogue: str | None, m: int, n: int, k: int, *, gpu: str, processors
 
 
 def unsupported(n: int, k: int, device: str, capability: architecture.Capability) -> str | None:
-    """Why the kernel cannot multiply (M, K) by (K, N) there, or None."""
+    """Return why the kernel cannot multiply (M, K) by (K, N) there, or None."""
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"N {n} and K {k} must be multiples of {ALIGNMENT}: TMA rows start at 16-byte addresses"
     return _gluon.unsupported(device, capability, gluon.INTERPRETED)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by the faster one: x (M, K), weight (N, K), bias (N,) -> (M, N), in `out` where it is given.
+    """Compute x @ weight.T + bias by the faster kernel, in `out` if given: x (M, K), weight (N, K), bias (N,) -> (M,
+    N).
 
-    For what PyTorch refuses it raises as PyTorch does. Of the kernel's product autograd knows nothing.
+    It raises PyTorch's errors for unsupported inputs. Autograd does not see the kernel's product.
     """
     if is_faster(None, x, weight) and _fits(x, weight, bias, out):
         return product(x, weight, bias, out)
@@ -80,7 +81,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tens
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> bool:
-    """Whether bias is one of the product's and out is one that it may write."""
+    """Return whether bias fits the product and out can be written by it."""
     if bias is not None and (bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
         return False
     shape = x.shape[0], weight.shape[0]
@@ -90,21 +91,21 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) ->
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by the kernel, where it is supported: x (M, K), weight (N, K), bias (N,) -> (M, N)."""
+    """Compute x @ weight.T + bias by the kernel, if supported: x (M, K), weight (N, K), bias (N,) -> (M, N)."""
     out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
     gluon.run(plans.plan(x.dtype, promote=False), x, weight, bias, out)
     return out
 
 
 def activated(x: Tensor, up: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    """h = x @ up.T + bias and f(h), where the kernel is supported: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
+    """Compute h = x @ up.T + bias and f(h), if supported: x (M, K), up (N, K), bias (N,) -> (M, N) x2."""
     h, y = (x.new_empty((x.shape[0], up.shape[0])) for _ in range(2))
     gluon.run(plans.ACTIVATED, x, up, bias, y, h, activation=kind)
     return h, y
 
 
 def gradient(g: Tensor, down: Tensor, h: Tensor, kind: str) -> Tensor:
-    """dh = (g @ down) * f'(h), where the kernel is supported: g (M, K), down (K, N), h (M, N) -> (M, N)."""
+    """Compute dh = (g @ down) * f'(h), if supported: g (M, K), down (K, N), h (M, N) -> (M, N)."""
     dh = torch.empty_like(h)
     gluon.run(plans.GRADIENT, g, down, None, dh, h, activation=kind, gradient=True)
     return dh

@@ -1,4 +1,4 @@
-"""What an FP8 GEMM takes: which layouts are multiplied, what must fit them, and operands as torch's operators take them."""
+"""Check the operands of FP8 GEMMs: supported layouts and fitting tensors; convert them for torch's operators."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ Flat = tuple[Tensor, Tensor, Tensor, Tensor, str, str]
 
 
 def refusal(a: Layout, b: Layout) -> str | None:
-    """Why FP8 GEMMs multiply no operands of these layouts, or None."""
+    """Return why FP8 GEMMs do not support operands of these layouts, or None."""
     for layout in (a, b):
         known = layout.format in DTYPES.values() and layout.block in GRANULARITIES
         if not known or layout.scales is not torch.float32 or layout.order != PLAIN:
@@ -31,14 +31,14 @@ def refusal(a: Layout, b: Layout) -> str | None:
 
 
 def granularities(a: Layout, b: Layout) -> tuple[str, str]:
-    """What shares a scale of either: "tensor", "row", "block" or "tile". Raises ValueError for what is not multiplied."""
+    """Return what shares a scale in each: "tensor", "row", "block" or "tile". Raises ValueError if unsupported."""
     if reason := refusal(a, b):
         raise ValueError(reason)
     return GRANULARITIES[a.block], GRANULARITIES[b.block]
 
 
 def check(a: Operand, b: Operand, bias: Tensor | None = None) -> tuple[str, str]:
-    """`granularities` of both. Raises ValueError, too, for data, scales or a bias that do not fit."""
+    """Return `granularities` of both. Also raises ValueError for data, scales or a bias that do not fit."""
     pair = granularities(a.layout, b.layout)
     _check_formats(a, b)
     for name, x in (("a", a), ("b", b)):
@@ -77,7 +77,7 @@ def _wrong_data(name: str, x: Operand) -> ValueError:
 
 
 def take_apart(a: Operand, b: Operand) -> Flat:
-    """Raises ValueError for layouts that are not multiplied, and for data of another format."""
+    """Split operands into tensors and granularities. Raises ValueError for unsupported layouts or wrong formats."""
     pair = granularities(a.layout, b.layout)
     _check_formats(a, b)
     return a.data, b.data, a.scale_inv, b.scale_inv, *pair
@@ -86,7 +86,7 @@ def take_apart(a: Operand, b: Operand) -> Flat:
 def put_together(
     a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, a_granularity: str, b_granularity: str
 ) -> tuple[Operand, Operand]:
-    """What `take_apart` took apart."""
+    """Rebuild the operands that `take_apart` split."""
     return (
         Operand(a, a_scale_inv, Layout(a.dtype, BLOCKS[a_granularity], torch.float32)),
         Operand(b, b_scale_inv, Layout(b.dtype, BLOCKS[b_granularity], torch.float32)),

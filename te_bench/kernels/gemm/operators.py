@@ -1,4 +1,4 @@
-"""FP8 GEMMs as torch's operators; and the `forward` of a backend that pads nothing, around its launcher."""
+"""FP8 GEMMs as torch operators, and the `forward` of a backend without padding around its launcher."""
 
 from collections.abc import Callable
 
@@ -9,13 +9,13 @@ from te_bench.kernels.gemm import Problem
 from te_bench.kernels.gemm.operands import check, put_together, take_apart
 from te_bench.kernels.quantize import Operand
 
-K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA wants rows at multiples of 16 bytes, of FP8 and of a 2-byte D
-INTERPRETED_PROCESSORS = 3  # of the interpreter: fewer than a test has tiles, so that a persistent loop turns
-GROUP_M = 8  # tiles of M that share the tiles of b in L2, Triton's usual
+K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA needs rows of a multiple of 16 bytes, for FP8 and for a 2-byte D
+INTERPRETED_PROCESSORS = 3  # fewer than a test has tiles, so that persistent loops repeat
+GROUP_M = 8  # tiles of M that share b's tiles in L2, Triton's usual
 
 
 def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A backend's `forward` as the operator te_bench::NAME: a profiler and torch.compile see it and none of its parts."""
+    """Return a backend's `forward` as operator te_bench::NAME: profilers and torch.compile do not see inside."""
 
     @torch.library.custom_op(f"te_bench::{name}", mutates_args=())
     def operator(
@@ -45,25 +45,25 @@ def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def misaligned(p: Problem) -> str | None:
-    """Why TMA cannot read or write a problem's matrices, or None."""
+    """Return why TMA cannot read or write a problem's matrices, or None."""
     if p.k % K_ALIGNMENT or p.n % N_ALIGNMENT:
         return f"N {p.n} must be a multiple of {N_ALIGNMENT}, K {p.k} of {K_ALIGNMENT}: TMA rows start at 16-byte addresses"
     return None
 
 
 def unpadded(name: str, launch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The `forward` of the backend NAME, operator te_bench::NAME_gemm, around launch(a, b, *, out_dtype, fast_accum, bias).
+    """Return NAME's `forward`, operator te_bench::NAME_gemm, around launch(a, b, *, out_dtype, fast_accum, bias).
 
-    What is launched is aligned, and none of its M, N and K is 0.
+    launch gets aligned operands only, with nonzero M, N and K.
     """
 
     def forward(
         a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
     ) -> Tensor:
-        """D = dequantise(a) @ dequantise(b).T + bias, in float32 until rounded; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+        """Compute D = dequantise(a) @ dequantise(b).T + bias, float32 until rounded; a (M, K), b (N, K) FP8 -> (M, N).
 
-        fast_accum keeps Hopper's 14-bit accumulator for the whole of K; without it, and always with block scales, every 128
-        of K are added up in float32. Raises ValueError for operands that cannot be multiplied.
+        fast_accum keeps Hopper's 14-bit accumulator for all of K; without it, and always with block scales, every 128
+        of K are added in float32. Raises ValueError for operands that cannot be multiplied.
         """
         check(a, b, bias)
         (m, k), n = a.data.shape, b.data.shape[0]

@@ -1,11 +1,11 @@
-"""The fastest FP8 GEMM of a shape, as measured; cuBLASLt where nothing was, or where nothing is much faster.
+"""Use the fastest measured FP8 GEMM for a shape; cuBLASLt if none was measured or none is much faster.
 
-Block scales go by Triton where cuBLASLt has none: on every GPU with TMA but Hopper. What is measured of them is 1 x 128 of a
-by 128 x 128 of b.
+Block scales use Triton where cuBLASLt lacks them: on every GPU with TMA but Hopper. Only 1 x 128 of a by 128 x 128 of b
+is measured.
 
-Every backend keeps the same contract, so that the choice is one of time; the last bits differ, by the order in which K is
-added up and by a bias that Gluon adds before it rounds. It depends on the shape, the scales, the sums asked for and the GPU,
-and on nothing else: a trial's record names the kernels that ran.
+All backends keep one contract, so the choice affects only time and the last bits (order of sums over K; Gluon adds the
+bias before rounding). It depends only on shape, scales, accumulation and GPU: a trial's record names the kernels that
+ran.
 """
 
 import functools
@@ -28,7 +28,7 @@ LAUNCHES: dict[str, Callable[..., Tensor]] = {"gluon": gluon.launch, "triton": t
 def forward(
     a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """D = dequantise(a) @ dequantise(b).T + bias by the backend chosen; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+    """Compute D = dequantise(a) @ dequantise(b).T + bias by the chosen backend; a (M, K), b (N, K) FP8 -> (M, N).
 
     As gemm.Backend's forward; raises ValueError for operands that cannot be multiplied.
     """
@@ -44,7 +44,7 @@ def forward(
 _operator = as_operator("policy_gemm", forward)
 
 
-@functools.lru_cache(maxsize=4096)  # sequences of many lengths would fill it for ever
+@functools.lru_cache(maxsize=4096)  # bounded, because sequences vary in length
 def _launcher(
     a: Layout,
     b: Layout,
@@ -54,7 +54,7 @@ def _launcher(
     fast: bool,
     device: int,
 ) -> Callable[..., Tensor] | None:
-    """The launcher of another backend than cuBLASLt. Raises ValueError for block scales that no backend multiplies there."""
+    """Return a launcher other than cuBLASLt's, or None. Raises ValueError for block scales that no backend supports."""
     if device < 0 or refusal(a, b) or not len(a_shape) == len(b_shape) == 2 or a_shape[1] != b_shape[1]:
         return None
     pair = granularities(a, b)
@@ -68,7 +68,7 @@ def _launcher(
         if reason := triton.BACKEND.unsupported(problem):
             raise ValueError(f"{lack}; by Triton: {reason}")
         return LAUNCHES["triton"]
-    # What was measured: E4M3 into half precision. float32 leaves by other tiles.
+    # Only E4M3 into half precision is measured; float32 has other tiles.
     if granularity is None or not (a.format is b.format is torch.float8_e4m3fn and out_dtype.itemsize == 2):
         return None
     processors = architecture.processors(torch.device("cuda", device))
@@ -84,7 +84,7 @@ measured.on_forget(_launcher.cache_clear)
 
 
 def choose(m: int, n: int, k: int, *, granularity: str, fast: bool, gpu: str, processors: int) -> str:
-    """The backend's name, of E4M3 operands (M, K) and (N, K) with those of table.SCALES."""
+    """Return the backend's name for E4M3 operands (M, K) and (N, K) with a granularity of table.SCALES."""
     fast = fast and granularity != "block"
     shape = {"n": n, "k": k, "dtype": "e4m3", "scales": granularity, "fast_accum": fast, "epilogue": None}
     row = table.nearest(gpu, processors, m, **shape)

@@ -1,4 +1,4 @@
-"""GEMMs in the table of measured times: their shapes, and which of them one row speaks for. Imports no torch."""
+"""GEMMs in the table of measured times: their shapes, and which shapes a row covers. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -9,32 +9,32 @@ from te_bench.kernels import measured
 from te_bench.kernels.gemm import names
 from te_bench.kernels.measured import Timing
 
-#: Below it a choice is noise. Captured, a launch costs the GPU nothing; in eager mode Gluon's costs the host more than
-#: cuBLASLt's, which may be more than it saves where the host is what is waited for.
+#: Smaller gains are noise. In a captured graph a launch costs the GPU nothing; in eager mode Gluon's costs the host
+#: more than cuBLASLt's, which can exceed the gain if the host is the bottleneck.
 LEAST_GAIN = 1.05
-#: A row stands for such heights as its own, and for all that are this many waves of tiles on the GPU's processors: of so
-#: many the last, ragged one is too little to count.
+#: A row covers heights within this factor of its own, and all with this many waves of tiles on the GPU's SMs, where the
+#: ragged last wave hardly matters.
 NEAR_HEIGHT, TILE, MANY_WAVES = 1.25, 128, 8
 DTYPES = ("e4m3", "bf16")
-#: What shares a scale: of a and of b.
+#: {granularity: what shares a scale in (a, b)}.
 SCALES = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("block", "tile")}
 ACTIVATED, GRADIENT = "activated", "gradient"
-#: Rivals in half precision: a product by torch; one with the activation's kernel after it; the Gluon GEMM, all in one.
+#: Rivals in half precision: torch's GEMM; that and the activation's kernel; the Gluon GEMM with both.
 TORCH, SEPARATE, GLUON = "torch", "separate", "gluon"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmShape:
-    """D (M, N) = a (M, K) b (N, K)^T. FP8 has scales per tensor, row or block, 1 x 128 of a and 128 x 128 of b.
+    """D (M, N) = a (M, K) b (N, K)^T. FP8 has scales per tensor, row or block: 1 x 128 of a and 128 x 128 of b.
 
-    fast_accum: the tensor core keeps its 14-bit sums; blocks are promoted as they are scaled.
-    epilogue: "activated", D and f(D); "gradient", D f'(h), b lying as (K, N). Measured with GELU.
+    fast_accum: the tensor core keeps 14-bit sums; blocks are promoted as they are scaled. epilogue: "activated", D and
+    f(D); "gradient", D f'(h), with b as (K, N). Measured with GELU.
     """
 
     m: int
     n: int
     k: int
-    dtype: str  # of the operands; D is in half precision
+    dtype: str  # of the operands; D is half precision
     scales: str | None = None
     fast_accum: bool = False
     epilogue: str | None = None
@@ -56,19 +56,19 @@ class GemmShape:
 
 
 def rivals(shape: GemmShape) -> list[str]:
-    """The names of what can be asked to compute a shape, here or on another machine."""
+    """Return the names of the rivals for a shape, on any machine."""
     if shape.dtype == "e4m3":
         return names()
     return [TORCH if shape.epilogue is None else SEPARATE, GLUON]
 
 
 def read_problem(body: Mapping[str, Any]) -> GemmShape:
-    """The shape of a row's JSON. Raises ValueError or TypeError for what is none."""
+    """Read a shape from a row's JSON. Raises ValueError or TypeError if it is invalid."""
     return GemmShape(**body)
 
 
 def nearest(machine: str, processors: int, m: int, **shape: Any) -> Timing | None:
-    """The machine's row of this shape but for the height, of those that stand for m the one whose own is the nearest."""
+    """Return the machine's row of this shape that covers height m, with the nearest height; or None."""
 
     def times_as_high(known: GemmShape) -> float:
         same = all(getattr(known, name) == value for name, value in shape.items())

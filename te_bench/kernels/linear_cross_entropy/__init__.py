@@ -1,6 +1,6 @@
 """Linear cross-entropy rivals, one file each: mean_i CE(x_i W^T, t_i) over a padded vocabulary, differentiable by autograd.
 
-Of W's Vp rows the first `vocab` count. The others are padding: outside the softmax, with a gradient of exactly zero.
+Of W's Vp rows the first `vocab` count. The others are padding: outside the softmax, with gradients of exactly zero.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from te_bench import plugins
 
-IGNORED = -1  # the target that counts for nothing
+IGNORED = -1  # target that counts for nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class Problem:
     d: int
     vocab: int
     padded: int
-    dtype: str  # of the products: "fp32", "bf16", "fp16"
+    dtype: str  # of the GEMMs: "fp32", "bf16", "fp16"
     device: str  # "cpu", "cuda"
     capability: tuple[int, int] | None
 
@@ -28,13 +28,12 @@ class Problem:
 class Backend:
     """forward(x, weight, targets, *, vocab): (N, D), (Vp, D), (N,) int64 -> () float32, in nats, gradients to x and weight.
 
-    Targets of -1 are ignored; where there are no others the loss is NaN and the gradients are 0, as F.cross_entropy has
-    it. x and weight are of one dtype, or of any under torch.autocast, in whose dtype the products are then computed.
-    copied: forward also takes copy, (Vp, D) or None: weight, rounded already.
-    kernels: device -> regular expression over the names of the kernels, on a CPU operators, that prove it ran; a device that
-    is absent has none. gemms(n, d, padded, itemsize, rounded): how many GEMMs of x (N, D) and (N, padded) logits of that
-    itemsize a training pass is made of, (in FP8, in their dtype); rounded: dW is bfloat16, as W is, and not float32. Logits
-    all at once are one, their gradients two.
+    Targets of -1 are ignored; if all are, the loss is NaN and the gradients are 0, as in F.cross_entropy. x and weight
+    have one dtype, or any under torch.autocast, in whose dtype the GEMMs then run. copied: forward also takes copy,
+    (Vp, D) or None: the weight, already rounded. kernels: device -> regular expression over the names of kernels (on a
+    CPU operators) that prove it ran; no entry means it has none. gemms(n, d, padded, itemsize, rounded): numbers of GEMMs
+    of a training pass, (in FP8, in their dtype), for x (N, D) and (N, padded) logits of that itemsize; rounded: dW is bf16
+    as W is, not float32; logits all at once are one, their gradients two.
     """
 
     forward: Callable[..., Any]
@@ -49,7 +48,7 @@ names, load = _family.names, _family.load
 
 
 def check(x: Any, weight: Any, targets: Any, vocab: int) -> None:
-    """Raise ValueError unless these are x (N, D), weight (Vp, D), targets (N,) int64 and 1 <= vocab <= Vp, on one device."""
+    """Raise ValueError unless x is (N, D), weight (Vp, D), targets (N,) int64, 1 <= vocab <= Vp, on one device."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: x must be (N, D) and weight (Vp, D); "

@@ -1,4 +1,4 @@
-"""What the chunked backends share: how the rows are cut up, and the autograd Function around their operators."""
+"""Shared code of the chunked backends: chunk sizes, and the autograd Function around their operators."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,37 +13,37 @@ _autograd: Any = torch._C._autograd
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 ROWS_MULTIPLE = 128  # rows of a GEMM's tile
-# Of classes: cuBLAS has slow kernels alone for rows that 16 bytes do not divide, such as GPT-2's 50257.
+# Multiple of classes: cuBLAS is slow for rows that are no multiple of 16 bytes, such as GPT-2's 50257.
 CLASSES_MULTIPLE = 64
-# A bf16 dW is rounded once for each of so many chunks at most: of four it errs 1.7 times as much as of one (on an H200,
-# 1000 x 256 x 5056), and the rule is twice as much as PyTorch.
+# A bf16 dW is rounded once per chunk, for at most this many: with four its error is 1.7 times that with one (H200, 1000
+# x 256 x 5056); the error rule allows twice PyTorch's.
 MOST_CHUNKS = 4
 
 
 def chunk_rows(n: int, padded: int, itemsize: int, budget: int) -> int:
-    """Rows a chunk: as few chunks as `budget` bytes of (rows, padded) allow, aligned, of one size but for the last."""
+    """Return the rows of a chunk: the fewest chunks that `budget` bytes of (rows, padded) allow, aligned."""
     most = max(ROWS_MULTIPLE, budget // (padded_classes(padded) * itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     each = -(-n // -(-n // most)) if n else most
     return -(-each // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
 def gradient_dtype(leaf: torch.dtype, products: torch.dtype) -> torch.dtype:
-    """In which an operator returns the gradient of a leaf: bfloat16 of one in it, which GEMMs write, else float32."""
+    """Return the dtype of an operator's gradient for a leaf: bfloat16 for bfloat16, which GEMMs write, else float32."""
     return leaf if leaf is products is torch.bfloat16 else torch.float32
 
 
 def sum_dtype(leaf: torch.dtype, products: torch.dtype, chunks: int) -> torch.dtype:
-    """In which chunks are added up: that of the gradient, unless it is rounded and there are more than MOST_CHUNKS."""
+    """Return the dtype in which chunks are summed: the gradient's, but float32 for more than MOST_CHUNKS."""
     return gradient_dtype(leaf, products) if chunks <= MOST_CHUNKS else torch.float32
 
 
 def padded_classes(classes: int) -> int:
-    """As many as `aligned` makes of them."""
+    """Return the number of classes padded as by `aligned`."""
     return -(-classes // CLASSES_MULTIPLE) * CLASSES_MULTIPLE
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight (V, D) as it is where GEMMs can take it on a GPU, else a copy in dtype with rows of padding, which are 0."""
+    """Return weight (V, D) if GEMMs on a GPU support it, else a copy in dtype padded with zero rows."""
     classes, d = weight.shape
     if padded_classes(classes) == classes or not (weight.is_cuda or kernels.INTERPRETED):
         return weight
@@ -58,7 +58,7 @@ def count(targets: Tensor) -> Tensor:
     if targets.is_cuda or kernels.INTERPRETED:
         return kernels.count(targets)
     counted = (targets != IGNORED).sum().float()
-    inverse = 1 / counted.clamp(min=1)  # where every target is ignored the gradients are 0, and not 0 / 0
+    inverse = 1 / counted.clamp(min=1)  # if every target is ignored the gradients are 0, not 0 / 0
     return torch.stack([counted, inverse, inverse / kernels.GRADIENT_SCALE])[:, None].expand(-1, 4).contiguous()
 
 
@@ -70,12 +70,12 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
 
 
 def slices(n: int, size: int) -> Iterator[slice]:
-    """0..n in pieces of `size`, the last of what is left."""
+    """Split 0..n into pieces of `size`; the last is what remains."""
     return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The operator computes the mean loss's gradients along with it; the backward pass scales them by the loss's own."""
+    """The operator computes the mean loss with its gradients; the backward pass scales them by the loss's own."""
 
     @staticmethod
     def forward(
@@ -106,10 +106,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * dloss in dtype: gradient itself, overwritten, where a kernel can do it and no other backward pass follows.
+    """Return gradient * dloss in dtype; in place if a kernel can and no other backward pass follows.
 
-    dW, 155 MB of GPT-2's in float32, 1.1 GB of Llama-3-8B's in bf16, is then not read where dloss is 1, as it is but for a
-    scaled or divided loss. The GPU decides, for nobody waits for it.
+    Then dW (155 MB for GPT-2 in float32, 1.1 GB for Llama-3-8B in bf16) is not read if dloss is 1, as for an unscaled
+    loss. The GPU checks that, so nobody waits for it.
     """
     if torch.compiler.is_compiling() or not (gradient.is_cuda or kernels.INTERPRETED):
         return (gradient * dloss).to(dtype)
@@ -131,7 +131,7 @@ def fake(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes and dtypes of what the operators return."""
+    """Return the operators' results as fake tensors."""
     loss = x.new_empty((), dtype=torch.float32)
     dx = x.new_empty(x.shape if need_dx else 0, dtype=gradient_dtype(x.dtype, dtype))
     return loss, dx, x.new_empty(weight.shape if need_dw else 0, dtype=gradient_dtype(leaf, dtype))
@@ -147,10 +147,10 @@ def apply(
     strip: int | None,
     copy: Tensor | None,
 ) -> Tensor:
-    """The loss by operator(x, weight, targets, vocab, dtype, rows, strip, leaf, need_dx, need_dw) -> loss, dx, dw.
+    """Compute the loss by operator(x, weight, targets, vocab, dtype, rows, strip, leaf, need_dx, need_dw), with dx, dw.
 
-    dtype is autocast's or x's, leaf weight's; dx and dw, of `gradient_dtype`, are the mean loss's gradients, empty where not
-    needed. copy: what operator takes for weight, whose gradient it stays. Raises ValueError for what does not fit.
+    dtype is autocast's or x's, leaf weight's; dx and dw, of `gradient_dtype`, are the mean loss's gradients, empty if
+    not needed. copy: used in weight's place, which gets the gradient. Raises ValueError if inputs do not fit.
     """
     check(x, weight, targets, vocab)
     if copy is not None and copy.shape != weight.shape:

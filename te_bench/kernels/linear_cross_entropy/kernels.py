@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The Triton kernels that turn logits into losses and into the logits' gradient, and their launchers.
 
-Bound by memory, as long as an element costs few instructions. Hence: exp2 without denormals, targets of 32 bits, and one
-cast for both layouts (15 instructions). One program has a row and reads it twice, the second time mostly not from L2.
-Each thread keeps the maximum and the sum of what it saw: no barrier until the row's end. Rows and, the second time, columns
-are taken from last to first: what was written last is still in L2.
+They are memory-bound, as long as an element costs few instructions. Hence exp2 flushes subnormals, targets are 32-bit,
+and one cast serves both layouts (15 instructions). A program has a row and reads it twice, the second time mostly not
+from L2. Each thread keeps its own maximum and sum, so there is no barrier before the row's end. Rows and, the second
+time, columns go from last to first, because what was written last is still in L2.
 """
 
 import torch
@@ -19,52 +19,52 @@ from te_bench.kernels.tile import INTERPRETED as IN_PYTHON
 Constants = dict[str, object]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# The fastest of blocks of 1024 to 8192 and 4 to 32 warps, at 12288 x 50304 on an H200 (benchmarks/NOTES.md).
+# The fastest of blocks of 1024 to 8192 and 4 to 32 warps, for 12288 x 50304 on an H200 (benchmarks/NOTES.md).
 ROW: Constants = {"BLOCK": 8192, "num_warps": 16}
 STATISTICS: Constants = {"BLOCK": 4096, "num_warps": 8}
 VECTOR = tl.constexpr(8)  # columns that a thread loads at once: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
-# Of a thread without an element: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
+# For threads without an element: -inf - -inf would be NaN, and times LOG2_E it must not overflow.
 LOWEST = tl.constexpr(-2e38)
 
-# |softmax - onehot| <= 1, so that 2^15 takes it to at most 32768, in the last of E5M2's binades (its largest is 57344).
+# |softmax - onehot| <= 1, so 2^15 gives at most 32768, within E5M2's last binade (its largest is 57344).
 GRADIENT_SCALE = 2.0**15
-# Tile of the FP8 kernel: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128, as fast with Triton
-# 3.6, goes through shared memory byte by byte with 3.7.
+# Tile of the FP8 kernel: 128 bytes of bf16 read, 128 bytes of the transposed layout written. 64 x 128, as fast with
+# Triton 3.6, goes through shared memory byte by byte with 3.7.
 ROWS, COLUMNS = 128, 64
 TILE: Constants = {"SCALE": GRADIENT_SCALE, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 8}
-TARGETS = 8192  # that count_kernel and mean_kernel, one program each, take at a time
-# Of scale_kernel: elements at a time, and programs, which have nothing to do where dloss is 1.
+TARGETS = 8192  # per step of count_kernel and mean_kernel, one program each
+# For scale_kernel: elements per step, and programs, which have nothing to do if dloss is 1.
 PIECE, PROGRAMS = 4096, 1024
 
-# numbers (3, 4), a value a row: what is 16 bytes apart is aligned for cuBLASLt too.
-COUNTED, INVERSE, SCALED = 0, 1, 2  # targets that count, 1 over them (0 counts as 1), that over GRADIENT_SCALE
+# Rows of numbers (3, 4), one value each: 16 bytes apart, they are aligned for cuBLASLt, too.
+COUNTED, INVERSE, SCALED = 0, 1, 2  # counted targets, 1 / max(counted, 1), that over GRADIENT_SCALE
 
 
 @triton.jit
 def _columns(start, BLOCK: tl.constexpr):
-    """(BLOCK / 8, 8) columns: 8 neighbours in each thread."""
+    """Return (BLOCK / 8, 8) columns: 8 neighbours per thread."""
     return start + tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
 
 
 @triton.jit
 def _load(z, cols, vocab, padded):
-    """z at cols in float32, -inf in the padding."""
-    # The mask of the load ends at padded, a multiple of 8: one that ends at vocab, 50257, would load 2 bytes at a time.
+    """Load z at cols in float32, with -inf in the padding."""
+    # The load's mask ends at padded, a multiple of 8: ending at vocab, 50257, it would load 2 bytes at a time.
     v = tl.load(z + cols, mask=cols < padded, other=0.0).to(tl.float32)
     return tl.where(cols < vocab, v, float("-inf"))
 
 
 @triton.jit
 def _update_softmax(v, m_i, l_i):
-    """Every thread's maximum and sum, v (BLOCK / 8, 8) among them."""
+    """Update every thread's maximum and sum with v (BLOCK / 8, 8)."""
     m_new = tl.maximum(m_i, tl.max(v, 1))
     return m_new, l_i * exp2((m_i - m_new) * LOG2_E) + tl.sum(exp2((v - m_new[:, None]) * LOG2_E), 1)
 
 
 @triton.jit
 def _row_statistics(z, vocab, padded, BLOCK: tl.constexpr):
-    """max z and sum exp(z - max z) over the first `vocab` of a row."""
+    """Return max z and sum exp(z - max z) over a row's first `vocab` columns."""
     m_i = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK // VECTOR,), tl.float32)
     full = vocab // BLOCK * BLOCK
@@ -79,8 +79,8 @@ def _row_statistics(z, vocab, padded, BLOCK: tl.constexpr):
 
 @triton.jit
 def _loss(z_target, target, m_i, l_i, vocab):
-    """-log softmax at the target, 0 where that is ignored, and 1 / l_i; both NaN where it is not in the vocabulary."""
-    # (m_i - z_target) first: added to m_i alone, log(l_i) would lose its digits.
+    """Return -log softmax at the target (0 if ignored) and 1 / l_i; both NaN for a target outside the vocabulary."""
+    # Compute m_i - z_target first: added to m_i alone, log(l_i) would lose digits.
     loss = tl.where(target == -1, 0.0, tl.log(l_i) + (m_i - z_target))
     illegal = (target < -1) | (target >= vocab)
     return tl.where(illegal, float("nan"), loss), tl.where(illegal, float("nan"), tl.div_rn(1.0, l_i))
@@ -93,7 +93,7 @@ def _target_logit(z, target, vocab):
 
 @triton.jit
 def _softmax_row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
-    """A program's row, the last first, whose loss is stored: which, logits, target, max z and 1 / sum exp(z - max z)."""
+    """Return the row, its logits, target, max z and 1 / sum exp(z - max z), and store its loss; last rows first."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     z = logits + row.to(tl.int64) * padded
     target = tl.load(targets + row)
@@ -108,12 +108,12 @@ def _softmax_row(logits, targets, losses, vocab, padded, BLOCK: tl.constexpr):
 def rows_kernel(
     logits, targets, losses, factor, vocab, padded, GRADIENT: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """losses[row] = -log p_t; with GRADIENT logits[row] := (p - onehot(t)) * factor, 0 in the padding and for ignored t."""
+    """Store -log p_t; with GRADIENT write (p - onehot(t)) * factor to the row, 0 in the padding and for ignored t."""
     _, z, target, m_i, inv_l = _softmax_row(logits, targets, losses, vocab, padded, BLOCK)
     if GRADIENT:
         scale = tl.load(factor)
         inv_l *= scale
-        counts, column = target != -1, target.to(tl.int32)  # one that does not fit is NaN by `inv_l`
+        counts, column = target != -1, target.to(tl.int32)  # a target outside the vocabulary is NaN by `inv_l`
         full = vocab // BLOCK
         blocks = tl.cdiv(padded, BLOCK)
         for block in tl.range(0, blocks - full):
@@ -130,7 +130,7 @@ def rows_kernel(
 
 @triton.jit
 def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK: tl.constexpr):
-    """losses[row] = -log p_t; statistics[row] = max z, 1 / sum exp(z - max z)."""
+    """Store losses[row] = -log p_t and statistics[row] = max z, 1 / sum exp(z - max z)."""
     row, _, _, m_i, inv_l = _softmax_row(logits, targets, losses, vocab, padded, BLOCK)
     tl.store(statistics + 2 * row, m_i)
     tl.store(statistics + 2 * row + 1, inv_l)
@@ -138,7 +138,7 @@ def statistics_kernel(logits, targets, losses, statistics, vocab, padded, BLOCK:
 
 @triton.jit
 def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCALE: tl.constexpr):
-    """(p - onehot(t)) * SCALE, float32, at (here, cols), 0 where t is ignored; what the padding holds is the caller's."""
+    """Return (p - onehot(t)) * SCALE, float32, at (here, cols), 0 for ignored t; the caller handles padding."""
     row_mask = here < rows
     target = tl.load(targets + here, mask=row_mask, other=-1)
     m_i = tl.load(statistics + 2 * here, mask=row_mask, other=0.0)
@@ -146,14 +146,14 @@ def _gradient(logits, targets, statistics, here, cols, rows, vocab, padded, SCAL
     mask = row_mask[:, None] & (cols < padded)[None, :]
     v = tl.load(logits + here.to(tl.int64)[:, None] * padded + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     g = exp2((v - m_i[:, None]) * LOG2_E) * inv_l[:, None]
-    # 32 bits are one comparison, 64 two; a target that does not fit is NaN by `inv_l`.
+    # 32 bits are one comparison, 64 two; a target outside the vocabulary is NaN by `inv_l`.
     g = tl.where(cols[None, :] == target.to(tl.int32)[:, None], g - SCALE, g)
     return tl.where((target != -1)[:, None], g, 0.0), mask
 
 
 @triton.jit
 def _pairs(upper, lower):
-    """E5M2's codes of two rows, the upper one's in the low byte of 16 bits: as they follow one another in a column."""
+    """Return E5M2 codes of two rows as 16 bits, the upper row's in the low byte, as they are adjacent in a column."""
     if IN_PYTHON:
         low = to_fp8(upper, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
         high = to_fp8(lower, tl.float8e5).to(tl.uint8, bitcast=True).to(tl.uint16)
@@ -179,10 +179,10 @@ def fp8_kernel(
     logits, targets, statistics, data, data_t, rows, first, height, vocab, padded,
     PAIRED: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of e5m2((p - onehot(t)) * SCALE) into data (rows, Vp) and data_t (Vp, height), there from column `first` on.
+    """Write a tile of e5m2((p - onehot(t)) * SCALE) to data (rows, Vp), and data_t (Vp, height) from column `first` on.
 
-    Both are bytes; PAIRED: data_t is 16 bits wide, (Vp, height / 2), first and rows are even. Rows go in pairs, cast once
-    and moved through shared memory as 16 bits: Triton would move bytes one by one.
+    Both are bytes. PAIRED: data_t is 16 bits wide, (Vp, height / 2), first and rows are even. Pairs of rows are cast
+    once and moved through shared memory as 16 bits: Triton would move bytes one by one.
     """
     across = tl.cdiv(padded, COLUMNS)
     index = tl.program_id(0)
@@ -203,7 +203,7 @@ def fp8_kernel(
     if data_t is not None:
         packed_t, wide = tl.trans(packed), cols.to(tl.int64)[:, None]
         if PAIRED:
-            # Counted in pairs: of `lower < rows` Triton would not see that neighbours agree, and store two bytes at a time.
+            # Compare pairs: from `lower < rows` Triton would not see that neighbours agree, and store two bytes each.
             mask = (cols < padded)[:, None] & (pairs < rows // 2)[None, :]
             tl.store(data_t + wide * (height // 2) + (first // 2 + pairs)[None, :], packed_t, mask=mask)
         else:
@@ -214,7 +214,7 @@ def fp8_kernel(
 
 @triton.jit
 def count_kernel(targets, numbers, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """numbers: how many targets are not ignored, 1 over that or over 1, the same over SCALE."""
+    """Write numbers: the targets that are not ignored, 1 over max(that, 1), and that over SCALE."""
     total = tl.zeros((BLOCK,), tl.int32)
     for start in tl.range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -228,7 +228,7 @@ def count_kernel(targets, numbers, n, SCALE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def mean_kernel(losses, numbers, loss, n, BLOCK: tl.constexpr):
-    """loss := the sum of losses (n,) over the targets that count; NaN, 0 / 0, where none does."""
+    """Write the sum of losses (n,) over the number of counted targets to loss; NaN (0 / 0) without any."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -238,7 +238,7 @@ def mean_kernel(losses, numbers, loss, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale_kernel(x, factor, out, n, IN_PLACE: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """out := x * factor, both (n,); IN_PLACE, where they are one, nothing is read or written if the factor is 1."""
+    """Write x * factor to out, both (n,); IN_PLACE, nothing is read or written if the factor is 1."""
     by = tl.load(factor)
     end = tl.where(by == 1.0, 0, n) if IN_PLACE else n
     for start in tl.range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
@@ -247,7 +247,7 @@ def scale_kernel(x, factor, out, n, IN_PLACE: tl.constexpr, DTYPE: tl.constexpr,
 
 
 def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
-    """losses (N,) := -log p_t; with a factor, () float32, logits (N, Vp), contiguous, := (p - onehot(t)) * factor."""
+    """Write -log p_t to losses (N,); with a factor, () float32, overwrite logits by (p - onehot(t)) * factor."""
     n, padded = logits.shape
     args = (logits, targets, losses, factor, vocab, padded)
     gradient = factor is not None
@@ -259,9 +259,9 @@ def rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Te
 def fp8_rows(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, data: Tensor | None, data_t: Tensor | None, first: int
 ) -> None:
-    """losses (N,) := -log p_t; data (N, Vp) and the columns of data_t (Vp, height) from `first` on := E5M2's p - onehot(t).
+    """Write -log p_t to losses (N,), and p - onehot(t) in E5M2 to data (N, Vp) and data_t (Vp, height) from `first` on.
 
-    logits (N, Vp), contiguous, stay as they are; data and data_t, E5M2, stand for GRADIENT_SCALE times the gradient.
+    logits (N, Vp), contiguous, are unchanged; data and data_t hold GRADIENT_SCALE times the gradient.
     """
     (n, padded), device = logits.shape, logits.get_device()
     statistics = torch.empty(n, 2, dtype=torch.float32, device=logits.device)
@@ -284,7 +284,7 @@ def fp8_rows(
 
 
 def count(targets: Tensor) -> Tensor:
-    """numbers (3, 4) float32 of targets (N,): rows COUNTED, INVERSE and SCALED, a number in the first column of each."""
+    """Return numbers (3, 4) float32 of targets (N,): COUNTED, INVERSE and SCALED in the first column of three rows."""
     numbers = torch.empty(3, 4, dtype=torch.float32, device=targets.device)
     args, constants = (targets, numbers, len(targets)), {"SCALE": GRADIENT_SCALE, "BLOCK": TARGETS, "num_warps": 32}
     launch(count_kernel, 1, (*traits(targets), len(targets)), targets.get_device(), args, constants)
@@ -292,7 +292,7 @@ def count(targets: Tensor) -> Tensor:
 
 
 def mean(losses: Tensor, numbers: Tensor) -> Tensor:
-    """() float32: the sum of losses (N,) float32 over the targets that count."""
+    """Return () float32: the mean of losses (N,) float32 over the counted targets."""
     loss = torch.empty((), dtype=torch.float32, device=losses.device)
     args, constants = (losses, numbers, loss, len(losses)), {"BLOCK": TARGETS, "num_warps": 32}
     launch(mean_kernel, 1, (*traits(losses), len(losses)), losses.get_device(), args, constants)
@@ -300,7 +300,7 @@ def mean(losses: Tensor, numbers: Tensor) -> Tensor:
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
-    """out := x * factor, x contiguous float32, factor () float32, out of x's shape or x itself."""
+    """Write x * factor to out; x contiguous float32, factor () float32, out of x's shape or x itself."""
     n, constants = x.numel(), {"IN_PLACE": out is x, "DTYPE": FLOATS[out.dtype], "BLOCK": PIECE, "num_warps": 8}
     if n:
         key = (*traits(x, factor, out), n, out is x)

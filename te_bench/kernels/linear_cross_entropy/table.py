@@ -1,6 +1,6 @@
-"""Linear cross-entropy in the table of measured times. Seconds are of the loss with both gradients.
+"""Linear cross-entropy in the table of measured times. Seconds are for the loss with both gradients.
 
-No head is chosen by these rows: heads differ in memory and precision too, and whoever trains names one. Imports no torch.
+These rows choose no head: heads also differ in memory and precision, so users name one. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -26,5 +26,5 @@ class HeadShape:
 
 
 def read_problem(body: Mapping[str, Any]) -> HeadShape:
-    """The shape of a row's JSON. Raises ValueError or TypeError for what is none."""
+    """Read a shape from a row's JSON. Raises ValueError or TypeError if it is invalid."""
     return HeadShape(**body)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The embeddings of a model whose head shares the tokens' table: one gradient for both, made in the memory of the head's.
+"""Embeddings of a model whose head shares the token table: one gradient for both, in the head gradient's memory.
 
-By itself autograd would fill a second (Vp, D) with zeros, put the rows' gradients there and add it to the first: 0.46 GB of
-GPT-2's 0.155 GB tables. Here the rows are added where they belong, a token's in the order of its places, which is the same
-in every run. Tokens' and positions' rows are looked up and added by one kernel.
+Autograd alone would zero a second (Vp, D), add the rows' gradients there and add it to the first: 0.46 GB of traffic
+for GPT-2's 0.155 GB table. Here rows are added in place, a token's in the order of its positions, which is the same in
+every run. One kernel looks up and adds token and position rows.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.tile import rounded
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# Rows of a token's that are read at once: one that is there 600 times among 12288 takes 75 turns.
+# A token's rows that are read at once: a token that occurs 600 times among 12288 takes 75 steps.
 ROWS = 8
-ELEMENTS = 2048  # of a tile, ROWS rows by so many columns as that leaves: a thread adds its own
+ELEMENTS = 2048  # of a tile: ROWS rows by the columns that remain, so that a thread adds its own
 CONSTANTS: dict[str, Any] = {"ROWS": ROWS, "COLUMNS": ELEMENTS // ROWS, "num_warps": 2}
-LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four times 16 bytes a thread of each table
+LOOKUP: dict[str, Any] = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}  # four times 16 bytes per thread from each table
 
 
 @triton.jit
 def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """out[i] := table[tokens[i]] + positions[i % T] for i < N; NaN for a token that table, (V, D), does not have.
+    """Write table[tokens[i]] + positions[i % T] to out[i] for i < N; NaN for a token outside table (V, D).
 
     positions may be None: nothing is added.
     """
@@ -45,7 +45,7 @@ def embed_kernel(table, positions, tokens, out, N, T, V, D, ROWS: tl.constexpr, 
 
 @triton.jit
 def _next(tokens, places, i, N, ROWS: tl.constexpr):
-    """The next tokens from i on, -1 beyond the end, their places, and the last of these tokens."""
+    """Return the tokens from i on (-1 beyond the end), their places, and the last of these tokens."""
     at = i + tl.arange(0, ROWS)
     end = i + ROWS - 1
     near = tl.load(tokens + at, mask=at < N, other=-1)
@@ -54,12 +54,12 @@ def _next(tokens, places, i, N, ROWS: tl.constexpr):
 
 @triton.jit
 def add_rows_kernel(table, rows, tokens, places, N, V, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """table[t] += the sum of rows[places[i]] over all i with tokens[i] = t < V; tokens (N,) are sorted.
+    """Add the sum of rows[places[i]] over all i with tokens[i] = t to table[t], for t < V; tokens (N,) are sorted.
 
-    A program for each i and COLUMNS columns: the first of a token adds for all of them.
+    There is a program for each i and COLUMNS columns: the first one of a token adds for all of them.
     """
     i = tl.program_id(0)
-    # Most tokens are there once, and programs wait for memory more than they add: what is needed is asked for at once.
+    # Most tokens occur once, and programs wait for memory more than they add: request everything at once.
     before = tl.load(tokens + i - 1, mask=i > 0, other=-1)
     token = tl.load(tokens + i)
     near, place, last = _next(tokens, places, i, N, ROWS)
@@ -80,7 +80,7 @@ def add_rows_kernel(table, rows, tokens, places, N, V, D, ROWS: tl.constexpr, CO
 
 
 def add_rows(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """table[t] += the sum of rows[i] over all i with tokens[i] = t, in float32; (Vp, D), (N, D), (N,) int64."""
+    """Add the sum of rows[i] over all i with tokens[i] = t to table[t], in float32; (Vp, D), (N, D), (N,) int64."""
     if not (table.is_cuda or INTERPRETED):
         table.index_add_(0, tokens, rows.to(table.dtype))
     elif rows.numel():
@@ -88,7 +88,7 @@ def add_rows(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
 
 
 def add_rows_by_kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """The same by the kernel, of one row and more."""
+    """`add_rows` by the kernel, for at least one row."""
     (n, d), rows = rows.shape, rows.contiguous()
     ordered, places = tokens.int().sort(stable=True)
     places = places.int()
@@ -99,10 +99,10 @@ def add_rows_by_kernel(table: Tensor, rows: Tensor, tokens: Tensor) -> None:
 
 
 def embed(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
-    """table[tokens] + positions[:T]: (Vp, D), (at least T, D) or None, (B, T) int64 -> (B, T, D).
+    """Return table[tokens] + positions[:T]: (Vp, D), (at least T, D) or None, (B, T) int64 -> (B, T, D).
 
-    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises ValueError
-    for positions that are too few, or of another width.
+    On a GPU an unknown token's row is NaN, where PyTorch ends the process; on a CPU it raises IndexError. Raises
+    ValueError for positions that are too few or of another width.
     """
     length = tokens.shape[1]
     if positions is not None and (len(positions) < length or positions.shape[1:] != table.shape[1:]):
@@ -120,7 +120,7 @@ def embed(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
 
 
 def embed_by_kernel(table: Tensor, positions: Tensor | None, tokens: Tensor) -> Tensor:
-    """The same by the kernel, of one token and more."""
+    """`embed` by the kernel, for at least one token."""
     (batch, length), (known, d) = tokens.shape, table.shape
     out = torch.empty((batch, length, d), dtype=table.dtype, device=table.device)
     sizes = tokens.numel(), length, known, d
@@ -156,7 +156,7 @@ class _Tied(torch.autograd.Function):
                 dpositions = F.pad(dpositions, (0, 0, 0, unused))
         if dtable is None:
             dtable = drows.new_zeros(ctx.table[0], dtype=ctx.table[1])
-        dtable = dtable.contiguous()  # one that was expanded has no room of its own
+        dtable = dtable.contiguous()  # an expanded tensor has no memory of its own
         if ctx.padding is not None:
             drows = drows.masked_fill((tokens == ctx.padding)[..., None], 0)
         add_rows(dtable, drows.flatten(0, -2), tokens.flatten())
@@ -164,10 +164,10 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(table: Tensor, positions: Tensor | None, tokens: Tensor, padding: int | None = None) -> tuple[Tensor, Tensor]:
-    """`embed`, and the table again, for the head: what arrives as its gradient is overwritten by that of both.
+    """Return `embed`, and the table again for the head: its incoming gradient is overwritten by that of both.
 
-    table (Vp, D), positions (at least T, D) or None; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may look at
-    the second one's gradient. padding: a token whose row is looked up and gets no gradient of that.
+    table (Vp, D), positions (at least T, D) or None; tokens (B, T) int64 -> (B, T, D), (Vp, D). Nothing else may read
+    the second result's gradient. padding: a token whose embedding gets no gradient.
     """
     embedded, again = _Tied.apply(table, positions, tokens, padding)
     return embedded, again

@@ -20,26 +20,28 @@ class Problem:
     n: int
     dtype: str  # "fp32", "bf16", "fp16"
     kind: str  # one of KINDS
-    quantized: bool  # forward_quantized is wanted too
+    quantized: bool  # forward_quantized is needed, too
     device: str  # "cpu", "cuda"
     capability: tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """A norm in a residual stream: x (M, N) is the stream, in float32 under autocast, branch (M, N) or None what is added.
+    """A norm in a residual stream: x (M, N) is the stream (float32 under autocast), branch (M, N) or None is added to
+    it.
 
-    add_forward(x, branch, weight, bias, *, eps, dtype, zero_centered_gamma=False, kind="layernorm", amax=None) -> total,
-    y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
+    add_forward(x, branch, weight, bias, *, eps, dtype, zero_centered_gamma=False, kind="layernorm", amax=None) ->
+    total, y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
     add_forward_quantized(x, branch, weight, bias, *, eps, via, scale, dtype, rowwise, columnwise, ..., amax=None,
-    counts=None, statistics=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then what quantize's `scaled` does
-    with it. statistics: mean and rstd of the same x, without a branch, that such a call found: the same bits are made.
+    counts=None, statistics=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then cast by quantize's
+    `scaled`. statistics: mean and rstd of the same x, without a branch, from an earlier call; gives the same bits.
     backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None,
-    branch=None) -> dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total, or, where that was not
-    kept, what branch is to be added to once more; dbias is None unless biased. amax and column_sum, (N,) float32, are of
-    what was rounded, the branch's gradient; its sum is that of the bias last added to it.
-    backward_quantized(dy, x, weight, mean, rstd, *, via, scale, dtype, rowwise, columnwise, ..., residual=None, biased=True,
-    amax=None, counts=None, column_sum=None, branch=None) -> dx, Quantized, dweight, dbias: dx, rounded to `via`, `scaled`.
+    branch=None) -> dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total or, if that was not
+    saved, the stream to which branch is added again; dbias is None unless biased. amax and column_sum, (N,) float32,
+    are of the rounded dx, the branch's gradient; its sum is the gradient of the branch's bias.
+    backward_quantized(dy, x, weight, mean, rstd, *, via, scale, dtype, rowwise, columnwise, ..., residual=None,
+    biased=True, amax=None, counts=None, column_sum=None, branch=None) -> dx, Quantized, dweight, dbias: dx, rounded to
+    `via`, `scaled`.
     """
 
     add_forward: Callable[..., Any]
@@ -50,17 +52,17 @@ class Residual:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backend:
-    """One rival. x (M, N), rows contiguous; weight and bias (N,), bias None in rmsnorm and allowed to be in layernorm.
+    """One rival. x (M, N), rows contiguous; weight and bias (N,); rmsnorm has no bias, layernorm may have one.
 
     forward(x, weight, bias, *, eps, zero_centered_gamma=False, kind="layernorm") -> y, mean, rstd: y in x's dtype; mean
     and rstd (M,) float32, mean None in rmsnorm.
     forward_quantized(x, weight, bias, *, eps, scale, dtype, rowwise, columnwise, zero_centered_gamma=False,
-    kind="layernorm", amax=None, counts=None) -> Quantized, mean, rstd: y, rounded to x's dtype, then what quantize's
-    `scaled` does with it.
+    kind="layernorm", amax=None, counts=None) -> Quantized, mean, rstd: y, rounded to x's dtype, then cast by quantize's
+    `scaled`.
     backward(dy, x, weight, mean, rstd, *, zero_centered_gamma=False, kind="layernorm", residual=None) -> dx, dweight,
-    dbias: dx in x's dtype, plus residual (M, N), the gradient that bypassed the norm; dweight and dbias, None in rmsnorm,
-    are sums in float32 and the same in every run, in weight's dtype.
-    residual: the norm in a residual stream, fused with what is around it; None where a backend has none.
+    dbias: dx in x's dtype, plus residual (M, N), the gradient that bypassed the norm; dweight and dbias (None in
+    rmsnorm), in weight's dtype, are float32 sums that are the same in every run.
+    residual: the norm in a residual stream, fused with its neighbours; None if a backend has none.
     """
 
     forward: Callable[..., Any]
@@ -75,7 +77,7 @@ names, load = _family.names, _family.load
 
 
 def check(x: Any, weight: Any, bias: Any, kind: str) -> None:
-    """Raise ValueError unless these are x (M, N), weight (N,) and a bias (N,) or None that `kind` has."""
+    """Raise ValueError unless x is (M, N), weight (N,), and bias (N,) or None, as `kind` allows."""
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: {' or '.join(KINDS)}")
     if x.dim() != 2 or weight.shape != x.shape[1:]:

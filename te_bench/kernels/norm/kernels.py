@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The norms' Triton kernels and their launchers.
 
-Statistics are in float32 and around the mean. With a branch added or a cast to FP8 in the same pass: residual_forward.py.
+Statistics are in float32 and around the mean. residual_forward.py adds a branch or casts to FP8 in the same pass.
 """
 
 import functools
@@ -16,7 +16,7 @@ from te_bench.kernels import architecture
 from te_bench.kernels.launch import launch, rows_contiguous, traits
 from te_bench.kernels.tile import FLOATS, rounded
 
-# A tensor of one number, or a view into a table of them: not worth a compilation for each alignment.
+# Scalars or views into tables of scalars: do not compile for each alignment.
 UNALIGNED = ["scale", "amax", "counts"]
 
 
@@ -27,7 +27,7 @@ def inverse_root(variance, eps):
 
 @triton.jit
 def load_parameter(at, cols, N, CENTRED: tl.constexpr):
-    """Columns of a weight or a bias, float32, (1, columns), and 1 more where CENTRED."""
+    """Load columns of a weight or a bias, float32, (1, columns), plus 1 if CENTRED."""
     parameter = tl.load(at + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
     return parameter + 1.0 if CENTRED else parameter
 
@@ -37,9 +37,9 @@ def normalize_rows(
     x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps,
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """total := x + branch and its mean and rstd, of ROWS whole rows in registers, x itself where branch is None.
+    """Compute total = x + branch (x without a branch), its mean and rstd, for ROWS whole rows in registers.
 
-    norm(total) in float32, the offsets of its rows, its columns and its mask.
+    Returns norm(total) in float32, the offsets of its rows, its columns and its mask.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLUMNS)
@@ -53,7 +53,7 @@ def normalize_rows(
         tl.store(total + row * N + cols[None, :], stored, mask=mask)
         centred = stored.to(tl.float32)
     if not RMS:
-        row_mean = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may be two roundings off
+        row_mean = tl.div_rn(tl.sum(centred, 1), float(N))  # a plain / may err by two roundings
         tl.store(mean + rows, row_mean, mask=rows < M)
         centred = tl.where(col_mask, centred - row_mean[:, None], 0.0)
     row_rstd = inverse_root(tl.sum(centred * centred, 1) / N, eps)
@@ -97,7 +97,7 @@ def _backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """ROWS whole rows at a time, every program's share of dweight and dbias kept in registers until its last row."""
+    """Process ROWS whole rows at a time; a program's dweight and dbias stay in registers until its last row."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     cols = tl.arange(0, COLUMNS)
     gamma = tl.load(weight + cols, mask=cols < N, other=0.0).to(tl.float32)
@@ -114,7 +114,7 @@ def _backward_kernel(
         d = tl.load(dy + row * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
             xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        xhat *= row_rstd  # of no consequence outside the mask, where d is 0
+        xhat *= row_rstd  # irrelevant outside the mask, where d is 0
         g = d * gamma[None, :]
         out = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
         if not RMS:
@@ -132,14 +132,14 @@ def _backward_kernel(
 
 @functools.cache
 def _whole_rows(n: int, per_warp: int) -> tuple[int, int, int]:
-    """ROWS, COLUMNS, warps of a kernel that keeps whole rows in registers: at least 4096 elements a program."""
+    """Return ROWS, COLUMNS, warps of a kernel with whole rows in registers: at least 4096 elements a program."""
     columns = triton.next_power_of_2(n)
     rows = min(16, max(1, 4096 // columns))
     return rows, columns, max(4, rows * columns // per_warp)
 
 
 def constants_of(n: int, rms: bool, zero_centered_gamma: bool, dtype: torch.dtype, **more: Any) -> dict[str, Any]:
-    """What every norm's kernel is compiled with; dtype is that of what it rounds."""
+    """Return the constants of every norm kernel; dtype is the rounded output's."""
     return {"N": n, "RMS": rms, "CENTRED_GAMMA": zero_centered_gamma, "DTYPE": FLOATS[dtype], **more}
 
 
@@ -174,7 +174,7 @@ def backward(
     m, n = x.shape
     dx = torch.empty((m, n), dtype=x.dtype, device=x.device)
     rows, columns, warps = _whole_rows(n, per_warp=512)  # half the forward's: the two sums are in registers as well
-    # 8 warps of some 110 registers a thread: two programs fill an SM's registers, of 16 warps one.
+    # 8 warps at about 110 registers a thread: two programs fill an SM's registers; with 16 warps one does.
     programs = min(max(1, -(-m // rows)), architecture.processors(x.device) * (2 if warps <= 8 else 1))
     partials = torch.empty((1 if mean is None else 2, programs, n), dtype=torch.float32, device=x.device)
     dy_stride, stride, residual_stride = dy.stride(0), x.stride(0), 0 if residual is None else residual.stride(0)

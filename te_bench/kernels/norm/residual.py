@@ -1,5 +1,5 @@
-"""A norm in a residual stream, in Triton: addition, norm, rounding and cast in one kernel, of wide rows in two;
-the backward casts in another.
+"""A norm in a residual stream, in Triton: addition, norm, rounding and cast in one kernel (wide rows: two); the
+backward pass casts in another.
 
 torch.compile sees two operators, whose CPU implementation is the reference; eager calls go straight to the launchers.
 """
@@ -31,9 +31,9 @@ def add_forward(
     kind: str = "layernorm",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """total = x + branch in x's dtype (x itself without a branch), y = norm(total) in `dtype`, mean, rstd.
+    """Compute total = x + branch in x's dtype (x itself without a branch), y = norm(total) in `dtype`, mean, rstd.
 
-    x, branch (M, N); statistics as `forward`'s. amax, () float32, becomes max(amax, max |y|). Raises ValueError as
+    x, branch (M, N); statistics as in `forward`. amax, () float32, becomes max(amax, max |y|). Raises ValueError as
     `forward`, and for a branch of another shape.
     """
     check(x, weight, bias, kind)
@@ -59,7 +59,7 @@ def add_forward_quantized(
     statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """total, fp8(y * scale) in the layouts asked for, mean, rstd, with y of `add_forward` rounded to `via` beforehand.
+    """Compute total, fp8(y * scale) in the requested layouts, mean, rstd; `add_forward`'s y is rounded to `via` first.
 
     cast: scale, dtype, rowwise, columnwise, amax, counts; statistics: see Residual. Raises ValueError as `add_forward`.
     """
@@ -98,10 +98,10 @@ def backward_rounded(
     column_sum: Tensor | None = None,
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx as `backward`'s, dx rounded to `dtype`, dweight, dbias; of x + branch, rounded to x's dtype, where there is one.
+    """Compute `backward`'s dx, dx rounded to `dtype`, dweight, dbias; with a branch, of x + branch in x's dtype.
 
-    Of what was rounded amax, () float32, becomes the largest magnitude if that is larger, and column_sum, (N,) float32, is
-    added the sum over rows. Sums over rows are the same in every run on the same GPU.
+    Of the rounded dx, amax, () float32, becomes the largest magnitude if larger, and column_sum, (N,) float32, adds the
+    sum over rows. Sums over rows are the same in every run on the same GPU.
     """
     check(x, weight, None, kind)
     check_stream(x, branch)
@@ -150,7 +150,7 @@ def _add_forward_op(
             options |= {"scale": scale, "dtype": dtype, "rowwise": rowwise, "columnwise": columnwise, "counts": counts}
             total, q, mean, rstd = reference.add_forward_quantized(*given, via=out_dtype, **options)
             made = None, q.data, q.data_t, q.scale_inv if rowwise else q.scale_inv_t, mean, rstd
-    # An operator returns no input of its own.
+    # An operator may not return its own input.
     return without_none(x, None if branch is None else total, *made)
 
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The backward kernels, in Triton, of a norm in a residual stream, and their launcher.
+"""The Triton backward kernels of a norm in a residual stream, and their launcher.
 
-The norm's gradient is added to the stream's, and leaves in the stream's precision and rounded to the branch's, for the GEMMs
-that made the branch. The cast of that is a kernel of its own: one kernel for both was slower (benchmarks/NOTES.md).
+The norm's gradient is added to the stream's, and written in the stream's precision and rounded to the branch's, for the
+GEMMs that made the branch. The FP8 cast is a separate kernel: one kernel for both was slower (benchmarks/NOTES.md).
 """
 
 import torch
@@ -17,8 +17,8 @@ from te_bench.kernels.norm.residual_forward import _rows
 from te_bench.kernels.quantize.kernels import float32
 from te_bench.kernels.tile import magnitude, publish, rounded
 
-# Elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. A processor's warps: what
-# the registers of 8192 columns and less have room for, without and with the sums for biases.
+# Elements of a program and of one of its warps: 2 rows of 768, 64 registers a thread. Warps per SM: as many as the
+# registers hold at up to 8192 columns, without and with the sums for biases.
 ELEMENTS, PER_WARP, WARPS = 2048, 256, (32, 24)
 SUM_ROWS, SUM_COLUMNS = 128, 32  # tile of the second stage of the sums over rows
 
@@ -30,13 +30,13 @@ def _backward_kernel(
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, BIASED: tl.constexpr, SUMMED: tl.constexpr,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dx, and dx rounded to DTYPE as copy: ROWS whole rows at a time, sums over a program's rows kept until its last.
+    """Write dx, and dx rounded to DTYPE as copy, ROWS rows at a time; a program keeps its sums until its last row.
 
-    A branch is added to x once more, as the forward pass rounded their sum.
-    partials, (programs, N) each: the sums that are dweight; dbias where BIASED; of what was rounded where SUMMED.
+    A branch is added to x again, rounded as in the forward pass. partials, (programs, N) each: sums for dweight; for
+    dbias if BIASED; of the rounded dx if SUMMED.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    # 4 columns a thread, 16 bytes of float32, for every tensor: more of bf16's would have to change their threads.
+    # 4 columns a thread (16 bytes of float32) for every tensor: more of bf16's would have to move between threads.
     cols = tl.max_contiguous(tl.arange(0, COLUMNS), [4])
     col_mask = cols < N
     gamma = tl.load(weight + cols, mask=col_mask, other=0.0).to(tl.float32)
@@ -60,7 +60,7 @@ def _backward_kernel(
             dstream = tl.load(residual + row * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if not RMS:
             xhat -= tl.load(mean + rows, mask=rows < M, other=0.0)[:, None]
-        xhat *= row_rstd  # of no consequence outside the mask, where d is 0
+        xhat *= row_rstd  # irrelevant outside the mask, where d is 0
         dweight += tl.sum(d * xhat, 0)
         if BIASED:
             dbias += tl.sum(d, 0)
@@ -91,7 +91,7 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["column_sum"])
 def _sum_kernel(partials, sums, column_sum, shares, N, SUMMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums (K, N): of partials (K, shares, N) over shares, in order; the last of them, where SUMMED, onto column_sum."""
+    """Sum partials (K, shares, N) over shares, in order, into sums (K, N); if SUMMED, add the last to column_sum."""
     which = tl.program_id(1)
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -121,7 +121,7 @@ def backward_rounded(
     column_sum: Tensor | None,
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, copy and sums (1 or 2, N): dweight and dbias, float32."""
+    """Return dx, copy and sums (1 or 2, N): dweight and dbias, float32."""
     dy, x = rows_contiguous(dy), rows_contiguous(x)
     residual, branch = (t if t is None else rows_contiguous(t) for t in (residual, branch))
     m, n = x.shape

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The forward kernels, in Triton, of a norm in a residual stream, and their launcher.
+"""The Triton forward kernels of a norm in a residual stream, and their launcher.
 
-The stream and a branch are added, normalised and rounded while a row is in registers. In FP8 it goes by tiles, once for the
-sum and its statistics, once to normalise and cast: the sum, just written, comes from the L2, and 32 rows make whole sectors
-of the transposed layout. Wide rows go by two kernels, for 32 of them a program are too few programs. Measured times:
+Stream and branch are added, normalised and rounded while a row is in registers. For FP8 it works by tiles: first the
+sum and its statistics, then norm and cast. The sum, just written, is read from the L2, and 32 rows fill whole sectors
+of the transposed layout. Wide rows use two kernels, because 32 rows a program give too few programs. Measured times:
 benchmarks/NOTES.md.
 """
 
@@ -20,11 +20,11 @@ from te_bench.kernels.norm.kernels import UNALIGNED, constants_of, inverse_root,
 from te_bench.kernels.quantize.kernels import float32, load_pairs, store_pairs
 from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, read_amax, rounded, tally
 
-# Elements and warps of a program: 8 rows of 768 whole, 56 registers a thread, 2 programs a processor.
+# Elements and warps of a program: 8 whole rows of 768, 56 registers a thread, 2 programs per SM.
 FORWARD_ELEMENTS, FORWARD_WARPS = 8192, 16
-# In FP8; the fastest of a sweep on an H200.
+# For FP8; the fastest of a sweep on an H200.
 CAST = {"ROWS": 32, "COLUMNS": 128, "num_warps": 8}
-# Of so many columns and more: elements of a program of the first kernel, a whole row at least, and of one of its warps; and
+# For at least WIDE columns: elements of a program of the first kernel (at least a row), and of one of its warps; and
 # the second's tile, the fastest of 24 on an H200 (benchmarks/NOTES.md).
 WIDE, SUM_ELEMENTS, SUM_PER_WARP = 2048, 2048, 1024
 WIDE_CAST: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "num_warps": 4}
@@ -36,7 +36,7 @@ def _add_forward_kernel(
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """total := x + branch; y := norm(total). A branch of None: total is x. A y of None: the statistics alone."""
+    """Write total = x + branch and y = norm(total). Without a branch total is x; without y only statistics."""
     out, row, cols, mask = normalize_rows(
         x, branch, weight, bias, total, mean, rstd, stride, branch_stride, M, eps, N, RMS, CENTRED_GAMMA, ROWS, COLUMNS
     )
@@ -49,10 +49,10 @@ def _add_forward_kernel(
 
 @triton.jit
 def _add_tile(x, branch, total, stride, branch_stride, row, cols, mask, N):
-    """total := x + branch of a tile, and what was stored, in float32; x itself without a branch."""
+    """Store total = x + branch of a tile, and return what was stored in float32; x itself without a branch."""
     if branch is None:
         return tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:  # what is not read again makes room for what is
+    else:  # data that is not read again makes room for the rest
         v = tl.load(x + row * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         at = branch + row * branch_stride + cols[None, :]
         v = v.to(tl.float32) + tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -63,7 +63,7 @@ def _add_tile(x, branch, total, stride, branch_stride, row, cols, mask, N):
 
 @triton.jit
 def _update_statistics(v, row_mean, squares, start, count, col_mask, RMS: tl.constexpr):
-    """Mean and sum of squares around it, of `start` columns before, with those of v, `count` columns.
+    """Combine mean and sum of squared deviations of `start` columns with those of v, `count` columns.
 
     Chan, Golub, LeVeque 1983: tiles' means and squares combine without the cancellation of E[x^2] - E[x]^2.
     """
@@ -79,7 +79,7 @@ def _update_statistics(v, row_mean, squares, start, count, col_mask, RMS: tl.con
 
 @triton.jit
 def _normalize(v, mask, row_mean, row_rstd, gamma, beta, RMS: tl.constexpr, DTYPE: tl.constexpr):
-    """norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
+    """Return the norm of a tile v by its rows' statistics, rounded to DTYPE; 0 outside the mask."""
     v = v.to(tl.float32)
     if not RMS:
         v -= row_mean[:, None]
@@ -96,9 +96,9 @@ def _add_forward_cast_kernel(
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """total := x + branch; data, data_t := norm(total), rounded to DTYPE, in FP8. A branch of None: total is x.
+    """Write total = x + branch, and norm(total), rounded to DTYPE, in FP8 to data, data_t. Without a branch total is x.
 
-    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M is even where there is a data_t.
+    Rows 2i and 2i + 1 are two tiles, as in quantize's kernels; M must be even for a data_t.
     """
     HALF: tl.constexpr = ROWS // 2
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -128,11 +128,11 @@ def _add_forward_cast_kernel(
     factor = tl.load(scale)
     if tl.program_id(0) == 0:
         tl.store(scale_inv, tl.div_rn(1.0, factor))
-    tl.debug_barrier()  # a thread may read of total what another one wrote
+    tl.debug_barrier()  # a thread may read what another wrote to total
     largest = tl.zeros((HALF, COLUMNS), DTYPE)
     tallies = tl.zeros((HALF, COLUMNS), tl.int32)
     for i in tl.range(0, TILES, num_stages=1):
-        tile = TILES - 1 - i  # backwards: the last written is the likeliest in the L2
+        tile = TILES - 1 - i  # backwards: the last written is most likely in the L2
         cols = tl.max_contiguous(tile * COLUMNS + tl.arange(0, COLUMNS), [4])
         col_mask = (cols < N)[None, :]
         gamma, beta = load_parameter(weight, cols, N, CENTRED_GAMMA), None
@@ -160,7 +160,7 @@ def _normed_cast_kernel(
     N: tl.constexpr, RMS: tl.constexpr, CENTRED_GAMMA: tl.constexpr, DTYPE: tl.constexpr, TARGET: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """data, data_t := norm(total) by its statistics, rounded to DTYPE, in FP8: a tile a program. M is even for a data_t."""
+    """Write norm(total), rounded to DTYPE, in FP8 to data, data_t: a tile per program. M must be even for a data_t."""
     index = tl.program_id(0)
     before = 0
     if amax is not None:
@@ -191,7 +191,7 @@ def _normed_cast_kernel(
 
 @functools.cache
 def _rows(n: int, elements: int) -> tuple[int, int]:
-    """ROWS, COLUMNS of a program that keeps so many elements, or a whole row, in registers."""
+    """Return ROWS, COLUMNS of a program with so many elements, or a whole row, in registers."""
     columns = triton.next_power_of_2(n)
     return max(1, elements // columns), columns
 
@@ -213,9 +213,9 @@ def add_forward(
     counts: Tensor | None = None,
     statistics: tuple[Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """total, y, data, data_t, scale_inv, mean, rstd; of a dtype, an FP8 format, no y.
+    """Return total, y, data, data_t, scale_inv, mean, rstd; with a dtype, an FP8 format, y is None.
 
-    M is even where columnwise; out_dtype is of half precision where there is a dtype. statistics: mean and rstd of x.
+    M must be even if columnwise, and out_dtype half precision if there is a dtype. statistics: mean and rstd of x.
     """
     x = rows_contiguous(x)
     m, n = x.shape

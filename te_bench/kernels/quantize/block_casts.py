@@ -1,6 +1,6 @@
-"""The casts of `block_formats` as torch's operators: one pass over x on a GPU, plain PyTorch elsewhere or where asked for.
+"""The casts of `block_formats` as torch operators: one pass over x on a GPU, plain PyTorch elsewhere or on request.
 
-By te_bench::mxfp8_cast and te_bench::nvfp4_cast a profiler and torch.compile see each cast and none of its parts. Eager
+te_bench::mxfp8_cast and te_bench::nvfp4_cast show a profiler and torch.compile each cast, but not its parts. Eager
 calls on a GPU go straight to the kernels.
 """
 
@@ -25,7 +25,7 @@ def mxfp8(
     counts: Tensor | None = None,
     portable: bool = False,
 ) -> Quantized:
-    """`block_formats.mxfp8`, which is what portable=True computes on a GPU, too. Raises ValueError as that."""
+    """Compute `block_formats.mxfp8`; portable=True runs exactly that on a GPU, too. Raises ValueError as it does."""
     if _by_kernels(x, counts, portable):
         block_formats.check(x, rows, block_formats.MXFP8_BLOCK, rowwise, columnwise)
         data, columns = block_kernels.mxfp8(x, dtype, rows, rowwise, columnwise)
@@ -45,7 +45,7 @@ def nvfp4(
     counts: Tensor | None = None,
     portable: bool = False,
 ) -> Quantized:
-    """`block_formats.nvfp4`, which is what portable=True computes on a GPU, too. Raises ValueError as that."""
+    """Compute `block_formats.nvfp4`; portable=True runs exactly that on a GPU, too. Raises ValueError as it does."""
     asked = rows, rowwise, columnwise, transform, seed
     if _by_kernels(x, counts, portable):
         block_formats.check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
@@ -57,7 +57,7 @@ def nvfp4(
 
 
 def _by_kernels(x: Tensor, counts: Tensor | None, portable: bool) -> bool:
-    """Whether an eager call goes past the operator. Counting, which is seldom, is left to plain PyTorch."""
+    """Return whether an eager call bypasses the operator. Counting, which is rare, is left to plain PyTorch."""
     return x.is_cuda and x.numel() > 0 and counts is None and not portable and not torch.compiler.is_compiling()
 
 
@@ -71,7 +71,7 @@ def _wrapped(
     scale_inv_t: Tensor | None,
     layout: Any,
 ) -> Quantized:
-    """Quantized of what lies in memory as x does; blocks of several rows are the same in both orientations."""
+    """Return Quantized of tensors stored in x's orientation; blocks of several rows are the same in both."""
     if rows > 1:
         columns, scale_inv_t = data, scale_inv
     data_t = columns.t() if columnwise and columns is not None else None
@@ -79,7 +79,7 @@ def _wrapped(
 
 
 def _asked(rows: int, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-    """What `block_formats` is asked for: of square blocks one orientation, which is both."""
+    """Return the arguments for `block_formats`: with square blocks one orientation serves both."""
     square = rows > 1
     return {"rows": rows, "rowwise": rowwise or square, "columnwise": columnwise and not square}
 
@@ -129,7 +129,7 @@ def _(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, *_
 
 
 def _room(x: Tensor, rows: int, rowwise: bool, columnwise: bool, m: int) -> tuple[Tensor, Tensor]:
-    """What an operator returns: (M, N) and (m, N) in bf16, empty of x's dtype where it is not made."""
+    """Allocate an operator's results: (M, N) and (m, N) in bf16, or empty of x's dtype if not requested."""
     absent = x.new_empty(0), x.new_empty(0)
     return (
         torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
 """Blackwell's MXFP8 and NVFP4 in plain PyTorch, bit for bit: blocks, scales, stochastic rounding, Hadamard transform.
 
-Each operation is rounded once, to float32. A cast gives back bf16, which holds every product of an element and its block's
-scale exactly: a GEMM of such operands is a bf16 GEMM. Only MXFP8 below 2^-133 is rounded, and above 3.4e38 infinite.
-Sources: Transformer Engine 2.20 (common/cast/mxfp8, common/cast/nvfp4, common/util/ptx.cuh), whose rules these are; OCP
-Microscaling Formats v1.0; NVFP4: arXiv:2509.25149.
+Each operation is rounded once, to float32. A cast returns bf16, which represents every product of an element and its
+block's scale exactly, so a GEMM of such operands is a bf16 GEMM. Only MXFP8 below 2^-133 is rounded, and above 3.4e38
+infinite. Sources: Transformer Engine 2.20 (common/cast/mxfp8, common/cast/nvfp4, common/util/ptx.cuh), whose rules
+these are; OCP Microscaling Formats v1.0; NVFP4: arXiv:2509.25149.
 """
 
 from typing import NamedTuple
@@ -16,28 +16,29 @@ from te_bench.kernels.quantize.backends.reference import FORMATS, LARGEST, widen
 
 MXFP8_BLOCK, NVFP4_BLOCK = 32, 16
 E4M3_LARGEST, E2M1_LARGEST = 448.0, 6.0
-NVFP4_LARGEST = E4M3_LARGEST * E2M1_LARGEST  # 2688: what a tensor's amax becomes
+NVFP4_LARGEST = E4M3_LARGEST * E2M1_LARGEST  # 2688: the scaled tensor's amax
 SMALLEST_SCALE = 0x00400000  # bits of 2^-127, E8M0's smallest, subnormal in float32
 
-#: Of the Hadamard transform of 16: Transformer Engine's, fixed there (pytorch/tensor/nvfp4_tensor.py).
+#: The signs of the Hadamard transform of 16, fixed as in Transformer Engine (pytorch/tensor/nvfp4_tensor.py).
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-#: bf16 elements times their block's scale. x = data of MXFP8, data * scale_inv of NVFP4, whose scale_inv is amax / 2688.
+#: bf16 elements times their block's scale. x = data for MXFP8, data * scale_inv (amax / 2688) for NVFP4.
 MXFP8_LAYOUT = Layout(torch.bfloat16, TENSOR, None)
 NVFP4_LAYOUT = Layout(torch.bfloat16, TENSOR, torch.float64)
 
 
 class Elements(NamedTuple):
-    """Blocks (..., height, width): the elements in float32, and a scale for each block, (...)."""
+    """Blocks (..., height, width): the elements in float32, and one scale per block, (...)."""
 
     values: Tensor
     scales: Tensor
 
 
 def mxfp8_elements(v: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Elements:
-    """FP8 elements of v (..., height, width) float32, and E8M0 codes (...) uint8: v is about values * 2^(code - 127).
+    """Return FP8 elements of v (..., height, width) and E8M0 codes (...) uint8: v is about values * 2^(code - 127).
 
-    code is that of amax / FP8_MAX rounded up. NaN stays one bad element; infinity gives code 254 and saturates.
+    v and values are float32; code is that of amax / FP8_MAX rounded up. NaN stays one bad element; infinity gives code
+    254 and saturates.
     """
     limit = torch.finfo(dtype).max
     bits = (_amax(v) * v.new_tensor(1 / limit)).view(torch.int32)
@@ -49,18 +50,18 @@ def mxfp8_elements(v: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Eleme
 
 
 def _power_of_two(code: Tensor) -> Tensor:
-    """2^(code - 127) of an E8M0 code from 0 to 254."""
+    """Return 2^(code - 127) for an E8M0 code from 0 to 254."""
     bits = (code.to(torch.int32) << 23).clamp(min=SMALLEST_SCALE)
     return bits.view(torch.float32)
 
 
 def nvfp4_elements(v: Tensor, amax: Tensor, random: Tensor | None = None) -> Elements:
-    """E2M1 elements of v (..., height, width) float32, and E4M3 scales (...): v is about values * scales * amax / 2688.
+    """Return E2M1 elements and E4M3 scales (...) of v (..., height, width): v is about values * scales * amax / 2688.
 
-    amax: () float32, the tensor's. random: of v's shape, bytes by which elements are rounded stochastically (`e2m1`).
-    Values and scales are float32. A block whose scale underflows to 0 holds elements of +-6 that count as 0.
+    amax: () float32, the tensor's. random: bytes of v's shape for stochastic rounding (`e2m1`). v, values and scales
+    are float32. A block whose scale underflows to 0 holds elements of +-6 that count as 0.
     """
-    # A tensor over a tensor, as in scale_from_amax: torch would else round twice.
+    # Divide two tensors, as in scale_from_amax: otherwise torch rounds twice.
     encode = (torch.full_like(amax, NVFP4_LARGEST) / amax).clamp(max=LARGEST)
     encode = torch.where((amax > 0) & (encode > 0), encode, 1.0)
     decode = encode.reciprocal()
@@ -72,10 +73,10 @@ def nvfp4_elements(v: Tensor, amax: Tensor, random: Tensor | None = None) -> Ele
 
 
 def e2m1(y: Tensor, random: Tensor | None = None) -> Tensor:
-    """y, float32, to the nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to even; 6 at most, NaN is +6.
+    """Round float32 y to the nearest of +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, ties to even; 6 at most, NaN gives +6.
 
-    random: bytes of y's shape. |y| + byte / 256 of a step is then rounded down: up with the probability of where |y| lies
-    between its neighbours, to 1/256. The step is 0.5 below 2, 1 below 4, else 2.
+    random: bytes of y's shape. Then |y| + byte / 256 of a step is rounded down, so |y| goes up with a probability, to
+    1/256, by its distance to its neighbours. The step is 0.5 below 2, 1 below 4, else 2.
     """
     y = y.nan_to_num(torch.inf, torch.inf, -torch.inf)
     size = y.abs()
@@ -90,12 +91,12 @@ def e2m1(y: Tensor, random: Tensor | None = None) -> Tensor:
 
 
 def _step(size: Tensor) -> Tensor:
-    """0.5 below 2, 1 below 4, else 2: half of the power of two below size, by its bits."""
+    """Return 0.5 below 2, 1 below 4, else 2: half the power of two below size, from its bits."""
     return (size.clamp(1, 7).view(torch.int32) & 0x7F800000).view(torch.float32) / 2
 
 
 def hadamard(v: Tensor) -> Tensor:
-    """bf16(v diag(SIGNS) H / 4) of v (..., 16) float32, H[i, j] = (-1)^popcount(i & j): orthogonal but for the rounding."""
+    """Return bf16(v diag(SIGNS) H / 4), v (..., 16) float32, H[i, j] = (-1)^popcount(i & j), nearly orthogonal."""
     y = v * v.new_tensor(SIGNS)
     for width in (1, 2, 4, 8):
         a, b = y.unflatten(-1, (-1, 2, width)).unbind(-2)
@@ -104,9 +105,9 @@ def hadamard(v: Tensor) -> Tensor:
 
 
 def alpha(a: Tensor, b: Tensor) -> Tensor:
-    """What a GEMM of NVFP4 operands multiplies its float32 sum by, of both scale_inv: fl(fl(gA gB) fl(1 / 2688^2)).
+    """Return the factor of an NVFP4 GEMM's float32 sum, from both scale_inv: fl(fl(gA gB) fl(1 / 2688^2)).
 
-    gA and gB are the tensors' amaxes, which amax / 2688 in float64 gives back exactly.
+    gA and gB are the tensors' amaxes, recovered exactly from amax / 2688 in float64.
     """
     both = (a * NVFP4_LARGEST).float() * (b * NVFP4_LARGEST).float()
     return both * both.new_tensor(1 / NVFP4_LARGEST**2)
@@ -121,10 +122,10 @@ def mxfp8(
     columnwise: bool,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """x (M, N) through blocks of rows x 32 of dtype, each orientation by its own, in bf16; rows 1 or 32.
+    """Return x (M, N) rounded through blocks of rows x 32 of dtype, each orientation by its own, in bf16; rows 1 or 32.
 
-    data_t is a view of what has x's orientation in memory. counts as in quantize.Backend. Raises ValueError for other rows,
-    dtypes and shapes, and when no layout is asked for.
+    data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError for other rows,
+    dtypes and shapes, and if no layout is requested.
     """
     check(x, rows, MXFP8_BLOCK, rowwise, columnwise)
     if dtype not in FORMATS:
@@ -156,12 +157,12 @@ def nvfp4(
     seed: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """x (M, N) through NVFP4 by blocks of rows x 16, each orientation by its own, in bf16; rows 1 or 16.
+    """Return x (M, N) rounded through NVFP4 by blocks of rows x 16, each orientation by its own, in bf16; rows 1 or 16.
 
-    transform: data_t is of `hadamard` along M, which is padded with zeros to a multiple of 16; only a GEMM whose other side
-    is transformed, too, may read it. seed: () int64, rounds stochastically, each orientation by its own bytes
-    (`random_bytes`). data_t is a view of what has x's orientation in memory. counts as in quantize.Backend. Raises
-    ValueError for other rows and shapes, and when no layout is asked for.
+    transform: data_t is `hadamard`-transformed along M, zero-padded to a multiple of 16; only a GEMM whose other side
+    is transformed, too, may read it. seed: () int64, for stochastic rounding, with separate bytes per orientation
+    (`random_bytes`). data_t is a view of memory in x's orientation. counts as in quantize.Backend. Raises ValueError
+    for other rows and shapes, and if no layout is requested.
     """
     check(x, rows, NVFP4_BLOCK, rowwise, columnwise)
     if rows > 1 and (transform or seed is not None):
@@ -199,13 +200,13 @@ def nvfp4(
 
 
 def random_bytes(seed: Tensor, blocks: int, stream: int) -> Tensor:
-    """(blocks, 16) float32, bytes of `philox` at (block, stream, 0): of each of its words in order, the lowest first."""
+    """Return (blocks, 16) float32: the bytes of `philox` at (block, stream, 0), word by word, the lowest first."""
     words = philox(seed, torch.arange(blocks, device=seed.device), stream, 0)
     return words.to(torch.int32).view(torch.uint8).float()
 
 
 def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tensor, rounds: int = 10) -> Tensor:
-    """(N, 4) int64, the 32-bit words of Philox4x32 with key `seed`, () int64, and counter (first, second, third, 0).
+    """Return (N, 4) int64, the words of Philox4x32 with key `seed`, () int64, and counter (first, second, third, 0).
 
     first: (N,) int64, below 2^32. Source: Salmon et al., Parallel Random Numbers, SC 2011.
     """
@@ -214,7 +215,7 @@ def philox(seed: Tensor, first: Tensor, second: int | Tensor, third: int | Tenso
     factors, more = (torch.tensor(pair, device=seed.device) for pair in (_FACTORS, _MORE))
     key = torch.stack([seed & _WORD, (seed >> 32) & _WORD])
     for _ in range(rounds):
-        product = even * factors[:, None]  # past int64's sign: its bits are right
+        product = even * factors[:, None]  # it overflows int64's sign, but the bits are right
         even, odd = ((product >> 32).flip(0) ^ odd ^ key[:, None]) & _WORD, (product & _WORD).flip(0)
         key = (key + more) & _WORD
     return torch.stack([even[0], odd[0], even[1], odd[1]], 1)
@@ -224,7 +225,7 @@ _WORD, _FACTORS, _MORE = 0xFFFFFFFF, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB
 
 
 def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) -> None:
-    """Raise ValueError unless x is a float (M, N), rows 1 or `square`, and a layout asked for."""
+    """Raise ValueError unless x is a float (M, N), rows 1 or `square`, and a layout requested."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")
     if rows not in (1, square):
@@ -233,7 +234,7 @@ def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) ->
 
 
 def _amax(v: Tensor) -> Tensor:
-    """The largest |v| of each block, NaN left out."""
+    """Return the largest |v| of each block, ignoring NaN."""
     return v.abs().nan_to_num(0.0, torch.inf).amax((-2, -1))
 
 
@@ -246,19 +247,19 @@ def _each(scales: Tensor) -> Tensor:
 
 
 def _blocks(a: Tensor, height: int, width: int) -> Tensor:
-    """a (M, K) as (blocks down, blocks across, height, width), with zeros beyond its edges."""
+    """Return a (M, K) as (blocks down, blocks across, height, width), zero-padded."""
     m, k = a.shape
     padded = torch.nn.functional.pad(a, (0, -k % width, 0, -m % height))
     return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
 
 
 def _matrix(blocks: Tensor, m: int, k: int) -> Tensor:
-    """What `_blocks` divided, in bf16."""
+    """Reassemble `_blocks`' blocks, in bf16."""
     return blocks.transpose(1, 2).flatten(2).flatten(0, 1)[:m, :k].bfloat16().contiguous()
 
 
 def _as_columns(a: Tensor) -> Tensor:
-    """a (N, M) as a view of its transpose, as a GEMM of half precision reads it from x's orientation."""
+    """Return a (N, M) as a view of its transpose, as a half-precision GEMM reads it from x's orientation."""
     return a.t().contiguous().t()
 
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The Triton kernels of `block_formats`: one pass over x writes both orientations in bf16; NVFP4's amax takes one before it.
+"""Triton kernels of `block_formats`: one pass over x writes both orientations in bf16; NVFP4 needs an amax pass before.
 
-Both lie in memory as x does, for a bf16 GEMM reads either way. No instruction of FP8 or FP4 is needed: elements are rounded
-by adding and subtracting 1.5 x 2^23 steps, so any GPU of Triton's runs them. A tile's blocks are the rows of (blocks, 16) or
-(blocks, 32), of its transpose for the other orientation.
+Both are stored in x's orientation, because a bf16 GEMM reads either way. No FP8 or FP4 instruction is needed: elements
+are rounded by adding and subtracting 1.5 x 2^23 steps, so every GPU that Triton supports runs them. A tile's blocks are
+the rows of (blocks, 16) or (blocks, 32), for the other orientation of its transpose.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from te_bench.kernels.quantize.block_formats import MXFP8_BLOCK, NVFP4_BLOCK
 from te_bench.kernels.quantize.kernels import load_tile
 from te_bench.kernels.tile import FP8, INTERPRETED, rounded
 
-# Products stay rounded: fused with an addition they would have more digits than the rules say.
+# No fusion: a product fused with an addition would not be rounded as the rules say.
 TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "num_warps": 8, "enable_fp_fusion": False}
-#: Of four warps the transform would go by wgmma, for which ptxas 12.8 waits one by one.
+#: With four warps the transform would use wgmma, for which ptxas 12.8 waits one by one.
 AMAX_TILE: dict[str, Any] = {**TILE, "ROWS": 32, "num_warps": 2}
 
-MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23: what is added to that many steps is rounded to a step, ties to even
-# Of float32, as the rules have them.
+MAGIC = tl.constexpr(12582912.0)  # 1.5 x 2^23: adding that many steps rounds to a step, ties to even
+# Float32, as in the rules.
 PER_E4M3, PER_E5M2, PER_E2M1 = (tl.constexpr(torch.tensor(1 / limit).item()) for limit in (448, 57344, 6))
 LARGEST = tl.constexpr(3.4028234663852886e38)
 NEGATIVE = tl.constexpr(0xD7E8)  # bit i: the sign of element i, as block_formats.SIGNS
@@ -33,13 +33,13 @@ UNALIGNED = ["seed", "amaxes", "scale_inv", "scale_inv_t"]
 
 @triton.jit
 def _size(v):
-    """|v|, 0 for NaN."""
+    """Return |v|, 0 for NaN."""
     return tl.where(v == v, tl.abs(v), 0.0)
 
 
 @triton.jit
 def _nearest(x, dtype: tl.constexpr):
-    """x, float32, saturated and to the nearest of an FP8 format, in float32; NaN stays."""
+    """Round float32 x to the nearest of an FP8 format, saturated, in float32; NaN stays."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
     SMALLEST: tl.constexpr = 121 if dtype == tl.float8e4nv else 113  # biased exponents of 2^-6 and 2^-14, normal
@@ -51,26 +51,26 @@ def _nearest(x, dtype: tl.constexpr):
 
 @triton.jit
 def _signed(size, x):
-    """size with the sign of x."""
+    """Return size with the sign of x."""
     bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _of_rows(v):
-    """The amax of each row, (rows, 1)."""
+    """Return the amax of each row, (rows, 1)."""
     return tl.max(_size(v), 1)[:, None]
 
 
 @triton.jit
 def _of_squares(v):
-    """The amax of each square block of `_squares`, (down, 1, across, 1)."""
+    """Return the amax of each square block of `_squares`, (down, 1, across, 1)."""
     return tl.expand_dims(tl.expand_dims(tl.max(tl.max(_size(v), 3), 1), 1), 3)
 
 
 @triton.jit
 def _mxfp8(v, amax, dtype: tl.constexpr):
-    """v through MXFP8 by its blocks' amaxes, which broadcast to it; block_formats.mxfp8_elements times its scales."""
+    """Round v through MXFP8 by its blocks' amaxes, which broadcast to it: mxfp8_elements times its scales."""
     INVERSE: tl.constexpr = PER_E4M3 if dtype == tl.float8e4nv else PER_E5M2
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -93,7 +93,7 @@ def _per_step(size):
 
 @triton.jit
 def _nvfp4(v, amax, encode, random):
-    """v through NVFP4, as `_mxfp8`; block_formats.nvfp4_elements times its scales. random: None, or bytes."""
+    """Round v through NVFP4, as `_mxfp8`: nvfp4_elements times its scales. random: None, or bytes."""
     scale = _nearest(tl.minimum(amax * (encode * PER_E2M1), 448.0), tl.float8e4nv)
     inverse = tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)), LARGEST)
     y = v * inverse
@@ -112,7 +112,7 @@ def _nvfp4(v, amax, encode, random):
 
 @triton.jit
 def _encode(bits):
-    """What the tensor is scaled by for its amax, whose bits these are."""
+    """Return the tensor's scale for the amax with these bits."""
     amax = bits.to(tl.float32, bitcast=True)
     found = tl.minimum(tl.div_rn(2688.0, tl.where(bits > 0, amax, 1.0)), LARGEST)
     return tl.where((bits > 0) & (found > 0), found, 1.0)
@@ -120,7 +120,7 @@ def _encode(bits):
 
 @triton.jit
 def _random_bytes(seed, block, stream):
-    """block_formats.random_bytes of blocks, (blocks, 16)."""
+    """Return block_formats.random_bytes of blocks, (blocks, 16)."""
     zero = block * 0
     first, second, third, fourth = tl.philox(
         tl.load(seed).to(tl.uint64, bitcast=True), block, zero + stream, zero, zero
@@ -134,10 +134,10 @@ def _random_bytes(seed, block, stream):
 
 @triton.jit
 def _transformed(v):
-    """block_formats.hadamard of v (blocks, 16), in v's dtype, in float32."""
+    """Return block_formats.hadamard of v (blocks, 16), in v's dtype, as float32."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j
-    if INTERPRETED:  # which multiplies the bits of bf16
+    if INTERPRETED:  # the interpreter multiplies bf16's bits
         v = v.to(tl.float32)
     odd = (both ^ (both >> 1) ^ (both >> 2) ^ (both >> 3) ^ (NEGATIVE >> i)) & 1
     h = tl.where(odd == 1, -0.25, 0.25).to(v.dtype)
@@ -146,26 +146,26 @@ def _transformed(v):
 
 @triton.jit
 def _lines(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """The blocks of v's columns, (blocks, width)."""
+    """Return the blocks of v's columns, (blocks, width)."""
     return tl.reshape(tl.trans(v), (COLUMNS * ROWS // WIDTH, WIDTH))
 
 
 @triton.jit
 def _put(y, to, rows, cols, M, N):
-    """to (M, N) := y, (rows, columns) float32, in bf16."""
+    """Store y, (rows, columns) float32, in `to` (M, N), in bf16."""
     mask = (rows < M)[:, None] & (cols < N)[None, :]
     tl.store(to + rows.to(tl.int64)[:, None] * N + cols[None, :], rounded(y, tl.bfloat16), mask=mask)
 
 
 @triton.jit
 def _put_lines(y, to, rows, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same of blocks of columns, as `_lines` made them."""
+    """`_put` for blocks of columns made by `_lines`."""
     _put(tl.trans(tl.reshape(y, (COLUMNS, ROWS))), to, rows, cols, M, N)
 
 
 @triton.jit
 def _squares(v, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """v by its square blocks, (down, width, across, width): a view, for a permutation is miscompiled (Triton 3.6, sm_90)."""
+    """Return v by square blocks, (down, width, across, width), as a view: Triton 3.6 miscompiles permutations."""
     return tl.reshape(v, (ROWS // WIDTH, WIDTH, COLUMNS // WIDTH, WIDTH))
 
 
@@ -174,7 +174,7 @@ def mxfp8_cast_kernel(
     x, data, columns, stride, M, N,
     SQUARE: tl.constexpr, TARGET: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program: data (M, N) by blocks of its rows, or square ones, columns (M, N) by blocks of its columns."""
+    """Write, per tile, data (M, N) by blocks of its rows, or square ones, and columns (M, N) by blocks of columns."""
     v, rows, cols = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
     v = v.to(tl.float32)
     if data is not None:
@@ -195,7 +195,7 @@ def nvfp4_amax_kernel(
     x, amaxes, stride, M, N,
     PLAIN: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """amaxes (2,) int32, zeros before: the bits of x's amax, and of that of its Hadamard-transformed columns."""
+    """Compute amaxes (2,) int32, initially 0: the bits of x's amax, and of its Hadamard-transformed columns'."""
     v, _, _ = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
     if PLAIN:
         largest = tl.max(_size(v.to(tl.float32)).to(tl.int32, bitcast=True))
@@ -210,7 +210,7 @@ def nvfp4_cast_kernel(
     x, amaxes, seed, data, columns, scale_inv, scale_inv_t, stride, M, N,
     SQUARE: tl.constexpr, TRANSFORM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As mxfp8_cast_kernel; columns has M rounded up to 16 where TRANSFORM. seed: None, or rounds stochastically."""
+    """As mxfp8_cast_kernel; with TRANSFORM columns has M rounded up to 16. seed: None, or rounds stochastically."""
     index = tl.program_id(0)
     across = tl.cdiv(N, COLUMNS)
     v, rows, cols = load_tile(x, index, stride, M, N, ROWS, COLUMNS)
@@ -254,7 +254,7 @@ def nvfp4_cast_kernel(
 def mxfp8(
     x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """data and columns, (M, N) in bf16, of x, (M, N) and not empty; columns None for square blocks."""
+    """Return data and columns, (M, N) in bf16, of nonempty x (M, N); columns is None for square blocks."""
     x = rows_contiguous(x)
     (m, n), stride, square = x.shape, x.stride(0), rows > 1
     data = x.new_empty(m, n, dtype=torch.bfloat16) if rowwise or square else None
@@ -268,7 +268,7 @@ def mxfp8(
 def nvfp4(
     x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, seed: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """data (M, N), columns (M, N), or (M rounded up to 16, N) where transform, in bf16, and the scale_inv of either."""
+    """Return data (M, N) and columns (M, N), M rounded up to 16 if transform, in bf16, and both scale_inv."""
     x = rows_contiguous(x)
     (m, n), stride, device, square = x.shape, x.stride(0), x.get_device(), rows > 1
     rowwise, columnwise = rowwise or square, columnwise and not square
@@ -289,5 +289,5 @@ def nvfp4(
 
 
 def _tiles(m: int, n: int, tile: dict[str, Any] = TILE) -> int:
-    """Programs; NVFP4's last row of tiles holds the zeros that a transform adds, for its height is a multiple of 16."""
+    """Return the programs; the last row of tiles includes the transform's zero rows, as heights are multiples of 16."""
     return -(-m // tile["ROWS"]) * -(-n // tile["COLUMNS"])

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The Triton kernels and launchers of the quantisers with a scale for each row, or for each block."""
+"""Triton kernels and launchers of the quantisers with a scale per row or per block."""
 
 from typing import Any
 
@@ -33,10 +33,10 @@ from te_bench.kernels.tile import (
     tally,
 )
 
-# Tiles of a cast by rows and of its amaxes' pass; of 128 x 128 with one scale, and with one a row and one a column.
+# Tiles of the casts by rows and of their amax pass; of 128 x 128 with one scale, and with one per row and column.
 CAST_TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "evict_first", "num_warps": 8}
 AMAX_TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
-LINES_A_PROGRAM = 256  # whose scales a program makes of their amaxes
+LINES_A_PROGRAM = 256  # lines for which a program computes scales
 SQUARE: dict[str, Any] = {"BLOCK": BLOCK, "VECTOR": 8, "POLICY": "", "num_warps": 8, "maxnreg": 64}
 BLOCKS: dict[str, Any] = {"BLOCK": BLOCK, "VECTOR": 16, "POLICY": "", "num_warps": 8}
 
@@ -53,7 +53,7 @@ def _line_amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """amaxes, zeros before: the largest bits of each of the M rows, then of each of the N columns."""
+    """Compute amaxes, initially 0: the largest bits of each of the M rows, then of each of the N columns."""
     v, rows, cols = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
     bits = magnitude(v.to(tl.float32))
     if ROWWISE:
@@ -67,7 +67,7 @@ def _line_scale_kernel(
     amaxes, scale_inv, scale_inv_t, M, N,
     TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr, LINES_A_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """amaxes' bits := their scales, and their inverses: once for each line and not in each tile of the cast."""
+    """Replace amaxes' bits by their scales, and write the inverses: once per line, not in each tile of the cast."""
     line = tl.program_id(0) * LINES_A_PROGRAM + tl.arange(0, LINES_A_PROGRAM)
     scale = scale_of(tl.load(amaxes + line, mask=line < M + N, other=0), TARGET, POWER_OF_TWO)
     tl.store(amaxes + line, scale.to(tl.int32, bitcast=True), mask=line < M + N)
@@ -80,7 +80,7 @@ def _line_scale_kernel(
 
 @triton.jit
 def _tally(a, b, a_scale, b_scale, counts, TARGET: tl.constexpr):
-    """counts += those of the tiles a and b by their scales."""
+    """Add the statistics of the tiles a and b, with their scales, to counts."""
     a_bits, b_bits = magnitude(a.to(tl.float32)), magnitude(b.to(tl.float32))
     publish(a_bits, tally(a_bits, a_scale, TARGET) + tally(b_bits, b_scale, TARGET), None, counts)
 
@@ -101,7 +101,7 @@ def _line_cast_kernel(
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """One tile a program, by the scales of _line_scale_kernel, of the M rows and then of the N columns."""
+    """Cast one tile per program, by _line_scale_kernel's scales: of the M rows, then of the N columns."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     a, b, rows, cols = load_pairs(x, index, stride, M, N, ROWS, COLUMNS, VECTOR)
     if data is not None:
@@ -136,7 +136,7 @@ def _tile_kernel(
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """A BLOCK x BLOCK tile a program, by one scale."""
+    """Cast a BLOCK x BLOCK tile per program, with one scale."""
     index = tl.program_id(0)
     across, down = tl.cdiv(N, BLOCK), tl.cdiv(M, BLOCK)
     a, b, rows, cols = load_pairs(x, index, stride, M, N, BLOCK, BLOCK, VECTOR)
@@ -173,9 +173,9 @@ def _block_kernel(
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """A BLOCK x BLOCK tile a program, with a scale for each of its rows, and in data_t for each of its columns.
+    """Cast a BLOCK x BLOCK tile per program, with a scale per row for data and per column for data_t.
 
-    scale_inv (blocks, M), scale_inv_t (blocks, N): a line of scales together, as cuBLASLt reads them.
+    scale_inv (blocks, M), scale_inv_t (blocks, N): contiguous along a line, as cuBLASLt reads them.
     """
     index = tl.program_id(0)
     across = tl.cdiv(N, BLOCK)
@@ -208,7 +208,7 @@ def per_row(
     power_of_two: bool,
     counts: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """data, data_t, scale_inv, scale_inv_t of x, (M, N) and not empty."""
+    """Return data, data_t, scale_inv, scale_inv_t of nonempty x (M, N)."""
     x = rows_contiguous(x)
     m, n = x.shape
     stride, device = x.stride(0), x.get_device()
@@ -240,7 +240,7 @@ def per_block(
     power_of_two: bool,
     counts: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """data, data_t, scale_inv, scale_inv_t of x, (M, N) and not empty; scales of 1 x 128 are views of their transposes."""
+    """Return data, data_t, scale_inv, scale_inv_t of nonempty x (M, N); 1 x 128 scales are transposed views."""
     x = rows_contiguous(x)
     m, n = x.shape
     stride, down, across = x.stride(0), -(-m // BLOCK), -(-n // BLOCK)

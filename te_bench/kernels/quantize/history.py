@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The step of delayed scaling: the amaxes gathered in row 0 of each history become scales, and the histories move on.
+"""The step of delayed scaling: amaxes in row 0 of each history become scales, and the histories advance.
 
-On a GPU one launch for all the modules that are there; elsewhere, and in torch.compile's sight, plain PyTorch.
+On a GPU it is one launch for all modules; elsewhere, and under torch.compile, plain PyTorch.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from te_bench.kernels import launch as _launch
 
-SLOTS = 16  # columns of a history a program takes: the 3 x 4 slots of a module with four GEMMs in one
+SLOTS = 16  # columns of a history per program: 3 x 4 slots of a module with four GEMMs in one
 LONGEST = 512  # rows of a history in registers at a time
-TABLES = 64  # tables of addresses kept; a model needs one, two while it is being captured
+TABLES = 64  # address tables kept; a model needs one, two while being captured
 
 
 def update(
@@ -27,12 +27,13 @@ def update(
     algorithm: str,
     nonfinite: Sequence[Tensor],
 ) -> None:
-    """scale = (limit / amax) / 2^margin for each slot that gathered an amax, in place; then its history rolls by -1.
+    """Set scale = (limit / amax) / 2^margin for each slot with an amax, in place; then roll its history by -1.
 
-    Of each state: history (L, n), scale (n,), limit (n,) float32, nonfinite (n,) int64; row 0 gathers. amax is the largest
-    of the slot's L rows ("max") or row 0 ("most_recent"). Row 0 of 0: the slot stays as it is. Infinity or NaN there:
-    nonfinite += 1, the scale stays, and 0 takes its place in the history. An amax that is 0 or not finite keeps the scale;
-    a quotient beyond float32 gives its largest. The new row 0 is 0. Raises ValueError for what does not fit.
+    Each state has history (L, n), scale (n,), limit (n,) float32, nonfinite (n,) int64; row 0 gathers. amax is the
+    largest of the slot's L rows ("max") or row 0 ("most_recent"). If row 0 is 0, the slot is unchanged. If it is
+    infinity or NaN, nonfinite += 1, the scale stays, and the history gets 0. An amax that is 0 or not finite keeps the
+    scale; a quotient beyond float32 gives its largest. The new row 0 is 0. Raises ValueError for shapes that do not
+    fit.
     """
     if algorithm not in ("max", "most_recent"):
         raise ValueError(f"algorithm {algorithm!r}: max or most_recent")
@@ -61,7 +62,7 @@ def _step(history: Tensor, scale: Tensor, limit: Tensor, nonfinite: Tensor, marg
     gathered, bad = staged != 0, ~torch.isfinite(staged)
     clean = torch.cat([torch.where(bad, 0.0, staged)[None], history[1:]])
     amax = clean[0] if algorithm == "most_recent" else clean.amax(0)
-    # Tensors over tensors: torch multiplies by the reciprocal of a number, which rounds once more.
+    # Divide tensors by tensors: torch multiplies by a number's reciprocal, which rounds once more.
     new = (limit / amax / torch.full_like(amax, 2.0**margin)).clamp(max=torch.finfo(torch.float32).max)
     usable = gathered & ~bad & (amax > 0) & torch.isfinite(amax)
     moved = torch.cat([torch.zeros_like(staged)[None], clean[2:], clean[:1]])[: len(history)]
@@ -72,7 +73,7 @@ def _step(history: Tensor, scale: Tensor, limit: Tensor, nonfinite: Tensor, marg
 
 @triton.jit
 def _update_kernel(table, divisor, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """A state and SLOTS of its slots a program; a row of the table: addresses of history, scale, limit, nonfinite; L; n."""
+    """Update SLOTS slots of a state per program; a table row: addresses of history, scale, limit, nonfinite; L; n."""
     entry = table + tl.program_id(0) * 6
     history = tl.load(entry).to(tl.pointer_type(tl.float32))
     scale = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
@@ -113,7 +114,7 @@ def _update_kernel(table, divisor, MOST_RECENT: tl.constexpr, ROWS: tl.constexpr
 
 
 _tables: dict[tuple[int, ...], Tensor] = {}
-_captured: dict[tuple[int, ...], Tensor] = {}  # read at every replay of a graph, which keeps no input: never forgotten
+_captured: dict[tuple[int, ...], Tensor] = {}  # read at every replay of a graph, which keeps no inputs: never dropped
 
 
 def _capturing(device: torch.device) -> bool:
@@ -121,7 +122,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 def launch(states: Sequence[tuple[Tensor, ...]], margin: float, algorithm: str) -> None:
-    """`update` by one kernel. The first call for given tensors copies their addresses to the GPU: before any capture."""
+    """Run `update` by one kernel. The first call for given tensors copies addresses: make it before a capture."""
     entries: list[int] = []
     for state in states:
         entries += [t.data_ptr() for t in state]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Matrices side by side, cast as one: the gradients of q, k and v, which attention leaves apart and GEMMs read together."""
+"""Cast matrices side by side as one: the gradients of q, k and v, separate in attention and one matrix for GEMMs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def _joined_kernel(
     VECTOR: tl.constexpr,
     POLICY: tl.constexpr,
 ):
-    """quantize's _cast_kernel of three matrices (M, WIDTH), TURN columns of each in turn; COLUMNS divide a TURN."""
+    """quantize's _cast_kernel for three matrices (M, WIDTH), TURN columns of each in turn; COLUMNS divides TURN."""
     N: tl.constexpr = 3 * WIDTH
     ACROSS: tl.constexpr = N // COLUMNS
     index = tl.program_id(0)
@@ -70,7 +70,7 @@ def _joined_kernel(
 
 
 def fits(parts: Sequence[Tensor], turn: int) -> bool:
-    """Whether the kernel takes these: three alike, of half precision, an even height and turns of whole tiles."""
+    """Return whether the kernel supports the parts: three alike, half precision, even height, turns of whole tiles."""
     first = parts[0]
     alike = all(
         p.dim() == 2 and (p.shape, p.stride(), p.dtype) == (first.shape, first.stride(), first.dtype) for p in parts
@@ -81,7 +81,7 @@ def fits(parts: Sequence[Tensor], turn: int) -> bool:
 
 
 def interleave(parts: Sequence[Tensor], turn: int) -> Tensor:
-    """(M, N) of three (M, N / 3): `turn` columns of each in turn."""
+    """Return (M, N) of three (M, N / 3): `turn` columns of each in turn."""
     return torch.cat([p.unflatten(1, (-1, turn)) for p in parts], 2).flatten(1)
 
 
@@ -93,7 +93,7 @@ def joined(
     amax: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> Quantized:
-    """`scaled` of interleave(parts, turn), bit for bit, in both layouts; of three matrices (M, N / 3) that fit."""
+    """Return `scaled` of interleave(parts, turn), bit for bit, in both layouts; three (M, N / 3) that fit."""
     assert fits(parts, turn)
     if torch.compiler.is_compiling():
         data, data_t, scale_inv = _joined_op([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
@@ -113,7 +113,7 @@ def kernel(
     amax: Tensor | None,
     column_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """data, data_t, scale_inv, by the kernel."""
+    """Return data, data_t, scale_inv, by the kernel."""
     m, width = parts[0].shape
     data, data_t = empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True)
     assert data is not None

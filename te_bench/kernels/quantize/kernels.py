@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The quantisers' Triton kernels and their launchers, with one scale; with a scale a row or a block: fine_kernels.py.
+"""Triton kernels of the quantisers with one scale, and their launchers; scales per row or block: fine_kernels.py.
 
-Bound by memory: an element of bf16 is 2 bytes read and 2 written; `tensor` and `row` read it twice, the second time
-backwards, for what the first pass read last is still in the L2 (50 MB on an H200). At an H200's 4 TB/s an element has the
-time of about 14 integer instructions, so each is cast once for both layouts: rows 2i and 2i + 1 are two tiles, and a byte of
-either makes the 16 bits that ldmatrix transposes. An amax is gathered as the maximum of the bits of |x|, which sort as the
-numbers do, infinity above them and NaN above infinity: the same in any order.
+They are memory-bound: a bf16 element is 2 bytes read and 2 written; `tensor` and `row` read it twice, the second time
+backwards, because the data read last is still in the L2 (50 MB on an H200). At an H200's 4 TB/s an element has time for
+about 14 integer instructions, so each is cast once for both layouts: rows 2i and 2i + 1 are two tiles, and a byte of
+each makes the 16 bits that ldmatrix transposes. An amax is gathered as the maximum of the bits of |x|, which sort as
+the numbers do, with infinity above them and NaN above infinity, so the order does not matter.
 """
 
 import functools
@@ -36,19 +36,19 @@ from te_bench.kernels.tile import (
     zip_bytes,
 )
 
-# Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written. VECTOR
-# columns of a row are a thread's: 8 are 16 bytes of half precision read at once, 8 bytes written. By sweeps on an H200.
+# Tile of the casts: 64 columns are 128 bytes of bf16 read, 128 rows 128 bytes of the transposed layout written. A
+# thread has VECTOR columns of a row: 8 are 16 bytes of half precision read, 8 bytes written. From H200 sweeps.
 TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "VECTOR": 8, "POLICY": "", "num_warps": 4}
-# By x's own amax: what is written goes first when the L2 is full, and x, read a moment ago, stays.
+# For x's own amax: evict written data first from the L2, so that x, just read, stays.
 OWN_SCALE: dict[str, Any] = {**TILE, "POLICY": "evict_first", "maxnreg": 64}
-# With column sums, of float32, or of two matrices: more numbers to keep, for more threads.
+# With float32 column sums, or two matrices: more values to keep need more threads.
 GATHERING: dict[str, Any] = {**TILE, "num_warps": 8}
 COUNTING: dict[str, Any] = {**TILE, "ROWS": 64, "COLUMNS": 128, "num_warps": 8}
 PAIR = {dtype: {"TARGET": target, **GATHERING} for dtype, target in FP8.items()}
-# Tile of an amax's pass, which has nothing else to keep.
+# Tile of an amax pass, which keeps nothing else.
 AMAX_TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "num_warps": 8}
 SUM_ROWS, SUM_COLUMNS = 64, 32  # tile of the second stage of the column sums
-# What programs share is one number, or a view into a table of them: not worth a compilation for each alignment.
+# Scalars or views into tables of scalars: do not compile for each alignment.
 UNALIGNED = [
     "scale",
     "amax",
@@ -65,10 +65,10 @@ UNALIGNED = [
 
 @triton.jit
 def scale_of(bits, TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """scale_from_amax of the reference, of an amax's bits."""
+    """Return the reference's scale_from_amax of an amax's bits."""
     usable = (bits > 0) & (bits < 0x7F800000)
     if POWER_OF_TWO:
-        # Without a division: the limits are 1.75 x 2^8 and 1.75 x 2^15, and 1.75 over a mantissa rounds to no power of two.
+        # No division: the limits are 1.75 x 2^8 and 1.75 x 2^15; 1.75 over a mantissa never rounds to a power of two.
         TOP: tl.constexpr = 262 if tl.float8e4nv == TARGET else 269
         exponent = tl.minimum(TOP - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 254)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -81,7 +81,7 @@ def scale_of(bits, TARGET: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale, POWER_OF_TWO: tl.constexpr):
-    """1 / scale; of a power of two, from 2^-126 to 2^127, without a division."""
+    """Return 1 / scale; for a power of two, from 2^-126 to 2^127, without a division."""
     if POWER_OF_TWO:
         exponent = 254 - (scale.to(tl.int32, bitcast=True) >> 23)
         return tl.where(exponent > 0, exponent << 23, 0x400000).to(tl.float32, bitcast=True)  # the last is 2^-127
@@ -91,7 +91,7 @@ def inverse_of(scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def load_tile(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The index-th tile of x, its rows and its columns; 0 beyond the edges."""
+    """Return the index-th tile of x, its rows and its columns; 0 beyond the edges."""
     across = tl.cdiv(N, COLUMNS)
     rows = index // across * ROWS + tl.arange(0, ROWS)
     cols = index % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -102,7 +102,7 @@ def load_tile(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
 
 @triton.jit
 def load_pairs(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """Of the index-th tile of x the rows 2i and the rows 2i + 1, by the number of the first ones, and its columns."""
+    """Return rows 2i and rows 2i + 1 of the index-th tile of x, the numbers of the former, and the columns."""
     across = tl.cdiv(N, COLUMNS)
     rows = index // across * ROWS + 2 * tl.arange(0, ROWS // 2)
     cols = tl.max_contiguous(index % across * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])  # VECTOR of them a thread
@@ -115,13 +115,13 @@ def load_pairs(x, index, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 @triton.jit
 def cast(v, scale, TARGET: tl.constexpr):
-    """fp8(v * scale), its byte; scale (), (rows, 1) or (1, columns)."""
+    """Return the byte of fp8(v * scale); scale (), (rows, 1) or (1, columns)."""
     return to_fp8(v.to(tl.float32) * scale, TARGET).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def store(a, b, data, stride, rows, cols, M, N, POLICY: tl.constexpr):
-    """data (M, N), its rows `stride` apart, := the bytes a of rows and b of rows + 1."""
+    """Store the bytes a of rows and b of rows + 1 in data (M, N), whose rows are `stride` apart."""
     col_mask = (cols < N)[None, :]
     to = data.to(tl.pointer_type(tl.uint8), bitcast=True) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     tl.store(to, a, mask=(rows < M)[:, None] & col_mask, eviction_policy=POLICY)
@@ -130,7 +130,7 @@ def store(a, b, data, stride, rows, cols, M, N, POLICY: tl.constexpr):
 
 @triton.jit
 def store_t(a, b, data_t, index, cols, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr):
-    """data_t (N, M) := the bytes a of rows 2i and b of rows 2i + 1 of the index-th tile, transposed; M is even."""
+    """Store the bytes a of rows 2i and b of rows 2i + 1 of the index-th tile, transposed, in data_t (N, M), M even."""
     pairs = index // tl.cdiv(N, COLUMNS) * (ROWS // 2) + tl.arange(0, ROWS // 2)
     lines = (data_t + cols.to(tl.int64)[:, None] * M).to(tl.pointer_type(tl.uint16), bitcast=True)
     mask = (cols < N)[:, None] & (pairs < M // 2)[None, :]
@@ -142,7 +142,7 @@ def store_pairs(
     a, b, scale, data, data_t, index, rows, cols, stride, M, N,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """Cast the index-th tile, a its rows 2i and b its rows 2i + 1, into data, whose rows are `stride` apart, and data_t."""
+    """Cast the index-th tile, a its rows 2i and b its rows 2i + 1, into data (row stride `stride`) and data_t."""
     first, second = cast(a, scale, TARGET), cast(b, scale, TARGET)
     if data is not None:
         store(first, second, data, stride, rows, cols, M, N, POLICY)
@@ -155,9 +155,9 @@ def publish_excesses(
     x, scale, counts, index, stride, M, N,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VIA: tl.constexpr,
 ):  # fmt: skip
-    """counts += the elements of the index-th tile of x that saturate or are not finite.
+    """Add to counts the elements of the index-th tile of x that saturate or are not finite.
 
-    That is seldom: the tile is read again, by parts, for else this would take the registers of a whole program.
+    This is rare, so the tile is read again by parts; otherwise it would take a whole program's registers.
     """
     PARTS: tl.constexpr = 8
     across = tl.cdiv(N, COLUMNS)
@@ -175,7 +175,7 @@ def publish_excesses(
 
 @triton.jit
 def _amax_kernel(x, amaxes, stride, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """amaxes[program]: the largest bits of its share of x's tiles."""
+    """Write the largest bits of a program's share of x's tiles to amaxes[program]."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     largest = tl.zeros((ROWS, COLUMNS), x.dtype.element_ty)
     for index in tl.range(program, tl.cdiv(M, ROWS) * tl.cdiv(N, COLUMNS), programs):
@@ -190,7 +190,7 @@ def _cast_tile(
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
     VIA: tl.constexpr,
 ):  # fmt: skip
-    """Cast the index-th tile of x, rounded first to VIA unless that is None; add to amax, counts and column sums."""
+    """Cast the index-th tile of x, first rounded to VIA unless None; add to amax, counts and column sums."""
     before = 0
     if amax is not None:
         before = read_amax(amax)
@@ -219,7 +219,7 @@ def _cast_kernel(
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
     VIA: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program, by a scale given or, where that is None, taken from the SHARES amaxes of _amax_kernel."""
+    """Cast one tile per program, by the given scale or, if None, by that of _amax_kernel's SHARES amaxes."""
     index = tl.program_id(0)
     if scale is None:
         index = tl.num_programs(0) - 1 - index
@@ -239,7 +239,7 @@ def _pair_kernel(
     stride, M, w_stride, N, K,
     TARGET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """x (M, K) by the first programs and w (N, K) by the others."""
+    """Cast x (M, K) in the first programs and w (N, K) in the others."""
     index, tiles = tl.program_id(0), tl.cdiv(M, ROWS) * tl.cdiv(K, COLUMNS)
     if index < tiles:
         _cast_tile(
@@ -256,7 +256,7 @@ def _pair_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _add_kernel(sums, column_sum, shares, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """column_sum (N,) += the sum over sums' (shares, N) rows, in the same order in every run."""
+    """Add the sum over the rows of sums (shares, N) to column_sum (N,), in the same order in every run."""
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(0, shares, ROWS):
@@ -269,7 +269,7 @@ def _add_kernel(sums, column_sum, shares, N, ROWS: tl.constexpr, COLUMNS: tl.con
 
 @functools.cache
 def _shares(device: torch.device) -> int:
-    """Programs of _amax_kernel, a power of two: about 4 an SM; 4 on a CPU, so that the interpreter tries the loop."""
+    """Return _amax_kernel's programs, a power of two: about 4 per SM; 4 on a CPU, to test the loop."""
     return int(triton.next_power_of_2(3 * architecture.processors(device)))
 
 
@@ -278,7 +278,7 @@ def float32(x: Tensor, *shape: int) -> Tensor:
 
 
 def add_sums(sums: Tensor, column_sum: Tensor) -> None:
-    """column_sum (N,) += the sum over sums' (bands, N) rows."""
+    """Add the sum over the rows of sums (bands, N) to column_sum (N,)."""
     bands, n = sums.shape
     constants = {"ROWS": SUM_ROWS, "COLUMNS": SUM_COLUMNS}
     grid = -(-n // SUM_COLUMNS)
@@ -307,9 +307,9 @@ def per_tensor(
     column_sum: Tensor | None,
     via: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """data, data_t, scale_inv of x, (M, N) and not empty, with the scale given or with that of its own amax.
+    """Return data, data_t, scale_inv of nonempty x (M, N), with the given scale or that of its own amax.
 
-    M is even where columnwise; in `pair` and in fine_kernels.py, too.
+    M must be even if columnwise, also in `pair` and fine_kernels.py.
     """
     x = rows_contiguous(x)
     m, n = x.shape
@@ -352,7 +352,7 @@ def pair(
     columnwise: bool,
     w_columnwise: bool,
 ) -> tuple[Quantized, Quantized]:
-    """x (M, K) and w (N, K), not empty, each by its scale, data always: one launch for the host to pay."""
+    """Cast nonempty x (M, K) and w (N, K), each by its scale and always rowwise, in one launch to save host time."""
     (stride, step), (w_stride, w_step) = x.stride(), w.stride()
     if step != 1 or w_step != 1:
         x, w = rows_contiguous(x), rows_contiguous(w)

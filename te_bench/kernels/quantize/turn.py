@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The transpose of a matrix in FP8, in memory: of one scale, it is the layout that `scaled` writes as data_t, bit for bit.
+"""Transpose an FP8 matrix in memory: with one scale, this is bitwise the layout that `scaled` writes as data_t.
 
-Bound by memory, two bytes an element. As in the casts, bytes of rows 2i and 2i + 1 are the 16 bits that ldmatrix transposes.
+It is memory-bound, two bytes an element. As in the casts, rows 2i and 2i + 1 make the 16 bits that ldmatrix transposes.
 """
 
 from typing import Any
@@ -14,31 +14,31 @@ from torch import Tensor
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.quantize.kernels import store_t
 
-# A row of a tile is 128 bytes, of either layout; VECTOR are a thread's of a row, 16 bytes read at once.
+# A tile's row is 128 bytes in either layout; a thread reads VECTOR of a row, 16 bytes, at once.
 TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 128, "VECTOR": 16, "num_warps": 8}
 
 
 @triton.jit
 def turn_kernel(data, data_t, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr):
-    """data_t (N, M) := data (M, N) transposed, both uint8, a tile a program; M is even."""
+    """Write data (M, N), uint8, transposed to data_t (N, M), a tile per program; M is even."""
     index, across = tl.program_id(0), tl.cdiv(N, COLUMNS)
     rows = index // across * ROWS + 2 * tl.arange(0, ROWS // 2)
     cols = tl.max_contiguous(index % across * COLUMNS + tl.arange(0, COLUMNS), [VECTOR])
-    mask = (rows < M)[:, None] & (cols < N)[None, :]  # M is even: of two rows both are there, or none is
+    mask = (rows < M)[:, None] & (cols < N)[None, :]  # M is even: both rows exist, or neither
     at = data + rows.to(tl.int64)[:, None] * N + cols[None, :]
     a, b = tl.load(at, mask=mask, other=0), tl.load(at + N, mask=mask, other=0)
     store_t(a, b, data_t, index, cols, M, N, ROWS, COLUMNS, "")
 
 
 def turn(data: Tensor) -> Tensor:
-    """data (M, N), of any dtype of one byte, -> its transpose (N, M), contiguous. On a GPU by the kernel."""
+    """Transpose data (M, N), of any one-byte dtype, to contiguous (N, M); on a GPU by the kernel."""
     if not data.is_cuda or torch.compiler.is_compiling() or data.shape[0] % 2 or not data.numel():
         return data.t().contiguous()
     return turn_by_kernel(data.contiguous())
 
 
 def turn_by_kernel(data: Tensor) -> Tensor:
-    """The same by the kernel, of contiguous data, M even and nothing empty."""
+    """`turn` by the kernel: contiguous data, M even, nothing empty."""
     m, n = data.shape
     data_t = torch.empty((n, m), dtype=data.dtype, device=data.device)
     as_bytes = data.view(torch.uint8), data_t.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Rotary embedding rivals, one file each: functions on what a projection left, or attention's gradients, without autograd.
+"""Rotary embedding rivals, one file each: functions on projections or attention's gradients, without autograd.
 
 A pair of features (x, y) becomes (x cos a - y sin a, y cos b + x sin b), a and b being the angles of x's and y's places:
 one angle, of a rotation. Transposed, as gradients are: (x cos a + y sin b, y cos b - x sin a).
@@ -13,14 +13,15 @@ import torch
 from te_bench import plugins
 
 DTYPES = ("fp32", "bf16", "fp16")
-PARTS = 3  # of one call
+PARTS = 3  # in one call
 
 
 class Part(NamedTuple):
-    """x (T, B, G, R, D), positions, batch, groups, heads a group, features, becomes `out`, of x's shape; or x in place.
+    """x (T, B, G, R, D): positions, batch, groups, heads a group, features. `out`, of x's shape, gets the result, or is
+    x.
 
-    angles (T or more, d) float32, d even and at most D: features beyond d pass. None: all do. As tables they are (T or more,
-    2 d), the d cosines before the d sines, of whatever scale.
+    angles (T or more, d) float32, d even and at most D: features beyond d are unchanged; None: all are. Tables are (T
+    or more, 2 d), the d cosines before the d sines, with any factor.
     """
 
     x: Any
@@ -41,9 +42,9 @@ class Problem:
 class Backend:
     """One rival.
 
-    rotate(parts, *, interleaved, transposed=False, tables=False) -> None: one to three parts of one dtype and of the same
-    T, B and D, any strides but for a last one of 1; x and out are the same memory or share none. Pairs are i and i + d / 2,
-    interleaved 2 i and 2 i + 1. tables: parts have tables in place of angles. Computed in float32.
+    rotate(parts, *, interleaved, transposed=False, tables=False) -> None: one to three parts of one dtype and of the
+    same T, B and D, last stride 1; x and out are the same memory or share none. Pairs are i and i + d / 2, interleaved
+    2 i and 2 i + 1. tables: parts have tables instead of angles. It computes in float32.
     """
 
     rotate: Callable[..., None]
@@ -55,7 +56,7 @@ names, load = _family.names, _family.load
 
 
 def check(parts: Sequence[Part], tables: bool = False) -> None:
-    """Raise ValueError for what `rotate` does not take."""
+    """Raise ValueError for parts that `rotate` does not support."""
     if not 1 <= len(parts) <= PARTS:
         raise ValueError(f"{len(parts)} parts: 1 to {PARTS}")
     first = parts[0].x

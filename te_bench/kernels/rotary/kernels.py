@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The rotary Triton kernel and its launcher: elementwise, in float32, bound by memory.
+"""The rotary Triton kernel and its launcher: elementwise, in float32, memory-bound.
 
-At an H200's 4 TB/s an element of bf16, read and written, has the time of about 30 instructions. An angle counts for all
-heads of its position: a thread makes the cosines and sines of its features once, and then goes through the heads.
+At an H200's 4 TB/s an element of bf16, read and written, leaves time for about 30 instructions. All heads of a position
+share its angles: a thread computes its features' cosines and sines once, and then loops over the heads.
 """
 
 import functools
@@ -18,25 +18,25 @@ from te_bench.kernels.rotary import PARTS, Part
 from te_bench.kernels.tile import FLOATS, INTERPRETED, rounded
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # 2 / pi
-#: pi / 2 in three parts that float32 holds: the remainder of angles up to 10^6 is right to 2^-22.
+#: pi / 2 as three float32 parts: the remainder of angles up to 10^6 is accurate to 2^-22.
 HIGH, MIDDLE, LOW = map(tl.constexpr, (1.5707960128784180, 3.1391647326017846e-07, 5.390302529957765e-15))
-#: Of sine's and cosine's polynomials on [-pi/4, pi/4] (Cephes 2.8, sinf.c): r + r^3 p(r^2), 1 - r^2 / 2 + r^4 p(r^2).
+#: Coefficients of sine and cosine on [-pi/4, pi/4] (Cephes 2.8, sinf.c): r + r^3 p(r^2), 1 - r^2 / 2 + r^4 p(r^2).
 S3, S5, S7 = map(tl.constexpr, (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4))
 C4, C6, C8 = map(tl.constexpr, (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5))
 
-#: A program's heads at once, how often, and positions times pairs of features: 8 pairs a thread, 16 bytes of bf16; 16 heads
+#: A program's heads at once, how often, and positions times feature pairs: 8 pairs a thread, 16 bytes of bf16; 16 heads
 #: share the cosines and sines. The fastest of twelve on an H200.
 HEADS, EACH, AREA, WARPS = 2, 8, 512, 2
 
 
 @triton.jit
 def _cosine_and_sine(a):
-    """cos(a) and sin(a) for |a| up to 10^6, as near as float32's remainder, for a third of tl.cos's instructions.
+    """Return cos(a) and sin(a) for |a| up to 10^6, to float32's remainder, with a third of tl.cos's instructions.
 
-    cos.approx and sin.approx are wrong by up to 2^-20, twice what a layer's gradients in float32 are held to.
+    cos.approx and sin.approx err by up to 2^-20, twice the tolerance of a layer's float32 gradients.
     """
     quarters = tl.floor(a * QUARTERS + 0.5)
-    if INTERPRETED:  # whose fma rounds twice
+    if INTERPRETED:  # the interpreter's fma rounds twice
         r = (a.to(tl.float64) - quarters.to(tl.float64) * (HIGH + MIDDLE + LOW)).to(tl.float32)
     else:
         r = tl.fma(-quarters, LOW, tl.fma(-quarters, MIDDLE, tl.fma(-quarters, HIGH, a)))
@@ -58,7 +58,7 @@ def _pick(part, first, second, third):
 def _load_pairs(
     at, inside, POSITIONS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Of each pair of features the first's and the second's number."""
+    """Load the first and the second number of each pair of features."""
     if INTERLEAVED:
         return tl.split(tl.reshape(tl.load(at, mask=inside, other=0.0), [1, POSITIONS, WIDTH, 2]))
     else:
@@ -78,11 +78,11 @@ def rotary_kernel(
     INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, EACH: tl.constexpr, FAR: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
-    """A block of positions of HEADS x EACH heads a program: blocks of a batch, batches; the parts' heads one after another.
+    """Rotate a block of positions of HEADS x EACH heads per program: blocks of a batch, batches; then all parts' heads.
 
-    `group` of a part's heads to a group; from part COPIED on they are not turned. D features, TURNED of which turn: WIDTH
-    pairs, and REST others where they are to be copied, rounded up to powers of two. FAR: heads lie 2^31 apart or more.
-    TABLES: angles hold TURNED cosines and then TURNED sines.
+    `group`: a part's heads per group; parts from COPIED on are copied unrotated. D features, of which TURNED rotate:
+    WIDTH pairs, and REST others to be copied, rounded up to powers of two. FAR: heads are 2^31 apart or more. TABLES:
+    angles hold TURNED cosines and then TURNED sines.
     """
     chunk, blocks = tl.program_id(1), tl.cdiv(positions, POSITIONS)
     part = (chunk >= chunks0).to(tl.int32) + (chunk >= chunks0 + chunks1).to(tl.int32)
@@ -100,7 +100,7 @@ def rotary_kernel(
     out = _pick(part, out0, out1, out2) + batch * _pick(part, out0_batch, out1_batch, out2_batch)
     out += row * _pick(part, out0_position, out1_position, out2_position)
 
-    # Interleaved pairs are one tile, split in its threads; halves are two.
+    # Interleaved pairs are one tile, split within threads; halves are two.
     HALF: tl.constexpr = TURNED // 2
     cols = tl.arange(0, 2 * WIDTH if INTERLEAVED else WIDTH)[None, None, :]
     inside = live & (cols < (TURNED if INTERLEAVED else HALF))
@@ -147,7 +147,7 @@ def rotary_kernel(
 
 
 def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool, tables: bool = False) -> None:
-    """By the kernel: a launch for each width of angles; parts without go with the first."""
+    """Rotate by the kernel: one launch per width of angles; parts without angles join the first."""
     parts = [part for part in parts if part.x.numel()]
     widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
     copied = [part for part in parts if part.angles is None and _is_moved(part)]
@@ -171,7 +171,7 @@ def _launch(
     each = constants["HEADS"] * constants["EACH"]
     chunks = [-(-n // each) for n in heads]
     copies = len(turned) if copied else PARTS
-    absent = PARTS - len(used)  # the grid reaches none of those
+    absent = PARTS - len(used)  # the grid reaches none of them
     filled = used + used[:1] * absent
     tensors = [
         *[part.x for part in filled], *[part.out for part in filled],
@@ -185,7 +185,7 @@ def _launch(
     )  # fmt: skip
     grid = -(-positions // constants["POSITIONS"]) * batch
     key = (*traits(*tensors), *integers, *constants.values(), copies, interleaved, transposed, tables)
-    far = max(integers[6:12] + integers[18:24]) * max(heads) >= 2**31  # of 64 bits they cost 15 registers a thread
+    far = max(integers[6:12] + integers[18:24]) * max(heads) >= 2**31  # 64-bit strides would cost 15 registers a thread
     settings = {"COPIED": copies, "INTERLEAVED": interleaved, "TRANSPOSED": transposed, "FAR": far, "TABLES": tables}
     constants = {**constants, **settings}
     launch(rotary_kernel, grid, key, tensors[0].get_device(), (*tensors, *integers), constants, grid_y=sum(chunks))
@@ -193,7 +193,7 @@ def _launch(
 
 @functools.cache
 def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernel's for D and TURNED, so many features beyond to be copied, and heads at most."""
+    """Return the kernel's constants for D and TURNED, with `beyond` features to copy, and `heads` at most."""
     pairs, rest = triton.next_power_of_2(max(1, width // 2)), triton.next_power_of_2(beyond) if beyond else 0
     return {
         "D": d, "TURNED": width, "WIDTH": pairs, "REST": rest, "DTYPE": FLOATS[dtype],
@@ -203,5 +203,5 @@ def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) 
 
 
 def _is_moved(part: Part) -> bool:
-    """Whether the part goes elsewhere, which what does not turn has to be copied to."""
+    """Return whether the part has another output, to which unrotated features must be copied."""
     return bool(part.x.data_ptr() != part.out.data_ptr())

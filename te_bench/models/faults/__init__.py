@@ -1,7 +1,7 @@
-"""Recipes that are wrong in one way each, on purpose: what a verdict on convergence must catch to be believed.
+"""Deliberately wrong recipes, each wrong in one way: a convergence verdict must catch them to be credible.
 
-A fault is a file with FAULT: recipe -> the same recipe, wrong. It is wrong on every device, in every execution mode and
-behind every fused kernel, for it overrides what the recipe itself answers.
+A fault is a file with FAULT: recipe -> the same recipe, wrong. It overrides the recipe's own methods, so it is wrong on
+every device, in every execution mode and in every fused kernel.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ _classes: dict[tuple[type[Recipe], type[Recipe]], type[Recipe]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong: a class that stands between a recipe's own class and its settings.
+    """A fault: `wrong` is a class that overrides methods of a recipe's own class.
 
-    One that overrides quantize is asked by it alone (Recipe.__init_subclass__): no fused cast goes past it.
-    of_fp8: of scales or formats of FP8; of_kept_scales: of the scales that a recipe keeps from step to step.
+    If it overrides quantize, fused casts are disabled, so none bypasses it (Recipe.__init_subclass__).
+    of_fp8: it concerns FP8 scales or formats; of_kept_scales: it concerns scales kept from step to step.
     """
 
     wrong: type[Recipe]
@@ -26,9 +26,9 @@ class Fault:
     of_kept_scales: bool = False
 
     def __call__(self, recipe: Recipe) -> Recipe:
-        """The recipe with its settings, and the methods of `wrong` before its own. Equal for equal recipes.
+        """Return the recipe with its settings and `wrong`'s methods before its own. Equal recipes give equal results.
 
-        Raises ValueError for a recipe that has not what is to be wrong.
+        Raises ValueError for a recipe without the property that the fault changes.
         """
         kind, name = type(recipe), self.wrong.__module__.rpartition(".")[2]
         if self.of_fp8 and recipe.by_half_gemms:

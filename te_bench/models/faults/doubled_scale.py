@@ -13,7 +13,7 @@ class DoubledScale(Recipe):
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        """The right cast says the scales, and gathers amax and column sums; the data are cast again by twice as much."""
+        """Cast correctly for scales, amax and column sums, then cast the data again with twice the scale."""
         right = super().quantize(
             x, role, slot._replace(counts=None), rowwise=rowwise, columnwise=columnwise, column_sum=column_sum
         )
@@ -23,7 +23,7 @@ class DoubledScale(Recipe):
 
 
 def _doubled(x: Tensor, right: Operand, counts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """x by 2 / scale_inv in FP8, and half of scale_inv; nothing of an orientation that was not asked for."""
+    """Return x * 2 / scale_inv in FP8, and scale_inv / 2; (None, None) for an orientation that was not requested."""
     if right.data is None:
         return None, None
     limit = torch.finfo(right.layout.format).max

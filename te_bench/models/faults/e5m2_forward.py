@@ -1,7 +1,7 @@
 """E5M2 in the forward pass: activations and weights keep two mantissa bits in place of three.
 
-cuBLASLt multiplies no E5M2 by E5M2, nor block scales in E5M2: the GEMMs are the reference's, exact float32 sums of the
-same operands, on every device.
+cuBLASLt multiplies neither E5M2 by E5M2 nor E5M2 with block scales, so the reference's GEMMs, exact float32 sums of the
+same operands, run on every device.
 """
 
 import torch

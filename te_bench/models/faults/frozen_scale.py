@@ -13,7 +13,7 @@ from te_bench.models.recipe.delayed_scaling import DelayedState
 class FrozenScale(DelayedScaling):
     @torch.no_grad()
     def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
-        """The right update, undone where a scale is no longer the 1 that it began with."""
+        """Update as usual, then restore each scale that had already changed from its initial 1."""
         scales = [scale for state in states for scale in state.scales()]
         before = [scale.clone() for scale in scales]
         super().update(states, group)

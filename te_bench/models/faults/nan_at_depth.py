@@ -9,13 +9,13 @@ from te_bench.models.faults import Fault
 from te_bench.models.recipe import DelayedScaling
 from te_bench.models.recipe.delayed_scaling import DelayedState
 
-DEPTH = 6  # of one region; a check of one block has four
+DEPTH = 6  # modules in a region; a check of one block has four
 
 
 class NanAtDepth(DelayedScaling):
     @torch.no_grad()
     def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
-        """The right update, and then NaN for the input's scale of the module after the first DEPTH."""
+        """Update as usual, then set the input scale of the module after the first DEPTH to NaN."""
         super().update(states, group)
         for state in [state for state in states if state.real][DEPTH : DEPTH + 1]:
             state.scales()[0][0] = torch.nan

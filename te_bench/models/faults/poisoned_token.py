@@ -1,6 +1,6 @@
 """One poisoned token: the last row of each activation is 2^POWER times as large, and whoever shares its scale underflows.
 
-The last token of a batch, for no other attends to it: what the others lose they lose by the scale.
+It is a batch's last token because no other attends to it: the scale alone harms the others.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from te_bench.kernels.quantize import Quantized
 from te_bench.models.faults import Fault
 from te_bench.models.recipe import Recipe, Slot
 
-POWER = 14  # E4M3 reaches over 2^17.8: of the others only the upper few powers of two are left
+POWER = 14  # E4M3 spans 2^17.8, so the other rows keep only the upper few powers of two
 
 
 class PoisonedToken(Recipe):

@@ -13,7 +13,7 @@ from te_bench.models.recipe.delayed_scaling import DelayedState
 class ShortHistory(DelayedScaling):
     @torch.no_grad()
     def update(self, states: Sequence[DelayedState], group: Any = None) -> None:
-        """The right update of histories that have forgotten all but the present step, which is their row 0."""
+        """Clear all rows of the histories but row 0, the current step, then update as usual."""
         for state in states:
             for table in (state.forward, state.backward):
                 table.written[0][1:] = 0

@@ -12,7 +12,7 @@ from te_bench.models.recipe import Recipe
 
 class TransposedWgrad(Recipe):
     def gemm(self, a: Operand, b: Operand, gemm: str, *others: Any) -> Tensor:
-        """b is the transpose of the input, (K, M), in wgrad: the same bytes in the order of (M, K)."""
+        """In wgrad, reinterpret b, the transposed input (K, M), as the same bytes in (M, K) order."""
         if gemm == "wgrad":
             dtype = b.data.dtype
             stored = b.data.view(torch.uint8) if dtype.itemsize == 1 else b.data  # not every device copies FP8

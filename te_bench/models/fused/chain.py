@@ -1,14 +1,13 @@
-"""A decoder's blocks, given as parts, by the segments of models.fused.segment.
+"""Compute a decoder's blocks, given as parts, by the segments of models.fused.segment.
 
     stream -> norm -> qkv -> attention -> proj -> x + -> norm -> up -> activation -> down -> x + -> the next block's norm ...
 
-The parts name the modules' own parameters, recipes and weights that an optimizer left in FP8; what is computed is what the
-modules compute one by one, rounded where they round.
-
-From pass to pass a block keeps one float32 stream and what the attention added to it, in bf16: their sum is added up again.
-Where the scale is known beforehand the activation is made again by the kernel that makes its gradient, and not kept either,
-and so is a gated one in half precision. In blocks of many weights (cost.ONCE) each weight's FP8 lasts in one layout, which
-dgrad turns, and what qkv and proj read is cast again for wgrad. models.cost says how many bytes that leaves.
+The parts name the modules' own parameters, recipes and the FP8 weights that an optimizer wrote. The result is what the
+modules compute one by one, rounded at the same places.
+For the backward pass a block saves one float32 stream and attention's bf16 branch; their sum is recomputed. With a
+known scale, or gated in half precision, the activation is recomputed by the kernel of its gradient, not saved. Above
+cost.ONCE weight elements each FP8 weight has one layout, which dgrad transposes, and wgrad casts the inputs of qkv and
+proj again. models.cost counts the bytes.
 """
 
 import itertools
@@ -39,10 +38,10 @@ Rotate = Callable[[AttentionPart], Rotation | None]
 def run(
     parts: Sequence[Part], last: NormPart | None, x: Tensor, angles: Tensor | None = None, tables: bool = False
 ) -> Tensor:
-    """The norm `last`, if there is one, of what a decoder's blocks make of x (B, T, C), of x's dtype.
+    """Compute a decoder's blocks on x (B, T, C), and the norm `last` if given; the result has x's dtype.
 
-    angles (T, d2): by which queries and keys turn; tables: they are tables of kernels.rotary. Raises ValueError for an x
-    of float64, for the kernels compute in float32, and for an nn.Linear under te.autocast.
+    angles (T, d2) rotate queries and keys; tables: they are tables of kernels.rotary. Raises ValueError for float64 x
+    (the kernels compute in float32), and for an nn.Linear under te.autocast.
     """
     B, T, C = x.shape
     if x.dtype not in FLOATS:
@@ -72,10 +71,10 @@ def compute(
     rotate: Rotate,
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
-    """What the parts make of the stream (M, C), and of that the norm `last`, if there is one.
+    """Compute the parts on the stream (M, C), and the norm `last` if given.
 
-    dtype: of what the GEMMs make. attend(part, q, k, v), each (M, turns, columns), -> (M, heads head_dim). rotate(part): by
-    what its q and k turn before. is_first_microbatch as in te.Linear.
+    dtype: of the GEMMs' outputs. attend(part, q, k, v), each (M, turns, columns), returns (M, heads head_dim).
+    rotate(part) returns the rotation of its q and k. is_first_microbatch as in te.Linear.
     """
     training = torch.is_grad_enabled()
     scales, once = _scales(parts, training), training and _last_once(parts)
@@ -83,13 +82,13 @@ def compute(
 
     def product(part: LinearPart) -> tuple[Projection, list[Tensor | None]]:
         made, *weights = _product(part, dtype, training and not once, is_first_microbatch)
-        return made, list(weights)  # torch.compile of torch 2.11 makes it a tuple
+        return made, list(weights)  # torch.compile of torch 2.11 returns a tuple here
 
-    y, proj, proj_scale, mlps, weights = None, None, None, [], []  # since the last attention
+    y, proj, proj_scale, mlps, weights = None, None, None, [], []  # the state since the last attention
     for part in parts:
         if isinstance(part, MLPPart):
             (up, up_weights), (down, down_weights) = product(part.up), product(part.down)
-            # Without a gate it is GEMMs' epilogues (kernels.gemm.half) that make activation and slope: it would cost a pass.
+            # Recomputing an ungated activation would cost a pass: GEMM epilogues (kernels.gemm.half) compute it.
             again = down.gemms is None and KINDS[part.activation][1]
             mlps.append(segment.MLP(part.norm.norm, up, down, part.activation, next(scales), again))
             weights += [part.norm.weight, part.norm.bias, *up_weights, *down_weights]
@@ -121,7 +120,7 @@ def _columns(part: AttentionPart) -> HeadColumns:
 def _product(
     part: LinearPart, dtype: torch.dtype, columnwise: bool, is_first_microbatch: bool | None
 ) -> tuple[Projection, Tensor, Tensor | None]:
-    """The GEMMs of a part, its weight and its bias; columnwise: as Projection.of's."""
+    """Return the GEMMs of a part, its weight and its bias. columnwise: as in Projection.of."""
     module, weight, bias, beside = part.module, part.weight, part.bias, part.beside
     if beside and bias is not None:
         bias = torch.cat([bias, *(other.bias for other in beside)])
@@ -141,7 +140,7 @@ def _product(
 
 
 def _last_once(parts: Sequence[Part]) -> bool:
-    """Whether FP8 weights of the parts last in one layout: of many elements, where the scale is known beforehand."""
+    """Return whether the parts' FP8 weights are stored in one layout: many elements, scales known beforehand."""
     region = fp8.current
     if not region.enabled or region.unusual or torch.compiler.is_compiling():
         return False
@@ -153,7 +152,7 @@ def _last_once(parts: Sequence[Part]) -> bool:
 
 
 def _scales_of_inputs(parts: Sequence[Part], once: bool) -> Iterator[tuple[Tensor | None, Tensor | None]]:
-    """What each attention's qkv and proj have their inputs cast by, copied; None where their FP8 is to be kept."""
+    """Yield copies of the scales of each attention's qkv and proj inputs; None to save their FP8 instead."""
     products = [product for part in parts if isinstance(part, AttentionPart) for product in (part.qkv, part.proj)]
     known = [_gemms(product) for product in products] if once else []
     casts = [gemms.recipe.epilogue("input", gemms.input) for gemms in known if gemms.divided is None]
@@ -164,7 +163,7 @@ def _scales_of_inputs(parts: Sequence[Part], once: bool) -> Iterator[tuple[Tenso
 
 
 def _scales(parts: Sequence[Part], training: bool) -> Iterator[Tensor | None]:
-    """What each MLP's activation is cast by, copied, for scales move on between the passes; None where it is to be kept."""
+    """Yield a copy of each MLP's activation scale, since scales change between passes; None to save the FP8 instead."""
     mlps = [part for part in parts if isinstance(part, MLPPart)]
     absent: list[Tensor | None] = [None] * len(mlps)
     region = fp8.current

@@ -16,11 +16,11 @@ from te_bench.models.modules.gemms import Gemms, of_weight
 from te_bench.models.modules.parameters import stack
 from te_bench.models.recipe import Slot
 
-Saved = tuple[Operand, Operand]  # the input and the weight, as the backward pass reads them
+Saved = tuple[Operand, Operand]  # (input, weight) as the backward pass reads them
 
 
 class Stacked(torch.autograd.Function):
-    """Weights (n, K) one under the other, (sum of n, K) of `dtype`; None: without numbers, where their FP8 is read."""
+    """Stack weights (n, K) to (sum of n, K) of `dtype`; with dtype None without values, for when their FP8 is used."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype | None, *weights: Tensor) -> Tensor:
@@ -42,9 +42,9 @@ class Stacked(torch.autograd.Function):
 
 
 class Projection(NamedTuple):
-    """A Linear's three GEMMs: in FP8 with `w`, the weight in FP8, or, with gemms None, in the activations' precision.
+    """A Linear's three GEMMs: in FP8 with the FP8 weight `w`, or, if gemms is None, in the activations' precision.
 
-    An operand is Quantized; in the activations' precision data and data_t are one and the same matrix.
+    An operand is Quantized; in the activations' precision, data and data_t are the same matrix.
     """
 
     gemms: Gemms | None
@@ -60,10 +60,10 @@ class Projection(NamedTuple):
         columnwise: bool,
         beside: Sequence[Any] = (),
     ) -> Self:
-        """The GEMMs of a module's weight number `gemm` under the present autocast; is_first_microbatch as in te.Linear.
+        """Return the GEMMs of a module's weight number `gemm` under the current autocast.
 
-        columnwise: whether a weight that is cast now is cast in both layouts; without, dgrad turns it. beside: te.Linears
-        whose weights stand under the module's.
+        is_first_microbatch as in te.Linear. columnwise: cast a weight in both layouts; otherwise dgrad transposes it.
+        beside: te.Linears whose weights are stacked below the module's.
         """
         for other in beside:
             other.join(module)
@@ -75,7 +75,7 @@ class Projection(NamedTuple):
         return cls(gemms, w)
 
     def operand(self, y: Tensor, role: str, columnwise: bool, column_sum: Tensor | None = None) -> Quantized:
-        """y (M, K) for the GEMMs; the sum over its rows is added to column_sum, (K,) float32."""
+        """Return y (M, K) as a GEMM operand; the sum over its rows is added to column_sum, (K,) float32."""
         if self.gemms is not None:
             return self.gemms.quantize(y, role, rowwise=True, columnwise=columnwise, column_sum=column_sum)
         if column_sum is not None:
@@ -83,30 +83,30 @@ class Projection(NamedTuple):
         return Quantized(y, None, y, None, Layout(y.dtype, TENSOR, None))
 
     def cast(self, role: str) -> Any:
-        """What whoever makes an operand may cast it by, as keyword arguments; None where it may not."""
+        """Return the keyword arguments by which another kernel may cast the operand; None if it may not."""
         if self.gemms is None:
             return None
         cast = self.gemms.recipe.epilogue(role, getattr(self.gemms, role))
         return None if cast is None else cast._asdict()
 
     def forward(self, x: Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """x W^T + b, (M, K) -> (M, N)."""
+        """Return x W^T + b, (M, K) -> (M, N)."""
         if self.gemms is None:
             return half.multiply(x.data, weight, bias)
         assert self.w is not None
         return self.gemms.fprop(x, self.w, dtype, bias)
 
     def saved(self, x: Quantized, weight: Tensor) -> Saved:
-        """What the backward pass takes of a forward pass."""
+        """Return the (input, weight) operands to save for the backward pass."""
         if self.gemms is None:
             return x.by_rows(), Operand(weight, None, x.layout)
         assert self.w is not None
-        # Where the other orientation is not made yet, both are of one scale: that of the recipe's `epilogue`.
+        # If the transpose is not made yet, it will have the same scale: that of the recipe's `epilogue`.
         x_t = x.by_rows()._replace(data=None) if x.data_t is None else x.by_columns()
         return x_t, of_weight(self.w)
 
     def again(self, y: Tensor, scale: Tensor) -> Any:
-        """`operand`'s columns of an input, their data, made once more by the scale of the first time; it leaves no trace."""
+        """Return the transposed FP8 data of an input, cast again with the first cast's scale; records no amax."""
         assert self.gemms is not None
         return self.gemms.recipe.quantize(y, "input", Slot(scale), rowwise=False, columnwise=True).data_t
 
@@ -120,5 +120,5 @@ class Projection(NamedTuple):
         return g.data.t() @ saved[0].data if self.gemms is None else self.gemms.wgrad(g, saved[0], dtype)
 
     def backward(self, g: Quantized, saved: Saved, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
-        """dx and dw, of these dtypes."""
+        """Return dx and dw in these dtypes."""
         return self.dgrad(g, saved, dtypes[0]), self.wgrad(g, saved, dtypes[1])

@@ -1,14 +1,14 @@
-"""From one attention to the next: what follows a GEMM leaves a kernel ready for the next one.
+"""A segment runs from one attention to the next: each GEMM's output goes through one kernel to the next GEMM's input.
 
     attention -> proj -> x + -> [norm -> up -> activation -> down -> x +] -> norm -> qkv -> [norms, rotation ->] attention
 
-That is one autograd.Function, `Segment`: a decoder's first begins with the stream alone, its last ends with the last norm.
-Between two attentions lies any number of MLPs. Addition, norm and cast are one kernel, activation and cast another. In the
-backward pass the norm's gradient, the stream's and their rounding are one kernel; the activation's gradient, its cast and
-the bias gradient another; the gradients of q, k and v are cast as one matrix. All is rounded where modules one by one
-would round. Where a recipe needs the finished tensor for its scale the cast is a kernel of its own. Without a recipe nothing
-is cast: GEMMs read what the same kernels leave in bf16, and the activation and its slope leave with the GEMMs beside them
-where that was measured to be faster (kernels.gemm.half).
+It is one autograd.Function, `Segment`. A decoder's first segment begins with the stream alone, its last ends with the
+last norm. It holds any number of MLPs. Addition, norm and cast are one kernel, activation and cast another. In the
+backward pass one kernel computes the norm's gradient, adds the stream's and rounds; one computes the activation's
+gradient, casts it and sums the bias gradient; the gradients of q, k and v are cast as one matrix. Everything is rounded
+where the separate modules would round. If a recipe needs the finished tensor for its scale, the cast is a separate
+kernel. Without a recipe nothing is cast: GEMMs read bf16, and their epilogues compute activation and slope where that
+was measured to be faster (kernels.gemm.half).
 """
 
 from collections.abc import Sequence
@@ -29,30 +29,30 @@ from te_bench.models.modules.rotary import Rotation
 
 
 class HeadColumns(NamedTuple):
-    """How a projection's columns are dealt out: so many to q, k and v in turn, until all are."""
+    """The numbers of a projection's columns that go to q, k and v in turn, repeated until all are used."""
 
     q: int
     k: int
     v: int
 
     def split(self, mixed: Tensor) -> list[Tensor]:
-        """q, k and v of (M, F), views (M, turns, columns) each."""
+        """Return q, k and v of (M, F), views (M, turns, columns) each."""
         return list(mixed.view(mixed.shape[0], -1, sum(self)).split(self, 2))
 
 
 class MLP(NamedTuple):
-    """The products, the norm before them and the activation of an MLP."""
+    """An MLP: the norm before it, its two GEMMs and its activation."""
 
     norm: Norm
     up: Projection
     down: Projection
     activation: str  # one of kernels.activation's kinds
-    scale: Tensor | None = None  # that the activation is cast by, a copy; None where its FP8 is kept
-    again: bool = False  # whether it is made again, and not kept, in half precision
+    scale: Tensor | None = None  # copy of the activation's scale; None: its FP8 is saved
+    again: bool = False  # in half precision, recompute the activation instead of saving it
 
 
 class Entry(NamedTuple):
-    """What leads to an attention: the product for q, k and v, and what is done to those."""
+    """The way into an attention: the qkv GEMM, and the norms and rotation of q and k."""
 
     qkv: Projection
     heads: HeadColumns
@@ -60,19 +60,19 @@ class Entry(NamedTuple):
     q_norm: Norm | None = None  # over head_dim
     k_norm: Norm | None = None
     rotation: Rotation | None = None
-    scale: Tensor | None = None  # that qkv's input is cast by, a copy; None where its FP8 is kept
+    scale: Tensor | None = None  # copy of the scale of qkv's input; None: its FP8 is saved
 
 
 class Plan(NamedTuple):
-    """A segment, but for the tensors that are trained; `weights` says in which order those come."""
+    """A segment without its trained tensors, whose order `Segment` describes."""
 
-    proj: Projection | None  # of the attention before it
+    proj: Projection | None  # of the attention before the segment
     mlps: tuple[MLP, ...]
-    norm: Norm | None  # at the end; without one a segment leaves the stream
-    entry: Entry | None  # of the attention after it; without one a segment leaves the norm of the stream
-    dtype: torch.dtype  # of what the GEMMs make
+    norm: Norm | None  # the last norm; None: the segment returns the stream
+    entry: Entry | None  # of the attention after it; None: the segment returns the normed stream
+    dtype: torch.dtype  # of the GEMMs' outputs
     training: bool  # whether gradients are recorded
-    scale: Tensor | None = None  # that proj's input is cast by, a copy; None where its FP8 is kept
+    scale: Tensor | None = None  # copy of the scale of proj's input; None: its FP8 is saved
 
 
 def _add_norm(
@@ -84,7 +84,7 @@ def _add_norm(
     plan: Plan,
     columnwise: bool = False,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """x + branch, norm of it as an operand of `projection`, mean, rstd; in x's dtype, uncast, without a projection."""
+    """Return x + branch, its norm as an operand of `projection` (uncast in x's dtype if None), mean and rstd."""
     stream = backend(x).residual
     assert stream is not None
     gamma, beta = weights
@@ -104,7 +104,7 @@ def _add_norm(
 def _normed_again(
     entry: Entry, norm: Norm, kept: Sequence[Any], beta: Tensor | None, read: Saved, dtype: torch.dtype
 ) -> Saved:
-    """What qkv read and its weight, as kept, with the columns of `_add_norm`'s operand made again of the sum it left."""
+    """Rebuild the qkv GEMM's transposed FP8 input, for wgrad, by rerunning norm and cast; returns (input, weight)."""
     x, _, gamma, mean, rstd = kept
     stream, gemms = backend(x).residual, entry.qkv.gemms
     assert stream is not None
@@ -126,10 +126,10 @@ def _add_norm_backward(
     total: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
-    """dx, it as an operand of `projection`, whose output the branch was, dgamma, dbeta; None without a branch."""
+    """Return dx, dx as an operand of `projection` (whose output the branch was; None without), dgamma, dbeta."""
     x, branch, gamma, mean, rstd = kept
     options: dict[str, Any] = {**norm.of_backward(), "residual": residual}
-    if projection is None or (x.dtype is dtype and branch is None):  # rounded to this, dx would be written twice
+    if projection is None or (x.dtype is dtype and branch is None):  # otherwise dx would be written twice
         dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
         g = None if projection is None else projection.operand(dx, "grad_output", True, total)
         return dx, g, dgamma, dbeta if biased else None
@@ -149,7 +149,7 @@ def _add_norm_backward(
 def _up_and_activation(
     n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: Plan
 ) -> tuple[Tensor, Quantized]:
-    """What up makes, and the activation of it as an operand of down."""
+    """Return up's output h, and act(h) as an operand of down."""
     up, down, kind = mlp.up, mlp.down, mlp.activation
     if up.gemms is None and half.is_faster(half.ACTIVATED, n.data, weight, kind):
         h, a = half.activated(n.data, weight, bias, kind)
@@ -163,7 +163,7 @@ def _up_and_activation(
 def _activation_backward(
     g: Quantized, h: Tensor, total: Tensor | None, mlp: MLP, kept: Saved, dtype: torch.dtype
 ) -> tuple[Quantized, Saved]:
-    """The gradient of h as an operand of up, from that of what down makes; what was kept of the activation, or it again."""
+    """Return h's gradient as an operand of up, given down's output's, and down's operands, rebuilt if needed."""
     up, down, kind = mlp.up, mlp.down, mlp.activation
     if down.gemms is None and not mlp.again and half.is_faster(half.GRADIENT, g.data, kept[1].data, kind):
         dh = half.gradient(g.data, kept[1].data, h, kind)
@@ -191,7 +191,7 @@ def _activation_backward(
 
 
 def _bias_sums(bias: torch.dtype | None, like: Tensor, features: int) -> Tensor | None:
-    """Where a bias gradient is to be gathered."""
+    """Return a zeroed float32 buffer for a bias gradient; None without a bias."""
     return None if bias is None else like.new_zeros(features, dtype=torch.float32)
 
 
@@ -200,11 +200,11 @@ def _as(sums: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """q, k and v (M, turns, columns) of what qkv made, whose memory they may take, and what the backward pass reads."""
+    """Return q, k and v (M, turns, columns) of qkv's output, maybe in its memory, and the tensors to save."""
     rotation = entry.rotation
     angles: list[Tensor | None] = (
         [] if rotation is None else [rotation.q, rotation.k]
-    )  # changed ones are found by autograd
+    )  # autograd detects changes to them
     if not gammas:
         if rotation is None:
             return entry.heads.split(mixed), angles
@@ -220,13 +220,13 @@ def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[li
     if rotation is not None:
         by_head = [x.view(*rotation.outer, rotation.turns, -1, rotation.d) for x in normed]
         rotation.rotate(by_head, by_head)
-    return [*normed, v.contiguous()], kept  # of `mixed` nothing stays
+    return [*normed, v.contiguous()], kept  # nothing keeps `mixed` alive
 
 
 def _heads_backward(
     entry: Entry, gradients: list[Tensor], kept: list[Any], total: Tensor | None
 ) -> tuple[Quantized, list[Tensor]]:
-    """The gradient of what qkv made as an operand of it, and those of the gains of q's and k's norms."""
+    """Return the gradient of qkv's output as an operand of it, and those of the gains of q's and k's norms."""
     rotation, projection, m = entry.rotation, entry.qkv, len(gradients[0])
     gains: list[Tensor] = []
     if entry.q_norm is not None:
@@ -255,7 +255,7 @@ def _heads_backward(
 
 
 def _joined_view(parts: list[Tensor]) -> Tensor | None:
-    """torch.cat(parts, 1) without a copy, where attention left (M, C) parts side by side in one (M, 3C); else None."""
+    """Return torch.cat(parts, 1) without a copy if the (M, C) parts lie side by side in one (M, 3C); else None."""
     first, (m, width) = parts[0], parts[0].shape
     strides = (len(parts) * width, 1)
     if torch.compiler.is_compiling() or any(p.shape != first.shape or p.stride() != strides for p in parts):
@@ -269,11 +269,11 @@ def _joined_view(parts: list[Tensor]) -> Tensor | None:
 
 
 class Segment(torch.autograd.Function):
-    """x (M, C) and the last attention's output y (M, H D), or None -> the stream, and the next attention's q, k and v.
+    """Compute x (M, C) and the last attention's output y (M, H D), or None -> the stream, the next attention's q, k, v.
 
-    q, k and v are (M, turns, columns). Without an attention after it: the norm of the stream; without a norm at the end the
-    stream alone. Weights, as far as the plan has what they belong to, a bias None where there is none: weight, bias of proj;
-    of each MLP its norm's gain and bias, up's and down's weight and bias; the end's norm's; qkv's; gains of q_norm, k_norm.
+    q, k and v are (M, turns, columns). Without a following attention it returns the normed stream; without a last norm
+    only the stream. Weights, as far as the plan has their owners (None: no bias): weight, bias of proj; of each MLP its
+    norm's gain and bias, up's and down's weight and bias; the last norm's; qkv's; gains of q_norm, k_norm.
     """
 
     @staticmethod
@@ -287,14 +287,14 @@ class Segment(torch.autograd.Function):
             attended = plan.proj.operand(y, "input", plan.training and plan.scale is None)
             branch = plan.proj.forward(attended, w, b, plan.dtype)
             operands += plan.proj.saved(attended, w)
-            if plan.scale is not None:  # cast again, of y itself, which attention keeps, too
+            if plan.scale is not None:  # cast again from y, which attention saves anyway
                 operands[0] = operands[0]._replace(data=y)
             del attended
         for number, mlp in enumerate(plan.mlps):
             (gamma, beta, up_w, up_b, down_w, down_b), rest = rest[:6], rest[6:]
             made, n, mean, rstd = _add_norm(mlp.up, total, branch, (gamma, beta), mlp.norm, plan, plan.training)
             middle = total if branch is None else made
-            # The stream that came in is kept by whoever made it: with the branch, in half precision, it is the sum again.
+            # The incoming stream is saved by its maker: with the half-precision branch it gives the sum again.
             halved = number == 0 and branch is not None and branch.dtype.itemsize < x.dtype.itemsize
             tensors += [*((total, branch) if halved else (middle, None)), gamma, mean, rstd]
             h, a = _up_and_activation(n, up_w, up_b, mlp, plan)
@@ -326,9 +326,9 @@ class Segment(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         plan: Plan = ctx.plan
         tensors, operands = restore(ctx)
-        dtypes, found = list(ctx.dtypes), []  # of weights; their gradients, the last first
+        dtypes, found = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
         width = gradients[0].shape[-1]
-        products = [plan.proj, *(mlp.down for mlp in plan.mlps)]  # what each norm's branch came from
+        products = [plan.proj, *(mlp.down for mlp in plan.mlps)]  # the GEMM that made each norm's branch
         first = 0 if plan.proj is None else 2
         norms = len(plan.mlps) * 6
 
@@ -336,7 +336,7 @@ class Segment(torch.autograd.Function):
             return tensors[number * 6 : number * 6 + 5]
 
         def sums_of(product: Projection | None, number: int) -> Tensor | None:
-            """Where the bias of the product before norm `number` gathers its gradient."""
+            """Return the buffer for the bias gradient of the GEMM before norm `number`."""
             place = 1 if number == 0 else first + 6 * number - 1
             return None if product is None else _bias_sums(dtypes[place], gradients[0], width)
 
@@ -381,7 +381,7 @@ class Segment(torch.autograd.Function):
             total = _bias_sums(dtypes[at + 3], h, h.shape[1])
             g_up, down_read = _activation_backward(g, h, total, mlp, down_read, plan.dtype)
             found += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
-            del down_read  # the activation, if it was made again
+            del down_read  # the recomputed activation
             dn, dw = mlp.up.backward(g_up, up_read, (plan.dtype, dtypes[at + 2]))
             del g_up
             found += [_as(total, dtypes[at + 3]), dw]

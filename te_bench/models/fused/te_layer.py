@@ -1,7 +1,6 @@
-"""te.TransformerLayer by the segments of fused.segment: the same parameters, states and caches in fewer passes.
+"""Compute te.TransformerLayer by the segments of fused.segment: same parameters, states and caches in fewer passes.
 
-Where something needs the modules one by one, as hooks, dropout and torch.compile do, which fuses by itself, they are
-called one by one: `can_fuse` says which.
+`can_fuse` says for which passes. Hooks and dropout need the modules one by one, and torch.compile fuses them itself.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart
 
 
 def can_fuse(layer: Any, x: Tensor) -> bool:
-    """Whether this pass of a TransformerLayer is one that segments compute: in FP8, or in half precision on a GPU."""
+    """Return whether segments can compute this pass of a TransformerLayer: in FP8, or in half precision on a GPU."""
     if fp8.current.calibrating or torch.compiler.is_compiling() or x.dim() != 3 or x.dtype not in FLOATS:
         return False
     if not fp8.current.enabled and not (x.is_cuda and compute_dtype(x).itemsize == 2):
@@ -36,12 +35,12 @@ def can_fuse(layer: Any, x: Tensor) -> bool:
     attention = layer.self_attention
     inner: Any = (attention, getattr(attention, "layernorm_qkv", None), attention.proj, layer.layernorm_mlp)
     if tuple(map(type, inner)) != (MultiheadAttention, LayerNormLinear, Linear, LayerNormMLP):
-        return False  # another one in its place, or a parametrised one
+        return False  # a module was replaced or parametrised
     return attention.qkv_format != "thd" and are_plain(inner)
 
 
 def parts(layer: Any) -> tuple[AttentionPart, MLPPart]:
-    """The layer's two parts. Raises ValueError as its modules do."""
+    """Return the layer's two parts. Raises ValueError as its modules do."""
     attention, mlp = layer.self_attention, layer.layernorm_mlp
     qkv, proj = attention.layernorm_qkv, attention.proj
     heads, groups, d = attention.num_attention_heads, attention.num_gqa_groups, attention.channels
@@ -66,7 +65,7 @@ def parts(layer: Any) -> tuple[AttentionPart, MLPPart]:
 
 
 def run(layer: Any, x: Tensor, is_first_microbatch: bool | None, rotary: Any, core: dict[str, Any]) -> Tensor:
-    """The layer's output of x (s, b, hidden) or (b, s, hidden), where it `can_fuse`; core: what core_attention takes.
+    """Compute the layer on x (s, b, hidden) or (b, s, hidden), if it `can_fuse`; core: core_attention's arguments.
 
     Raises ValueError as the modules do.
     """

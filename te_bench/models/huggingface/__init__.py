@@ -1,6 +1,6 @@
-"""te-bench's kernels in models of transformers: its attn_implementation, and what te.convert puts into a model.
+"""te-bench's kernels in transformers models: its attn_implementation, and the replacements of te.convert.
 
-Importing it tells transformers of attn_implementation="te_bench" and "te_bench_fp8", where transformers is installed.
+Importing it registers attn_implementation="te_bench" and "te_bench_fp8", if transformers is installed.
 """
 
 from importlib.util import find_spec

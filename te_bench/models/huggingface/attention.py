@@ -1,13 +1,13 @@
-"""attn_implementation="te_bench" and "te_bench_fp8" of transformers: te-bench's attention kernels behind its interface.
+"""attn_implementation="te_bench" and "te_bench_fp8": te-bench's attention kernels behind transformers' interface.
 
     import te_bench.models.huggingface
     model = LlamaForCausalLM.from_pretrained(folder, attn_implementation="te_bench")
 
-"te_bench" is `auto`, what was measured to be the fastest for the problem, or what te.attention_kernel asks for; under a
-recipe with fp8_dpa it computes in FP8, as "te_bench_fp8" always does. What neither can do raises ValueError.
+"te_bench" is `auto` (the fastest measured for the problem) or te.attention_kernel's choice; under a recipe with fp8_dpa
+it computes in FP8, as "te_bench_fp8" always does. Unsupported problems raise ValueError.
 
-transformers makes a mask once a pass, and hands it to every layer. Ours is `Seen`, which says causal, windows, padding and
-packed sequences without a matrix of T x S; only patterns that it cannot say are one.
+transformers makes one mask a pass and hands it to every layer. Ours is `Seen`, which expresses causal, windows, padding
+and packed sequences without a T x S matrix; only other patterns are a matrix.
 Source: transformers 5.17 and 5.23, masking_utils.py and integrations/sdpa_attention.py. **True in their masks shows.**
 """
 
@@ -28,7 +28,7 @@ from te_bench.models.subclassing import Mixed
 
 NAME, NAME_FP8 = "te_bench", "te_bench_fp8"
 
-#: What transformers may hand to an attention and te-bench has not, each with what it is.
+#: {argument that transformers may pass and te-bench does not support: its meaning}.
 ABSENT = {
     "softcap": "a soft cap of the scores",
     "s_aux": "attention sinks",
@@ -40,10 +40,10 @@ ABSENT = {
 
 
 class Seen(NamedTuple):
-    """What a row sees: keys inside of the window, none after it where causal, that the mask does not hide.
+    """The keys that a row sees: inside the window, none after the row if causal, and not hidden by the mask.
 
-    mask: bool, broadcasts to (B, H, T, S), True hides. starts: where sequences begin in the rows of the whole batch, and the
-    number of rows, int32; longest: the rows of the longest of them. Nothing is seen of another sequence.
+    mask: bool, broadcasts to (B, H, T, S), True hides. starts: int32, where sequences begin in the rows of the whole
+    batch, then the number of rows; longest: the longest sequence's rows. Rows see nothing of another sequence.
     """
 
     causal: bool = False
@@ -67,12 +67,11 @@ def mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Seen | Tensor | None:
-    """What transformers' mask functions take -> what rows see. It waits for the GPU where there may be padding or packing.
+    """Make a mask from the arguments of transformers' mask functions. It waits for the GPU to find padding or packing.
 
-    attention_mask (B, S), True for a key that is no padding. Patterns that `Seen` cannot say, and a cache's, are a tensor of
-    transformers' own, (B, 1, T, S); None for a row that sees everything.
-    While a CUDA graph is captured nothing can wait: the graph keeps the pattern of the last pass of the same sizes. Raises
-    ValueError where that was packed or padded, for other batches are so in other places.
+    attention_mask (B, S) is True for keys that are no padding. Patterns that `Seen` cannot express, and a cache's, give
+    transformers' own tensor, (B, 1, T, S); None means a row sees everything. A CUDA graph capture cannot wait: the
+    graph keeps the pattern of the last pass of the same sizes. Raises ValueError if that was packed or padded.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -96,12 +95,12 @@ def mask(
         batch_size, q_length, kv_length, q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function,
         attention_mask=attention_mask, use_vmap=use_vmap, allow_is_causal_skip=False, device=device,
     )  # fmt: skip
-    assert shown is not None  # no skip is allowed
+    assert shown is not None  # skipping the mask is not allowed
     return None if q_length == 1 and bool(shown.all()) else shown
 
 
 def padding_of(attention_mask: Tensor | None, keys: int) -> Tensor | None:
-    """attention_mask, widened to so many keys, or None where nothing is padding."""
+    """Return attention_mask widened to `keys` keys, or None if nothing is padding."""
     if attention_mask is None:
         return None
     if _capturing(attention_mask.device):
@@ -112,7 +111,7 @@ def padding_of(attention_mask: Tensor | None, keys: int) -> Tensor | None:
 
 
 PACKED = "packed"
-#: {(batch, length, window, device): the causal pattern of the last pass of these sizes}; no tensors are kept.
+#: {(batch, length, window, device): causal pattern of the last pass of these sizes}; holds no tensors.
 _FOUND: dict[tuple[int, int, int | None, str], Seen | str | None] = {}
 
 
@@ -121,7 +120,7 @@ def _capturing(device: torch.device | str) -> bool:
 
 
 def _of_the_last_pass(sizes: tuple[int, int, int | None, str]) -> Seen | None:
-    """During a capture transformers cannot look whether positions begin anew, and hands over a mask as if they did."""
+    """Return the last pass's pattern: in a capture transformers cannot check for packing, and passes a packed mask."""
     if sizes not in _FOUND:
         raise ValueError(
             "a CUDA graph keeps a pattern of attention that the pass before it had: run one before the capture"
@@ -135,11 +134,11 @@ def _of_the_last_pass(sizes: tuple[int, int, int | None, str]) -> Seen | None:
 
 
 def _find_sequences(function: Any, batch: int, length: int, window: int | None, device: Any) -> Seen | None:
-    """A causal pattern in which each row sees back to the start of its sequence, or of its window; None for any other.
+    """Find a causal pattern in which each row sees back to the start of its sequence or window; None for any other.
 
-    transformers says it by a function of batch, head, row and key, which is asked for each row's neighbours. One that joins
-    two patterns, as of blocks that see all of themselves, would have more to say. A chunk is a sequence, which a window of
-    its length does not cut.
+    transformers expresses it as a function of batch, head, row and key, which is called for each row's neighbours. One
+    that joins two patterns (blocks that see all of themselves) is not covered. A chunk counts as a sequence, which a
+    window of its length does not cut.
     """
     if function.__name__ == "or_mask":
         return None
@@ -150,7 +149,7 @@ def _find_sequences(function: Any, batch: int, length: int, window: int | None, 
     ahead = function(batches, head, rows[:-1], rows[1:])
     behind = torch.ones(batch, length, dtype=torch.bool, device=device)
     behind[:, 1:] = function(batches, head, rows[1:], rows[:-1])
-    behind[:, 0] = False  # every sequence of the batch begins anew
+    behind[:, 0] = False  # each batch row begins a sequence
     if bool(ahead.any()):
         return None
     sliding = None if window is None or window >= length else (window - 1, 0)
@@ -175,11 +174,11 @@ def attention(
     in_fp8: bool = False,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling Q K^T, masked) V; query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv) -> (B, T, H, Dv).
+    """Compute softmax(scaling Q K^T, masked) V; query (B, H, T, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv).
 
-    attention_mask: `mask`'s, a bool tensor that broadcasts to (B, H, T, S), True for what is seen, or None: causal or not as
-    is_causal or the module says, with sliding_window. cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k are of
-    sequences one after the other in a batch of one. Raises ValueError for what te-bench has not.
+    Returns (B, T, H, Dv). attention_mask: from `mask`; or bool, broadcasting to (B, H, T, S), True for visible keys; or
+    None: causal as is_causal or the module says, with sliding_window. cu_seq_lens_q, cu_seq_lens_k, max_length_q and
+    max_length_k describe sequences packed in a batch of one. Raises ValueError for the unsupported.
     """
     for name, meaning in ABSENT.items():
         if others.get(name) is not None and others[name] is not False:
@@ -213,7 +212,7 @@ attention_fp8 = functools.partial(attention, in_fp8=True)
 def _read(
     module: Any, query: Tensor, given: Any, sliding_window: int | None, is_causal: bool | None, in_fp8: bool
 ) -> Seen:
-    """What transformers gave as attention_mask."""
+    """Read transformers' attention_mask."""
     if isinstance(given, Seen):
         return given
     if isinstance(given, Tensor):
@@ -224,14 +223,14 @@ def _read(
             )
         return Seen(mask=~given)
     asked = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(asked) and query.shape[2] > 1  # of one row all keys are before it, in a cache
+    causal = bool(asked) and query.shape[2] > 1  # with a single row, all keys in the cache precede it
     if sliding_window is None:
         return Seen(causal)
     return Seen(causal, (sliding_window - 1, 0 if causal else sliding_window - 1))
 
 
 def _read_sequences(seen: Seen, given: dict[str, Any]) -> Seen:
-    """With the sequences that transformers' arguments of flash attention tell."""
+    """Add the sequences of transformers' flash attention arguments."""
     if seen.mask is not None:
         raise ValueError("cu_seq_lens_q says where sequences begin: leave attention_mask out")
     starts, longest = given["cu_seq_lens_q"], given.get("max_length_q")
@@ -240,7 +239,7 @@ def _read_sequences(seen: Seen, given: dict[str, Any]) -> Seen:
 
 
 def _choose(problem: Problem, in_fp8: bool) -> Backend:
-    """The backend that computes the problem. Raises ValueError where the one that is asked for can't."""
+    """Return the backend that computes the problem. Raises ValueError if the requested one cannot."""
     if not in_fp8:
         recipe = fp8.recipe_of_attention()
         if recipe is None and kernel_choice.current is None:
@@ -263,11 +262,11 @@ def _name(in_fp8: bool) -> str:
 
 
 class Attending(Mixed):
-    """Put before the class of a model whose attention is ours: who unpickles it imports this, and so tells transformers."""
+    """A mixin before the class of a model with our attention: unpickling it imports, and so registers, ours."""
 
 
 def register() -> None:
-    """Tell transformers of both."""
+    """Register both names with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, function in ((NAME, attention), (NAME_FP8, attention_fp8)):

@@ -2,10 +2,9 @@
 
     y = norm(layers(embed(tokens)))     additions, norms, casts and activations beside the GEMMs, q, k and v by one GEMM
 
-A pass goes layer by layer, by the other parts of te.convert, where somebody looks between them (hooks, LoRA, hidden
-states), with a cache, positions or a mask of its own, and where torch.compile records it. In training a pass that does not
-ask for a cache makes none. Checkpointed layers are a chain each. Source: transformers 5.17 and 5.23, models/llama,
-mistral, qwen2 and qwen3.
+A pass goes layer by layer, with te.convert's other parts, if something observes the layers (hooks, LoRA, hidden
+states), with a cache, with its own positions or mask, and under torch.compile. A training pass makes no cache unless
+asked. Checkpointed layers are a chain each. Source: transformers 5.17 and 5.23, models/llama, mistral, qwen2 and qwen3.
 """
 
 import contextlib
@@ -29,9 +28,9 @@ from te_bench.models.modules.plain import are_plain
 from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part
 from te_bench.models.subclassing import Mixed, mix
 
-#: Whose layers the chain computes: whatever runs the same code as one of these does.
+#: Families whose layers the chain computes; other classes that run the same code count, too.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-#: Arguments of a pass that the chain takes, and of a loss, which layers pass by.
+#: Arguments that the chain takes, and arguments of a loss, which layers ignore.
 TAKEN = frozenset(("input_ids", "inputs_embeds", "attention_mask", "use_cache", "return_dict"))
 OF_THE_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
 CAPTURING = "transformers.utils.output_capturing"
@@ -40,7 +39,7 @@ LAYER_NORMS, HEAD_NORMS = ("input_layernorm", "post_attention_layernorm"), ("q_n
 
 
 class Blocks(Mixed):
-    """Put before the class of a decoder without its head."""
+    """A mixin before the class of a decoder without its head."""
 
     _te_names: list[str]
 
@@ -58,30 +57,30 @@ class Blocks(Mixed):
         cls._te_names = names
 
     def te_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a pass by their names."""
+        """Return the arguments of a pass by name."""
         return dict(zip(self._te_names, args, strict=False)) | kwargs
 
     def te_stacks(self) -> list[list[Any]]:
-        """Linears whose weights multiply as one matrix, but for an MLP's."""
+        """Return the groups of Linears whose weights multiply as one matrix, except an MLP's."""
         return [[getattr(layer.self_attn, name) for name in QKV] for layer in _layers(self)]
 
     def te_linears(self) -> list[Any]:
-        """Linears whose weights nobody reads but in the recipe's FP8, by the chain as layer by layer."""
+        """Return the Linears whose weights are only ever read in the recipe's FP8."""
         return [linear for layer in _layers(self) for linear in _linears(layer) if isinstance(linear, Linear)]
 
     def te_fuses(self, given: dict[str, Any]) -> bool:
-        """Whether such a pass goes by the chain: that computes what the layers would, and nobody looks between them."""
+        """Return whether the chain can compute this pass: it gives the same result, and nothing observes layers."""
         return _fuses(self, given)
 
 
 class _Attention:
-    """An attention's kernel, as a part's module has it; width: of its window."""
+    """An attention's kernel behind the interface of a part's module. width: of its window."""
 
     def __init__(self, module: Any, width: int | None) -> None:
         self.module, self.width = module, width
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float) -> Tensor:
-        """(B, H, T, D) -> (B, H, T, D), by the module's own scale, window and dropout."""
+        """Compute (B, H, T, D) -> (B, H, T, D) with the module's own scale, window and dropout."""
         own, width = self.module, self.width
         window = None if width is None or width >= q.shape[2] else (width - 1, 0)
         drops = own.attention_dropout if own.training else dropout
@@ -117,7 +116,7 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _mlp_linears(mlp: Any) -> tuple[list[Any], Any]:
-    """The first and the last of an MLP that is te's."""
+    """Return (the first Linears, the last Linear) of a converted MLP."""
     form = mlp._te_mlp
     return [getattr(mlp, name) for name in form.first], getattr(mlp, form.last)
 
@@ -133,7 +132,7 @@ def _norms(layer: Any) -> list[Any]:
 
 
 def _width(model: Any, layer: Any) -> int | None:
-    """Of a layer's window: Qwen's have one each, Mistral's the model's, Llama's none, whatever its configuration names."""
+    """Return the width of a layer's window: Qwen's layers have one each, Mistral uses the model's, Llama none."""
     of_model = model.config.sliding_window if _family_of(model, layer) == "mistral" else None
     width: int | None = getattr(layer.self_attn, "sliding_window", of_model)
     return width
@@ -180,7 +179,7 @@ def _fuses(model: Any, given: dict[str, Any]) -> bool:
 
 
 def _are_plain(model: Any) -> bool:
-    """Whether every module of the layers is as `convert` found it, and their weights are whole."""
+    """Return whether every module of the layers is as `convert` left it, with whole weights."""
     layers, like = _layers(model), getattr(model.embed_tokens, "weight", None)
     if not layers or not isinstance(like, Tensor) or like.dtype not in FLOATS or not isinstance(model.norm, RMSNorm):
         return False
@@ -200,7 +199,7 @@ def _are_plain(model: Any) -> bool:
 
 
 def _is_heard(module: nn.Module) -> bool:
-    """Whether somebody listens to a module: transformers does not, whose hooks for hidden states stay after the first."""
+    """Return whether a module has hooks other than transformers' for hidden states, which stay after the first use."""
     own = vars(module)
     hooks = [
         hook
@@ -211,7 +210,7 @@ def _is_heard(module: nn.Module) -> bool:
 
 
 def why_not(layer: Any) -> str | None:
-    """Why a decoder layer is none of the chain's, or None."""
+    """Return why the chain cannot compute a decoder layer, or None."""
     if not isinstance(layer.mlp, MLP) or layer.mlp._te_mlp.dropout is not None:
         return "its MLPs stay as they are"
     if not all(isinstance(norm, RMSNorm) for norm in _norms(layer)):
@@ -226,14 +225,14 @@ def why_not(layer: Any) -> str | None:
 
 
 def _codes(*classes: Any) -> list[tuple[Any, ...]]:
-    """What the forwards of these classes run."""
+    """Return the bytecode of these classes' forwards."""
     codes = (getattr(inspect.unwrap(cls.forward), "__code__", None) for cls in classes)
     return [(getattr(code, "co_code", None), getattr(code, "co_names", None)) for code in codes]
 
 
 @functools.cache
 def _family(*classes: Any) -> str | None:
-    """The name of the family whose model, layers and attentions run what these classes' do."""
+    """Return the family whose model, layer and attention classes run the same code as these, or None."""
     own = _codes(*classes)
     for name, title in FAMILIES.items():
         file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -243,7 +242,7 @@ def _family(*classes: Any) -> str | None:
 
 
 def _family_of(model: Any, layer: Any) -> str | None:
-    """A layer's, which a wrapper around it, or around its attention, is none of."""
+    """Return a layer's family; None if the layer or its attention is wrapped."""
     if not all(isinstance(getattr(layer, name, None), nn.Module) for name in ("self_attn", "mlp")):
         return None
     classes: list[Any] = [type(module) for module in (model, layer, layer.self_attn)]
@@ -251,7 +250,7 @@ def _family_of(model: Any, layer: Any) -> str | None:
 
 
 def convert(model: Any, undo: contextlib.ExitStack) -> str:
-    """Let a decoder's layers compute as one chain; returns what that is. Raises ValueError, which says why they stay."""
+    """Let a decoder's layers compute as one chain; returns a description. Raises ValueError with the reason if not."""
     layers = list(model.layers)
     if any(_family_of(model, layer) is None for layer in layers):
         raise ValueError(f"its layers compute otherwise than {', '.join(FAMILIES.values())}'s")

@@ -1,7 +1,7 @@
 """Experts of transformers in autocast's precision.
 
-torch.autocast does not reach grouped_mm, by which transformers multiplies experts: with weights in float32 they stay in
-float32, group by group, where Linears are in bfloat16.
+torch.autocast does not reach grouped_mm, transformers' GEMM of experts: float32 experts stay in float32, while Linears
+compute in bfloat16.
 
 Source: transformers 5.23, integrations/moe.py.
 """
@@ -19,7 +19,7 @@ USUAL = "grouped_mm"  # transformers' default experts_implementation
 
 
 class Experts(Mixed):
-    """Put before the class of a layer's experts: the same products, of operands as autocast casts a Linear's."""
+    """A mixin before the class of a layer's experts: the same GEMMs, with operands cast as in autocast Linears."""
 
     def forward(self, hidden_states: Tensor, *routing: Any, **named: Any) -> Any:
         own: Any = super()
@@ -33,25 +33,25 @@ class Experts(Mixed):
 
 
 class _Cast:
-    """The experts, whose weights read as autocast's dtype; float64 stays, as autocast leaves it."""
+    """The experts, with weights read in autocast's dtype; float64 stays, as under autocast."""
 
     def __init__(self, experts: Any, dtype: torch.dtype):
         self._experts, self._dtype = experts, dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        # No Parameter under torch.func, and where it is parametrized.
+        # Under torch.func or parametrization a weight is no Parameter.
         is_weight = isinstance(value, Tensor) and value.is_floating_point() and value.dtype is not torch.float64
         return value.to(self._dtype) if is_weight else value
 
 
 def multiplies(module: Any) -> bool:
-    """Whether a module holds experts that transformers' interface multiplies."""
+    """Return whether a module holds experts that use transformers' interface."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
 def convert(module: Any, undo: contextlib.ExitStack) -> str:
-    """Let experts multiply in autocast's precision; returns what they are. Raises ValueError, which says why they stay."""
+    """Let experts compute in autocast's precision; returns a description. Raises ValueError with the reason if not."""
     if "forward" in vars(module):
         raise ValueError("its forward was replaced")
     if (chosen := module.config._experts_implementation) != USUAL:

@@ -2,9 +2,9 @@
 
     loss = model(input_ids=tokens, labels=tokens).loss     # .logits is None
 
-A pass that needs the logits gets them: in evaluation (model.eval()), without labels, with logits_to_keep, and with
-skip_logits=False; skip_logits=True leaves them out in evaluation as well. Shift, ignore_index, shift_labels and
-num_items_in_batch are those of transformers' own loss. Source: transformers 5.17 and 5.23, loss/loss_utils.py.
+Logits are computed in evaluation (model.eval()), without labels, with logits_to_keep, and with skip_logits=False;
+skip_logits=True always skips them. Shift, ignore_index, shift_labels, num_items_in_batch are transformers'.
+Source: transformers 5.17 and 5.23, loss/loss_utils.py.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from te_bench.models.modules.linear import Linear
 from te_bench.models.modules.plain import are_plain, has_hooks
 from te_bench.models.subclassing import Mixed, mix
 
-#: A class of transformers (5.17, 5.23) whose forward is that of `Head` below, in other words than Llama's.
+#: Classes of transformers (5.17, 5.23) whose forward equals `Head`'s but is written differently from Llama's.
 LIKE_LLAMA = frozenset(("GPT2LMHeadModel",))
 LLAMA, MIXTRAL = "LlamaForCausalLM", "MixtralForCausalLM"
 
-# Loaded beforehand, because torch.compile can't trace an import.
+# Loaded here because torch.compile cannot trace an import.
 _heads = {name: load(name) for name in ("chunked", "fp8", "reference")}
-ILLEGAL = -2  # a target that makes the loss NaN, as any but -1 that no class has
+ILLEGAL = -2  # no class has this target: the loss becomes NaN, as for any illegal one
 
 
 class Head(Mixed):
-    """Put before a causal language model's class."""
+    """A mixin before a causal language model's class."""
 
     _te_head_in_fp8: bool
-    _te_routed: bool  # whether it is a mixture of experts, whose loss may have another of an uneven router in it
+    _te_routed: bool  # a mixture of experts, whose loss may include one for an uneven router
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -48,7 +48,7 @@ class Head(Mixed):
         cls._te_unevenness = inspect.unwrap(own).__globals__.get("load_balancing_loss_func")  # type: ignore[attr-defined]
         names = [name for name in inspect.signature(own).parameters if name != "self"]
 
-        @functools.wraps(own)  # trainers look at its signature
+        @functools.wraps(own)  # trainers read the signature
         def forward(self: Any, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
             given = dict(zip(names, args, strict=False)) | kwargs
             asked = self.training if skip_logits is None else skip_logits
@@ -59,14 +59,14 @@ class Head(Mixed):
         cls.forward = forward  # type: ignore[attr-defined]
 
     def te_cast_tables(self: Any) -> list[Tensor]:
-        """Tables that a training pass casts to FP8 by itself, for a copy in bf16 would last as long as all of its layers."""
+        """Return the tables that a training pass casts to FP8 itself: a bf16 copy would last through all layers."""
         head, table = self.lm_head, self.get_input_embeddings().weight
         tied = isinstance(head, nn.Linear | Linear) and head.weight is table
         return [table] if self._te_head_in_fp8 and tied else []
 
 
 def _can_skip(model: Any, given: dict[str, Any], asked: bool | None) -> bool:
-    """Whether nobody looks at what the kernels pass by. Raises ValueError where somebody does, and asked to skip it."""
+    """Return whether the logits can be skipped unobserved. Raises ValueError if not, and `asked` demands it."""
     kept = given.get("logits_to_keep", 0)
     reason = None
     if isinstance(kept, Tensor) or kept:
@@ -100,7 +100,7 @@ def _without_logits(model: Any, given: dict[str, Any]) -> Any:
 
 
 def _outputs(model: Any, loss: Tensor, outputs: Any, given: dict[str, Any]) -> Any:
-    """What the model returns; of a mixture of experts with an uneven router's loss, added where it is asked for."""
+    """Return the model's output; with a mixture of experts the router's loss is added if requested."""
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
@@ -115,9 +115,9 @@ def _outputs(model: Any, loss: Tensor, outputs: Any, given: dict[str, Any]) -> A
 
 
 def _shared_table(model: Any, given: dict[str, Any]) -> Tensor | None:
-    """The embedding's weight where the head has it, too, and one gradient can be made for both; else None.
+    """Return the embedding's weight if the head shares it and both can get one joint gradient; else None.
 
-    The head's may be the copy that an optimizer left of it.
+    The head's weight may be the optimizer's copy of it.
     """
     base: Any = model.base_model
     ids, weight = given.get("input_ids"), model.lm_head.weight
@@ -146,10 +146,10 @@ def causal_loss(
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
 ) -> Tensor:
-    """mean CE(hidden_i W^T, the label after i) in nats; hidden (B, T, C), weight (V, C), labels (B, T) int64 -> () float32.
+    """Return mean CE(hidden_i W^T, the label after i), () float32 nats; hidden (B, T, C), weight (V, C), labels (B, T).
 
-    Labels of ignore_index count for nothing. num_items_in_batch: the sum is divided by it, and not by their number. copy:
-    weight as an optimizer has rounded it already, of which the products are; the gradient is weight's all the same.
+    Labels of ignore_index count for nothing. num_items_in_batch: divides the sum, not the number of labels. copy: the
+    weight as an optimizer rounded it, used in the GEMMs; the gradient is weight's.
     """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -163,7 +163,7 @@ def causal_loss(
     if num_items_in_batch is None:
         return mean
     counted = (~ignored).sum()
-    total = torch.where(counted > 0, mean * counted, 0.0)  # the mean of nothing is NaN, its sum is 0
+    total = torch.where(counted > 0, mean * counted, 0.0)  # the mean of no labels is NaN, but their sum is 0
     return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
@@ -174,7 +174,7 @@ def has_usual_loss(model: Any) -> bool:
 
 
 def _is_like(origin: Any, family: str) -> bool:
-    """Whether a class's forward is the same code as that of a family's model: hidden states, a Linear, a loss."""
+    """Return whether a class's forward has the same bytecode as a family's model: hidden states, a Linear, a loss."""
     import transformers
 
     codes = [inspect.unwrap(cls.forward).__code__ for cls in (origin, getattr(transformers, family))]
@@ -182,9 +182,9 @@ def _is_like(origin: Any, family: str) -> bool:
 
 
 def convert(model: Any, undo: contextlib.ExitStack, in_fp8: bool) -> str:
-    """Let a causal language model compute its training loss so; returns by what.
+    """Let a causal language model compute its training loss without logits; returns a description.
 
-    in_fp8: whether it may compute in FP8, where a recipe is on. Raises ValueError, which says why the head stays.
+    in_fp8: it may compute in FP8 under a recipe. Raises ValueError with the reason if the head stays.
     """
     origin: Any = model._te_origin if isinstance(model, Mixed) else type(model)
     if origin.__name__ not in LIKE_LLAMA and not any(_is_like(origin, family) for family in (LLAMA, MIXTRAL)):

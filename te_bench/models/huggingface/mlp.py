@@ -1,9 +1,9 @@
-"""MLPs of any model by te-bench's kernels: products and activation as one autograd Function, the parameters where they are.
+"""MLPs of any model by te-bench's kernels: GEMMs and activation in one autograd Function; parameters stay in place.
 
     y = act(x W1^T + b1) W2^T + b2      W1 may be two Linears, the activated half (gate) and the other (up)
 
-What a module computes is found out by trying: a shell of it, with small Linears in the places of its own, is held to the
-formula under each activation that a kernel has. So a class of any name can be converted, and none that computes more.
+What a module computes is found by trial: a shell of it, with small Linears instead of its own, is compared with the
+formula under every activation of the kernels. So a class of any name can be converted, if it computes nothing more.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from te_bench.models.modules.plain import are_plain, has_hooks
 from te_bench.models.modules.tensor_parallel import Division
 from te_bench.models.subclassing import Mixed, mix
 
-#: The names of the first Linears, the activated one first, and of the last: Llama and most others, Phi 3, T5, torchtitan,
+#: Names of the first Linears, the activated one first, and of the last: Llama and most others, Phi 3, T5, torchtitan,
 #: ViT and CLIP, GPT-2 and nanoGPT.
 NAMES = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -42,14 +42,14 @@ NAMES = (
     (("wi",), "wo"),
 )
 
-ROWS, WIDTH, HIDDEN = 8, 4, 6  # of a shell
-SCALES = (1, 30, 3000)  # of its inputs: the first Linears make +-10000 and more, where an activation that clips shows
+ROWS, WIDTH, HIDDEN = 8, 4, 6  # sizes of a shell
+SCALES = (1, 30, 3000)  # of its inputs: at the largest, first Linears give +-10000, which reveals clipping
 
 
 class Form(NamedTuple):
-    """Where an MLP's Linears are, and its activation; dropout: of a module after the last Linear.
+    """The places of an MLP's Linears, and its activation. dropout: the name of a module after the last Linear.
 
-    others: the modules below it but for these, as they were when the form was found.
+    others: all other modules below it when the form was found.
     """
 
     first: tuple[str, ...]
@@ -60,16 +60,16 @@ class Form(NamedTuple):
 
 
 class MLP(Mixed):
-    """Put before an MLP's own class. Where somebody looks between its layers (hooks, LoRA) the own forward computes it.
+    """A mixin before an MLP's class. Its own forward runs if something observes its layers (hooks, LoRA).
 
-    So it does where a module between them was replaced, for dropout there, for calibration, and what torch.compile or
-    torch.jit.trace records.
+    So it does if a module between the Linears was replaced, for dropout there, in calibration, and under torch.compile
+    or torch.jit.trace.
     """
 
     _te_mlp: Form
 
     def te_stacks(self) -> list[list[Any]]:
-        """Linears whose weights multiply as one matrix."""
+        """Return the group of Linears whose weights multiply as one matrix."""
         return [[getattr(self, name) for name in self._te_mlp.first]]
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -104,13 +104,13 @@ def can_fuse(module: Any, x: Tensor, first: Sequence[Any], last: Any) -> bool:
 
 
 def division(layer: Any) -> Division | None:
-    """How a Linear's weight is divided among ranks, if it is."""
+    """Return how a Linear's weight is divided among ranks, or None."""
     divided: Division | None = getattr(layer, "divisions", (None,))[0]
     return divided
 
 
 def _others(module: nn.Module, first: Sequence[str], last: str, dropout: str | None) -> tuple[nn.Module, ...]:
-    """All modules below an MLP but for its Linears and the dropout after them."""
+    """Return all modules below an MLP except its Linears and the dropout after them."""
     known = {*first, last, dropout}
     children = [child for name, child in module._modules.items() if child is not None and name not in known]
     return tuple(other for child in children for other in child.modules())
@@ -144,9 +144,9 @@ def _in_fp8(x: Tensor, kind: str, first: Sequence[Any], last: Any) -> Tensor:
 
 
 class _Half(torch.autograd.Function):
-    """x (M, K), W2, b2, W1, b1 and, of two, the other's -> y (M, N), all of one dtype.
+    """Compute x (M, K), W2, b2, W1, b1 and, if there are two, the other W1 and b1 -> y (M, N), all of one dtype.
 
-    The first products go side by side into one matrix, which alone is kept beside x; the activation is made again.
+    The first GEMMs write side by side into one matrix, which is saved with x; the activation is recomputed.
     """
 
     @staticmethod
@@ -179,12 +179,12 @@ class _Half(torch.autograd.Function):
 
 
 def _columns(h: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The columns of h that each weight makes."""
+    """Split h into the columns that each weight made."""
     return h.split([len(w) for w in weights], 1)
 
 
 def _multiply(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """out := x W^T + b."""
+    """Write x W^T + b to out."""
     if b is None:
         torch.mm(x, w.t(), out=out)
     else:
@@ -192,7 +192,7 @@ def _multiply(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 
 class _Fp8(torch.autograd.Function):
-    """The same in FP8: x is cast once, the first weights are one matrix, cast by the scale of the first."""
+    """`_Half` in FP8: x is cast once, and the first weights are cast as one matrix with the first one's scale."""
 
     @staticmethod
     def forward(
@@ -251,7 +251,7 @@ class _Fp8(torch.autograd.Function):
 
 
 def convert(module: Any, undo: contextlib.ExitStack) -> str:
-    """Let an MLP compute by the kernels; returns by which. Raises ValueError, which says why it stays."""
+    """Let an MLP compute by the kernels; returns a description. Raises ValueError with the reason if it stays."""
     form = find_form(module)
     mix(module, MLP, undo)
     undo.callback(vars(module).pop, "_te_mlp", None)
@@ -260,13 +260,13 @@ def convert(module: Any, undo: contextlib.ExitStack) -> str:
 
 
 def places(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
-    """The names of a module's Linears, if it looks like an MLP."""
+    """Return the names of a module's Linears if it looks like an MLP, or None."""
     children = module._modules
     return next((names for names in NAMES if {*names[0], names[1]} <= children.keys()), None)
 
 
 def find_form(module: nn.Module) -> Form:
-    """What an MLP computes. Raises ValueError, which says why no kernel does."""
+    """Find what an MLP computes. Raises ValueError with the reason if no kernel computes it."""
     names = places(module)
     assert names is not None
     first, last = names
@@ -287,7 +287,7 @@ def find_form(module: nn.Module) -> Form:
 
 
 class _Passed(nn.Module):
-    """In a dropout's place: it remembers what it passed on."""
+    """A stand-in for a dropout that records its input."""
 
     seen: Tensor | None = None
 
@@ -298,12 +298,12 @@ class _Passed(nn.Module):
 
 @torch.no_grad()
 def _try(module: nn.Module, first: tuple[str, ...], last: str, bias: bool) -> tuple[str, str | None] | None:
-    """The activation under which a shell of the module computes the formula, and the dropout after it; None: nothing.
+    """Find the activation with which a shell of the module gives the formula, and the dropout after it; else None.
 
-    It must be the same in training and in evaluation.
+    The answer must be the same in training and evaluation.
     """
     gated = len(first) == 2
-    with torch.random.fork_rng(devices=[]):  # a dropout of the module's own draws numbers
+    with torch.random.fork_rng(devices=[]):  # the module's own dropout may draw numbers
         for inner in (HIDDEN,) if gated else (HIDDEN, 2 * HIDDEN):
             kinds = [kind for kind in KINDS if KINDS[kind][1] == (gated or inner > HIDDEN)]
             found = {_try_in(mode, module, first, last, bias, inner, kinds) for mode in (True, False)}
@@ -321,7 +321,7 @@ def _try_in(
     inner: int,
     kinds: Sequence[str],
 ) -> tuple[str, str | None] | None:
-    """The same of `kinds` in one mode, the first Linears making `inner` features each."""
+    """Try `kinds` in one mode, with first Linears of `inner` features each; else as `_try`."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -349,7 +349,7 @@ def _try_in(
 
 
 def _shell(module: Any, training: bool, instead: dict[str, Any] | None = None) -> Any:
-    """A copy in that mode, with the children `instead`: a pass through it changes no buffer of the module."""
+    """Copy a module in that mode, with the children `instead`; running it changes no buffer of the module."""
     shell = copy.copy(module)
     shell.training = training
     shell._buffers = {name: b if b is None else b.clone() for name, b in module._buffers.items()}

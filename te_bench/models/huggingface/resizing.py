@@ -1,4 +1,4 @@
-"""resize_token_embeddings of transformers' models whose head is a te.Linear: they resize nothing but an nn.Linear."""
+"""Make resize_token_embeddings work for a head that is a te.Linear: transformers resizes only an nn.Linear."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from te_bench.models.modules.linear import Linear
 
 
 class Resizing:
-    """A model's own resize_token_embeddings, with an nn.Linear in the head's place while it runs.
+    """A model's own resize_token_embeddings, run with an nn.Linear in the head's place.
 
-    The head stays the module that it was, with hooks and scales; its parameters are new ones.
+    The head stays the same module, with hooks and scales, but gets new parameters.
     """
 
     def __init__(self, model: Any) -> None:

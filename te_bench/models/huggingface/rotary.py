@@ -1,7 +1,7 @@
-"""apply_rotary_pos_emb of transformers by the rotary kernel, in models that were converted and no others.
+"""apply_rotary_pos_emb of transformers by the rotary kernel, in converted models only.
 
-An attention of transformers calls the function by its name in the family's file. A converted one runs the same code, in
-which that name means ours. Whether the family's function is the usual one is found out by trying.
+An attention of transformers calls the function by its name in the family's file. A converted attention runs the same
+code with that name bound to ours. Whether the family's function is the usual one is found by trial.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ FUNCTION = "apply_rotary_pos_emb"
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """q cos + rotated(q) sin, and so k, where (-y, x) is a pair (x, y) of features i and i + d / 2 rotated.
+    """Return q cos + rotated(q) sin, and the same for k; a pair (x, y) of features i and i + d / 2 rotates to (-y, x).
 
-    q (B, H, T, D), k (B, Hkv, T, D), or with unsqueeze_dim=2 (B, T, H, D) and so on; cos, sin (B or 1, T, d), d <= D: the
-    features beyond pass. Computed in float32, where transformers rounds in between; cosines and sines are as they come.
+    q (B, H, T, D), k (B, Hkv, T, D), or with unsqueeze_dim=2 (B, T, H, D) and so on; cos, sin (B or 1, T, d), d <= D:
+    further features are unchanged. It computes in float32, where transformers rounds in between.
     """
     if is_recorded() or q.dtype not in FLOATS or q.dtype is not k.dtype or not q.numel():
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -42,7 +42,7 @@ def apply_rotary_pos_emb(
 
 
 class _Rotate(torch.autograd.Function):
-    """By one kernel; tables (B or 1, T, 2 d)."""
+    """Rotate q and k by one kernel; tables (B or 1, T, 2 d)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, tables: Tensor, heads_first: bool) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class _Rotate(torch.autograd.Function):
 def _rotate(q: Tensor, k: Tensor, tables: Tensor, heads_first: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     q, k = rows_contiguous(q), rows_contiguous(k)
     made = torch.empty_like(q), torch.empty_like(k)
-    # (T, B, 1, H, D), the batch alone at a time where each sequence has positions of its own
+    # (T, B, 1, H, D); one batch row at a time if each sequence has its own positions
     sources, targets = ([_by_position(x, heads_first) for x in pair] for pair in ((q, k), made))
     for i, table in enumerate(tables):
         part = slice(None) if len(tables) == 1 else slice(i, i + 1)
@@ -74,12 +74,12 @@ def _by_position(x: Tensor, heads_first: bool) -> Tensor:
 
 
 class Rotary(Mixed):
-    """Put before an attention's class: the forward of that, by our `apply_rotary_pos_emb`."""
+    """A mixin before an attention's class: runs its forward with our `apply_rotary_pos_emb`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own: Any = cls._te_origin.forward
-        # Without a module's name: torch.compile would look the globals up in that module.
+        # Without "__name__", by which torch.compile would look the globals up in the module.
         names = {name: value for name, value in own.__globals__.items() if name != "__name__"}
         names[FUNCTION] = apply_rotary_pos_emb
         made = types.FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
@@ -89,12 +89,12 @@ class Rotary(Mixed):
 
 
 def calls(module: Any) -> bool:
-    """Whether a module's forward calls a function of that name."""
+    """Return whether a module's forward calls a function named apply_rotary_pos_emb."""
     return FUNCTION in getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
 
 
 def convert(module: Any, undo: contextlib.ExitStack) -> str:
-    """Let an attention turn its heads by the kernel; returns what that is. Raises ValueError, which says why it stays."""
+    """Let an attention rotate by the kernel; returns a description. Raises ValueError with the reason if it stays."""
     origin = module._te_origin if isinstance(module, Mixed) else type(module)
     forward = origin.forward
     if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
@@ -109,7 +109,7 @@ def convert(module: Any, undo: contextlib.ExitStack) -> str:
 
 @functools.cache
 def _is_usual(function: Any) -> bool:
-    """Whether it computes what ours does, of all features and, where it can, of some."""
+    """Return whether a function computes what ours does, with all features and, if it can, with a part."""
     drawn: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     q, k = (torch.randn(2, heads, 3, 8, **drawn) for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 3, 8, **drawn)

@@ -1,7 +1,7 @@
-"""Arguments of modules: what their values can be, and those of Transformer Engine that te_bench has no machinery for.
+"""Check modules' arguments: their legal values, and Transformer Engine's arguments that te_bench does not support.
 
-Of the latter what asks for nothing is taken, all else refused. At tp_size=1 Transformer Engine itself turns Userbuffers off,
-whatever their other arguments say; at more tensor_parallel refuses them.
+Of the latter, values that request nothing are accepted, all others refused. At tp_size=1 Transformer Engine itself
+turns Userbuffers off, whatever their other arguments say; at more ranks tensor_parallel refuses them.
 """
 
 import math
@@ -29,7 +29,7 @@ def _dtype(value: Any) -> bool:
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "normalized_shape", "dim")
 _COUNTS = ("num_attention_heads", "num_gqa_groups", "kv_channels", "tp_size")
 
-#: By an argument's name: what it can be, and that in words.
+#: {argument: (test of its legal values, the legal values in words)}.
 LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys((*_SIZES, *_COUNTS), (_size, "a whole number of at least 1")),
     **dict.fromkeys(
@@ -38,7 +38,7 @@ LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "rotary_percent": (lambda value: _number(value) and 0 < value <= 1, "a share: greater than 0, up to 1"),
     "hidden_dropout": (lambda value: _number(value) and 0 <= value <= 1, "a probability: from 0 to 1"),
-    # What attention keeps is divided by 1 - dropout.
+    # Attention divides what it keeps by 1 - dropout.
     "attention_dropout": (lambda value: _number(value) and 0 <= value < 1, "a probability: at least 0 and less than 1"),
     "params_dtype": (
         _dtype,
@@ -48,7 +48,7 @@ LEGAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _alone(group: Any) -> bool:
-    """No process group, or groups of one rank."""
+    """Return whether there is no process group, or only groups of one rank."""
     if isinstance(group, list | tuple):
         return all(map(_alone, group))
     return group is None or (isinstance(group, torch.distributed.ProcessGroup) and group.size() == 1)
@@ -66,7 +66,7 @@ def _zero(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and value in (0, None)
 
 
-#: By which Transformer Engine hides collectives: at tp_size=1 they ask for nothing; at more tensor_parallel refuses them.
+#: Transformer Engine's switches to hide collectives: without effect at tp_size=1, refused by tensor_parallel at more.
 SWITCHES = (
     *(
         "return_layernorm_output_gathered",
@@ -77,9 +77,9 @@ SWITCHES = (
     ),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
-#: Details of collectives, of context parallelism, and of warming up what te_bench has not.
+#: Details of collectives, of context parallelism, and of warming up features that te_bench lacks.
 _DETAILS = ("symmetric_ar_type", "ub_name", "cp_global_ranks", "cp_stream", "seq_length", "micro_batch_size")
-#: What te_bench has not: False or None where it is not asked for.
+#: Features that te_bench lacks; False or None means not requested.
 _FEATURES = (
     *("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input", "checkpoint"),
     *("fp8_output", "fp8_grad", "return_max_logit", "bf16_backward"),
@@ -89,7 +89,7 @@ _VALUES = (
     *("score_mod", "score_mod_bprop", "score_mod_tensors", "score_mod_bprop_tensors", "qkv_layer", "kv_layer"),
 )
 
-#: By the name of an argument that te_bench has no machinery for: its default, and whether a value asks for nothing.
+#: {argument that te_bench does not support: (its default, whether a value requests nothing)}.
 ABSENT: Mapping[str, tuple[Any, Callable[[Any], bool]]] = {
     **dict.fromkeys(SWITCHES, (False, _whatever)),
     **dict.fromkeys(_DETAILS, (None, _whatever)),
@@ -110,7 +110,7 @@ ABSENT: Mapping[str, tuple[Any, Callable[[Any], bool]]] = {
 
 
 def check(where: str, others: Mapping[str, Any] | None = None, /, **given: Any) -> None:
-    """Raise as `reject` does for others, and ValueError, with the value and what is legal, for an impossible one."""
+    """Raise as `reject` does for others, and ValueError, with the legal values, for an illegal value in `given`."""
     reject(where, others or {})
     for name, value in given.items():
         legal, words = LEGAL[name]
@@ -119,7 +119,7 @@ def check(where: str, others: Mapping[str, Any] | None = None, /, **given: Any) 
 
 
 def reject(where: str, given: Mapping[str, Any]) -> None:
-    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that asks for what we lack."""
+    """Raise TypeError for an unknown argument, ValueError for one of Transformer Engine's that we do not support."""
     for name, value in given.items():
         if name not in ABSENT:
             raise TypeError(f"{where} got an unexpected argument {name!r}")

@@ -1,4 +1,4 @@
-"""MultiheadAttention: projections around DotProductAttention, over heads that may share keys and values.
+"""MultiheadAttention: projections around DotProductAttention, over heads that may share keys, values.
 
 Shapes: s positions, b batch, h heads, g groups of heads that share a key and a value, d features of a head.
 """
@@ -29,7 +29,7 @@ from te_bench.models.modules.rotary import (
 )
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks, require_set
 
-Rotary = Tensor | tuple[Tensor, Tensor] | None  # angles of queries and keys, or a pair of them
+Rotary = Tensor | tuple[Tensor, Tensor] | None  # angles of queries and keys, or one each
 
 __all__ = ["DotProductAttention", "MultiheadAttention"]
 
@@ -47,7 +47,7 @@ class L2Normalization(nn.Module):
 
 
 def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Raises ValueError for what is neither angles nor a pair of them."""
+    """Return (queries' angles, keys' angles). Raises ValueError for anything else."""
     pair = rotary if isinstance(rotary, tuple) else (rotary, rotary)
     if len(pair) != 2 or not all(isinstance(freqs, Tensor) for freqs in pair):
         given = f"a tuple of {len(pair)}" if isinstance(rotary, tuple) else type(rotary).__name__
@@ -58,7 +58,7 @@ def _pair(rotary: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _of_core(name: str) -> Any:
-    """A setting that core_attention has, read and set as Transformer Engine's users do."""
+    """Make a property that reads and sets core_attention's attribute, as Transformer Engine's users do."""
     return property(
         lambda self: getattr(self.core_attention, name), lambda self, value: setattr(self.core_attention, name, value)
     )
@@ -67,12 +67,12 @@ def _of_core(name: str) -> Any:
 class MultiheadAttention(Parallelised, nn.Module):
     """Projections to query, key and value, attention over heads, projection back: (s, b, hidden) -> (s, b, hidden).
 
-    With qkv_format "bshd" (b, s, hidden); "thd" (rows, hidden), sequences packed one after the other, by cu_seqlens.
-    input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output. Without
-    fuse_qkv_params the weights of query, key and value are parameters of their own; with it they are one, whose rows are
-    grouped by head (qkv_weight_interleaved) or by query, key, value. set_parallel_mode divides the heads among tp_group: see
-    tensor_parallel. Arguments, defaults and parameter names are Transformer Engine's, those after bottom_right_diagonal by
-    name only. Raises ValueError for what te_bench has not.
+    With qkv_format "bshd" x is (b, s, hidden); with "thd" (rows, hidden), sequences packed by cu_seqlens.
+    input_layernorm normalises the input first; attention_type "cross" takes keys and values from encoder_output.
+    Without fuse_qkv_params query, key and value have separate weights; with it one weight, whose rows are grouped by
+    head (qkv_weight_interleaved) or by query, key, value. set_parallel_mode divides the heads among tp_group: see
+    tensor_parallel. Arguments, defaults and parameter names are Transformer Engine's; those after bottom_right_diagonal
+    are keyword-only. Raises ValueError for what te_bench does not support.
     """
 
     attn_mask_type, window_size = _of_core("attn_mask_type"), _of_core("window_size")
@@ -155,7 +155,7 @@ class MultiheadAttention(Parallelised, nn.Module):
         self.proj = Linear(self.channels * num_attention_heads, hidden_size, parallel_mode="row", **common)
 
     def _set_heads(self, hidden: int, heads: int, groups: int, kv_channels: int | None) -> None:
-        """How many heads and groups there are, and their features."""
+        """Set the numbers of heads and groups, and their features."""
         if kv_channels is not None:
             arguments.check("MultiheadAttention", kv_channels=kv_channels)
         elif hidden % heads:
@@ -164,11 +164,11 @@ class MultiheadAttention(Parallelised, nn.Module):
         self.num_attention_heads_per_partition = self.ranks.part("num_attention_heads", heads)
         self.num_gqa_groups_per_partition = self.ranks.part("num_gqa_groups", groups)
         self.channels = hidden // heads if kv_channels is None else kv_channels
-        self.features_q = self.channels * self.num_attention_heads_per_partition  # a rank's
+        self.features_q = self.channels * self.num_attention_heads_per_partition  # this rank's
         self.features_kv = self.channels * self.num_gqa_groups_per_partition
 
     def _make_projections(self, hidden: int, split: bool, linear: dict[str, Any], norm: dict[str, Any]) -> None:
-        """layernorm_qkv or qkv; for cross attention layernorm_query or query_layer, and key_value."""
+        """Make layernorm_qkv or qkv; for cross attention layernorm_query or query_layer, and key_value."""
         q, kv = self.channels * self.num_attention_heads, self.channels * self.num_gqa_groups
         linear["parallel_mode"] = "column"
         if self.attention_type == "self":
@@ -196,7 +196,7 @@ class MultiheadAttention(Parallelised, nn.Module):
             raise ValueError(f"qk_norm_type={kind!r} is not possible: None, L2Normalization, LayerNorm or RMSNorm")
         made = [norms[kind](self.channels, eps, device=device, params_dtype=dtype) for _ in range(2)]
         for norm in made:
-            norm.ranks = self.ranks if self.ranks.size > 1 else None  # each norms its own heads
+            norm.ranks = self.ranks if self.ranks.size > 1 else None  # each rank norms its own heads
         return made[0], made[1]
 
     def forward(
@@ -217,10 +217,10 @@ class MultiheadAttention(Parallelised, nn.Module):
         max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> Any:
-        """The output, then proj's bias with return_bias, then norm(input) with return_layernorm_output; a tuple if several.
+        """Return the output, then proj's bias with return_bias, then norm(input) with return_layernorm_output.
 
-        rotary_pos_emb: the angles of RotaryPositionEmbedding for queries and keys, or a pair of them; for "thd" those of one
-        sequence's positions, as many as max_seqlen_q and max_seqlen_kv, or as the longest has where those are left out.
+        rotary_pos_emb: RotaryPositionEmbedding's angles, or a pair for queries and keys; for "thd" those of one
+        sequence's positions, max_seqlen_q and max_seqlen_kv of them, or as many as the longest sequence has.
         """
         if others:
             arguments.reject("MultiheadAttention.forward", others)
@@ -248,13 +248,13 @@ class MultiheadAttention(Parallelised, nn.Module):
         rotary_pos_emb: Rotary,
         core: dict[str, Any],
     ) -> Tensor:
-        """The context of projected q, k and v, in the layout of hidden_states; core: what core_attention takes."""
+        """Compute attention of projected q, k and v, in hidden_states' layout; core: core_attention's arguments."""
         q, k = self._normalize_and_rotate(q, k, rotary_pos_emb)
         context: Tensor = self.core_attention(q, k, v, **core)
         return context
 
     def _normalize_and_rotate(self, q: Tensor, k: Tensor, rotary_pos_emb: Rotary) -> tuple[Tensor, Tensor]:
-        """q and k (s, b, h, d), or (b, s, h, d), normalised and turned, where they are to be, in their order."""
+        """Normalise and rotate q and k (s, b, h, d) or (b, s, h, d), as configured and in the configured order."""
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
@@ -268,7 +268,7 @@ class MultiheadAttention(Parallelised, nn.Module):
         return q, k
 
     def rotation(self, outer: tuple[int, int], rotary_pos_emb: Rotary) -> Rotation | None:
-        """What turns a projection, (*outer, F), where that comes first and by constant angles; else None.
+        """Return the rotation of a projection (*outer, F) if it comes first and by constant angles; else None.
 
         Raises ValueError as apply_rotary_pos_emb does.
         """
@@ -292,7 +292,7 @@ class MultiheadAttention(Parallelised, nn.Module):
         rotary: Rotary,
         core: dict[str, Any],
     ) -> Any:
-        """forward for "thd": (rows, hidden), projected and turned as a batch of one."""
+        """forward for "thd": (rows, hidden) is projected and rotated as a batch of one."""
         if x.dim() != 2:
             raise ValueError(f"MultiheadAttention: hidden_states must be (rows, hidden) for thd, got {tuple(x.shape)}")
         encoded = None if encoder_output is None else encoder_output[:, None]
@@ -306,9 +306,9 @@ class MultiheadAttention(Parallelised, nn.Module):
     def _packed_angles(
         self, pair: tuple[Tensor, Tensor], x: Tensor, memory: Tensor, core: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """The angles of x's rows, the queries', and of memory's, the keys', each at its place in its sequence.
+        """Return the angles of x's rows (queries) and memory's rows (keys), by their position in their sequence.
 
-        The longest sequences are those that core attention asks for: the host reads nothing more for them.
+        The longest sequences are read for core attention anyway, so the host reads nothing more.
         """
 
         n = self.ranks.size if self.ranks.sequence else 1  # x is a rank's part of the rows that the projections have
@@ -323,7 +323,7 @@ class MultiheadAttention(Parallelised, nn.Module):
         return q, q if shared else angles(pair[1], "kv", n * len(memory))
 
     def _finish(self, context: Tensor, normed: Tensor | None, is_first_microbatch: bool | None) -> Any:
-        """proj of the context, with what forward returns beside it."""
+        """Return proj of the context, and forward's further outputs."""
         out = self.proj(context, is_first_microbatch=is_first_microbatch)
         outputs = tuple(out) if self.return_bias else (out,)
         outputs += (normed,) if self.return_layernorm_output else ()
@@ -332,7 +332,7 @@ class MultiheadAttention(Parallelised, nn.Module):
     def _project(
         self, x: Tensor, encoder_output: Tensor | None, is_first_microbatch: bool | None, rotary: Rotary
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Rotary]:
-        """query, key, value with a dimension for heads, norm(x) where the layer returns it, rotary if it is yet to come."""
+        """Return query, key, value with a head dimension, norm(x) if the layer returns it, rotary if still to apply."""
         if x.dim() != 3:
             raise ValueError(f"MultiheadAttention: hidden_states must have 3 dimensions, got {tuple(x.shape)}")
         crossed = self.attention_type == "cross"
@@ -348,7 +348,7 @@ class MultiheadAttention(Parallelised, nn.Module):
         if not crossed:
             rotation = self.rotation(mixed.shape[:2], rotary) if can_rotate_fused(mixed) else None
             if rotation is not None:
-                # Its memory becomes theirs where nobody can have kept it, as a module of another kind might, or a hook.
+                # Reuse the projection's memory, unless a hook or another kind of module may have kept it.
                 own = type(first) in (Linear, LayerNormLinear) and are_plain((first,))
                 return *split_rotated(mixed, rotation, own), normed, None
             q, k, v = self._split(mixed, self.num_attention_heads // self.num_gqa_groups)
@@ -359,10 +359,10 @@ class MultiheadAttention(Parallelised, nn.Module):
         return q, k, v, normed, rotary
 
     def _split(self, mixed: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """queries, keys and values, (.., heads, d): `queries` of the first for each key, by groups if interleaved."""
+        """Split into queries, keys and values, (.., heads, d): `queries` queries a key, by groups if interleaved."""
         groups, d = self.num_gqa_groups_per_partition, self.channels
         if self.interleaved:
-            # In four dimensions: torch's fast concatenation, the gradient of this, has no fifth (H200: 100 us for 248).
+            # Stay in four dimensions: torch's fast concatenation, its gradient, has no fifth (H200: 100, not 248 us).
             grouped = mixed.view(*mixed.shape[:2], groups, (queries + 2) * d)
             q, k, v = grouped.split((queries * d, d, d), dim=-1)
             return tuple(x.reshape(*mixed.shape[:2], -1, d) for x in (q, k, v))

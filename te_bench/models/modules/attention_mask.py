@@ -1,7 +1,7 @@
-"""Transformer Engine's mask types and windows as te_bench.kernels.attention takes them. **True hides.**
+"""Translate Transformer Engine's mask types and windows for te_bench.kernels.attention. **True hides.**
 
-Source: Transformer Engine 2.x, DotProductAttention: the mask tensor counts for padding and arbitrary types only; causal
-means aligned at the top left, every other type aligns its window at the bottom right, unless told; padding is at the end.
+Source: Transformer Engine 2.x, DotProductAttention: the mask tensor counts only for padding and arbitrary types; causal
+aligns at the top left, every other type aligns its window at the bottom right, unless told; padding is at the end.
 """
 
 import itertools
@@ -36,20 +36,20 @@ class Sizes(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What a row sees: keys inside of the window, none after it where causal, that the mask does not hide.
+    """The keys that a row sees: inside the window, none after the row if causal, and not hidden by the mask.
 
-    mask: bool, broadcasts to (B, H, T, S). empty: bool (B, 1, T, 1), rows that see nothing whatever the rest says: padded
-    queries, which would make a mask of T x S of the keys' padding, (B, 1, 1, S).
+    mask: bool, broadcasts to (B, H, T, S). empty: bool (B, 1, T, 1), rows that see nothing at all: padded queries,
+    which would otherwise turn the keys' padding (B, 1, 1, S) into a T x S mask.
     """
 
     causal: bool = False
-    window: Window | None = None  # (left, right): row i sees keys i - left to i + right, -1 for no end
+    window: Window | None = None  # (left, right): row i sees keys i - left to i + right; -1 means no limit
     mask: Tensor | None = None
     empty: Tensor | None = None
 
 
 def check_type(attn_mask_type: str) -> str:
-    """The canonical name of a mask type. Raises ValueError for an unknown one."""
+    """Return the canonical name of a mask type. Raises ValueError for an unknown one."""
     name = attn_mask_type.replace(",", "_") if isinstance(attn_mask_type, str) else ""
     name = "padding_causal" if name == "causal_padding" else name
     if name not in TYPES:
@@ -58,7 +58,7 @@ def check_type(attn_mask_type: str) -> str:
 
 
 def check_window(attn_mask_type: str, window_size: Window | None) -> Window:
-    """(left, right), -1 for no limit; right is 0 under a causal type. Raises ValueError for what the type can't have."""
+    """Return (left, right), -1 for no limit; right is 0 if causal. Raises ValueError for an impossible window."""
     pair = (-1, -1) if window_size is None else window_size
     whole = isinstance(pair, tuple | list) and [type(side) for side in pair] == [int, int]
     if not whole:
@@ -67,7 +67,7 @@ def check_window(attn_mask_type: str, window_size: Window | None) -> Window:
     if "causal" in attn_mask_type:
         if left < -1 or right < -1:
             raise ValueError(f"window_size={window_size} with {attn_mask_type}: (-1, 0), or (left, 0) with left >= 0")
-        return left, 0  # what a window shows beyond the diagonal, the causal mask hides
+        return left, 0  # the causal mask hides keys beyond the diagonal anyway
     if (left, right) == (-1, 0):
         warnings.warn(f"window_size=(-1, 0) with {attn_mask_type} is no window, as in Transformer Engine", stacklevel=2)
         return -1, -1
@@ -77,12 +77,12 @@ def check_window(attn_mask_type: str, window_size: Window | None) -> Window:
 
 
 def _is_bottom_right(kind: str, asked: bool | None) -> bool:
-    """Whether a type aligns windows at the bottom right: the causal types say so by their names, others may be asked."""
+    """Return whether windows align at the bottom right: a causal type's name decides, other types follow `asked`."""
     return "bottom_right" in kind or ("causal" not in kind and asked is not False)
 
 
 def _is_unread(starts: Tensor) -> bool:
-    """Whether the host must not look at values: it would break a graph that is compiled, or captured."""
+    """Return whether the host must not read values: in compiled code and during graph capture."""
     return torch.compiler.is_compiling() or (starts.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -96,12 +96,12 @@ def build(
     window_size: Window | None = None,
     bottom_right_diagonal: bool | None = None,
 ) -> Visible:
-    """What each row sees. A mask of T x S is made only where an alignment at the bottom right moves a window's ends.
+    """Return what each row sees. A T x S mask is made only if bottom-right alignment moves a window's ends.
 
-    attention_mask: (B, 1, 1, T) for padding, a pair (B, 1, 1, T), (B, 1, 1, S) where queries and keys differ, anything that
-    broadcasts to (B, H, T, S) for arbitrary. cu_seqlens (B + 1,), int32 or int64, of queries and keys stand in for a
-    padding mask. Raises ValueError for what of these can't be; values of cu_seqlens go unread in compiled code and while
-    a CUDA graph is captured.
+    attention_mask: (B, 1, 1, T) for padding; a pair (B, 1, 1, T), (B, 1, 1, S) if queries and keys differ; any that
+    broadcasts to (B, H, T, S) for arbitrary. cu_seqlens (B + 1,), int32 or int64, of queries and keys replace a padding
+    mask. Raises ValueError for impossible arguments; cu_seqlens' values are not read in compiled code and graph
+    captures.
     """
     kind = check_type(attn_mask_type)
     window = check_window(kind, window_size)
@@ -127,13 +127,13 @@ def build(
 
 
 def _move_window(window: Window, offset: int | Tensor) -> Window | None:
-    """The window of row i about key i, of one about key i + offset; None where its ends pass i, or are each sequence's own.
+    """Move a window from key i to key i + offset; None if an end passes i, or the offset differs between sequences.
 
-    A causal window that ends before or after i has another right end; only what ends at i is causal.
+    A causal window that then ends before or after i is no longer causal.
     """
     if isinstance(offset, Tensor):
         return None
-    if offset == 0:  # as it most often is; to compiled code, whose sizes may vary, a branch and no sum
+    if offset == 0:  # the usual case; to compiled code, with varying sizes, a branch instead of a sum
         return window
     left, right = (side if side < 0 else side + move for side, move in zip(window, (-offset, offset), strict=True))
     passed = (window[0] >= 0 > left) or (window[1] >= 0 > right)
@@ -141,7 +141,7 @@ def _move_window(window: Window, offset: int | Tensor) -> Window | None:
 
 
 class Sequences(NamedTuple):
-    """Sequences packed one after the other, and which of each other's keys their rows see."""
+    """Packed sequences, and which keys of their sequence rows see."""
 
     starts: tuple[Tensor, Tensor]  # of queries and keys, (sequences + 1,)
     longest: tuple[int, int]
@@ -159,10 +159,10 @@ def pack(
     window_size: Window | None = None,
     bottom_right_diagonal: bool | None = None,
 ) -> Sequences:
-    """What qkv_format "thd" says: totals are the rows of queries and keys, cu_seqlens (sequences + 1,) where each begins.
+    """Describe packed sequences: totals are the rows of queries and keys, cu_seqlens (sequences + 1,) their starts.
 
-    Without max_seqlens, the lengths of the longest, they are read from the device. Raises ValueError for what is no padding
-    type, and for a window that the alignment at the bottom right would move by each sequence's own lengths.
+    max_seqlens, the longest lengths, are read from the device if omitted. Raises ValueError for a type without padding,
+    and for a window that bottom-right alignment moves by each sequence's lengths.
     """
     kind = check_type(attn_mask_type)
     if "padding" not in kind:
@@ -190,7 +190,7 @@ def pack(
 
 
 def longest_of(name: str, starts: Any, total: int, given: int | None, device: torch.device) -> int:
-    """The length of the longest sequence, which is given or read. Raises ValueError for starts that can't be."""
+    """Return the longest sequence's length, given or read. Raises ValueError for impossible starts."""
     check_form(name, starts, None, device)
     longest = name.replace("cu_seqlens", "max_seqlen")
     if given is not None and given < 1:
@@ -204,7 +204,7 @@ def longest_of(name: str, starts: Any, total: int, given: int | None, device: to
         return given
     version = None if starts.is_inference() else starts._version
     known: tuple[int, int] | None = _read.get(starts)
-    if known is None or known[0] != version:  # once for all layers: the host waits for it
+    if known is None or known[0] != version:  # read once for all layers: the host waits for it
         known = version or 0, int((starts[1:] - starts[:-1]).max().clamp(min=1))
         if version is not None:
             _read[starts] = known
@@ -214,7 +214,7 @@ def longest_of(name: str, starts: Any, total: int, given: int | None, device: to
 def _padding(
     given: MaskTensor, cu_seqlens: tuple[Tensor | None, Tensor | None], sizes: Sizes, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The padding of the queries (B, 1, 1, T) and of the keys (B, 1, 1, S); one tensor where it is one and the same."""
+    """Return the padding of queries (B, 1, 1, T) and of keys (B, 1, 1, S); one tensor if they are the same."""
     if given is None:
         starts_q, starts_kv = cu_seqlens
         if starts_q is None or starts_kv is None:
@@ -243,7 +243,7 @@ def _padding(
 
 
 def _pad_from_starts(name: str, starts: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
-    """(B, 1, 1, length): True from each sequence's length on. starts (B + 1,): cumulative lengths."""
+    """Return (B, 1, 1, length), True from each sequence's length on. starts (B + 1,): cumulative lengths."""
     check_form(name, starts, batch, device)
     if not _is_unread(starts):
         _check_starts(name, starts, length)
@@ -252,7 +252,7 @@ def _pad_from_starts(name: str, starts: Tensor, batch: int, length: int, device:
 
 
 def check_form(name: str, starts: Any, batch: int | None, device: torch.device) -> None:
-    """Raise ValueError for starts that are not (batch + 1,), or (2 or more,), whole numbers on the device."""
+    """Raise ValueError unless starts are (batch + 1,), or (2 or more,), whole numbers on the device."""
     if not isinstance(starts, Tensor) or starts.dtype not in (torch.int32, torch.int64):
         got = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
         raise ValueError(f"{name} must be a tensor of torch.int32 or torch.int64, got {got}")
@@ -263,15 +263,15 @@ def check_form(name: str, starts: Any, batch: int | None, device: torch.device) 
         raise ValueError(f"{name} is on {starts.device}, the query on {device}: move it")
 
 
-#: The lengths that cumulative lengths were found possible for, and their version then: a model's layers share them, and
-#: to read them the host waits for the GPU.
+#: Checked cumulative lengths: {starts: (version, length, total)}. A model's layers share them, because the host waits
+#: for the GPU to read them.
 _possible: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-#: The version of cumulative lengths, and the longest that was read of them.
+#: {cumulative lengths: (version, longest length read)}.
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _check_starts(name: str, starts: Tensor, length: int, total: int | None = None) -> None:
-    """Raise ValueError for cumulative lengths of which no sequences of at most `length`, `total` in all, can be made."""
+    """Raise ValueError unless the cumulative lengths give sequences of at most `length`, `total` rows in all."""
     known = None if starts.is_inference() else (starts._version, length, total)
     if starts.is_meta or (known is not None and _possible.get(starts) == known):
         return
@@ -312,12 +312,12 @@ def _check_mask(name: str, mask: Tensor, device: torch.device) -> None:
 
 
 def _lengths(padding: Tensor) -> Tensor:
-    """(B, 1, 1, 1) int64: how many positions are not padding."""
+    """Return (B, 1, 1, 1) int64: how many positions are not padding."""
     return (~padding).sum(-1, keepdim=True)
 
 
 def _make_band(sizes: Sizes, window: Window, offset: int | Tensor, device: torch.device) -> Tensor:
-    """(T, S), or (B, 1, T, S) for an offset of each sequence: True unless i + offset - left <= j <= i + offset + right."""
+    """Return (T, S), or (B, 1, T, S) for offsets by sequence: False if i + offset - left <= j <= i + offset + right."""
     ahead = torch.arange(sizes.keys, device=device) - torch.arange(sizes.rows, device=device)[:, None] - offset  # j - i
     left, right = window
     hidden = ahead > right if right >= 0 else torch.zeros_like(ahead, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""DotProductAttention: attention without parameters, by whichever kernel attention_kernel picks.
+"""DotProductAttention: attention without parameters, by the kernel that attention_kernel selects.
 
 Shapes: s positions, b batch, h heads, g groups of heads that share a key and a value, d features of a head (e of a value).
 **True in a mask hides**; attention_mask.py says what the mask types mean.
@@ -31,9 +31,7 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-compiler.when_imported(
-    lambda: torch.compiler.assume_constant_result(_capability)
-)  # asked once, while a graph is traced
+compiler.when_imported(lambda: torch.compiler.assume_constant_result(_capability))  # asked once, during tracing
 
 
 def check_format(where: str, qkv_format: str) -> str:
@@ -43,7 +41,7 @@ def check_format(where: str, qkv_format: str) -> str:
 
 
 def check_heads(where: str, heads: int, groups: int | None, attention_type: str, dropout: float) -> int:
-    """The number of groups. Raises ValueError for what no attention can be."""
+    """Return the number of groups. Raises ValueError for impossible settings."""
     groups = heads if groups is None else groups
     arguments.check(where, num_attention_heads=heads, num_gqa_groups=groups, attention_dropout=dropout)
     if heads % groups:
@@ -54,7 +52,7 @@ def check_heads(where: str, heads: int, groups: int | None, attention_type: str,
 
 
 def _channels(where: str, kv_channels: int | tuple[int, int]) -> tuple[int, int]:
-    """Features of a query's and a value's head."""
+    """Return the features of a query's and a value's head."""
     pair = kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
     if len(pair) != 2:
         raise ValueError(f"{where}: kv_channels={kv_channels!r} is not possible: one number, or (key's, value's)")
@@ -72,7 +70,7 @@ def _attend(backend: Backend, extent: Visible, scale: float, dropout: float, q: 
 def _attend_packed(
     backend: Backend, sequences: Sequences, scale: float, dropout: float, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """As `_attend`, on a batch of one."""
+    """`_attend` for packed sequences in a batch of one."""
     starts, longest, causal, window = sequences
     options: dict[str, Any] = {"causal": causal, "window": window}
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
@@ -81,15 +79,15 @@ def _attend_packed(
 
 
 def _emulate() -> bool | None:
-    """Whether FP8 is to be emulated; None where attention is to compute in the inputs' precision."""
+    """Return whether FP8 is emulated; None if attention computes in the inputs' precision."""
     recipe = fp8.recipe_of_attention()
     return None if recipe is None else recipe.emulate
 
 
 def _without_gaps(given: Mapping[str, Any], starts: tuple[Tensor | None, Tensor | None] | None) -> dict[str, Any]:
-    """Arguments less cu_seqlens_q_padded and cu_seqlens_kv_padded where they say that no rows lie between sequences.
+    """Drop cu_seqlens_q_padded and cu_seqlens_kv_padded from the arguments if they imply no rows between sequences.
 
-    starts: the sequences' own, to which they are then equal; None for formats that have no such rows.
+    starts: the sequences' own, which they must equal; None for formats without such rows.
     """
     names = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     none = {name for name in names if isinstance(given.get(name), Tensor) and starts is None}
@@ -103,7 +101,7 @@ def _without_gaps(given: Mapping[str, Any], starts: tuple[Tensor | None, Tensor 
 def describe(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window | None, mask: bool, dropout: float
 ) -> Problem:
-    """The problem of q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) for `kernel_choice`."""
+    """Return the problem of q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) for `kernel_choice`."""
     batch, heads, length, head_dim = q.shape
     return Problem(
         batch=batch,
@@ -124,15 +122,16 @@ def describe(
 
 
 class DotProductAttention(Parallelised, nn.Module):
-    """softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h e).
+    """Compute softmax(scale Q K^T, masked) V for query (s, b, h, d), key (t, b, g, d), value (t, b, g, e) -> (s, b, h
+    e).
 
-    "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": sequences of many lengths one after the other, (rows, h, d) and so
-    on -> (rows, h e), under a padding type and by cu_seqlens alone; rows of no sequence are 0. kv_channels: d, or (d, e);
-    softmax_scale defaults to d^-1/2. A query that sees no key, padding among them, gives 0 and has gradient 0. Masks and
-    windows: attention_mask.py. Attention dropout draws from torch's generator. Under a recipe with fp8_dpa it computes in
-    FP8, causal or full and without dropout, and raises ValueError for all else. Of tp_size ranks each has its share of the
-    heads and groups. Arguments and defaults are Transformer Engine's, those after bottom_right_diagonal by name only. Raises
-    ValueError for what te_bench has not: biases, context parallelism, KV caches.
+    "bshd": (b, s, h, d) and so on -> (b, s, h e). "thd": packed sequences, (rows, h, d) and so on -> (rows, h e), under
+    a padding type, with cu_seqlens only; rows of no sequence are 0. kv_channels: d, or (d, e); softmax_scale defaults
+    to d^-1/2. A query that sees no key gives 0, with gradient 0. Masks and windows: attention_mask.py. Dropout draws
+    from torch's generator. A recipe with fp8_dpa computes in FP8, causal or full, without dropout, and raises
+    ValueError otherwise. Each of tp_size ranks has its share of heads and groups. Arguments and defaults are
+    Transformer Engine's; those after bottom_right_diagonal are keyword-only. Raises ValueError for biases, context
+    parallelism and KV caches.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class DotProductAttention(Parallelised, nn.Module):
         self.softmax_scale = 1 / math.sqrt(self.head_dim_qk) if softmax_scale is None else softmax_scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for key in ("_extra_state", "fused_attention._extra_state"):  # Transformer Engine's, of FP8 attention
+        for key in ("_extra_state", "fused_attention._extra_state"):  # Transformer Engine's, for FP8 attention
             state_dict.pop(prefix + key, None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -197,9 +196,9 @@ class DotProductAttention(Parallelised, nn.Module):
         checkpoint_core_attention: bool = False,
         **others: Any,
     ) -> Tensor:
-        """The context. attention_mask counts only where the mask type has padding or arbitrary in its name.
+        """Return the context. attention_mask counts only for mask types with padding or arbitrary in their name.
 
-        None takes what the constructor was given. checkpoint_core_attention computes attention again in the backward pass.
+        None means the constructor's value. checkpoint_core_attention recomputes attention in the backward pass.
         """
         layout = self._layout(qkv_format)
         if others:
@@ -236,9 +235,9 @@ class DotProductAttention(Parallelised, nn.Module):
         window_size: Window | None,
         bottom_right_diagonal: bool | None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Visible | Sequences, Problem]:
-        """query, key and value as `_inputs` has them, what each row sees, and the problem that this is for a kernel.
+        """Return query, key and value in `_inputs`' layout, what each row sees, and the kernel's problem.
 
-        None is what the constructor was given.
+        None means the constructor's value.
         """
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         asked: dict[str, Any] = {
@@ -267,7 +266,7 @@ class DotProductAttention(Parallelised, nn.Module):
         return (q, k, v), seen, self._problem(q, k, v, seen.causal, seen.window, seen.mask is not None)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`_inputs` of packed sequences, as a batch of one."""
+        """`_inputs` for packed sequences, as a batch of one."""
         for name, x in (("query", query), ("key", key), ("value", value)):
             if x.dim() != 3:
                 raise ValueError(
@@ -276,13 +275,13 @@ class DotProductAttention(Parallelised, nn.Module):
         return self._inputs(query[None], key[None], value[None], "bshd")
 
     def _compute(self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], dropout: float, again: bool) -> Tensor:
-        """run(*inputs), computed again in the backward pass or not, with dropout by the tracker's generator."""
-        # Around the checkpoint, which draws again by what it finds here.
+        """Call run(*inputs), recomputed in the backward pass if `again`; dropout draws from the tracker's generator."""
+        # Outside the checkpoint, which draws again from the generator that it finds here.
         with fork_rng(self.tracker if dropout else None):
             return checkpoint(run, *inputs, use_reentrant=False) if again else run(*inputs)
 
     def backend_report(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **options: Any) -> Report:
-        """Which backend forward would run with these arguments, and why the others can't; computes nothing."""
+        """Return which backend forward would run with these arguments, and why the others cannot; computes nothing."""
         _, _, problem = self._pose(
             (query_layer, key_layer, value_layer),
             self._layout(options.get("qkv_format")),
@@ -297,7 +296,7 @@ class DotProductAttention(Parallelised, nn.Module):
         return self.qkv_format if qkv_format is None else check_format("DotProductAttention.forward", qkv_format)
 
     def _inputs(self, query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, T, D), (B, G, S, D), (B, G, S, E): views, in torch.autocast's dtype where it is on."""
+        """Return views (B, H, T, D), (B, G, S, D), (B, G, S, E), in torch.autocast's dtype if it is on."""
         heads = {
             "query": (self.num_attention_heads_per_partition, self.head_dim_qk),
             "key": (self.num_gqa_groups_per_partition, self.head_dim_qk),

@@ -1,4 +1,4 @@
-"""What the FP8 modules share: their recipe state, its way into and out of state dicts, weight caches and counters."""
+"""The base of the FP8 modules: recipe state, its way into and out of state dicts, weight caches and counters."""
 
 import contextlib
 import gc
@@ -20,12 +20,12 @@ from te_bench.models.modules.parameters import materialise, stack
 from te_bench.models.modules.tensor_parallel import Division, Parallelised, Ranks
 from te_bench.models.recipe import Cast, DelayedScaling, Recipe, Slot, State, saved_names
 
-Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe it was cast by
+Kept = tuple[Recipe | None, Quantized | None]  # a weight in FP8, and the recipe that cast it
 NOT_KEPT: Kept = (None, None)
 
 
 class InFp8(NamedTuple):
-    """What an optimizer's leaf stands for: its weight in FP8, and as one with those that stand beside it."""
+    """The FP8 weight that an optimizer's leaf stands for: alone, and stacked with those that multiply with it."""
 
     recipe: Recipe
     own: Quantized
@@ -38,20 +38,20 @@ COUNTS = ("saturated", "underflowed", "nonfinite")  # in the order of kernels.qu
 
 
 class Fp8Module(Parallelised, nn.Module):
-    """A module with GEMMs of its own. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
+    """A module with its own GEMMs. Its FP8 state is plain float32 tensors under `fp8_*` in the state dict."""
 
     def __init__(self, ranks: Ranks, divisions: Sequence[Division | None]) -> None:
-        """divisions: of each GEMM's weight, among `ranks`."""
+        """divisions: how each GEMM's weight is divided among `ranks`."""
         super().__init__()
         self.ranks, self.divisions, self._n_gemms = ranks, divisions, len(divisions)
         self._state: State | None = None
-        self._loaded: dict[str, Tensor] = {}  # from a state dict, until the recipe is known
+        self._loaded: dict[str, Tensor] = {}  # loaded from a state dict, used when the recipe is known
         self._counts: dict[tuple[str, int], Tensor] = {}
         self._cached: list[Kept] = [NOT_KEPT] * self._n_gemms
-        self._reuse = False  # what is kept, where a call does not speak of micro-batches
-        self._caches = False  # whether what such calls cast is kept until `forget_weights`
-        self._versions: list[Any] = [None] * self._n_gemms  # of the parameters, when that was cast
-        #: What gemms() answers while the state is the same, None for no such answer. Empty: the last call was without FP8.
+        self._reuse = False  # calls without is_first_microbatch use the kept weight
+        self._caches = False  # such calls keep what they cast, until `forget_weights`
+        self._versions: list[Any] = [None] * self._n_gemms  # versions of the parameters at that cast
+        #: {key: gemms()' answer for this state}, None if it must not be kept. Empty: the last call had no FP8.
         self._usual: dict[tuple[int, bool], tuple[Any, Gemms] | None] = {}
         self._enlist()
 
@@ -61,17 +61,17 @@ class Fp8Module(Parallelised, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        """Initialise again; parameters on the meta device move to a real one. defer_init: change nothing."""
         if not defer_init:
             materialise(self)
             self._initialise()
 
     def _initialise(self) -> None:
-        """Give the parameters their first values."""
+        """Initialise the parameters."""
         raise NotImplementedError
 
     def gemms(self, gemm: int = 0) -> Gemms:
-        """The GEMMs of weight number `gemm` under the present autocast."""
+        """Return the GEMMs of weight number `gemm` under the current autocast."""
         region = fp8.current
         recipe = region.recipe
         assert recipe is not None
@@ -97,7 +97,7 @@ class Fp8Module(Parallelised, nn.Module):
         compiling = torch.compiler.is_compiling()
         self._prepare(traced=compiling)
         if compiling:
-            # Guarded: compiled code that meets a module whose state is none of its own is traced again.
+            # A guard: compiled code that meets a module with a state of its own is traced again.
             assert self._state is None or self._state.silent or not fp8.records()
         else:
             self._usual.setdefault((gemm, torch.is_grad_enabled()), None)
@@ -112,12 +112,12 @@ class Fp8Module(Parallelised, nn.Module):
         return Gemms(recipe, x, weight, grad_output, self.divisions[gemm])
 
     def join(self, first: Self) -> None:
-        """Have the state of `first`, beside whose weight this one multiplies: it is cast so where it goes alone, too.
+        """Share the state of `first`, beside whose weight this one multiplies, so that both are always cast alike.
 
-        What each has gathered so far counts for both. Before first.gemms(), which may copy scales for a checkpoint.
+        Amaxes of either count for both. Call it before first.gemms(), which may copy scales for a checkpoint.
         """
-        self.gemms()  # every rank has made a state of its own before, or none has
-        # One that evaluates alone does not join, for ranks share the amaxes of as many; gathered weights keep a scale each.
+        self.gemms()  # ensures that either every rank has made a state before, or none has
+        # Evaluations do not join, as ranks must share equally many amaxes; gathered weights keep their own scales.
         if not fp8.records() or isinstance(getattr(self, "weight", None), Gathered):
             return
         if self._state is None or self._state is first._state:
@@ -129,11 +129,11 @@ class Fp8Module(Parallelised, nn.Module):
         self._state = first._state
 
     def without_fp8(self) -> None:
-        """Note such a call. Raises ValueError where a backward pass computes again so what was computed in FP8."""
+        """Note a call without FP8. Raises ValueError if it recomputes in a backward pass what was computed in FP8."""
         if torch.compiler.is_compiling() or not self._usual:
             return
         scales = fp8.current.scales
-        if scales is not None and scales.replaying:  # te.checkpoint's: it was without FP8 the first time, too
+        if scales is not None and scales.replaying:  # te.checkpoint's first pass was without FP8, too
             return
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
@@ -144,11 +144,11 @@ class Fp8Module(Parallelised, nn.Module):
         self._usual.clear()
 
     def _prepare(self, traced: bool = False) -> None:
-        """Have the state that the present autocast's recipe keeps, and counters where it counts.
+        """Make the recipe's state under the current autocast, and counters if it counts.
 
-        traced: all modules like this one get theirs now, and count as used by compiled code. A layer without would be
-        compiled again, though it runs the same code, and the ninth, by torch's recompile_limit, not at all: layers compiled
-        one by one, or copies of a model.
+        traced: also for all modules like this one, counted as used by compiled code. Otherwise each layer without a
+        state would recompile the same code, until torch's recompile_limit of eight: layers compiled one by one, or a
+        model's copies.
         """
         first = self._state is None
         self._make()
@@ -156,23 +156,23 @@ class Fp8Module(Parallelised, nn.Module):
         if not traced or self._state is None or not (first or uses):
             return
         if fp8.current.group is not None:
-            gc.collect()  # a module that is gone, but in a cycle, is alive on some ranks alone
+            gc.collect()  # dead modules in reference cycles live on only some ranks
         form = self._form()
         for other in [other for other in _alive.values() if other._form() == form]:
             if other._state is None:
-                with contextlib.suppress(ValueError):  # of what it has loaded: its own call says so
+                with contextlib.suppress(ValueError):  # its own call reports wrong loaded values
                     other._make()
             if uses and other._state is not None:
                 fp8.use_silently(other._number, other._state)
 
     def _form(self) -> tuple[Any, ...]:
-        """What modules that run the same compiled code have in common."""
+        """Return the properties that modules running the same compiled code share."""
         return type(self), [(name, p.shape, p.device) for name, p in self.named_parameters(recurse=False)]
 
     def _make(self) -> None:
         recipe, old = fp8.current.recipe, self._state
         if old is not None and not old.real:
-            old = None  # of a pass that made no numbers: nothing to go on with
+            old = None  # a state without values (meta, fake) has nothing to continue
         device = next(self.parameters()).device
         if fp8.current.numerics and not self._counts:
             keys = itertools.product(ROLES, range(self._n_gemms))
@@ -183,7 +183,7 @@ class Fp8Module(Parallelised, nn.Module):
         if old is not None and old.recipe == recipe:
             old.recipe = recipe
             return
-        with torch.inference_mode(False):  # what is made in inference mode could never be trained with
+        with torch.inference_mode(False):  # inference tensors could never be trained with
             state = recipe.make_state(self._n_gemms, device)
         if state is None:
             return
@@ -220,10 +220,10 @@ class Fp8Module(Parallelised, nn.Module):
         columnwise: bool,
         made_of: Sequence[Tensor] | None = None,
     ) -> Quantized:
-        """The weight in FP8: made anew (None), made and kept (True), or as it was kept (False).
+        """Return the weight in FP8: cast (None), cast and kept (True), or as kept (False).
 
-        made_of: this weight and others that stand beside it, as one. A weight that was gathered in FP8 is what its ranks
-        made of it, and an optimizer's leaf the FP8 that it stands for (`in_fp8`), whoever computes with it and whenever.
+        made_of: this weight and others, stacked. A weight gathered in FP8 is used as its ranks cast it, and an
+        optimizer's leaf as its FP8 copy (`in_fp8`), regardless of is_first_microbatch.
         """
         alone = made_of is None or len(made_of) == 1
         if alone and isinstance(weight, Gathered):
@@ -240,7 +240,7 @@ class Fp8Module(Parallelised, nn.Module):
                     "is_first_microbatch=True, under the same autocast"
                 )
             return kept
-        # Detached: the amax is written to outside of an autograd.Function, and the state must not hold on to a graph.
+        # Detached: the amax is written outside of an autograd.Function, and the state must hold no graph.
         both = columnwise or is_first_microbatch is True
         whole = weight.detach() if alone else stack(made_of or ())
         made = gemms.quantize(whole, "weight", rowwise=True, columnwise=both)
@@ -251,12 +251,12 @@ class Fp8Module(Parallelised, nn.Module):
     def which_microbatch(
         self, gemms: Gemms, gemm: int, asked: bool | None, made_of: Sequence[Tensor] | None = None
     ) -> bool | None:
-        """What a call asks for as is_first_microbatch; of one that says nothing, whether a weight is kept for it."""
+        """Return is_first_microbatch; for a call that leaves it None, whether a weight is kept for it."""
         if asked is not None or not (self._reuse or self._caches):
             return asked
         if self._reuse:
             return False
-        # A graph would compute with what is kept now, forever; an evaluation's cast leaves no amax, so it is not kept.
+        # A graph would reuse the kept weight forever; an evaluation's cast records no amax, so it is not kept.
         if is_recorded() or not torch.is_grad_enabled():
             return None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -268,14 +268,14 @@ class Fp8Module(Parallelised, nn.Module):
         return not known
 
     def cache_weights(self) -> None:
-        """Let calls that do not speak of micro-batches cast a weight once, until it changes or `forget_weights`."""
+        """Let calls without is_first_microbatch cast a weight once, until it changes or `forget_weights`."""
         self._caches = True
 
     def forget_weights(self) -> None:
         self._cached = [NOT_KEPT] * self._n_gemms
 
     def weight_cast(self) -> tuple[Recipe, Cast] | None:
-        """How whoever makes the weight may cast it under the present autocast; None where that is up to the recipe."""
+        """Return how the weight's maker may cast it under the current autocast; None if only the recipe can."""
         self._prepare()
         region = fp8.current
         if not region.enabled or region.recipe is None or self._state is None:
@@ -284,17 +284,17 @@ class Fp8Module(Parallelised, nn.Module):
         return None if cast is None else (region.recipe, cast)
 
     def reuse(self, recipe: Recipe | None, weight: Quantized | None) -> None:
-        """Let calls that do not speak of micro-batches compute with `weight`, cast by `recipe`; None ends that."""
+        """Let calls without is_first_microbatch use `weight`, cast by `recipe`; None ends that."""
         self._cached[0], self._reuse = (recipe, weight), weight is not None
 
     def calibrate(self, gemm: int, x: Tensor, weight: Tensor) -> None:
-        """Let the recipe see what it would cast, while the module computes in high precision."""
+        """Let the recipe record the amaxes of what it would cast, while the module computes in high precision."""
         gemms = self.gemms(gemm)
         gemms.recipe.observe(x, "input", gemms.input)
         gemms.recipe.observe(weight, "weight", gemms.weight)
 
     def fp8_numerics(self) -> dict[str, dict[str, float]]:
-        """{tensor: figures} for te.numerics; tensors are "input", "weight", "grad_output", "fc1.input" and so on."""
+        """Return {tensor: figures} for te.numerics; a tensor is "input", "weight", "grad_output", "fc1.input", ..."""
         found: dict[str, dict[str, float]] = {}
         for gemm, role in itertools.product(range(self._n_gemms), ROLES):
             figures: dict[str, float] = {} if self._state is None else self._state.figures(role, gemm)
@@ -305,7 +305,7 @@ class Fp8Module(Parallelised, nn.Module):
         return found
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> None:
-        """Raise ValueError, naming the value, for an input that this module cannot take."""
+        """Raise ValueError, naming the value, for an input that this module does not support."""
         if x.dim() and x.shape[-1] == features and x.device == weight.device and x.dtype in FLOATS:
             return
         name = type(self).__name__
@@ -321,21 +321,18 @@ class Fp8Module(Parallelised, nn.Module):
     # ---- state dict: plain tensors, loadable with weights_only=True
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """{name: tensor} of what the recipe keeps, or of what was loaded for it: not copies."""
+        """Return {name: tensor} of the recipe's state, or of a loaded one; not copies."""
         state = self._state
         found = state.tensors() if state is not None and state.real else self._loaded
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def written(self) -> list[Tensor]:
-        """The tensors of what the recipe keeps that training writes to."""
+        """Return the tensors of the recipe's state that training writes to."""
         return [] if self._state is None else self._state.buffers()
 
     @torch.no_grad()
     def begin_recipe_state(self, loaded: Mapping[str, Tensor] | None = None) -> None:
-        """Put what the recipe keeps back to where a new module has it, or one that has `loaded` a recipe_state().
-
-        In place: a captured graph reads it there.
-        """
+        """Reset the recipe's state to a new module's, or to `loaded`, a recipe_state(); in place, for a captured graph."""
         self._loaded = dict(loaded or {})
         self.forget_weights()
         if self._state is None or not self._state.real:
@@ -353,10 +350,10 @@ class Fp8Module(Parallelised, nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, and with recurse=False the recipe state as well.
+        """Yield buffers, and with recurse=False also the recipe state.
 
-        torch.distributed.checkpoint asks so for what a module's state dict holds. DistributedDataParallel, which would have
-        every rank take the first one's buffers, asks with recurse=True.
+        torch.distributed.checkpoint lists a module's state dict with recurse=False. DistributedDataParallel, which
+        would broadcast rank 0's buffers, uses recurse=True.
         """
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         if not recurse:
@@ -369,7 +366,7 @@ class Fp8Module(Parallelised, nn.Module):
             destination[f"{prefix}{PREFIX}{name}"] = tensor.clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Transformer Engine's pickled recipe state: nothing is unpickled, scales begin afresh.
+        # Transformer Engine's pickled recipe state is not unpickled; scales begin anew.
         state_dict.pop(f"{prefix}_extra_state", None)
         found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in saved_names}
         wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
@@ -387,7 +384,7 @@ class Fp8Module(Parallelised, nn.Module):
             self._state, self._loaded = None, saved
         elif self._state.owner in (None, self._number):
             self._state.load(saved)
-        else:  # it is that of Linears side by side, and the first of them has loaded its own
+        else:  # the state is shared by stacked Linears, and the first has loaded its own
             own = self._state.recipe.make_state(self._n_gemms, self._state.device)
             assert own is not None
             own.load(saved)
@@ -411,7 +408,7 @@ class Fp8Module(Parallelised, nn.Module):
         return super()._replicate_for_data_parallel()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: the copy keeps the scales as if it had loaded them."""
+        """Copy the module for copy.deepcopy and pickle, with the scales as if loaded."""
         copied = {name: tensor.clone() for name, tensor in self.recipe_state().items()}
         fresh = {
             "_cached": [NOT_KEPT] * self._n_gemms,
@@ -425,13 +422,13 @@ class Fp8Module(Parallelised, nn.Module):
         self._enlist()
 
 
-#: In the order of their making, the same on all ranks of a process group.
+#: {number in order of creation, the same on all ranks: module}.
 _alive: "weakref.WeakValueDictionary[int, Fp8Module]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def _attribute(name: str) -> property:
-    """A tensor of the recipe state by its key in the state dict: torch.distributed.checkpoint looks each key up so."""
+    """Make a property for a tensor of the recipe state by its state dict key, for torch.distributed.checkpoint."""
 
     def tensor(self: Fp8Module) -> Tensor:
         found = self.recipe_state()
@@ -443,7 +440,7 @@ def _attribute(name: str) -> property:
 
 
 def _expose() -> None:
-    """Give Fp8Module an attribute for whatever a recipe saves."""
+    """Give Fp8Module an attribute for each tensor that recipes save."""
     for name in saved_names:
         if not hasattr(Fp8Module, f"{PREFIX}{name}"):
             setattr(Fp8Module, f"{PREFIX}{name}", _attribute(name))
@@ -454,5 +451,5 @@ _expose()
 _NOTHING = Slot()
 
 
-# What torch.compile traces begins with a state: it would else be made anew by every run of the compiled code.
+# torch.compile traces with a state in place; otherwise every run of the compiled code would make one.
 compiler.when_imported(lambda: torch.compiler.assume_constant_result(Fp8Module._prepare))

@@ -1,6 +1,6 @@
-"""A weight that its ranks' shards were gathered into in FP8, as a module finds it in place of its parameter.
+"""A weight that ranks' shards were gathered into in FP8, in place of a module's parameter.
 
-Whoever knows it takes `quantized`; to every other operator it is the weight in the dtype that it says, made anew each time.
+FP8 code uses `quantized`; for any other operator it is the weight dequantised to its dtype, again each time.
 """
 
 from typing import Any
@@ -13,13 +13,13 @@ from te_bench.kernels.quantize import Operand, Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.turn import turn
 
-#: Operators that make the same weight again.
+#: Operators that return the same weight.
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.as_strided.default)
 NOT_TURNED = Operand(None, None, None)  # type: ignore[arg-type]
 
 
 class Gathered(Tensor):
-    """(N, K) of `dtype`, whose numbers are an Operand's with one scale; views share it, so that it may be gathered again."""
+    """(N, K) of `dtype` with an Operand's values and one scale; views share it, so that it can be gathered again."""
 
     held: list[Operand]
 
@@ -37,11 +37,11 @@ class Gathered(Tensor):
         super().__init__()
 
     def refill(self, operand: Operand) -> None:
-        """Take the numbers of another gather; all views do."""
+        """Take another gather's values, for all views."""
         self.held[0] = operand
 
     def quantized(self, columnwise: bool = False) -> Quantized:
-        """As GEMMs take it. Without columnwise the transpose is left to `turned`, once it is needed."""
+        """Return it as GEMMs read it. Without columnwise, the transpose is left to `turned` when needed."""
         data, scale_inv, layout = rows = self.held[0]
         columns = turned(rows) if columnwise else NOT_TURNED
         return Quantized(data, scale_inv, columns.data, columns.scale_inv, layout)
@@ -72,5 +72,5 @@ class Gathered(Tensor):
 
 
 def turned(operand: Operand) -> Operand:
-    """The transpose, of an operand with one scale, for a GEMM that contracts its rows."""
+    """Return the transpose of an operand with one scale, for a GEMM that contracts its rows."""
     return operand._replace(data=turn(operand.data))

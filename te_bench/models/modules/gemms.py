@@ -1,4 +1,4 @@
-"""The GEMMs of a weight under a recipe, and what a forward pass keeps of their operands for the backward pass."""
+"""A weight's GEMMs under a recipe, and saving their operands for the backward pass."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from te_bench.models.recipe import Recipe, Slot
 class Gemms(NamedTuple):
     """The three GEMMs of one weight (N, K) under a recipe, for x (M, K): fprop x W^T, dgrad dy W, wgrad dy^T x.
 
-    Where the weight is divided among ranks their collectives are part of it: `quantize` takes a rank's rows and gives all
-    ranks', fprop and dgrad give a rank's part of their sum.
+    For a weight divided among ranks they include the collectives: `quantize` takes a rank's rows and returns all
+    ranks', fprop and dgrad return a rank's part of the sum.
     """
 
     recipe: Recipe
@@ -33,7 +33,7 @@ class Gemms(NamedTuple):
     def quantize(
         self, x: Tensor, role: str, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        """column_sum: is added x's own rows' sum."""
+        """Quantise x; the sum of its own rows is added to column_sum."""
         slot, recipe = getattr(self, role), self.recipe
         options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
         if not self.gathers(role):
@@ -48,17 +48,17 @@ class Gemms(NamedTuple):
             scale = scale_from_amax(self.divided.ranks.amax(x), recipe.dtype(role), recipe.power_of_two)
             slot = Slot(scale, counts=slot.counts)
         own = cast.quantize(x, role, slot, rowwise=True, columnwise=False, column_sum=column_sum)
-        if rowwise and self._symmetric() is not None:  # what is multiplied next is gathered then
+        if rowwise and self._symmetric() is not None:  # the next GEMM gathers it
             return own._replace(data_t=own.data, scale_inv_t=own.scale_inv)
         return self.gather(own, role, columnwise)
 
     def _symmetric(self) -> str | None:
-        """The group's name where a GEMM and its collective are one operator of symmetric memory."""
+        """Return the group's name if a GEMM and its collective are one operator of symmetric memory, else None."""
         group = None if self.divided is None else self.divided.ranks.symmetric
         return None if group is None or self.recipe.by_given_scale() is None else group
 
     def gather(self, own: Quantized, role: str, columnwise: bool) -> Quantized:
-        """All ranks' rows of what each cast by one scale. An input's columns are left to wgrad, which gathers them again."""
+        """Gather all ranks' FP8 rows, cast with one scale. An input's columns are left to wgrad, which regathers."""
         assert self.divided is not None
         rows = self.divided.ranks.gather_operand(own.by_rows())
         columns = own.by_rows() if role == "input" else turned(rows)
@@ -93,7 +93,7 @@ class Gemms(NamedTuple):
     def dgrad_and_gather(
         self, g: Quantized, w_t: Operand, dtype: torch.dtype, columnwise: bool
     ) -> tuple[Tensor, Quantized]:
-        """dgrad, and g as wgrad takes it: one operator of symmetric memory gathers a row Linear's on the way."""
+        """Return dgrad and g as wgrad reads it; with symmetric memory one operator also gathers a row Linear's g."""
         group = self._symmetric()
         if group is None:
             return self.dgrad(g, w_t, dtype), g
@@ -111,7 +111,7 @@ class Gemms(NamedTuple):
 
 
 def of_weight(w: Quantized) -> Operand:
-    """What the backward pass keeps of a weight: its columns, or, where they are not there, its rows, for it to turn."""
+    """Return what the backward pass saves of a weight: its columns, or else its rows, to be transposed then."""
     return w.by_rows() if w.data_t is None else w.by_columns()
 
 
@@ -119,13 +119,13 @@ NOT_NEEDED = Operand(None, None, None)  # type: ignore[arg-type]  # in a backwar
 
 
 def save_for_backward(ctx: Any, tensors: Sequence[Tensor | None], operands: Sequence[Operand]) -> None:
-    """Keep tensors and operands in an autograd.Function's context; NOT_NEEDED takes the place of one that is not."""
+    """Save tensors and operands in an autograd.Function's context; NOT_NEEDED replaces an unneeded operand."""
     ctx.save_for_backward(*tensors, *[part for operand in operands for part in operand[:2]])
     ctx.layouts = [operand.layout for operand in operands]
 
 
 def restore(ctx: Any) -> tuple[list[Any], list[Operand]]:
-    """What `save_for_backward` kept."""
+    """Return the tensors and operands that `save_for_backward` saved."""
     found, layouts = list(ctx.saved_tensors), ctx.layouts
     start = len(found) - 2 * len(layouts)
     parts = found[start:]

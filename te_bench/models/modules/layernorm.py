@@ -23,7 +23,7 @@ def backend(x: Tensor) -> Backend:
 
 
 def check_normalization(normalization: str) -> str:
-    """The kernels' name of a normalization. Raises ValueError for an unknown one."""
+    """Return the kernels' name of a normalization. Raises ValueError for an unknown one."""
     if normalization not in KINDS:
         raise ValueError(f"normalization={normalization!r} is not possible: {' or '.join(KINDS)}")
     return KINDS[normalization]
@@ -37,12 +37,12 @@ class Norm(NamedTuple):
     kind: str  # of kernels.norm
 
     def of_backward(self) -> dict[str, Any]:
-        """What a norm's backward kernel takes of them."""
+        """Return the settings that a norm's backward kernel takes."""
         return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
 
 
 class _Norm(torch.autograd.Function):
-    """x (M, N) -> (M, N) by the fused kernels; statistics are kept instead of the output."""
+    """Compute the norm of x (M, N) by the fused kernels; saves statistics instead of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
@@ -60,9 +60,9 @@ class _Norm(torch.autograd.Function):
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """The norm over the last dimension, in x's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses.
+    """Compute the norm over the last dimension in x's dtype: fused kernels in eager mode on a GPU, else for Inductor.
 
-    Computed in float32 at least, 1 + weight and sums over rows too: on a CPU F.layer_norm sums rows of bf16 in bf16.
+    It computes in float32 at least, also 1 + weight and sums over rows: on a CPU F.layer_norm sums bf16 rows in bf16.
     """
     if x.is_cuda and not is_recorded() and x.dtype in FLOATS:
         y: Tensor = _Norm.apply(flatten(x, x.dtype), weight, bias, norm)
@@ -76,7 +76,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Ten
 
 
 def _either(where: str, **given: Any) -> Any:
-    """The one of two names of an argument that has a value. Raises ValueError where both have."""
+    """Return the value of an argument with two names. Raises ValueError if both are given."""
     values = [value for value in given.values() if value is not None]
     if len(values) > 1:
         raise ValueError(f"{where}: {' and '.join(given)} are two names of one argument: give one of them")
@@ -92,7 +92,7 @@ def _size(where: str, normalized_shape: Any) -> Any:
 
 class _NormModule(nn.Module):
     kind: str
-    #: Of which each norms features of its own, such as its heads': the parameters' gradients are sums over them.
+    #: Ranks that norm different features, such as their own heads: parameter gradients are summed over them.
     ranks: Ranks | None = None
 
     def __init__(
@@ -121,19 +121,19 @@ class _NormModule(nn.Module):
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes one, of nothing
+        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine writes an empty one
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Begin anew; parameters on the meta device move to where they would be made. defer_init: leave all as it is."""
+        """Initialise again; parameters on the meta device move to a real one. defer_init: change nothing."""
         if defer_init:
             return
         materialise(self)
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        if self.sequence_parallel is not None:  # a mark for Megatron-LM, which then adds up what its ranks hold
+        if self.sequence_parallel is not None:  # Megatron-LM sums marked gradients over its ranks
             for p in self.parameters():
                 p.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -162,9 +162,8 @@ class _NormModule(nn.Module):
 
 
 class LayerNorm(_NormModule):
-    """y = (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension; gamma is 1 + weight if zero_centered_gamma.
-
-    x (..., normalized_shape), float; parameters weight and bias. Raises ValueError for another last dimension.
+    """y = (x - mean) / sqrt(var + eps) * gamma + beta over the last dimension; gamma is 1 + weight if
+    zero_centered_gamma.
     """
 
     kind = "layernorm"

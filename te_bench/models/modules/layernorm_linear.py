@@ -1,4 +1,4 @@
-"""y = norm(x) W^T + b: the norm casts to FP8 in the same pass where the recipe knows the scale beforehand."""
+"""y = norm(x) W^T + b: the norm also casts to FP8 if the recipe knows the scale beforehand."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mar
 def norm_quantize(
     gemms: Gemms, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: Norm, *, columnwise: bool, keep: bool
 ) -> tuple[Quantized, Tensor | None, Tensor | None, Tensor]:
-    """norm(x) in FP8, norm(x) itself if `keep`, mean and rstd: in one pass where the recipe can, else in two."""
+    """Return norm(x) in FP8, norm(x) if `keep`, mean and rstd; in one pass if the recipe allows, else in two."""
     kernels = backend(x)
     cast = None if keep else gemms.recipe.epilogue("input", gemms.input)
     if cast is None:
@@ -36,7 +36,7 @@ def norm_quantize(
 
 
 class _LayerNormLinear(torch.autograd.Function):
-    """x (M, K), gamma, beta (K,), weight (N, K), bias (N,) -> y (M, N), and norm(x) (M, K) if it is asked for."""
+    """Compute x (M, K), gamma, beta (K,), weight (N, K), bias (N,) -> y (M, N), and norm(x) (M, K) if requested."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class _LayerNormLinear(torch.autograd.Function):
 
 
 class NormedModule(Fp8Module):
-    """A module whose GEMMs read norm(x): the norm's parameters, and what forward may return beside its output."""
+    """A module whose GEMMs read norm(x): the norm's parameters, and forward's optional outputs."""
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
@@ -106,13 +106,13 @@ class NormedModule(Fp8Module):
         return normalize(x, self.layer_norm_weight, self.layer_norm_bias, self.norm)
 
     def _shape(self, out: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """y, and norm(x) where it was kept, of what an autograd.Function made of x as a matrix."""
+        """Reshape an autograd.Function's results on x as a matrix: y, and norm(x) if it was kept."""
         y, normed = out if self.return_layernorm_output else (out, None)
-        division = self.divisions[0] if len(self.divisions) == 1 else None  # two cancel out
+        division = self.divisions[0] if len(self.divisions) == 1 else None  # two divisions cancel out
         return y.view(*outer(x, division), y.shape[-1]), None if normed is None else normed.view(x.shape)
 
     def _outputs(self, y: Tensor, bias: Tensor | None, normed: Tensor | None) -> Any:
-        """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        """Return y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
         extras = [bias] if self.return_bias else []
         extras += [normed] if self.return_layernorm_output else []
         return (y, *extras) if extras else y
@@ -122,8 +122,8 @@ class LayerNormLinear(NormedModule):
     """y = norm(x) W^T + b; x (..., in_features) -> (..., out_features) in torch.autocast's dtype, or x's.
 
     Arguments, defaults and parameter names are Transformer Engine's. return_layernorm_output gives (y, norm(x));
-    return_bias (y without the bias, bias). parallel_mode "column" divides it among tp_group: see tensor_parallel. Raises
-    ValueError for what te_bench has not.
+    return_bias (y without the bias, bias). parallel_mode "column" divides it among tp_group: see tensor_parallel.
+    Raises ValueError for unsupported arguments.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class LayerNormLinear(NormedModule):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
-        """y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        """Return y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
         if others:
             arguments.reject("LayerNormLinear.forward", others)
         weight, bias = self.parts.weight_and_bias(self)

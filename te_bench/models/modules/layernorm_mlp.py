@@ -1,4 +1,4 @@
-"""y = act(norm(x) W1^T + b1) W2^T + b2: the norm and the activation cast to FP8 in passing where the recipe allows."""
+"""y = act(norm(x) W1^T + b1) W2^T + b2: norm and activation also cast to FP8 where the recipe allows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def activation_backend(x: Tensor) -> Backend:
 
 
 def activate_quantize(gemms: Gemms, h: Tensor, kind: str, *, columnwise: bool) -> Quantized:
-    """act(h) in FP8: in one pass where the recipe can, else in two."""
+    """Return act(h) in FP8, in one pass if the recipe allows, else in two."""
     kernels = activation_backend(h)
     cast = gemms.recipe.epilogue("input", gemms.input)
     if cast is None:
@@ -39,7 +39,7 @@ def activate_quantize(gemms: Gemms, h: Tensor, kind: str, *, columnwise: bool) -
 def activation_grad_quantize(
     gemms: Gemms, da: Tensor, h: Tensor, kind: str, *, rowwise: bool, columnwise: bool, total: Tensor | None
 ) -> Quantized:
-    """The gradient of h in FP8 from that of act(h), its sum over rows added to `total`."""
+    """Return the gradient of h in FP8, given that of act(h); its sum over rows is added to `total`."""
     kernels = activation_backend(h)
     cast = gemms.recipe.epilogue("grad_output", gemms.grad_output)
     if cast is None:
@@ -50,7 +50,7 @@ def activation_grad_quantize(
 
 
 class _Activation(torch.autograd.Function):
-    """act(h), (M, F) -> (M, F / gate), by the fused kernels; only h is kept."""
+    """Compute act(h), (M, F) -> (M, F / gate), by the fused kernels; saves only h."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, kind: str) -> Tensor:
@@ -66,7 +66,7 @@ class _Activation(torch.autograd.Function):
 
 
 def activate(h: Tensor, kind: str) -> Tensor:
-    """act(h) in h's dtype: fused kernels in eager mode on a GPU, else what Inductor fuses."""
+    """Compute act(h) in h's dtype: fused kernels in eager mode on a GPU, else for Inductor to fuse."""
     flat = flatten(h, h.dtype)
     fused = h.is_cuda and not is_recorded() and h.dtype in FLOATS
     a = _Activation.apply(flat, kind) if fused else activation_reference.BACKEND.forward(flat, kind)
@@ -74,9 +74,9 @@ def activate(h: Tensor, kind: str) -> Tensor:
 
 
 class _LayerNormMLP(torch.autograd.Function):
-    """x (M, K), gamma, beta (K,), w1 (F, K), b1, w2 (K, F / gate), b2 -> y (M, K), and norm(x) if it is asked for.
+    """Compute x (M, K), gamma, beta (K,), w1 (F, K), b1, w2 (K, F / gate), b2 -> y (M, K), and norm(x) if requested.
 
-    Kept for the backward pass: x, the input of the activation, and one byte an element of both GEMMs' inputs.
+    It saves x, the activation's input, and one byte per element of both GEMMs' inputs.
     """
 
     @staticmethod
@@ -122,7 +122,7 @@ class _LayerNormMLP(torch.autograd.Function):
             g = activation_grad_quantize(
                 fc1, da, h, ctx.kind, rowwise=need_norm, columnwise=need_dw1 or not need_norm, total=db1
             )
-            del da  # as large as the activation's input: at the quickstart's size 0.25 GiB of the peak
+            del da  # as large as the activation's input: 0.25 GiB of the peak at the quickstart's size
             if need_dw1:
                 dw1 = fc1.wgrad(g, n_t, w1_dtype)
             if need_norm:
@@ -138,7 +138,7 @@ class LayerNormMLP(NormedModule):
 
     Gated activations (geglu, swiglu, ...) have 2 x ffn_hidden_size rows in W1, the activated half first. Arguments,
     defaults and parameter names are Transformer Engine's. set_parallel_mode divides W1 by columns and W2 by rows among
-    tp_group, each half of a gated W1 by itself: see tensor_parallel. Raises ValueError for what te_bench has not.
+    tp_group, each half of a gated W1 by itself: see tensor_parallel. Raises ValueError for unsupported arguments.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class LayerNormMLP(NormedModule):
                 nn.init.zeros_(bias)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
-        """y, then fc2's bias with return_bias, then norm(x) with return_layernorm_output; a tuple where more than one."""
+        """Return y, then fc2's bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
         if others:
             arguments.reject("LayerNormMLP.forward", others)
         self.check_input(inp, self.hidden_size, self.fc1_weight)

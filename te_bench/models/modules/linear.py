@@ -20,7 +20,7 @@ from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mar
 
 
 class _Linear(torch.autograd.Function):
-    """x (M, K), weight (N, K), bias (N,) -> (M, N) of x's dtype. The backward pass keeps one byte an element."""
+    """Compute x (M, K), weight (N, K), bias (N,) -> (M, N) of x's dtype; saves one byte per element for backward."""
 
     @staticmethod
     def forward(
@@ -32,14 +32,14 @@ class _Linear(torch.autograd.Function):
         w: Quantized | None,
         training: bool,
     ) -> Tensor:
-        """`training`: whether gradients are recorded, which a Function's own forward cannot ask."""
+        """`training`: whether gradients are recorded; inside a Function's forward this cannot be asked."""
         needed = ctx.needs_input_grad
         need_dx, need_dw = training and needed[0], training and needed[1]
         if w is None:
             q, w = gemms.quantize_pair(x, weight, x_columnwise=need_dw, w_columnwise=need_dx)
         else:
             q = gemms.quantize(x, "input", rowwise=True, columnwise=need_dw)
-        ctx.turns = w.data_t is None  # gathered, and again for the backward pass, which makes the transpose
+        ctx.turns = w.data_t is None  # then the weight is gathered again for dgrad, which transposes it
         kept = w.by_rows() if ctx.turns else w.by_columns()
         save_for_backward(ctx, (), (q.by_columns(), kept if need_dx else NOT_NEEDED))
         ctx.gemms, ctx.dtypes = gemms, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -56,13 +56,13 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None if db is None else db.to(b_dtype), None, None, None
 
 
-# What torch.autograd.Function.apply comes to where no functorch transform is active, without asking each argument whether it
-# is a transform's: 3 of the 75 us of a call (H200 machine, torch 2.11, 2026-11-21).
+# torch.autograd.Function.apply without functorch transforms ends here. Calling it directly skips a check of each
+# argument, 3 of a call's 75 us (H200, torch 2.11).
 _apply_eagerly: Callable[..., Tensor] = super(torch.autograd.Function, _Linear).apply
 
 
 def _apply() -> Callable[..., Tensor]:
-    """_Linear.apply, or what does the same sooner."""
+    """Return _Linear.apply, or its faster equivalent."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _Linear.apply
     return _apply_eagerly
@@ -77,7 +77,7 @@ def linear_backward(
     x_dtype: torch.dtype,
     w_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dw and the float32 sum of dy's rows, as far as they are needed."""
+    """Return dx, dw and the float32 sum of dy's rows, each if needed."""
     need_dx, need_dw, need_db = needed
     dy = dy.contiguous()
     db = dy.new_zeros(dy.shape[1], dtype=torch.float32) if need_db else None
@@ -92,7 +92,7 @@ def linear_backward(
 
 
 def linear(division: Division | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b in x's dtype, in high precision, of a weight that may be divided among ranks."""
+    """Compute y = x W^T + b in x's dtype, in high precision; the weight may be divided among ranks."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if division is None:
         return F.linear(x, weight, bias)
@@ -107,7 +107,7 @@ def linear(division: Division | None, x: Tensor, weight: Tensor, bias: Tensor | 
 
 
 class Parts:
-    """A weight and a bias that are kept as several parameters, joined along the output features when they are used.
+    """A weight and bias stored as several parameters, concatenated along the output features when used.
 
     split: None, names ("query", "key", "value"), or {name: output features}. Parameters are then called query_weight,
     query_bias and so on, as in Transformer Engine. A column-parallel Linear has a rank's share of each.
@@ -143,14 +143,14 @@ class Parts:
         mark(self.division, [own[name] for name in self.weights], [own[name] for name in self.biases])
 
     def reset(self, module: nn.Module, init_method: Callable[[Tensor], Any]) -> None:
-        """Every weight by init_method, every bias 0."""
+        """Initialise every weight by init_method, every bias to 0."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             init_method(getattr(module, weight))
             if getattr(module, bias) is not None:
                 nn.init.zeros_(getattr(module, bias))
 
     def weight_and_bias(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        own = module._parameters  # sooner than getattr
+        own = module._parameters  # faster than getattr
         if "weight" in own and "bias" in own:
             return own["weight"], own["bias"]  # type: ignore[return-value]
         weights = [getattr(module, name) for name in self.weights]
@@ -165,7 +165,7 @@ class Linear(Fp8Module):
 
     Arguments, defaults and parameter names are Transformer Engine's; init_method defaults to N(0, 0.023), biases to 0.
     return_bias gives (y without the bias, bias). parallel_mode "column" or "row" divides it among tp_group: see
-    tensor_parallel; in_features and out_features are then a rank's. Raises ValueError for what te_bench has not.
+    tensor_parallel; in_features and out_features are then a rank's. Raises ValueError for unsupported arguments.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Linear(Fp8Module):
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def resize(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        """Take other parameters, weight (out, in_features) and bias (out,), in place of one whole weight and its bias."""
+        """Replace the one whole weight (out, in_features) and its bias (out,)."""
         self.weight, self.bias = weight, bias
         self.out_features = len(weight)
         self.parts = Parts(None, self.out_features, self.divisions[0])
@@ -217,7 +217,7 @@ class Linear(Fp8Module):
             self.parts.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
-        """y, or (y, bias) with return_bias. is_first_microbatch: None casts the weight, True keeps it, False reuses it."""
+        """Return y, or (y, bias) with return_bias. is_first_microbatch: True keeps the FP8 weight, False reuses it."""
         if others:
             arguments.reject("Linear.forward", others)
         x = inp

@@ -1,4 +1,4 @@
-"""How modules make their parameters: where, in which dtype, with which values."""
+"""Create and initialise modules' parameters."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def factory(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
-    """device and dtype of new parameters: as in Transformer Engine the GPU where there is one, unless told otherwise."""
+    """Return device and dtype of new parameters: as in Transformer Engine, the GPU if there is one, unless given."""
     if device is None:
         chosen = torch.get_default_device()
         device = "cuda" if chosen.type == "cpu" and torch.cuda.is_available() else chosen
@@ -17,12 +17,12 @@ def factory(device: torch.device | str | None, params_dtype: torch.dtype | None)
 
 
 def materialise(module: nn.Module) -> None:
-    """Put the module's own parameters that are on the meta device, without values, where new ones are made."""
+    """Move the module's own parameters off the meta device, uninitialised."""
     device = factory(None, None)["device"]
     for name, p in module.named_parameters(recurse=False):
         if p.is_meta:
             made = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-            vars(made).update(vars(p))  # marks that others left there
+            vars(made).update(vars(p))  # attributes that others set
             module.register_parameter(name, made)
 
 
@@ -30,7 +30,7 @@ Tracker = Callable[[], Any] | None
 
 
 def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Where a tracker's generator draws, as Megatron-LM's do, that of a name or the tracker's own; None: torch's."""
+    """Draw random numbers from a tracker's generator (Megatron-LM's), by name or its default; None: torch's."""
     if tracker is None:
         return contextlib.nullcontext()
     fork: contextlib.AbstractContextManager[Any] = tracker().fork(*(() if name is None else (name,)))
@@ -38,12 +38,12 @@ def fork_rng(tracker: Tracker, name: str | None = None) -> contextlib.AbstractCo
 
 
 def default_init(weight: Tensor) -> Tensor:
-    """N(0, 0.023): Transformer Engine's, not torch.nn.Linear's."""
+    """N(0, 0.023): Transformer Engine's initialisation, not torch.nn.Linear's."""
     return nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
 def stack(weights: Sequence[Tensor]) -> Tensor:
-    """Matrices (n, K) of one dtype, one under the other, without a graph; no copy of those that lie so in memory."""
+    """Stack matrices (n, K) of one dtype, without a graph, and without a copy if they already lie so in memory."""
     first, rows = weights[0].detach(), sum(len(w) for w in weights)
     end = first.storage_offset()
     for w in weights:

@@ -1,4 +1,4 @@
-"""Whether modules may be passed by: fused kernels compute what they would, and nobody would notice."""
+"""Check whether modules can be bypassed: fused kernels would compute the same, and nothing would observe it."""
 
 from collections.abc import Iterable
 
@@ -8,16 +8,16 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def are_plain(modules: Iterable[nn.Module], home: str = "te_bench.", *, frozen: bool = False) -> bool:
-    """Whether the modules compute as torch's and te's do, without hooks, and all that each has is trained, or nothing is.
+    """Return whether the modules compute as torch's and te's do, have no hooks, and are trained whole or not at all.
 
-    home: a Python module whose classes count as te's, that of a model which describes itself. frozen: whoever asks can do
-    without the gradients of some.
+    home: a Python module whose classes count as te's: that of a self-describing model. frozen: the caller does not need
+    all gradients, so some parameters may be frozen.
     """
     return not _has_any_global_hook() and all(_is_plain(module, home, frozen) for module in modules)
 
 
 def why_not_plain(modules: Iterable[tuple[str, nn.Module]], home: str = "te_bench.") -> str:
-    """Why the named modules are not plain."""
+    """Return why the named modules are not plain."""
     if _has_any_global_hook():
         return "a hook listens to every module (torch.nn.modules.module.register_module_*_hook)"
     for name, module in modules:
@@ -38,13 +38,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module, home: str) -> bool:
-    """Whether its forward is torch's, te's or home's own, not a subclass's or a wrapper's."""
+    """Return whether a module's forward is torch's, te's or home's own, not a subclass's or a wrapper's."""
     where: str = type(module).forward.__module__
     return where.startswith(("torch.nn.", "te_bench.")) or where == home
 
 
 def _is_plain(module: nn.Module, home: str, frozen: bool = False) -> bool:
-    own = module.__dict__  # of 145 modules in every eager pass of a fused GPT-2
+    own = module.__dict__  # called for 145 modules in every eager pass of a fused GPT-2
     if not _is_known(module, home):
         return False
     if "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: pairs of features turn by an angle that grows with the position.
+"""Rotary position embeddings: pairs of features rotate by an angle that grows with the position.
 
 Source: Su et al., "RoFormer", arXiv:2104.09864; interpolation: Chen et al., arXiv:2306.15595; interface: Transformer Engine.
 """
@@ -19,16 +19,16 @@ from te_bench.models.modules import arguments, attention_mask
 from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.parameters import factory
 
-Angles = Tensor | tuple[Tensor, Tensor]  # of queries and keys, or of each
+Angles = Tensor | tuple[Tensor, Tensor]  # angles of queries and keys, or one each
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles position * rotary_base^(-2 i / d) of feature pair i: forward(S) -> (S, 1, 1, d) float32, each angle twice.
+    """The angles position * rotary_base^(-2 i / d) of pair i: forward(S) -> (S, 1, 1, d) float32, each angle twice.
 
-    d is int(dim * rotary_percent), and even. Not interleaved: i and i + d / 2 are a pair (GPT-NeoX, Llama); interleaved:
-    2 i and 2 i + 1 (GPT-J). With both interpolation arguments positions are divided by seq_len_interpolation_factor, or
-    squeezed into pretrained_max_position_embeddings where they would leave it. Raises ValueError for an odd d, and for a
-    dim or a base that is not positive.
+    d is int(dim * rotary_percent), and even. Not interleaved: i and i + d / 2 are a pair (GPT-NeoX, Llama);
+    interleaved: 2 i and 2 i + 1 (GPT-J). With both interpolation arguments positions are divided by
+    seq_len_interpolation_factor, or compressed into pretrained_max_position_embeddings if they exceed it. Raises
+    ValueError for an odd d, and for a dim or base that is not positive.
     """
 
     inv_freq: Tensor
@@ -55,14 +55,14 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", rotary_base**-exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """The angles of positions offset ... offset + max_seq_len - 1."""
-        # float32 whatever the module was cast to: in bf16 neighbouring positions beyond 256 would be one.
+        """Return the angles of positions offset ... offset + max_seq_len - 1."""
+        # Always float32: in bf16, neighbouring positions beyond 256 would be equal.
         inverse = self.inv_freq.float()
         positions = torch.arange(max_seq_len, device=inverse.device, dtype=torch.float32) + offset
         trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if trained is not None and factor is not None:
             positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
-        angles = positions[:, None] * inverse  # no matrix product: torch.autocast would round it
+        angles = positions[:, None] * inverse  # not a matrix product, which torch.autocast would round
         twice = angles.repeat_interleave(2, dim=1) if self.interleaved else torch.cat((angles, angles), dim=1)
         return twice[:, None, None, :]
 
@@ -78,14 +78,14 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> Tensor:
-    """t cos(freqs) + rotated(t) sin(freqs), where a pair (x, y) rotated is (-y, x); t (s, b, h, d) or (b, s, h, d).
+    """Compute t cos(freqs) + rotated(t) sin(freqs); a pair (x, y) rotates to (-y, x); t (s, b, h, d) or (b, s, h, d).
 
-    freqs (S, 1, 1, d2), S >= s, even d2 <= d: the features beyond d2 pass. "thd": t (rows, h, d), of which cu_seqlens[i] to
-    cu_seqlens[i + 1], int32 or int64, are sequence i, whose first row turns by freqs[0]; rows after the last sequence turn
-    by some of freqs. Computed in float32 at least, returned in t's dtype. On a GPU one kernel, whatever fused says, but for
-    float64, under torch.compile, and with freqs that are learned or of another shape or dtype. Raises ValueError for context
-    parallelism, start positions and a sequence longer than S; on a GPU and in compiled code, where cu_seqlens stay unread,
-    what turns of such a sequence's rows beyond S is NaN.
+    freqs (S, 1, 1, d2), S >= s, even d2 <= d: features beyond d2 are unchanged. "thd": t (rows, h, d); rows
+    cu_seqlens[i] to cu_seqlens[i + 1], int32 or int64, are sequence i, and its first row uses freqs[0]; rows after the
+    last sequence use arbitrary ones. It computes in float32 at least and returns t's dtype. On a GPU it is one kernel,
+    whatever `fused` says, except for float64, under torch.compile, and with freqs that are learned or of another shape
+    or dtype. Raises ValueError for context parallelism, start positions and a sequence longer than S. On a GPU and in
+    compiled code cu_seqlens are not read: rows beyond S become NaN.
     """
     absent = {"start_positions": start_positions, "cp_size": None if cp_size == 1 else cp_size}
     for name, value in absent.items():
@@ -108,7 +108,7 @@ def apply_rotary_pos_emb(
 
 
 def check_angles(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> None:
-    """Raise ValueError where freqs (S, 1, 1, d2) do not reach for the shape (s, b, h, d), or (b, s, h, d), or d2 is odd."""
+    """Raise ValueError if freqs (S, 1, 1, d2) do not cover the shape (s, b, h, d) or (b, s, h, d), or d2 is odd."""
     _check_form(freqs)
     form = "bshd" if batch_first else "sbhd"
     if len(shape) != 4 or freqs.shape[0] < shape[int(batch_first)] or freqs.shape[-1] > shape[-1]:
@@ -130,12 +130,12 @@ def _check_form(freqs: object) -> None:
 
 
 def angles_of(shape: Sequence[int], freqs: Tensor, batch_first: bool) -> Tensor:
-    """(s, d2), of freqs that are `constant`."""
+    """Return (s, d2) of freqs that are `constant`."""
     return freqs[: shape[int(batch_first)], 0, 0]
 
 
 def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
-    """packed_angles of t (rows, h, d), with what the host knows."""
+    """Return packed_angles for t (rows, h, d), checking what the host knows."""
     if t.dim() != 3:
         raise ValueError(f"apply_rotary_pos_emb: t must be thd, (rows, heads, features), got {tuple(t.shape)}")
     attention_mask.check_form("cu_seqlens", cu_seqlens, None, t.device)
@@ -143,17 +143,17 @@ def _packed_angles(t: Tensor, freqs: Tensor, cu_seqlens: Any) -> Tensor:
     if freqs.shape[3] > t.shape[2] or freqs.shape[2] not in (1, t.shape[1]):
         raise ValueError(f"freqs {tuple(freqs.shape)} are too wide, or of other heads, for a thd {tuple(t.shape)}")
     longest = 1
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # else the host would wait for it
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # otherwise the host would wait for it
         longest = attention_mask.longest_of("cu_seqlens", cu_seqlens, len(t), None, t.device)
     return packed_angles(freqs, cu_seqlens, len(t), longest)
 
 
 def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) -> Tensor:
-    """(rows, 1, 1, d2), of freqs (S, 1, 1, d2) what row i of sequence b turns by: freqs[i - cu_seqlens[b]].
+    """Return (rows, 1, 1, d2): for row i of sequence b freqs[i - cu_seqlens[b]]; freqs (S, 1, 1, d2).
 
-    Differentiable; the device alone reads cu_seqlens, in about 11 small launches. Angles that freqs do not have are NaN;
-    those of rows after the last sequence, which go nowhere, are not, for 0 x NaN would reach the gradients. Raises
-    ValueError for S < longest, and where freqs and cu_seqlens are on two devices.
+    It is differentiable, and only the device reads cu_seqlens, in about 11 small launches. Rows beyond S get NaN; rows
+    after the last sequence do not, because 0 x NaN would reach the gradients. Raises ValueError for S < longest, and if
+    freqs and cu_seqlens are on two devices.
     """
     _check_form(freqs)
     if freqs.shape[1] != 1 or len(freqs) < longest:
@@ -171,22 +171,22 @@ def packed_angles(freqs: Tensor, cu_seqlens: Tensor, rows: int, longest: int) ->
 
 
 def backend(x: Tensor) -> Backend:
-    """The fused kernel of a GPU, or plain operators, which torch.compile fuses."""
+    """Return the GPU's fused kernel, or plain operators, which torch.compile fuses."""
     return rotary_triton.BACKEND if x.is_cuda and not is_recorded() else rotary_reference.BACKEND
 
 
 def can_rotate_fused(x: Tensor, *freqs: Tensor) -> bool:
-    """Whether x is turned by the fused kernel: in eager mode on a GPU, else by plain operators, or what Inductor fuses."""
+    """Return whether the fused kernel can rotate x: in eager mode on a GPU."""
     return x.is_cuda and not is_recorded() and x.dtype in FLOATS and are_constant(*freqs)
 
 
 def are_constant(*freqs: Tensor) -> bool:
-    """Whether all are as RotaryPositionEmbedding gives them: (S, 1, 1, d2) in float32, and not learned."""
+    """Return whether all are as RotaryPositionEmbedding makes them: (S, 1, 1, d2) in float32, not learned."""
     return all(f.dtype is torch.float32 and f.shape[1:3] == (1, 1) and not f.requires_grad for f in freqs)
 
 
 class _Rotate(torch.autograd.Function):
-    """apply_rotary_pos_emb into a tensor of its own, by the kernel; angles (s, d2)."""
+    """apply_rotary_pos_emb into a new tensor, by the kernel; angles (s, d2)."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool) -> Tensor:
@@ -210,9 +210,9 @@ def _rotate(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, tra
 
 
 class Rotation(NamedTuple):
-    """What turns the queries and keys that a projection of `outer` positions left, (s, b, F) or (b, s, F).
+    """The rotation of queries and keys in a projection's output, (s, b, F) or (b, s, F); `outer`: its first two sizes.
 
-    q and k: their angles, (s, d2), or tables of kernels.rotary. columns: how many of F go to q, k and v at a turn; d:
+    q and k: their angles, (s, d2), or tables of kernels.rotary. columns: how many of F go to q, k and v per turn; d:
     features of a head.
     """
 
@@ -227,12 +227,12 @@ class Rotation(NamedTuple):
     tables: bool = False
 
     def by_head(self, mixed: Tensor) -> list[Tensor]:
-        """q, k and v of mixed, views (*outer, turns, heads a turn, d)."""
+        """Return q, k and v of mixed, views (*outer, turns, heads per turn, d)."""
         turns = mixed.view(*self.outer, self.turns, sum(self.columns))
         return [part.unflatten(-1, (part.shape[-1] // self.d, self.d)) for part in turns.split(self.columns, -1)]
 
     def rotate(self, sources: Sequence[Tensor], targets: Sequence[Tensor], transposed: bool = False) -> None:
-        """Of q and k, and v as it is, where it is there, (*outer, turns, heads a turn, d)."""
+        """Rotate q and k, and copy v if given; each (*outer, turns, heads per turn, d)."""
         if self.batch_first:
             sources, targets = ([t.transpose(0, 1) for t in tensors] for tensors in (sources, targets))
         angles = (self.q, self.k, None)[: len(sources)]
@@ -240,9 +240,9 @@ class Rotation(NamedTuple):
         backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed, tables=self.tables)
 
     def split(self, mixed: Tensor, own: bool) -> list[Tensor]:
-        """q, k and v of mixed as it is dealt, q and k turned: in its memory where that is their own.
+        """Split mixed into q, k and v, with q and k rotated; in place if its memory may be reused (`own`).
 
-        Several heads a turn, with others' between the turns, are no dimension of one stride: they leave it.
+        With several heads per turn, and others' between the turns, no single stride fits: those are copied.
         """
         q, k, v = self.by_head(mixed)
         turned = [x if own and 1 in x.shape[2:4] else x.new_empty(x.shape) for x in (q, k)]
@@ -250,7 +250,7 @@ class Rotation(NamedTuple):
         return [*turned, v]
 
     def gradient(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient of the projection, (*outer, F), from those of q, k and v, (*outer, h, d) or (M, turns, columns)."""
+        """Return the projection's gradient, (*outer, F), given q's, k's, v's: (*outer, h, d) or (M, turns, columns)."""
         made = gradients[0].new_empty(*self.outer, self.turns * sum(self.columns))
         to = self.by_head(made)
         self.rotate([rows_contiguous(g).view(t.shape) for g, t in zip(gradients, to, strict=True)], to, transposed=True)
@@ -258,7 +258,7 @@ class Rotation(NamedTuple):
 
 
 class _Split(torch.autograd.Function):
-    """mixed -> q, k, v with a dimension for heads, q and k turned: in mixed's memory, or beside it."""
+    """Split mixed into q, k, v with a dimension for heads, q and k rotated, in mixed's memory or beside it."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, ...]:
@@ -266,20 +266,20 @@ class _Split(torch.autograd.Function):
         ctx.rotation = rotation
         heads = rotation.split(mixed, own)
         if own and not mixed.is_inference():
-            torch.autograd.graph.increment_version(mixed)  # a backward pass that wanted it as it was says so
+            torch.autograd.graph.increment_version(mixed)  # a backward pass that needs the old values then raises
         return tuple(x.flatten(2, 3) for x in heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k = ctx.saved_tensors  # autograd says so where they have changed
+        q, k = ctx.saved_tensors  # autograd raises if they have changed
         return ctx.rotation._replace(q=q, k=k).gradient(gradients), None, None
 
 
 def split_rotated(mixed: Tensor, rotation: Rotation, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v (*outer, h, d) of a projection (*outer, F), q and k turned.
+    """Split a projection (*outer, F) into q, k and v (*outer, h, d), q and k rotated.
 
-    own: mixed is nobody else's, and its memory becomes theirs.
+    own: nobody else uses mixed, and its memory may be reused.
     """
     q, k, v = _Split.apply(mixed, rotation, own)
     return q, k, v

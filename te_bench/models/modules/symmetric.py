@@ -1,8 +1,8 @@
-"""A GEMM and the collective before or after it as one operator of torch's symmetric memory, by which the two overlap.
+"""A GEMM and the collective before or after it as one operator of torch's symmetric memory, so that they overlap.
 
-The ranks of a group copy each other's rows out of memory that all of them can read. While one share of the rows is
-multiplied, the next is on its way: a GEMM becomes as many as there are ranks. A group is said by its name.
-Source: torch.distributed._symmetric_memory of torch 2.11 and 2.13; its operators are CUDA's alone.
+The ranks of a group copy each other's rows from memory that all can read. While one share of the rows is multiplied,
+the next is copied: a GEMM becomes as many as there are ranks. Functions take a group's name.
+Source: torch.distributed._symmetric_memory of torch 2.11 and 2.13; its operators exist only on CUDA.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _ops: Any = torch.ops.symm_mem
 
 
 def unsupported(ranks: int) -> str | None:
-    """Why so many ranks of one group, of which this process is one, cannot read each other's memory, or None."""
+    """Return why the `ranks` ranks of this process's group cannot read each other's memory, or None."""
     if dist.get_backend() == "gloo" or not torch.cuda.is_available():
         return "symmetric memory needs NVIDIA GPUs of one host"
     here, gpus = torch.cuda.current_device(), torch.cuda.device_count()
@@ -35,16 +35,16 @@ def unsupported(ranks: int) -> str | None:
 
 
 def unshared(group: str) -> str | None:
-    """Why the ranks of a group, which all ask at once, have no memory that each can read, or None."""
+    """Return why the ranks of a group can allocate no shared memory, or None. Every rank must call it."""
     try:
-        _torchs.get_symm_mem_workspace(group, min_size=1)  # it grows with what is sent
+        _torchs.get_symm_mem_workspace(group, min_size=1)  # it grows with the messages
     except RuntimeError as error:
         return f"torch lets these GPUs share no memory ({' '.join(str(error).split())[:200]})"
     return None
 
 
 def lacks(recipe: Recipe) -> str | None:
-    """Why no operator of symmetric memory multiplies as the recipe does, or None."""
+    """Return why no operator of symmetric memory computes the recipe's GEMMs, or None."""
     name = type(recipe).__name__
     if recipe.bf16_wgrad:
         return f"{name}(bf16_wgrad=True) reads all ranks' rows uncast for wgrad"
@@ -54,7 +54,7 @@ def lacks(recipe: Recipe) -> str | None:
 
 
 def misaligned(weight: Tensor) -> str | None:
-    """Why cuBLASLt multiplies by no rank's share of an FP8 weight (N, K), or None: it is nothing that could be padded."""
+    """Return why cuBLASLt cannot multiply a rank's share of an FP8 weight (N, K), which cannot be padded; or None."""
     if not any(size % ALIGNMENT for size in weight.shape):
         return None
     rows, columns = weight.shape
@@ -62,20 +62,20 @@ def misaligned(weight: Tensor) -> str | None:
 
 
 def gather_matmul(own: Tensor, b: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """All ranks' rows A of own (m, K), and A @ b, b (K, N), in own's dtype."""
-    # The rows are asked for even where nothing needs them: without, some GPUs would gather a few by NVLink's multicast.
+    """Return all ranks' rows A of own (m, K), and A @ b, b (K, N), in own's dtype."""
+    # Always ask for A: without it, some GPUs gather a few rows by NVLink multicast.
     whole, (product,) = _ops.fused_all_gather_matmul(own.contiguous(), [b], 0, group, return_A=True)
     return whole, product
 
 
 def matmul_scatter(a: Tensor, b: Tensor, group: str) -> Tensor:
-    """This rank's rows of the sum over the ranks of a (M, K) @ b (K, N), which are sent in a's dtype."""
+    """Return this rank's rows of the sum over the ranks of a (M, K) @ b (K, N), sent in a's dtype."""
     made: Tensor = _ops.fused_matmul_reduce_scatter(a.contiguous(), b, "sum", 0, group)
     return made
 
 
 def gather_matmul_fp8(own: Operand, b: Operand, dtype: torch.dtype, fast: bool, group: str) -> tuple[Tensor, Tensor]:
-    """All ranks' rows A of own (m, K), in FP8, and dequantise(A) @ dequantise(b).T, b (N, K), in `dtype`; a scale each."""
+    """Return all ranks' FP8 rows A of own (m, K), and dequantise(A) @ dequantise(b).T, b (N, K), in `dtype`."""
     scales, none = (own.scale_inv, [b.scale_inv]), [None]
     whole, (product,) = _ops.fused_all_gather_scaled_matmul(
         own.data, [b.data.t()], *scales, 0, group, none, none, [dtype], [fast]
@@ -84,7 +84,7 @@ def gather_matmul_fp8(own: Operand, b: Operand, dtype: torch.dtype, fast: bool, 
 
 
 def matmul_scatter_fp8(a: Operand, b: Operand, dtype: torch.dtype, fast: bool, group: str) -> Tensor:
-    """This rank's rows of the sum over the ranks of dequantise(a) @ dequantise(b).T, (M, K) and (N, K), sent in `dtype`."""
+    """Return this rank's rows of the sum over ranks of dequantise(a) @ dequantise(b).T, (M, K), (N, K), in `dtype`."""
     shape = [a.data.shape[0], b.data.shape[0]]
     scales: Any = a.scale_inv, b.scale_inv
     made: Tensor = _ops.fused_scaled_matmul_reduce_scatter(
@@ -94,7 +94,7 @@ def matmul_scatter_fp8(a: Operand, b: Operand, dtype: torch.dtype, fast: bool, g
 
 
 class GatherLinear(torch.autograd.Function):
-    """x (m, K) of a rank, weight (N, K) -> all ranks' x @ W^T, of which dx is scattered; it keeps all ranks' x."""
+    """Compute x (m, K) of a rank, weight (N, K) -> all ranks' x @ W^T, saving all x; dx is reduce-scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
@@ -113,7 +113,7 @@ class GatherLinear(torch.autograd.Function):
 
 
 class LinearScatter(torch.autograd.Function):
-    """x (M, K) of a rank, weight (N, K) -> its rows of the sum over the ranks of x @ W^T; dy is gathered for dx and dW."""
+    """Compute x (M, K) of a rank, weight (N, K) -> its rows of the ranks' sum of x @ W^T; dy is gathered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
@@ -131,7 +131,7 @@ class LinearScatter(torch.autograd.Function):
 
 
 def _without_autocast(operator: Any, *args: Any) -> Any:
-    """What is within an operator runs as it is: autocast would add a scatter's parts up into float32 (torch 2.11)."""
+    """Call an operator without autocast, which would sum a scatter's parts in float32 (torch 2.11)."""
     if torch.compiler.is_compiling():
         return operator(*args)
     with torch.autocast(args[0].device.type, enabled=False):

@@ -1,12 +1,12 @@
 """Tensor and sequence parallelism, as Transformer Engine divides a Linear among the ranks of a group.
 
-Of y = x W^T + b a "column" Linear holds a rank's rows of W and of b, and makes its columns of y. A "row" Linear holds its
-columns of W, takes its columns of x, and adds b once y is summed over the ranks. Activations between a row Linear and the
-next column Linear are whole in every rank. With sequence parallelism a rank has its part of their first dimension: column
-Linears gather it, row Linears scatter their sums.
+For y = x W^T + b a "column" Linear holds a rank's rows of W and b, and computes its columns of y. A "row" Linear holds
+its columns of W, takes its columns of x, and adds b after summing y over the ranks. Activations between a row Linear
+and the next column Linear are whole in every rank. With sequence parallelism a rank has its part of their first
+dimension: column Linears gather it, row Linears reduce-scatter their sums.
 
-A gradient is that of the rank's own rows for what has the mark `sequence_parallel` (a norm's parameters, a row Linear's
-bias): whoever trains adds it up over the group, as Megatron-LM does.
+Parameters marked `sequence_parallel` (a norm's, a row Linear's bias) have gradients of the rank's own rows: the trainer
+sums them over the group, as Megatron-LM does.
 Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198.
 """
 
@@ -23,14 +23,14 @@ from te_bench.models.modules import arguments
 from te_bench.models.recipe import largest_of_ranks
 
 MODES = ("column", "row")
-# By their names from torch 2.13 on, or those before.
+# The names from torch 2.13 on, or the earlier ones.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-OVERLAPS = (*arguments.SWITCHES, "symmetric_ar_type")  # which hide or shorten collectives
+OVERLAPS = (*arguments.SWITCHES, "symmetric_ar_type")  # they hide or shorten collectives
 
 
 class Ranks:
-    """The ranks among which a module's weights are divided. Of one rank nothing is."""
+    """The ranks among which a module's weights are divided; a single rank divides nothing."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Ranks:
         sequence_parallel: bool | None = False,
         others: Mapping[str, Any] | None = None,
     ):
-        """where: what messages call the module; others: of its arguments, that `arguments` takes.
+        """where: the module's name in messages; others: its arguments that `arguments` accepts.
 
-        Raises ValueError for what is no group, or of another size, and for what te_bench has not of several ranks.
+        Raises ValueError for an invalid group, another size, and arguments that several ranks do not support.
         """
         arguments.check(where, tp_size=tp_size)
         self.where, self.group, self.size = where, tp_group, int(tp_size)
@@ -51,15 +51,13 @@ class Ranks:
             if tp_size not in (1, self.size):
                 raise ValueError(f"{where}: tp_size={tp_size}, but tp_group has {self.size} ranks: give one of them")
         self.sequence = bool(sequence_parallel) and self.size > 1
-        self.overlaps = (
-            False  # whether a Linear's collectives and GEMMs are one operator (symmetric), with self.sequence
-        )
+        self.overlaps = False  # a Linear's collectives and GEMMs are one operator (symmetric); needs self.sequence
         for name in OVERLAPS:
             if self.size > 1 and (others or {}).get(name):
                 raise ValueError(f"{where}: te_bench has no {name} at tp_size={self.size}; leave it out")
 
     def meet(self, group: Any) -> None:
-        """Divide among this group. Raises ValueError for one of another size than the module was made for."""
+        """Divide among this group. Raises ValueError if its size differs from the module's."""
         size = 1 if group is None else self._size_of(group)
         if size != self.size and group is not None:
             raise ValueError(
@@ -76,7 +74,7 @@ class Ranks:
         return group.size()
 
     def part(self, name: str, whole: int) -> int:
-        """A rank's share of `whole` features or heads. Raises ValueError where they do not divide."""
+        """Return a rank's share of `whole` features or heads. Raises ValueError if they do not divide."""
         if whole % self.size:
             raise ValueError(f"{self.where}: {name}={whole} does not divide into tp_size={self.size} ranks")
         return whole // self.size
@@ -91,42 +89,42 @@ class Ranks:
 
     @property
     def symmetric(self) -> str | None:
-        """The group's name for operators of symmetric memory, or None where GEMMs and collectives are apart."""
+        """The group's name for operators of symmetric memory, or None if GEMMs and collectives are separate."""
         return self._ready().group_name if self.overlaps else None
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x one after the other along the first dimension."""
+        """Concatenate all ranks' x along the first dimension."""
         whole = x.new_empty(x.shape[0] * self.size, *x.shape[1:])
         _gather(whole, x.contiguous(), group=self._ready())
         return _received(whole)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's part along the first dimension of the sum over the ranks."""
+        """Return this rank's part, along the first dimension, of the sum over the ranks."""
         own = x.new_empty(self.part("the first dimension", x.shape[0]), *x.shape[1:])
         _scatter(own, x.contiguous(), group=self._ready())
         return _received(own)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
+        """Return the sum over the ranks."""
         x = x.contiguous().clone()
         dist.all_reduce(x, group=self._ready())
         return _received(x)
 
     def add_up(self, parameter: Tensor) -> Tensor:
-        """A parameter that every rank has, whose gradient is the sum over the ranks'."""
+        """Return a parameter that every rank has, such that its gradient is summed over the ranks."""
         return _There.apply(parameter, _same, self.total)
 
     def amax(self, x: Tensor) -> Tensor:
-        """max |x| over the ranks, () float32; infinite where one has NaN."""
+        """Return max |x| over the ranks, () float32; infinity if a rank has NaN."""
         amax = x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         return largest_of_ranks(amax, self._ready())
 
     def gather_operand(self, own: Operand) -> Operand:
-        """All ranks' rows of an FP8 operand with one scale, as bytes, which every backend sends."""
+        """Gather all ranks' rows of an FP8 operand with one scale, as bytes, which every backend sends."""
         return own._replace(data=self.gather(own.data.view(torch.uint8)).view(own.data.dtype))
 
     def require_shared(self, group: Any) -> None:
-        """Raise ValueError where delayed scaling does not share its amaxes over the ranks, which send by one scale."""
+        """Raise ValueError if delayed scaling does not share amaxes over the ranks, which send with one scale."""
         mine = dist.get_process_group_ranks(self._ready())
         theirs = [] if group is None else dist.get_process_group_ranks(group)
         if not set(mine) <= set(theirs):
@@ -137,18 +135,18 @@ class Ranks:
 
     def __deepcopy__(self, memo: Any) -> Self:
         made = type(self).__new__(type(self))
-        vars(made).update(vars(self))  # the group is every copy's
+        vars(made).update(vars(self))  # copies share the group
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "group": None}  # of this process: whoever loads it says which
+        return {**vars(self), "group": None}  # a group belongs to a process: the loader sets it
 
 
 class Entry:
-    """Where several column Linears take one input: its gradients are added up here, and then over the ranks, once.
+    """An input that several column Linears share: its gradients are summed here, then all-reduced once.
 
-    The first of them to take a tensor enters it, and the others find it, as it was and with or without gradients as it was
-    entered. Nothing is kept once all have.
+    The first Linear to take a tensor enters it; the others reuse it if it is unchanged and gradients are recorded
+    alike. Nothing is kept once all have taken it.
     """
 
     def __init__(self, ranks: Ranks, readers: int):
@@ -167,7 +165,7 @@ class Entry:
 
     @staticmethod
     def _state(x: Tensor) -> tuple[bool, int]:
-        """Whether gradients are recorded, and how often x was written to, which a graph that is traced knows by itself."""
+        """Return whether gradients are recorded, and x's version; a traced graph tracks writes to x itself."""
         unknown = torch.compiler.is_compiling() or x.is_inference()
         return torch.is_grad_enabled(), 0 if unknown else x._version
 
@@ -179,9 +177,9 @@ class Entry:
 
 
 class Division(NamedTuple):
-    """How one Linear of a module is divided: by "column" or "row".
+    """The division of one Linear's weight: "column" or "row".
 
-    entry: of a column Linear that takes what others take, too, without sequence parallelism.
+    entry: for a column Linear that shares its input with others, without sequence parallelism.
     """
 
     ranks: Ranks
@@ -189,31 +187,31 @@ class Division(NamedTuple):
     entry: Entry | None = None
 
     def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A rank's input in `dtype`, for `enter` or a GEMM: whoever computes for a Linear takes its input so."""
+        """Return a rank's input in `dtype`, for `enter` or a GEMM; code that computes for a Linear must call this."""
         return x.to(dtype) if self.entry is None else self.entry(x, dtype)
 
     def alone(self) -> Self:
-        """Of what computes for all Linears of one entry at once."""
+        """Return the division for code that computes all Linears of one entry at once."""
         return self._replace(entry=None)
 
     def gathers(self, role: str) -> bool:
-        """Whether the GEMMs' operand of this role is gathered from the ranks' rows."""
+        """Return whether the GEMM operand of this role is gathered from the ranks' rows."""
         return self.ranks.sequence and role == ("input" if self.mode == "column" else "grad_output")
 
     def enter(self, x: Tensor) -> Tensor:
-        """A rank's input -> what it multiplies, in high precision."""
+        """Turn a rank's input into its GEMM's input, in high precision."""
         if self.mode == "row" or self.entry is not None:
             return x
         return _There.apply(x, self.ranks.gather if self.ranks.sequence else _same, self._sum)
 
     def leave(self, y: Tensor) -> Tensor:
-        """What a rank has multiplied -> its output, in high precision."""
+        """Turn a rank's product into its output, in high precision."""
         if self.mode == "column":
             return y
         return _There.apply(y, self._sum, self.ranks.gather if self.ranks.sequence else _same)
 
     def summed(self, product: Tensor, gemm: str) -> Tensor:
-        """What a rank keeps of its product in a GEMM, "fprop" or "dgrad", where no graph is recorded."""
+        """Return what a rank keeps of its product in a GEMM, "fprop" or "dgrad", where no graph is recorded."""
         whole = gemm == ("dgrad" if self.mode == "row" else "fprop")
         return product if whole or self.entry is not None else self._sum(product)
 
@@ -222,7 +220,7 @@ class Division(NamedTuple):
 
 
 def outer(x: Tensor, division: Division | None) -> tuple[int, ...]:
-    """An output's dimensions but the last, of an input x: sequence parallelism has more or fewer of the first."""
+    """Return an output's dimensions but the last, for input x: sequence parallelism changes the first."""
     if division is None or not division.ranks.sequence:
         return x.shape[:-1]
     ranks, first = division.ranks, x.shape[0]
@@ -235,12 +233,12 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _received(x: Tensor) -> Tensor:
-    """x, which a collective has written to, as a view: of x itself torch.compile 2.11 drops a Function's gradient."""
+    """Return x, written by a collective, as a view: torch.compile 2.11 drops a Function's gradient of x itself."""
     return x.view_as(x)
 
 
 class _There(torch.autograd.Function):
-    """there(x), whose gradient is back(dy)."""
+    """Compute there(x), with the gradient back(dy)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -254,14 +252,14 @@ class _There(torch.autograd.Function):
 
 
 def divide(ranks: Ranks, mode: str | None) -> Division | None:
-    """None where one rank has all. Raises ValueError for another mode than column, row and None."""
+    """Return the Division, or None if one rank has all. Raises ValueError unless mode is column, row or None."""
     if mode is not None and mode not in MODES:
         raise ValueError(f"{ranks.where}: parallel_mode={mode!r} is not possible: None, {' or '.join(MODES)}")
     return None if mode is None or ranks.size == 1 else Division(ranks, mode)
 
 
 def require_set(ranks: Ranks, set_parallel_mode: bool) -> None:
-    """Raise ValueError where a module of several ranks is not told to divide its weights."""
+    """Raise ValueError if a module of several ranks is not told to divide its weights."""
     if ranks.size > 1 and not set_parallel_mode:
         raise ValueError(f"{ranks.where}: tp_size={ranks.size} needs set_parallel_mode=True, which divides the weights")
 
@@ -269,7 +267,7 @@ def require_set(ranks: Ranks, set_parallel_mode: bool) -> None:
 def mark(
     division: Division | None, weights: Iterable[nn.Parameter | None], biases: Iterable[nn.Parameter | None]
 ) -> None:
-    """Leave on a Linear's parameters what Megatron-LM reads there: what is divided, and whose gradient is a part."""
+    """Set the marks that Megatron-LM reads on a Linear's parameters: which are divided, whose gradient is partial."""
     if division is None:
         return
     column = division.mode == "column"
@@ -280,14 +278,14 @@ def mark(
 
 
 def mark_partial(ranks: Ranks, parameters: Iterable[nn.Parameter | None]) -> None:
-    """Note of parameters that every rank has whether their gradient is that of its own part of the sequence."""
+    """Mark parameters that every rank has with whether their gradient is that of its own part of the sequence."""
     for p in parameters:
         if p is not None and ranks.size > 1:
             p.sequence_parallel = ranks.sequence  # type: ignore[attr-defined]
 
 
 class Parallelised:
-    """Takes the process groups of Transformer Engine's users; hands tp_group on to the modules within."""
+    """Accept the process groups of Transformer Engine's users, and pass tp_group on to submodules."""
 
     ranks: Ranks
 
@@ -304,7 +302,7 @@ class Parallelised:
         return self.ranks.sequence
 
     def set_tensor_parallel_group(self: Any, tp_group: Any) -> None:
-        """The group of this rank's among which the weights are divided; None forgets it. Raises ValueError for another."""
+        """Set this rank's group, which divides the weights; None forgets it. Raises ValueError for another size."""
         self.ranks.meet(tp_group)
         for child in self.children():
             if isinstance(child, Parallelised):
@@ -313,5 +311,5 @@ class Parallelised:
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """None, or a group of one rank; raises ValueError for another."""
+        """Accept None or a group of one rank; raises ValueError for any other."""
         arguments.reject(type(self).__name__, {"cp_group": cp_group, "cp_comm_type": cp_comm_type})

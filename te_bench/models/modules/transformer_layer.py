@@ -17,7 +17,7 @@ from te_bench.models.modules.layernorm_mlp import LayerNormMLP
 from te_bench.models.modules.parameters import Tracker
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks, require_set
 
-#: Arguments that go to the attention modules as they are.
+#: Arguments passed unchanged to the attention modules.
 ATTENTION = ("rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
 
 _Options = dict[str, Any]
@@ -29,9 +29,9 @@ class TransformerLayer(Parallelised, nn.Module):
     For "thd" x is (rows, hidden), sequences packed one after the other, where cu_seqlens_q and cu_seqlens_kv say.
     layer_type "decoder" attends to encoder_output in between. apply_residual_connection_post_layernorm takes the
     residuals after the norms; output_layernorm moves the attention's norm to the layer's end; parallel_attention_mlp
-    feeds both from x. set_parallel_mode divides the weights among tp_group; with sequence_parallel x is a rank's part of the
-    sequence, while angles and masks are for all of it: see tensor_parallel. Dropouts default to 0.1, the mask to causal:
-    Transformer Engine's arguments, defaults and parameter names. Raises ValueError for what te_bench has not.
+    feeds both from x. set_parallel_mode divides the weights among tp_group; with sequence_parallel x is a rank's part
+    of the sequence, while angles and masks are for all of it: see tensor_parallel. Dropouts default to 0.1, the mask to
+    causal: Transformer Engine's arguments, defaults and parameter names. Raises ValueError for unsupported arguments.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TransformerLayer(Parallelised, nn.Module):
         window: tuple[int, int] | None,
         bottom_right: bool | None,
     ) -> MultiheadAttention:
-        """Attention with its masks' settings, after a norm of its own or not."""
+        """Make attention with its mask settings, with or without its own norm."""
         kept = self.residual_after_norm and normed
         masks = {"attn_mask_type": kind, "window_size": window, "bottom_right_diagonal": bottom_right}
         return make(**masks, input_layernorm=normed, return_layernorm_output=kept)
@@ -147,7 +147,7 @@ class TransformerLayer(Parallelised, nn.Module):
         max_seqlen_kv: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """The layer's output, of hidden_states' shape, in torch.autocast's dtype, or theirs.
+        """Return the layer's output, with hidden_states' shape, in torch.autocast's dtype or theirs.
 
         Masks are bool, True = masked out; see DotProductAttention.
         """
@@ -159,7 +159,7 @@ class TransformerLayer(Parallelised, nn.Module):
             raise ValueError("a decoder layer needs encoder_output")
         x = hidden_states
         if x.dtype in arguments.PARAMETERS:
-            x = x.to(compute_dtype(x))  # the stream, too, is in torch.autocast's dtype, as Transformer Engine has it
+            x = x.to(compute_dtype(x))  # the residual stream uses torch.autocast's dtype, too, as in Transformer Engine
         core: _Options = {
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type,
@@ -215,5 +215,5 @@ def _check_kind(layer_type: str, parallel: bool) -> None:
 
 
 def _split(out: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """(output, what the residual connection adds): the norm's output where the module returned it."""
+    """Return (output, residual); the residual is the norm's output if the module returned it."""
     return out if isinstance(out, tuple) else (out, residual)

@@ -1,7 +1,7 @@
 """nn.Linears converted by torchao.float8, which computes in FP8 under torch.compile.
 
-Source: torchao 0.18.0, float8/float8_linear_utils.py and float8/config.py; of a user's model its float8/README.md, whose
-filter leaves the last module and sizes that are no multiple of 16 as they are.
+Source: torchao 0.18.0, float8/float8_linear_utils.py and float8/config.py; for a user's model its float8/README.md,
+whose filter skips the last module and sizes that are no multiple of 16.
 """
 
 from collections.abc import Container
@@ -12,12 +12,12 @@ from te_bench.models.rivals import Capability, missing
 if TYPE_CHECKING:
     from torch import nn
 
-INSTALL = "torchao==0.18.0"  # whose convert_to_float8_training and recipe names these are
-MULTIPLE = 16  # of the features of a Linear, and of the rows that it is given, that its FP8 GEMMs take
+INSTALL = "torchao==0.18.0"  # for its convert_to_float8_training and recipe names
+MULTIPLE = 16  # its FP8 GEMMs need features and rows that are multiples of this
 
 
 def lacks(device: str, capability: Capability) -> str | None:
-    """Why this machine cannot run it, or None."""
+    """Return why this machine cannot run it, or None."""
     if reason := missing(["torchao"], "torchao", INSTALL):
         return reason
     if device != "cuda" or capability is None or capability < (8, 9):
@@ -28,9 +28,9 @@ def lacks(device: str, capability: Capability) -> str | None:
 def convert(
     model: "nn.Module", recipe: str, leave: Container[str] = (), only: Container[str] | None = None
 ) -> "nn.Module":
-    """The model with its Linears in FP8 by torchao's recipe of that name, in place.
+    """Convert the model's Linears in place to FP8 by torchao's recipe of that name.
 
-    leave: names of those that stay; only: of those that do not, None for all others.
+    leave: names of Linears that stay; only: names of those to convert, None for all others.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -43,7 +43,7 @@ def convert(
 
 
 def lacks_for(module: "nn.Module", device: str, capability: Capability) -> str | None:
-    """Why this machine cannot train a user's module by it, or None."""
+    """Return why this machine cannot train a user's module with it, or None."""
     if reason := lacks(device, capability):
         return reason
     if not linears(module):
@@ -52,10 +52,10 @@ def lacks_for(module: "nn.Module", device: str, capability: Capability) -> str |
 
 
 def linears(module: "nn.Module") -> list[str]:
-    """The Linears of a user's module that it is to compute, under each of their names.
+    """Return the names of a user's Linears that torchao shall compute; a shared one has several.
 
-    Not the head, which has as many features as the largest embedding has rows, nor what shares its weight, nor those inside
-    of nn.MultiheadAttention, which multiplies by their weights without calling them.
+    It leaves out the head (as many features as the largest embedding has rows), Linears that share its weight, and
+    those inside nn.MultiheadAttention, which reads their weights without calling them.
     """
     from torch import nn
 
@@ -75,14 +75,14 @@ def linears(module: "nn.Module") -> list[str]:
 
 
 def adopt(module: "nn.Module", recipe: str) -> tuple[str, ...]:
-    """Convert the `linears` of a user's module in place; each of them once, by its name."""
+    """Convert the `linears` of a user's module in place; return one name for each."""
     chosen = set(linears(module))
     convert(module, recipe, only=chosen)
     return tuple(name for name, _ in module.named_modules() if name in chosen)
 
 
 def code(recipe: str, vocab: int) -> tuple[str, ...]:
-    """The lines by which a user does the same to a `model` of that vocabulary."""
+    """Return the lines by which a user converts a `model` of that vocabulary likewise."""
     return (
         f"from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pip install {INSTALL}",
         f'config = Float8LinearConfig.from_recipe_name("{recipe}")',

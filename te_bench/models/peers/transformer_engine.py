@@ -1,6 +1,6 @@
 """Transformer Engine's recipes, its autocast, and its layers in place of a Llama's blocks.
 
-The weights of a block lie as its TransformerLayer reads what is not interleaved: all of q, of k, of v; gate before up.
+A block's weights lie as its TransformerLayer reads them without interleaving: all of q, of k, of v; gate before up.
 
 Source: Transformer Engine 2.20.2, pytorch/quantization.py, common/recipe/__init__.py, pytorch/transformer.py,
 attention/multi_head_attention.py and module/layernorm_mlp.py.
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from te_bench.models.decoder import Decoder
     from te_bench.models.parts import AttentionPart, MLPPart
 
-#: te_bench's recipes -> its own of the same arithmetic.
+#: {te_bench's recipe: Transformer Engine's with the same arithmetic}.
 RECIPES = {
     "delayed_scaling": "DelayedScaling",
     "float8_current_scaling": "Float8CurrentScaling",
     "float8_block_scaling": "Float8BlockScaling",
 }
-MODULES = ("transformer_engine", "transformer_engine_torch")  # pure Python, and the extension that it needs
+MODULES = ("transformer_engine", "transformer_engine_torch")  # pure Python, and its extension
 INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
 
 
 def lacks(device: str) -> str | None:
-    """Why it does not run on a device of that type, or None."""
+    """Return why it cannot run on a device of that type, or None."""
     if reason := missing(MODULES, "transformer_engine", INSTALL):
         return reason
     return None if device == "cuda" else "needs an NVIDIA GPU: Transformer Engine does not run on a CPU"
 
 
 def autocast_of(recipe: str, settings: Mapping[str, Any]) -> Callable[..., AbstractContextManager[Any]]:
-    """Its autocast by one of RECIPES with these settings; called for each forward pass, with whether FP8 is enabled."""
+    """Return its autocast for one of RECIPES with these settings; called per forward pass with whether FP8 is on."""
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch import autocast
 
@@ -45,9 +45,9 @@ def autocast_of(recipe: str, settings: Mapping[str, Any]) -> Callable[..., Abstr
 
 
 def layers(model: "Decoder", **over: Any) -> list[Any]:
-    """A TransformerLayer for each block, without memory: `give` has it compute with the block's parameters.
+    """Make a TransformerLayer for each block, without memory: `give` sets the block's parameters.
 
-    over: of its arguments those that divide it over ranks, which have their shares of the model's parameters by then.
+    over: arguments that divide it over ranks, whose shares of the model's parameters exist by then.
     """
     from transformer_engine.pytorch import TransformerLayer
 
@@ -81,7 +81,7 @@ def layers(model: "Decoder", **over: Any) -> list[Any]:
 
 
 def last_norm(model: "Decoder") -> Any:
-    """Its RMSNorm for the model's last one, without memory."""
+    """Make its RMSNorm for the model's last norm, without memory."""
     from transformer_engine.pytorch import RMSNorm
 
     from te_bench.models.parts import NormPart
@@ -96,7 +96,7 @@ def blocks(model: "Decoder") -> "list[tuple[AttentionPart, MLPPart]]":
 
 
 def give(layer: Any, attention: "AttentionPart", mlp: "MLPPart") -> None:
-    """Have a TransformerLayer compute with a block's parameters, as they are now."""
+    """Make a TransformerLayer compute with a block's current parameters."""
     theirs = layer.self_attention
     theirs.layernorm_qkv._parameters |= {"layer_norm_weight": attention.norm.weight, "weight": attention.qkv.weight}
     theirs.proj._parameters["weight"] = attention.proj.weight
@@ -108,14 +108,14 @@ def give(layer: Any, attention: "AttentionPart", mlp: "MLPPart") -> None:
 
 
 def body(layers: list[Any], norm: Any, model: "Decoder", x: "Tensor", *, dim: int = 1) -> "Tensor":
-    """Decoder.body by layers that are given the model's parameters, as they are then. dim: as `through`'s."""
+    """Compute Decoder.body by layers that are given the model's current parameters. dim: as in `through`."""
     for layer, block in zip(layers, blocks(model), strict=True):
         give(layer, *block)
     return through(layers, norm, model, x, dim=dim)
 
 
 def through(layers: list[Any], norm: Any, model: "Decoder", x: "Tensor", *, dim: int = 1) -> "Tensor":
-    """x through layers that have their parameters, and the last norm, which is given its own. dim: x's that is T."""
+    """Pass x through layers that have their parameters, and the last norm, which gets its own. dim: T's dimension."""
     angles = model.angles(x.shape[dim])
     assert angles is not None, "unsupported refuses learned positions"
     turns = angles[:, None, None]  # (T, 1, 1, D), whatever the layers' format

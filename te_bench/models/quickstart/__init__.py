@@ -1,7 +1,7 @@
 """Rivals that build a layer, the GPT layer of Transformer Engine's quickstart or a decoder's own, one file each.
 
-LAYER in NAME.py. Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All take the weights of plain.py by its
-names, so that their outputs and gradients can be compared.
+LAYER in NAME.py. Shapes: x (s, b, h) -> (s, b, h), s positions, b batch, h hidden. All load plain.py's weights by its
+names, so that outputs and gradients can be compared.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
-    """What a rival is asked to build and to run in. precision "fp8": parameters in bf16, GEMMs as `recipe` says.
+    """The layer that a rival builds, and its precision. precision "fp8": bf16 parameters, GEMMs by `recipe`.
 
-    mask: "full" or "causal". settings: fields of the recipe that differ from its defaults. part: one of PARTS; "mlp" is the
-    second norm and the MLP, without attention and without a residual.
-    What follows is the quickstart's unless a model's layer is asked for (models.decoder_layer). groups: heads of keys and
-    values, None: as many as of queries; head_dim None: hidden / heads. by_head: the QKV projection's rows go by head, or
-    group, and not all of q, then of k, then of v. model: the decoder by whose angles queries and keys turn; None: by none.
+    mask: "full" or "causal". settings: fields of the recipe that differ from its defaults. part: one of PARTS; "mlp" is
+    the second norm and the MLP, without attention and residual.
+    The rest defaults to the quickstart's layer; models.decoder_layer sets it for a model's. groups: key/value heads,
+    None: as many as query heads; head_dim None: hidden / heads. by_head: the QKV weight's rows go by head or group,
+    instead of all q, then k, then v. model: the decoder whose rotary angles apply; None: no rotation.
     """
 
     hidden: int
@@ -53,33 +53,33 @@ class LayerConfig:
     eps: float = 1e-5
     bias: bool = True  # of the Linears
     activation: str = "gelu"  # one of kernels.activation.KINDS
-    qk_norm: bool = False  # norms over head_dim, before queries and keys turn
+    qk_norm: bool = False  # norms over head_dim before the rotation
     model: str | None = None
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """How many of the QKV projection's columns are q's, k's and v's."""
+        """The numbers of the QKV projection's columns for q, k and v."""
         d, groups = self.features, self.groups or self.heads
         return self.heads * d, groups * d, groups * d
 
     @property
     def turns(self) -> int:
-        """How often the QKV projection's columns are dealt out to q, k and v."""
+        """The number of turns in which the QKV projection's columns go to q, k and v."""
         return (self.groups or self.heads) if self.by_head else 1
 
     @property
     def features(self) -> int:
-        """Of a head."""
+        """Features of a head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def up(self) -> int:
-        """Features that the MLP's first product makes."""
+        """Output features of the MLP's first GEMM."""
         return self.ffn * (2 if KINDS[self.activation][1] else 1)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """Dtype of parameters and activations."""
         return DTYPES[{"fp8": "bf16"}.get(self.precision, self.precision)]
 
     @property
@@ -107,7 +107,7 @@ class LayerConfig:
 
 
 def recipe_of(p: LayerConfig) -> recipes.Recipe | None:
-    """The recipe with the settings asked for. Raises ValueError for a setting that it has not."""
+    """Return the recipe with the requested settings. Raises ValueError for an unknown setting."""
     if p.recipe is None:
         return None
     recipe = recipes.load(p.recipe)
@@ -123,13 +123,13 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One rival.
+    """A rival of a layer.
 
-    build(p): the layer on torch's default device, in p.dtype; its forward takes x alone. unsupported(p): why it can't, or
-    None; attention's own reasons are asked for elsewhere. context(p)(): what each forward pass runs in, its backward pass
-    outside. names: plain.py's parameter -> this layer's, where they differ. numerics: whether te.numerics knows it.
-    own_attention: it calls attention kernels through operators of its own, which torch's profiler has no names for.
-    parts: of PARTS, those that it can build.
+    build(p) returns the layer on torch's default device, in p.dtype; its forward takes x alone. unsupported(p): why it
+    cannot, or None; attention's reasons are checked elsewhere. context(p)(): the context of each forward pass, without
+    its backward pass. names: {plain.py's parameter: this layer's}, where they differ. numerics: te.numerics supports
+    it. own_attention: it calls attention kernels by its own operators, which torch's profiler cannot name. parts: those
+    of PARTS that it can build.
     """
 
     build: Callable[[LayerConfig], nn.Module]
@@ -142,7 +142,7 @@ class Layer:
 
 
 def named(beginnings: Mapping[str, str]) -> dict[str, str]:
-    """Layer.names of weights and biases, from what their names begin with in plain.py and in the layer."""
+    """Return Layer.names of weights and biases, from {prefix in plain.py: prefix in the layer}."""
     kinds = ("weight", "bias")
     return {f"{plain}.{kind}": f"{own}{kind}" for plain, own in beginnings.items() for kind in kinds}
 
@@ -153,7 +153,7 @@ names, load = _family.names, _family.load
 
 @torch.no_grad()
 def load_weights(layer: Layer, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy the plain layer's weights into a rival's parameters, every one of which they must name."""
+    """Copy the plain layer's weights into a rival's parameters; every parameter must be named."""
     own = dict(module.named_parameters())
     renamed = {layer.names.get(name, name): value for name, value in weights.items()}
     assert own.keys() == renamed.keys(), f"parameters without a name in plain.py: {sorted(own.keys() ^ renamed.keys())}"
@@ -162,6 +162,6 @@ def load_weights(layer: Layer, module: nn.Module, weights: Mapping[str, Tensor])
 
 
 def plain_gradients(layer: Layer, module: nn.Module, plain: Iterable[str]) -> dict[str, Tensor | None]:
-    """The gradients of a rival's parameters by the plain layer's names, which `plain` lists."""
+    """Return the gradients of a rival's parameters under the plain layer's names, listed by `plain`."""
     own = dict(module.named_parameters())
     return {name: own[layer.names.get(name, name)].grad for name in plain}

@@ -1,4 +1,4 @@
-"""What the layers made of te_bench's own modules share: the recipe and the context of their forward pass."""
+"""Shared code of the layers made of te_bench's modules: the recipe and the context of their forward pass."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def unsupported(p: LayerConfig) -> str | None:
 
 
 def context(p: LayerConfig) -> Context:
-    """FP8 as the recipe says, and the attention kernel, entered anew for each forward pass."""
+    """Return a context, entered anew per forward pass, with the recipe's FP8 and the attention kernel."""
     recipe = recipe_of(p)
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from te_bench.models.quickstart import Layer, LayerConfig, plain_sdpa
 
 
 def layer(theirs: str, ours: str) -> Layer:
-    """torchao's recipe `theirs`, whose arithmetic is te_bench's recipe `ours`."""
+    """Make a rival of torchao's recipe `theirs`, whose arithmetic is te_bench's recipe `ours`."""
 
     def unsupported(p: LayerConfig) -> str | None:
         if p.recipe != ours:

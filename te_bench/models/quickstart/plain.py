@@ -1,8 +1,8 @@
 """nn.LayerNorm and nn.Linear with attention written out as bmm, softmax, bmm: the quickstart's baseline.
 
-Source: Transformer Engine, docs/examples/quickstart.ipynb (2022): one QKV projection whose rows go by head, then by query,
-key and value; dropout after softmax and after the projection, none after the MLP; GELU by its tanh approximation. A model's
-layer has what LayerConfig says in their place: nn.RMSNorm, shared keys and values, turned heads, SwiGLU, no biases.
+Source: Transformer Engine, docs/examples/quickstart.ipynb (2022): one QKV projection whose rows go by head, then by
+query, key and value; dropout after softmax and after the projection, none after the MLP; GELU by its tanh
+approximation. LayerConfig changes that for a model's layer: nn.RMSNorm, grouped queries, rotary, SwiGLU, no biases.
 """
 
 import math
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ExplicitAttention(nn.Module):
-    """softmax(Q K^T / sqrt(d)) V by separate operators over (s, b, heads, d), of K and V maybe fewer -> (s, b, heads d)."""
+    """softmax(Q K^T / sqrt(d)) V by separate operators over (s, b, heads, d) -> (s, b, heads d); grouped K and V."""
 
     def __init__(self, causal: bool, dropout: float):
         super().__init__()
@@ -52,7 +52,7 @@ class ExplicitAttention(nn.Module):
 
 
 class KernelAttention(nn.Module):
-    """The same by one kernel, called as those of te_bench.kernels.attention are."""
+    """ExplicitAttention's function by one kernel with the interface of te_bench.kernels.attention."""
 
     def __init__(self, kernel: Callable[..., Tensor], causal: bool, dropout: float = 0.0):
         super().__init__()
@@ -67,14 +67,14 @@ class KernelAttention(nn.Module):
 
 
 def attention_of(p: LayerConfig) -> nn.Module:
-    """The quickstart's own attention for "manual", else the kernel of that name."""
+    """Return the quickstart's own attention for "manual", else the kernel of that name."""
     if p.attention == "manual":
         return ExplicitAttention(p.causal, p.dropout)
     return KernelAttention(attention.load(p.attention).forward, p.causal, p.dropout)
 
 
 class Heads(nn.Module):
-    """(s, b, F) of the QKV projection -> query, key and value, (s, b, heads, d) each; normed and turned as p says."""
+    """Split the QKV projection (s, b, F) into query, key, value (s, b, heads, d); normed and rotated as p says."""
 
     def __init__(self, p: LayerConfig, norm: Make):
         super().__init__()
@@ -94,7 +94,7 @@ class Heads(nn.Module):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """x (s, b, heads, d), its first half and its second as real and imaginary parts, turned by angles (s, d)."""
+    """Rotate x (s, b, heads, d) by angles (s, d); its two halves are real and imaginary parts."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     angles = angles[:, None, None].to(wide.dtype)
     first, second = wide.chunk(2, dim=3)
@@ -114,7 +114,7 @@ class MLP(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """x + dropout(proj(attention(ln1(x)))), and then + mlp(ln2(..)); x (s, b, h)."""
+    """Compute h = x + dropout(proj(attention(ln1(x)))), then h + mlp(ln2(h)); x (s, b, h)."""
 
     def __init__(self, p: LayerConfig, linear: Make = nn.Linear, norm: Make | None = None):
         super().__init__()
@@ -135,7 +135,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """mlp(ln2(x)) by the layer's names; x (s, b, h)."""
+    """Compute mlp(ln2(x)) under the layer's names; x (s, b, h)."""
 
     def __init__(self, p: LayerConfig):
         super().__init__()
@@ -148,7 +148,7 @@ class PlainMLP(nn.Module):
 
 
 def norm_of(p: LayerConfig, library: Any = nn) -> Make:
-    """nn.LayerNorm or nn.RMSNorm, or a library's that reads so."""
+    """Return nn.LayerNorm or nn.RMSNorm, or a library's class of that name."""
     made: Make = getattr(library, p.norm)
     return made
 

@@ -11,7 +11,7 @@ from te_bench.models.quickstart.plain import Heads, attention_of, norm_of
 
 
 class FusedLayer(nn.Module):
-    """The plain layer's function; the norms are part of the projection and of the MLP that follow them."""
+    """The plain layer's function; each norm is fused into the projection or MLP after it."""
 
     def __init__(self, p: LayerConfig):
         super().__init__()

@@ -10,7 +10,7 @@ from te_bench.models.quickstart import PARTS, Layer, LayerConfig, _te, named
 
 
 class Alone(nn.Module):
-    """A LayerNormMLP by its name in the layer."""
+    """A LayerNormMLP under its name in the layer."""
 
     def __init__(self, mlp: nn.Module):
         super().__init__()
@@ -22,13 +22,13 @@ class Alone(nn.Module):
 
 
 def make(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
-    """The layer, or its MLP alone, of a library that reads like Transformer Engine."""
+    """Make the layer, or its MLP alone, from a library with Transformer Engine's interface."""
     options |= {"params_dtype": p.dtype, "activation": p.activation, "normalization": p.norm, "bias": p.bias}
     if p.part == "mlp":
         return Alone(library.LayerNormMLP(p.hidden, p.ffn, eps=p.eps, **options))
-    if p.qk_norm:  # which Transformer Engine has not had for long
+    if p.qk_norm:  # older Transformer Engines lack it
         options |= {"qk_norm_type": p.norm, "qk_norm_eps": p.eps, "qk_norm_before_rope": True}
-    # One QKV weight, its rows as the plain layer has them.
+    # One QKV weight, with rows in the plain layer's order.
     layer: nn.Module = _turning(library, p)(
         p.hidden,
         p.ffn,
@@ -47,7 +47,7 @@ def make(library: Any, p: LayerConfig, **options: Any) -> nn.Module:
 
 
 def _turning(library: Any, p: LayerConfig) -> Any:
-    """The library's TransformerLayer, whose forward takes x alone where p has angles, too."""
+    """Return the library's TransformerLayer, with a forward that takes x alone even if p has angles."""
     angles = decoder_layer.angles(p.model, p.sequence)
     if angles is None:
         return library.TransformerLayer
@@ -65,7 +65,7 @@ def build(p: LayerConfig) -> nn.Module:
     return make(te, p)
 
 
-#: Transformer Engine's parameter names, which are te_bench's too; first those that the quickstart's layer has.
+#: {plain.py's parameter: Transformer Engine's and te_bench's name}; first the quickstart layer's.
 NAMES = named(
     {
         "ln1": "self_attention.layernorm_qkv.layer_norm_",

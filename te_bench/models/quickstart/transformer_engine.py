@@ -14,7 +14,7 @@ def unsupported(p: LayerConfig) -> str | None:
         return f"Transformer Engine has no {p.recipe}: {', '.join(theirs.RECIPES)}"
     if reason := theirs.lacks(p.device):
         return reason
-    # Transformer Engine chooses by itself; what ran is held to the name by the profiler.
+    # Transformer Engine selects by itself; the profiler checks which kernel ran.
     if p.part == "mlp" or p.attention in ("cudnn", "flash"):
         return None
     return f"attention {p.attention}: Transformer Engine has cudnn and flash"

@@ -1,4 +1,4 @@
-"""What recipes of several ranks have in common."""
+"""Shared code of recipes over several ranks."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def largest_of_ranks(x: Tensor, group: Any = None) -> Tensor:
-    """Each element's maximum over the group, None: all ranks; infinity where one has NaN, which not every backend keeps."""
+    """Return each element's maximum over the group (None: all ranks); NaN becomes infinity, as backends may lose it."""
     x = x.nan_to_num(nan=torch.inf, posinf=torch.inf)
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x

@@ -21,14 +21,14 @@ ALGORITHMS = ("max", "most_recent")
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """scale = (FP8_MAX / amax) / 2^margin, amax being the largest, or the most recent, of the last amax_history_len steps.
+    """scale = (FP8_MAX / amax) / 2^margin; amax is the largest, or the most recent, of the last amax_history_len steps.
 
     The first step casts with scale 1. An amax of 0, infinity or NaN keeps the scale; infinity and NaN are counted and
-    kept out of the history, so that one of them does not freeze the scale for the whole window, as it does in
-    Transformer Engine. amax_compute_algo: "max", "most_recent" or a function of the history (L, n) -> (n,);
+    kept out of the history, so that one does not freeze the scale for the whole window, as in Transformer Engine.
+    amax_compute_algo: "max", "most_recent" or a function of the history (L, n) -> (n,);
     scaling_factor_compute_algo(amax, scale, fp8_max, recipe) -> new scale, all (n,) float32. reduce_amax takes the
-    maximum over the process group given to autocast. fp8_dpa: attention in FP8, too, with current scales a head in E4M3,
-    where Transformer Engine's are delayed. Raises ValueError for what is impossible.
+    maximum over autocast's process group. fp8_dpa: attention in FP8, too, in E4M3 with current scales per head;
+    Transformer Engine's are delayed. Raises ValueError for impossible settings.
     Source: Transformer Engine, DelayedScaling; Micikevicius et al., arXiv:2209.05433.
     """
 
@@ -66,7 +66,7 @@ class DelayedScaling(Recipe):
     ) -> Quantized:
         assert slot.scale is not None
         amax = slot.amax
-        if slot.again and amax is not None:  # by way of a tensor of the graph's own: the history has moved on by then
+        if slot.again and amax is not None:  # in the graph's own tensor: the history moves on before a recomputation
             amax = x.new_zeros((), dtype=torch.float32)
         scaled = _emulated if self._emulated(x) and torch.compiler.is_compiling() else self._quantizer(x).scaled
         made = scaled(
@@ -113,9 +113,9 @@ class DelayedScaling(Recipe):
         return DelayedState(self, gemms, device)
 
     def update(self, states: Sequence["DelayedState"], group: Any = None) -> None:
-        """Turn the amaxes that the states gathered into scales, in place, and move their histories on by a step.
+        """Turn the states' amaxes into scales, in place, and advance their histories by a step.
 
-        What gathered nothing stays as it is. `group`, a process group, shares the largest amax first (reduce_amax).
+        States without an amax stay as they are. With `group`, its ranks share their largest amax first (reduce_amax).
         """
         tables = [table for state in states for table in (state.forward, state.backward) if table.real]
         if not tables:
@@ -123,8 +123,8 @@ class DelayedScaling(Recipe):
         with torch.no_grad():
             if self.reduce_amax and group is not None and dist.get_world_size(group) > 1:
                 _reduce([table.written[0][0] for table in tables], group)
-            # Linears side by side share one, which two programs of a GPU would move on twice. Ranks, of which some may have
-            # joined theirs and some not yet, have reduced as many before.
+            # Stacked Linears share a table, which must advance only once. Ranks may differ in which tables have joined,
+            # but have reduced equally many before this.
             tables = list({id(table): table for table in tables}.values())
             if callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None:
                 for table in tables:
@@ -140,7 +140,7 @@ class DelayedScaling(Recipe):
             )
 
     def _custom_update(self, table: "ScaleTable") -> None:
-        """The same with the user's own functions; what they answer for slots that gathered nothing is not used."""
+        """Update with the user's own functions; their results for slots without an amax are ignored."""
         history, scale, nonfinite = table.written
         staged = history[0].clone()
         bad = ~torch.isfinite(staged)
@@ -172,14 +172,14 @@ class ScaleTable:
     nonfinite: Tensor
 
     def __post_init__(self) -> None:
-        # The same memory without its version counter: torch.compile keeps the backward tables themselves for the backward
-        # pass, which is to see what the end of the autocast made of them.
+        # The same memory without version counters: torch.compile saves the backward tables for the backward pass, which
+        # must see the update at the autocast's end.
         self.written = self.history.data, self.scale.data, self.nonfinite.data
-        #: Whether there are numbers in it: a pass on the meta device or under FakeTensorMode made none.
+        #: Whether it holds values: a pass on the meta device or under FakeTensorMode makes none.
         self.real = not (self.scale.is_meta or isinstance(self.scale, FakeTensor))
 
     def fresh(self) -> Tensor:
-        """Which of its scales no amax has made, (n,) bool. With a history of one step an amax leaves a scale alone."""
+        """Return which scales no amax has set yet, (n,) bool; with a one-step history only the scale shows it."""
         return (self.scale == 1) & (self.history == 0).all(0)
 
 
@@ -187,12 +187,12 @@ class DelayedState(State):
     """Scales and amax histories of one module, in Transformer Engine's layout.
 
     forward: n = 3 x gemms, for input, weight and output of each GEMM; backward: n = 2 x gemms, for grad_output and
-    grad_input. Row 0 of a history gathers the present step. Outputs and input gradients are not quantised: unused.
+    grad_input. Row 0 of a history gathers the current step. Outputs, input gradients are unused: not quantised.
     """
 
     saved = ("scale_fwd", "amax_history_fwd", "limit_fwd", "scale_bwd", "amax_history_bwd", "limit_bwd")
 
-    ROLES: ClassVar[dict[str, tuple[str, int, int]]] = {  # role -> direction, slots a GEMM, place among them
+    ROLES: ClassVar[dict[str, tuple[str, int, int]]] = {  # role -> direction, slots per GEMM, index among them
         "input": ("forward", 3, 0),
         "weight": ("forward", 3, 1),
         "grad_output": ("backward", 2, 0),
@@ -216,7 +216,7 @@ class DelayedState(State):
         self.slots = {(role, gemm): self._view(role, gemm) for role in self.ROLES for gemm in range(self.gemms)}
 
     def _at(self, role: str, gemm: int) -> tuple["ScaleTable", int]:
-        """The table of a tensor, and its column there."""
+        """Return the table of a tensor, and its column there."""
         direction, stride, place = self.ROLES[role]
         return self.forward if direction == "forward" else self.backward, stride * gemm + place
 
@@ -225,13 +225,13 @@ class DelayedState(State):
         return Slot(table.scale[i], table.history[0, i])
 
     def slot(self, role: str, gemm: int) -> Slot:
-        """scale and amax are () views of the tables."""
-        if torch.compiler.is_compiling():  # there, inputs of a graph that share memory and are written to cost clones
+        """Return a slot whose scale and amax are () views of the tables."""
+        if torch.compiler.is_compiling():  # there, written graph inputs that share memory cost clones
             return self._view(role, gemm)
         return self.slots[role, gemm]
 
     def figures(self, role: str, gemm: int) -> dict[str, float]:
-        """scale, amax and nonfinite_amax of a tensor, for te.numerics."""
+        """Return scale, amax and nonfinite_amax of a tensor, for te.numerics."""
         table, i = self._at(role, gemm)
         amax = table.history[:, i].amax()
         return {"scale": table.scale[i].item(), "amax": amax.item(), "nonfinite_amax": table.nonfinite[i].item()}
@@ -244,13 +244,13 @@ class DelayedState(State):
         return [t for table in (self.forward, self.backward) for t in table.written]
 
     def scales(self) -> list[Tensor]:
-        """The scales of either direction, (n,) float32, as `update` writes to them."""
+        """Return the scales of both directions, (n,) float32, in the memory that `update` writes."""
         return [table.written[1] for table in (self.forward, self.backward)]
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of another state's `tensors()`. Raises ValueError, before anything is copied, when they are not
-        of this recipe's shapes and formats.
+        """Copy another state's `tensors()`. Raises ValueError, before copying, for other shapes or formats than this
+        recipe's.
         """
         remedy = "or drop the fp8_* keys from the state dict to begin with fresh scales"
         known = {name: own for name, own in self.tensors().items() if name in saved}
@@ -270,7 +270,7 @@ class DelayedState(State):
 
     @torch.no_grad()
     def carry(self, old: "DelayedState") -> None:
-        """Go on from a state of another DelayedScaling: its newest steps, and its scales in this recipe's formats."""
+        """Continue from a state of another DelayedScaling: its latest steps, and its scales in our recipe's formats."""
         for mine, theirs in ((self.forward, old.forward), (self.backward, old.backward)):
             kept = min(len(mine.history), len(theirs.history)) - 1
             mine.history[0] = theirs.history[0]
@@ -281,7 +281,7 @@ class DelayedState(State):
 
     @torch.no_grad()
     def join(self, other: "DelayedState") -> None:
-        """The larger amax of each step and the smaller scale; where one has gathered nothing yet, the other's."""
+        """Merge: each step's larger amax and the smaller scale; if one has no amax yet, the other's."""
         if not (self.real and other.real and self.recipe == other.recipe):
             return
         for mine, theirs in ((self.forward, other.forward), (self.backward, other.backward)):
@@ -297,7 +297,7 @@ class DelayedState(State):
         return next((len(value) for name, value in saved.items() if name.startswith("amax_history")), 0)
 
     def to(self, device: torch.device) -> None:
-        """Move to a device, never to another dtype: scales are float32 whatever the module's parameters become."""
+        """Move to a device, never to another dtype: scales stay float32 whatever the parameters become."""
         for table in (self.forward, self.backward):
             for name in ("history", "scale", "limit", "nonfinite"):
                 setattr(table, name, getattr(table, name).to(device))
@@ -314,9 +314,9 @@ def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> S
     )
 
 
-# Opaque to torch.compile, which would else divide the work between its graphs as if scales never changed: what depends on
-# no gradient, such as 1 / scale of a gradient, it computes in the forward pass, and what is cheap, again in the backward
-# pass. The end of the autocast is in between and changes the scales.
+# Opaque to torch.compile, which assumes that scales never change: it would compute what needs no gradient, such as 1 /
+# scale of a gradient, in the forward pass, and recompute what is cheap in the backward pass. But the autocast's end, in
+# between, changes the scales.
 @torch.library.custom_op("te_bench::emulated_delayed_cast", mutates_args=("amax", "counts", "column_sum"))
 def _cast(
     x: Tensor,
@@ -331,7 +331,7 @@ def _cast(
     made = quantize_reference.BACKEND.scaled(
         x, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts, column_sum=column_sum
     )
-    # Outputs of an operator are neither None nor the same memory.
+    # An operator's outputs may neither be None nor share memory.
     data, inverse, data_t, inverse_t = (x.new_empty(0) if part is None else part for part in made[:4])
     return data, inverse, data_t, inverse_t.clone()
 
@@ -358,7 +358,7 @@ def _emulated(
 
 
 def _reduce(rows: list[Tensor], group: Any) -> None:
-    """Every rank's largest amax, by one all-reduce; NaN counts as infinity."""
+    """All-reduce every amax to the ranks' largest, in one call; NaN counts as infinity."""
     flat = largest_of_ranks(torch.cat(rows), group)
     for row, value in zip(rows, flat.split([row.numel() for row in rows]), strict=True):
         row.copy_(value)

@@ -16,8 +16,8 @@ from te_bench.models.recipe._recipe import Format, Recipe, Slot
 class Float8BlockScaling(Recipe):
     """scale of a block = FP8_MAX / amax(block), rounded down to a power of two unless power_of_two is False.
 
-    Blocks run along what the GEMM contracts, so the two layouts of an activation have scales of their own and a weight's
-    are shared. E4M3 throughout; raises ValueError for another format.
+    Blocks run along the GEMM's contracted dimension, so an activation's two layouts have separate scales, and a
+    weight's are shared. E4M3 throughout; raises ValueError for another format.
     Source: Transformer Engine, Float8BlockScaling; DeepSeek-V3, arXiv:2412.19437, 3.3.2.
     """
 

@@ -11,11 +11,11 @@ from te_bench.models.recipe.delayed_scaling import DelayedScaling
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """scale = FP8_MAX / amax(x), 1 where amax is 0, infinite or NaN; split accumulation in dgrad and wgrad.
+    """scale = FP8_MAX / amax(x), 1 if amax is 0, infinite or NaN; split accumulation in dgrad and wgrad.
 
-    power_of_two rounds scales down to powers of two. fp8_dpa: attention, too, with a scale a head, in E4M3
-    both ways whatever the format. bf16_wgrad: the weight gradient is that of x and dy themselves, in their own precision; x
-    is kept for it uncast, two bytes an element in bf16. Raises ValueError for Format.E5M2.
+    power_of_two rounds scales down to powers of two. fp8_dpa: attention in FP8, too, with a scale per head, always
+    E4M3. bf16_wgrad: wgrad multiplies x and dy themselves, in their own precision; x is saved for it uncast, two bytes
+    an element in bf16. Raises ValueError for Format.E5M2.
     Source: Transformer Engine, Float8CurrentScaling.
     """
 
@@ -32,7 +32,7 @@ class Float8CurrentScaling(Recipe):
         return True
 
     def by_given_scale(self) -> Recipe | None:
-        kind = type(self)  # a subclass may cast in a way of its own
+        kind = type(self)  # a subclass may cast differently
         usual = kind.quantize is Float8CurrentScaling.quantize and kind.dtype is Recipe.dtype
         if not usual or self.bf16_wgrad:
             return None

@@ -14,11 +14,11 @@ from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """scale of 32 elements along what the GEMM contracts = amax / FP8_MAX rounded up to a power of two; E4M3 by default.
+    """scale of 32 elements along the GEMM's contracted dimension = amax / FP8_MAX rounded up to a power of two.
 
-    Format.HYBRID has E5M2 gradients. enable_2d_quantization: a weight's blocks are 32 x 32, shared by both orientations. No
-    GPU multiplies it here: GEMMs are bf16's, of the same numbers, and keep two bytes an element for the backward pass.
-    emulate=True casts in plain PyTorch. Raises ValueError for what is impossible.
+    E4M3 by default; Format.HYBRID has E5M2 gradients. enable_2d_quantization: a weight's blocks are 32 x 32, shared by
+    both orientations. Emulated: GEMMs are bf16's on the same numbers, and save two bytes an element for backward.
+    emulate=True casts in plain PyTorch. Raises ValueError for impossible settings.
     Source: Transformer Engine, MXFP8BlockScaling; arXiv:2506.08027.
     """
 

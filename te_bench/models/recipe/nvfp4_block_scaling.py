@@ -16,13 +16,13 @@ LARGEST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """E2M1 elements, an E4M3 scale for 16 of them along what the GEMM contracts, a float32 scale for the tensor.
+    """E2M1 elements, an E4M3 scale per 16 of them along the GEMM's contracted dimension, a float32 scale per tensor.
 
-    Gradients are rounded stochastically, by bytes of torch's generator of their device; x and dy are Hadamard-transformed by
-    16 tokens for wgrad; a weight's blocks are 16 x 16, shared by both orientations: disable_stochastic_rounding,
-    disable_rht and disable_2d_quantization each do without. No GPU multiplies it here: GEMMs are bf16's, of the same
-    numbers, and keep two bytes an element for the backward pass. emulate=True casts in plain PyTorch. Raises ValueError for
-    what is impossible. Source: Transformer Engine, NVFP4BlockScaling; arXiv:2509.25149.
+    Gradients are rounded stochastically, with bytes of torch's device generator; x and dy are Hadamard-transformed by
+    16 tokens for wgrad; a weight's blocks are 16 x 16, shared by both orientations. disable_stochastic_rounding,
+    disable_rht and disable_2d_quantization switch these off. Emulated: GEMMs are bf16's on the same numbers, and save
+    two bytes an element for the backward pass. emulate=True casts in plain PyTorch. Raises ValueError for impossible
+    settings. Source: Transformer Engine, NVFP4BlockScaling; arXiv:2509.25149.
     """
 
     disable_rht: bool = False

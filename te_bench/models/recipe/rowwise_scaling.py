@@ -12,10 +12,10 @@ from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
 @dataclass(frozen=True)
 class RowwiseScaling(Recipe):
-    """scale[i] = FP8_MAX / amax(row i), of the operand as its GEMM contracts it: the two layouts have their own scales.
+    """scale[i] = FP8_MAX / amax(row i) of the operand as its GEMM contracts it: the two layouts have separate scales.
 
-    E4M3 throughout by default: a row's range is narrow. power_of_two as torchao's recipe has it, so that both layouts
-    round alike. bf16_wgrad: the weight gradient is that of x and dy themselves, in their own precision; x is kept for it
+    The default format is E4M3 throughout: a row's range is narrow. power_of_two, as in torchao's recipe, makes both
+    layouts round alike. bf16_wgrad: wgrad multiplies x and dy themselves, in their own precision; x is saved for it
     uncast, two bytes an element in bf16. Raises ValueError for Format.E5M2. Source: torchao.float8, "rowwise" and
     "rowwise_with_gw_hp".
     """

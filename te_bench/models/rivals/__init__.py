@@ -1,8 +1,7 @@
 """Other projects that train the same model, one file each: RIVAL in NAME.py. Imports no torch.
 
-A rival changes a model in place, te-bench's own or, where it can, a user's, so that its passes are another project's. The
-parameters stay the model's, under its names, with the same initial values: the check, the optimizer and the report know
-nothing else of a rival.
+A rival changes a model in place, te-bench's own or, where it can, a user's, so that another project computes its
+passes. Parameters keep the model's names and initial values: the check, the optimizer and the report need nothing else.
 """
 
 import contextlib
@@ -26,10 +25,10 @@ Capability = tuple[int, int] | None  # the GPU's compute capability, None on a C
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changed:
-    """What a rival did to a user's module.
+    """A rival's changes to a user's module.
 
-    linears: names of the layers that it computes in FP8; multiple: of the rows that they can be given. around: what a
-    forward pass runs in.
+    linears: names of the layers that it computes in FP8; multiple: they need rows that are a multiple of it. around:
+    the context of a forward pass.
     """
 
     linears: tuple[str, ...] = ()
@@ -39,10 +38,10 @@ class Changed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adoption:
-    """How a rival trains a user's model, of which te-bench knows nothing.
+    """How a rival trains a user's model that te-bench does not know.
 
-    unsupported(module, device, capability): why it can't train that module on this machine, or None.
-    build(module): change the module. code(vocab): the lines by which a user changes a `model` of that vocabulary.
+    unsupported(module, device, capability): why it cannot train that module on this machine, or None. build(module):
+    change the module. code(vocab): the lines by which a user changes a `model` of that vocabulary.
     """
 
     unsupported: "Callable[[nn.Module, str, Capability], str | None]"
@@ -52,20 +51,17 @@ class Adoption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """One rival, and how those who use it train.
+    """One rival and how it trains a te-bench model.
 
-    title: what a report calls its steps; rivals of one title have the same kernels. packages: the distributions whose
-    versions an environment notes.
-    unsupported(config, device, capability): why it can't train that model on this machine, or None.
-    build(model): change the model. recipe: te_bench's recipe of the same arithmetic; None: it trains in bf16.
-    modes: in which execution modes suites run it in one process.
-    way: the file of training.ways by which its steps are divided over ranks; None: it has one process alone. ranks: {mode of
-    parallelism that the way has: execution modes}, as suites run it on GPUs.
-    head(config): the loss that it trains with, where it has its own.
-    own_blocks: its passes are its own from the first block to the last norm, and mode cudagraph captures them as they are;
-    else it has changed modules of the model. own_attention: it calls attention by operators of its own, which torch's
-    profiler has no names for. kernels: a regular expression over a GPU's kernels that tells one of each block's part.
-    adoption: how it trains a user's model; None: it can't.
+    title: its name in reports; rivals of one title have the same kernels. packages: the distributions whose versions an
+    environment records. unsupported(config, device, capability): why it can't train that model on this machine, or
+    None. build(model): change the model. recipe: te_bench's recipe of the same arithmetic; None: it trains in bf16.
+    modes: the execution modes in which suites run it in one process. way: the file of training.ways that divides its
+    steps over ranks; None: a single process only. ranks: {mode of parallelism of the way: execution modes} that suites
+    run on GPUs. head(config): its own training loss, if it has one. own_blocks: it runs its own code from the first
+    block to the last norm, and mode cudagraph captures that uncompiled; otherwise it has changed modules of the model.
+    own_attention: it calls attention by its own operators, which torch's profiler cannot name. kernels: a regular
+    expression for names of GPU kernels that prove it ran. adoption: how it trains a user's model; None: it can't.
     """
 
     title: str
@@ -92,7 +88,7 @@ names, load = _family.names, _family.load
 
 
 def called(name: str) -> str:
-    """A rival by its title and what tells it from others of that title: Liger, torchao tensorwise. Others are themselves."""
+    """Return a rival's title and variant, such as "Liger" or "torchao tensorwise"; any other name unchanged."""
     if name not in names():
         return name
     title = load(name).title
@@ -100,12 +96,12 @@ def called(name: str) -> str:
 
 
 def adopting() -> list[str]:
-    """The names of those that train a user's model."""
+    """Return the names of rivals that can train a user's model."""
     return [name for name in names() if load(name).adoption is not None]
 
 
 def missing(modules: Sequence[str], package: str, install: str) -> str | None:
-    """That a package is needed, with the command that installs it, where one of its modules is not there; or None."""
+    """Return that a package is needed, with its install command, if one of its modules is missing; else None."""
     if all(importlib.util.find_spec(module) is not None for module in modules):
         return None
     return f"needs {package}: pip install {install}"

@@ -1,4 +1,4 @@
-"""What a rival that computes whole blocks asks of a model, by the parts that the model describes itself as."""
+"""Checks of a model's parts for rivals that compute whole blocks."""
 
 import functools
 
@@ -7,9 +7,9 @@ from te_bench.models.configs import DecoderConfig
 
 @functools.cache
 def unlike_llama(config: DecoderConfig, *, biases: bool = False) -> str | None:
-    """Why the model's blocks are no Llama's, or None: RMSNorm, SwiGLU, rotary positions; q, k and v one after the other.
+    """Return why the model's blocks differ from Llama's (RMSNorm, SwiGLU, rotary positions, stacked q, k, v), or None.
 
-    They are attention and MLP by turns; their Linears have biases only where `biases` are allowed. Nothing is allocated.
+    Attention and MLP must alternate; Linears may have biases only if `biases`. Nothing is allocated.
     """
     import torch
 

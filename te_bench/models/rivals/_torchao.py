@@ -1,4 +1,4 @@
-"""A model whose Linears but the head's are torchao.float8's; a user's, under torch.compile as te-bench's own."""
+"""A rival with all Linears but the head by torchao.float8; a user's model under torch.compile, as te-bench's."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rival(theirs: str, ours: str) -> Rival:
-    """torchao's recipe `theirs`, whose arithmetic is te_bench's recipe `ours`; the head stays in bf16."""
+    """Make the rival of torchao's recipe `theirs`, whose arithmetic is te_bench's `ours`; the head stays in bf16."""
 
     def unsupported(config: DecoderConfig, device: str, capability: Capability) -> str | None:
         return torchao.lacks(device, capability)

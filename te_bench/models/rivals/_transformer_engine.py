@@ -1,8 +1,7 @@
-"""Blocks by Transformer Engine's TransformerLayer, and the last norm by its RMSNorm.
+"""A rival with Transformer Engine's TransformerLayer as blocks, and its RMSNorm as last norm.
 
-Its users write a Llama so; embedding, head and loss stay PyTorch's, in bf16. Weights are in float32 under autocast, as
-te-bench trains them. Each pass gives them to the layers anew, as they are then: an optimizer may have put copies in their
-place.
+Its users write a Llama so; embedding, head and loss stay PyTorch's, in bf16. Weights are float32 under autocast, as
+te-bench trains them. Each pass hands the layers the current weights: an optimizer may have replaced them by copies.
 
 Source: Transformer Engine 2.20.2, docs/examples/te_llama.
 """
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rival(recipe: str, least: tuple[int, int] = (8, 9)) -> Rival:
-    """Training under one of its recipes, with the default settings, from the compute capability `least` on."""
+    """Make the rival of one of its recipes, with default settings, from the compute capability `least` on."""
 
     def unsupported(config: DecoderConfig, device: str, capability: Capability) -> str | None:
         if reason := transformer_engine.lacks(device):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart
 
 
-#: Model types of transformers whose patch of an instance changes nothing else but globals of the module of its class.
+#: Model types of transformers whose patch of an instance otherwise changes only globals of its class's module.
 PATCHED = ("gemma", "gemma2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 
 
@@ -45,7 +45,7 @@ def _lacks(device: str) -> str | None:
 
 
 def body(model: "Decoder", x: "Tensor") -> "Tensor":
-    """Decoder.body, (B, T, C) -> (B, T, C), by Liger's kernels."""
+    """Compute Decoder.body, (B, T, C) -> (B, T, C), by Liger's kernels."""
     from te_bench.models.parts import AttentionPart, NormPart
 
     angles = model.angles(x.shape[1])
@@ -84,9 +84,9 @@ def _attention(x: "Tensor", part: "AttentionPart", cos: "Tensor", sin: "Tensor")
 
 
 def _mlp(x: "Tensor", part: "MLPPart") -> "Tensor":
-    """gate and up by one product, whose halves Liger reads where they lie, and overwrites with their gradient.
+    """Compute an MLP with gate and up in one GEMM; Liger reads its halves and overwrites them with their gradient.
 
-    Its gradient has two dimensions, whatever its input has (0.8.5).
+    Its gradient always has two dimensions (0.8.5).
     """
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
 
@@ -95,7 +95,7 @@ def _mlp(x: "Tensor", part: "MLPPart") -> "Tensor":
 
 
 def head(config: DecoderConfig) -> Backend:
-    """Liger's loss, which has as many GEMMs as the true vocabulary asks for."""
+    """Make Liger's loss, whose GEMMs have the true vocabulary's size."""
     backend = load("liger")
 
     def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
@@ -124,7 +124,7 @@ def unsupported_module(module: "nn.Module", device: str, capability: Capability)
 
 
 def adopt(module: "nn.Module") -> Changed:
-    """Patch the instance as Liger does, and put globals of transformers back: they hold while the module is called alone.
+    """Patch the instance as Liger does, but make its changes to transformers' globals last only during calls.
 
     The check builds the same module without Liger in the same process.
     """
@@ -140,7 +140,7 @@ def adopt(module: "nn.Module") -> Changed:
 
 @contextlib.contextmanager
 def _replaced(names: dict[str, Any], by: Mapping[str, Any]) -> Iterator[None]:
-    """Those values under those names while inside."""
+    """Set these names to these values inside the context."""
     before = {name: names[name] for name in by}
     names.update(by)
     try:
@@ -150,7 +150,7 @@ def _replaced(names: dict[str, Any], by: Mapping[str, Any]) -> Iterator[None]:
 
 
 def code(vocab: int) -> tuple[str, ...]:
-    """The lines that patch a `model` of transformers."""
+    """Return the lines that patch a `model` of transformers."""
     return (
         "from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance",
         "_apply_liger_kernel_to_instance(model=model)  # pip install liger-kernel",

@@ -1,6 +1,6 @@
 """torchtitan's step over ranks in bf16: fully_shard or layers shared by DTensor, each block under torch.compile.
 
-The blocks are te-bench's, in plain PyTorch, as torchtitan's are: training.ways.torchtitan says what it makes of them.
+The blocks are te-bench's, in plain PyTorch like torchtitan's; training.ways.torchtitan divides and compiles them.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ def unsupported(config: DecoderConfig, device: str, capability: Capability) -> s
 
 
 def build(model: "Decoder") -> None:
-    """The way does it all, in each rank."""
+    """Do nothing: training.ways.torchtitan changes the model, in each rank."""
 
 
 RIVAL = Rival(

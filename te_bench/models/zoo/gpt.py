@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_bench.models import fp8_attention
-from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
+from te_bench.models.configs import CONFIGS as CONFIGS  # re-exported
 from te_bench.models.configs import GPTConfig as GPTConfig
 from te_bench.models.decoder import Decoder, MakeLinear, Tables
 from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, Part

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.models import fp8_attention
-from te_bench.models.configs import CONFIGS as CONFIGS  # part of this module's interface
+from te_bench.models.configs import CONFIGS as CONFIGS  # re-exported
 from te_bench.models.configs import LlamaConfig as LlamaConfig
 from te_bench.models.configs import RopeScaling as RopeScaling
 from te_bench.models.decoder import Decoder, MakeLinear, Tables
@@ -29,18 +29,18 @@ from te_bench.models.parts import AttentionPart, LinearPart, MLPPart, NormPart, 
 
 
 def inverse_frequencies(config: LlamaConfig) -> Tensor:
-    """(D / 2,) float32, on the CPU: theta^(-2 i / D), of which Llama 3.1 divides those of long waves by a factor.
+    """Return theta^(-2 i / D), (D / 2,) float32 on the CPU; Llama 3.1 divides those of long waves by a factor.
 
-    Waves between the two limits go over from one to the other smoothly. Every CPU has the same bits.
+    Between its two limits the factor changes smoothly. Every CPU gives the same bits.
     """
     d = config.head_dim
     exponents = torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d
-    # A float32 power depends on a CPU's vector instructions; what follows is one rounding an operation, as IEEE 754 has it.
+    # A float32 power depends on the CPU's vector instructions; the operations below round once each, as IEEE 754 says.
     frequencies = 1.0 / (config.rope_theta**exponents).float()
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    waves = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the context of the pretraining
+    waves = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # how often they fit the pretraining
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((waves - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         self.o_proj = linear(shape.heads * shape.head_dim, config.hidden_size, bias=False)
 
         def norm() -> RMSNorm | None:
-            """te's: a head in bf16 is normalised in float32 and rounded once, under autocast as well."""
+            """Make te's norm: even under autocast it normalises a bf16 head in float32 and rounds once."""
             return RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
         self.q_norm, self.k_norm = norm(), norm()
@@ -103,8 +103,8 @@ class Block(nn.Module):
 class Llama(Decoder):
     """Llama: pre-RMSNorm, rotary positions, grouped queries, SwiGLU. Arguments are Decoder's.
 
-    `rotary`, (block_size, D), are the angles, float32 at least whatever the model is cast to. No state dict has them: they
-    are made anew wherever the model moves, so that no way of building one loses them.
+    `rotary`, (block_size, D), has the angles, in float32 at least whatever the model is cast to. It is in no state
+    dict: moving the model recomputes it, so that no way of building one loses it.
     """
 
     config: LlamaConfig
@@ -112,7 +112,7 @@ class Llama(Decoder):
     INTO_STREAM = ("o_proj.weight", "down_proj.weight")
 
     def build(self, config: LlamaConfig, attention: str, padded: int, linear: MakeLinear) -> None:
-        # The names are Hugging Face's, but for the two products that are one here.
+        # The names are Hugging Face's, except for the two stacked weights.
         self.model: Any = nn.ModuleDict(
             {
                 "embed_tokens": nn.Embedding(padded, config.hidden_size),
@@ -122,7 +122,7 @@ class Llama(Decoder):
         )
         self.lm_head = nn.Linear(config.hidden_size, padded, bias=False)
         self.register_buffer("rotary", torch.empty(config.block_size, config.head_dim), persistent=False)
-        self.register_load_state_dict_post_hook(Llama.make_angles)  # which may put other parameters in place
+        self.register_load_state_dict_post_hook(Llama.make_angles)  # loading may replace parameters
 
     def body(self, x: Tensor) -> Tensor:
         angles = self.angles(x.shape[1])
@@ -155,11 +155,11 @@ class Llama(Decoder):
         head = self.lm_head.weight
         places = torch.arange(self.config.block_size, dtype=torch.float32, device=head.device)
         half = places[:, None] * inverse_frequencies(self.config).to(head.device)
-        # In bf16 neighbouring positions beyond 256 would be one.
+        # In bf16, neighbouring positions beyond 256 would be equal.
         self.rotary = torch.cat((half, half), 1).to(torch.promote_types(head.dtype, torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What .to(), .double() and to_empty() do with every tensor."""
+        """Recompute the angles whenever .to(), .double() or to_empty() changes the tensors."""
         super()._apply(fn, recurse)
         self.make_angles()
         return self

@@ -1,4 +1,4 @@
-"""How families of models lie in Hugging Face folders, one file each: LAYOUT in NAME.py, NAME as in models.zoo. No torch.
+"""Layouts of model families in Hugging Face folders, one file each: LAYOUT in NAME.py, NAME as in models.zoo. No torch.
 
     layout = layouts.load(config.family)
     layout.describe(config)                                  # config.json
@@ -19,30 +19,30 @@ Settings = Mapping[str, Any]  # what config.json says
 
 
 class Piece(NamedTuple):
-    """A tensor of the folder: the next `rows` rows of a parameter, or all that are left of it."""
+    """A tensor of the folder: it holds the next `rows` rows of a parameter, or all remaining rows."""
 
     key: str
     rows: int | None = None
-    transposed: bool = False  # (in, out) there, (out, in) here
+    transposed: bool = False  # (in, out) in the folder, (out, in) here
 
 
 def whole(config: DecoderConfig, name: str) -> list[Piece]:
-    """The pieces of a parameter that is a tensor of the same name."""
+    """Return the single piece of a parameter that is stored whole under its own name."""
     return [Piece(name)]
 
 
 def no_zeros(config: DecoderConfig) -> dict[str, int]:
-    """No tensor is made up."""
+    """Return nothing: this layout has no tensor that our model lacks."""
     return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A family's folder. The callables take Decoder's names of parameters and never its modules.
+    """The layout of a family's folder. The callables take Decoder's names of parameters and never its modules.
 
-    model_types: those of config.json that `read` knows. prefix: of keys, which files of a model without
-    its head lack. ignored: keys that are no parameters, prefix included. zeros: {key: elements} of vectors that the folder
-    has and a model of this configuration has not. read and describe raise ValueError for what the other cannot say.
+    model_types: values in config.json that `read` knows. prefix: of keys; files of a model without its head omit it.
+    ignored: keys (with prefix) that are no parameters. zeros: {key: elements} of vectors that the folder has and our
+    model has not. read and describe raise ValueError for settings that the other format cannot express.
     """
 
     model_types: tuple[str, ...]
@@ -59,14 +59,14 @@ names = _family.names
 
 
 def load(family: str) -> Layout:
-    """The layout of that family. Raises ValueError for one that has none."""
+    """Return the family's layout. Raises ValueError if it has none."""
     if family not in names():
         raise ValueError(f"no file of te_bench/training/layouts is {family}'s: its weights go into checkpoints alone")
     return _family.load(family)
 
 
 def of_model_type(model_type: object) -> Layout:
-    """The layout that reads such a config.json. Raises ValueError for a type that none reads."""
+    """Return the layout that reads this model_type. Raises ValueError if none does."""
     found = [_family.load(name) for name in names()]
     known = [name for layout in found for name in layout.model_types]
     if model_type not in known:
@@ -74,18 +74,18 @@ def of_model_type(model_type: object) -> Layout:
     return next(layout for layout in found if model_type in layout.model_types)
 
 
-# What the files have in common.
+# Checks that the layouts share.
 
 
 def require(found: Settings, only: Settings) -> None:
-    """Raise ValueError where a setting is another than the only one that can be loaded; absent means that one."""
+    """Raise ValueError if a setting is present and differs from the only value that can be loaded."""
     for key, value in only.items():
         if found.get(key, value) != value:
             raise ValueError(f"{key} is {found[key]!r}; only {value!r} can be loaded")
 
 
 def read_sizes(found: Settings, *keys: str) -> list[int]:
-    """The sizes under these keys. Raises ValueError for those that are none."""
+    """Return the sizes under these keys. Raises ValueError unless all are positive integers."""
     odd = [key for key in keys if type(found.get(key)) is not int or found[key] < 1]
     if odd:
         raise ValueError(f"{', '.join(f'{key} is {found.get(key)!r}' for key in odd)}; give positive integers")

@@ -9,7 +9,7 @@ from typing import Any
 from te_bench.models.configs import DecoderConfig, GPTConfig
 from te_bench.training.layouts import Layout, Piece, Settings, read_sizes, require
 
-#: Settings that would make it another model, with the one value that is GPT-2's.
+#: Settings that define another model unless they have GPT-2's value, given here.
 FIXED: dict[str, Any] = {
     "tie_word_embeddings": True,
     "scale_attn_weights": True,
@@ -65,7 +65,7 @@ def _describe(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _zeros(config: DecoderConfig) -> dict[str, int]:
-    """The biases, which transformers' GPT-2 always has."""
+    """Return the sizes of the biases that transformers' GPT-2 always has and a model with bias=False lacks."""
     assert isinstance(config, GPTConfig)
     if config.bias:
         return {}

@@ -12,14 +12,14 @@ from typing import Any
 from te_bench.models.configs import DecoderConfig, LlamaConfig, RopeScaling
 from te_bench.training.layouts import Layout, Piece, Settings, read_sizes, require
 
-#: What is absent from a config.json means, in transformers.
+#: transformers' defaults for settings that a config.json omits.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
-#: Settings that would make it another model, with the one value that is a Llama's.
+#: Settings that define another model unless they have Llama's value, given here.
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
@@ -72,7 +72,7 @@ def _require_bias_of_qkv_alone(found: Settings) -> None:
 
 
 def _require_no_window(found: Settings, length: int) -> None:
-    """Raise ValueError where some layer does not see all of a sequence."""
+    """Raise ValueError if some layer attends to less than the whole sequence."""
     window = found.get("sliding_window")
     if found["model_type"] != "mistral":
         kinds = found.get("layer_types") or ["sliding_attention"]
@@ -88,7 +88,7 @@ def _require_no_window(found: Settings, length: int) -> None:
 
 
 def _read_rotary(found: Settings) -> tuple[float, RopeScaling | None]:
-    """rope_theta and the scaling: newer files have both in rope_parameters, older ones a rope_scaling beside rope_theta."""
+    """Return (rope_theta, scaling): in newer files both in rope_parameters, in older ones rope_theta, rope_scaling."""
     rope = found.get("rope_scaling") or found.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"the rotary settings are {rope!r}; give an object with rope_type")

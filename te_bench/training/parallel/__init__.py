@@ -1,4 +1,4 @@
-"""How a training step is divided over the ranks of a process group: one object that TrainStep asks.
+"""Modes of dividing a training step over the ranks of a process group: one object that TrainStep uses.
 
     parallel = load("ddp")                       # in every rank, once torch.distributed has its process group
     step = TrainStep(model, optim, precision="bf16", mode="eager", parallel=parallel)
@@ -20,152 +20,152 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-#: Modes with groups of ranks, of a size that is asked for as `shard`.
+#: Modes with groups of ranks, whose size is the option `shard`.
 GROUPED = ("fsdp2+tp", "hsdp")
-#: Modes that gather weights, which may be in FP8: gather.
+#: Modes that gather weights; the option gather does so in FP8.
 GATHERING = ("fsdp2", "hsdp")
-#: Modes with ranks that share layers, and may share the tokens between them: sequence_parallel.
+#: Modes whose ranks share layers (tensor parallelism); they allow sequence_parallel.
 SHARING = ("fsdp2+tp", "tp")
-#: What overlaps the GEMMs of such ranks with their collectives: torch's symmetric memory.
+#: Ways to overlap such ranks' GEMMs with their collectives: torch's symmetric memory.
 OVERLAPS = ("symmetric",)
 
 
 class Indivisible(ValueError):
-    """A model whose step cannot be divided so."""
+    """Raised for a model whose step this mode cannot divide."""
 
 
 class Parallel:
-    """One process that does all of it; the base of the modes that divide the work."""
+    """A single process that does the whole step; the base class of the modes that divide it."""
 
     name: ClassVar[str | None] = None
     world, rank = 1, 0
-    casts = False  # the model computes in the dtype of the weights that it is given, without autocast
-    replicas, replica = 1, 0  # into how many parts a micro-batch is divided, and which is this rank's
+    casts = False  # True: the model computes in the dtype of its weights, without autocast
+    replicas, replica = 1, 0  # a micro-batch is divided into `replicas` parts; this rank has part `replica`
 
     @property
     def draws(self) -> int:
-        """Which of the sequences of random numbers is this rank's."""
+        """The index of this rank's random number sequence."""
         return self.replica
 
     @classmethod
     def refused(
         cls, *, precision: str, mode: str, optimizer: str | None, blocks: str | None, **gathers: "Any"
     ) -> str | None:
-        """Why no step of this kind can be divided so, or None: known before there are ranks.
+        """Return why this mode can divide no such step, or None, without ranks.
 
-        gathers: of GATHERING, `gather`, and where it is known the `recipe` that casts.
+        gathers: of GATHERING, the option `gather` and, if known, the `recipe` that casts.
         """
         return None
 
     def unsupported(self, **kind: "Any") -> str | None:
-        """Why this rank's step of a kind that `refused` takes cannot be divided so, or None."""
+        """Return why this rank's step cannot be divided in this mode, or None; also checks what only a rank knows."""
         return self.refused(**kind)
 
     def prepare(self, model: "nn.Module", multiplies_in: "torch.dtype | None") -> None:
-        """Make the model one rank's part of it, in place, before anything else is made of its parameters.
+        """Turn the model into this rank's part, in place; call before anything else uses its parameters.
 
-        multiplies_in: the dtype to which autocast rounds what is multiplied; None where it does not.
+        multiplies_in: the dtype to which autocast rounds GEMM operands; None without autocast.
         """
 
     def seed(self, seed: int) -> int:
-        """What dropout's masks are drawn by: in each rank another, of each of a repetition's seeds."""
+        """Return this rank's seed for dropout masks, different in each rank."""
         return seed
 
     def require_same_batch(self, *batch: "Tensor") -> None:
-        """Raise ValueError where ranks were given different batches. Asks the others with the first batch of each shape."""
+        """Raise ValueError if ranks got different batches. Communicates only for the first batch of each shape."""
 
     def rows(self, x: "Tensor") -> "Tensor":
-        """This rank's rows of a micro-batch."""
+        """Return this rank's rows of a micro-batch."""
         return x
 
     def forward(self, model: "nn.Module") -> "Callable[..., Tensor]":
-        """What an eager pass calls."""
+        """Return the callable of an eager forward pass."""
         return model
 
     def compiled(self, model: "nn.Module") -> "Callable[..., Tensor]":
-        """The model's forward pass as torch.compile makes it; the model itself stays as it is."""
+        """Return the forward pass compiled by torch.compile; the model itself is unchanged."""
         import torch
 
         forward: Callable[..., Tensor] = torch.compile(model, dynamic=False)
         return forward
 
     def of_all(self, value: "Any") -> "list[Any]":
-        """Every rank's value, in their order; all ask for it at once."""
+        """Return every rank's value, in rank order. Every rank must call it."""
         return [value]
 
     def meet(self) -> None:
-        """Wait for every rank, after each did by itself what may take one longer than collectives wait."""
+        """Wait for every rank, after work that may take one rank longer than collectives wait."""
 
     def watch(self, holders: Iterable["nn.Parameter"]) -> None:
-        """Note parameters whose gradient is whole as soon as a backward pass has brought it."""
+        """Register parameters whose gradient is whole as soon as the backward pass has written it."""
 
     def reducing(self) -> contextlib.AbstractContextManager[None]:
-        """Around the last backward pass of a step: what is watched may be sent while the pass goes on."""
+        """Enclose the last backward pass of a step: gradients of watched parameters may be sent while it runs."""
         return contextlib.nullcontext()
 
     def reduce(self, holders: Iterable["nn.Parameter"]) -> None:
-        """Make each holder's gradient of this rank's rows that of the global batch, in place; after the last backward pass.
+        """Average each holder's gradient over the global batch, in place; call after the last backward pass.
 
-        holders: the same at each call, whether or not they have gradients. Raises Indivisible.
+        holders: the same at each call, with or without gradients. Raises Indivisible.
         """
 
     def shared(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
-        """The optimizer that updates all parameters as this new one would, of which each rank may keep a part."""
+        """Return an optimizer equivalent to this new one, of whose states each rank may keep only a part."""
         return optimizer
 
     def own(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
-        """Of what `shared` made the optimizer whose states are this rank's."""
+        """Return the optimizer inside `shared`'s result that holds this rank's states."""
         return optimizer
 
     def owners(self, parameters: "Sequence[nn.Parameter]") -> list[int] | None:
-        """For an optimizer of te_bench's, the rank that updates each and keeps its moments; None: every rank does.
+        """Return, for te_bench's optimizers, which rank updates each parameter and keeps its moments; None: every rank.
 
         It may move the parameters' memory. Raises Indivisible.
         """
         return None
 
     def updated(self) -> None:
-        """After each rank has updated those that it owns: every rank has them all."""
+        """Send every parameter from the rank that updated it to all others."""
 
     def of_parts(self, norm: "Tensor") -> "Tensor":
-        """The norm of all gradients, by that of the gradients of this rank's own parameters."""
+        """Return the norm of all gradients, given the norm of those that this rank owns."""
         return norm
 
     def gathered(self, model: "nn.Module", gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
-        """{dtype: (the least, the most) bytes} that the two passes of a micro-batch are to gather.
+        """Return {dtype: (least, most) bytes} that the two passes of a micro-batch must gather.
 
-        Of the weights of the model's blocks, were it as `gather` asks; with sequence parallelism of so many tokens, those of
-        the micro-batch's part that this rank computes. What is wider than half precision does not count.
+        Counts the blocks' weights as `gather` sends them and, with sequence parallelism, activations of `tokens`, this
+        rank's part of the micro-batch. Anything wider than half precision is left out.
         """
         return {}
 
     def overlapped(self, tokens: int) -> int:
-        """How many numbers a micro-batch's two passes are to gather, and as many to scatter, while they multiply.
+        """Return how many numbers a micro-batch's two passes must gather, and scatter, overlapped with GEMMs.
 
-        At least, of so many tokens. 0 where GEMMs and collectives are apart.
+        It is a lower bound for `tokens` tokens; 0 if GEMMs and collectives do not overlap.
         """
         return 0
 
     def largest(self, x: "Tensor") -> "Tensor":
-        """Each element's maximum over the ranks, infinity where one has NaN."""
+        """Return each element's maximum over the ranks; infinity where a rank has NaN."""
         return x
 
     def mean(self, loss: "Tensor") -> "Tensor":
-        """The mean over the ranks."""
+        """Return the mean over the ranks."""
         return loss
 
     def clip(self, parameters: Iterable["nn.Parameter"], max_norm: float) -> "Tensor":
-        """Scale the gradients to a norm of max_norm at most, that of all ranks' gradients; what it was."""
+        """Scale the gradients so that their norm over all ranks is at most max_norm; return the norm before."""
         from torch.nn.utils import clip_grad_norm_
 
         return clip_grad_norm_(parameters, max_norm, foreach=True)
 
     def whole(self, x: "Tensor", of: "nn.Parameter | None" = None) -> "Tensor":
-        """A parameter or gradient, `of` which parameter, as one process would have it; every rank asks for it at once."""
+        """Return the whole tensor of a parameter or gradient (`of`: its parameter). Every rank must call it."""
         return x
 
     def plain(self, x: "Tensor", of: "nn.Parameter | None" = None) -> "Tensor":
-        """The same memory, of a parameter or moment `of` it, as torch.distributed.checkpoint writes and reads it."""
+        """Return the same memory as torch.distributed.checkpoint writes and reads it; `of` is its parameter."""
         return x
 
 
@@ -173,7 +173,7 @@ SINGLE = Parallel()
 
 
 def replicas(name: str, world: int, shard: int | None) -> int:
-    """Into how many parts so many ranks divide a micro-batch: those that share layers take the same."""
+    """Return into how many parts `world` ranks divide a micro-batch; ranks that share layers count as one."""
     if name == "tp":
         return 1
     return world // shard if name == "fsdp2+tp" and shard is not None else world
@@ -192,14 +192,14 @@ def names() -> list[str]:
 
 
 def kind(name: str) -> Any:
-    """The class of the mode of that name. Raises ValueError, with the near matches, when unknown."""
+    """Return the class of the mode called `name`. Raises ValueError, with near matches, if unknown."""
     plugins.check("mode of parallelism", name, names())
     return plugins.load(__name__, name.replace("+", "_"), "PARALLEL")
 
 
 def load(name: str, **options: Any) -> Any:
-    """The mode of that name over all ranks of the process group; options: of its own, as fsdp2's gather.
+    """Return the mode called `name` over all ranks of the process group; options are its own, such as fsdp2's gather.
 
-    Raises ValueError, with the near matches, when unknown.
+    Raises ValueError, with near matches, if unknown.
     """
     return kind(name)(**options)

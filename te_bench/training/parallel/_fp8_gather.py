@@ -1,8 +1,9 @@
-"""Weights that FSDP2 gathers in FP8: each rank casts its shard by the whole weight's scale, and one byte an element is sent.
+"""FSDP2 all-gathers of FP8 weights: each rank casts its shard with the whole weight's scale, and sends 1 byte an
+element.
 
-Shards, gradients and moments stay as they are. Scales are known before anything is gathered: current scaling's by one
-all-reduce of all weights' amaxes after each update, delayed scaling's from the recipe's state, whose amaxes all ranks share.
-So a gathered weight is, bit for bit, what one process casts. A backward pass gathers with the scales of its forward pass.
+Shards, gradients and moments keep their dtypes. Scales are known before a gather: current scaling all-reduces all
+amaxes once after each update; delayed scaling takes its recipe's state, whose amaxes all ranks share. So a gathered
+weight is bitwise what one process casts. The backward pass uses its forward pass's scales.
 Source: torchao, float8/fsdp_utils.py (precompute_float8_dynamic_scale_for_fsdp).
 """
 
@@ -24,7 +25,7 @@ from te_bench.models.recipe import Recipe, Slot
 from te_bench.training.parallel import Indivisible
 
 aten = torch.ops.aten
-#: By which FSDP2 cuts a parameter and DTensor passes it on: what they make of a shard is one.
+#: Operators by which FSDP2 cuts a parameter and DTensor passes it on: applied to a Shard they return a Shard.
 CUTS = frozenset(
     (
         *(aten.split.Tensor, aten.new_zeros.default, aten.new_empty.default, aten.slice.Tensor),
@@ -34,7 +35,7 @@ CUTS = frozenset(
 
 
 class Shard(Tensor):
-    """A rank's part of a weight, with FSDP2's hooks for a gather; what is computed from it is a plain tensor."""
+    """A rank's shard of a weight, with FSDP2's all-gather hooks; any computation on it returns a plain tensor."""
 
     part: Tensor
 
@@ -71,7 +72,7 @@ class Shard(Tensor):
 
 
 def refused(recipe: Recipe) -> str | None:
-    """Why weights that a recipe casts cannot be gathered in FP8, or None."""
+    """Return why this recipe's weights cannot be gathered in FP8, or None."""
     name = type(recipe).__name__
     if not recipe.float8_per_tensor_scaling():
         return f"gather fp8: {name} has more than one scale a weight; choose per-tensor scaling, or leave it out"
@@ -83,10 +84,10 @@ def refused(recipe: Recipe) -> str | None:
 
 
 class Fp8Gather:
-    """The scales of the weights that are gathered in FP8: of te.Linear's in blocks, where no other module has them."""
+    """The scales of weights gathered in FP8: those of the blocks' te.Linear whose weight has no other user."""
 
     def __init__(self, blocks: Sequence[nn.Module], world: int, largest: Callable[[Tensor], Tensor]) -> None:
-        """Make shards of the weights, before fully_shard cuts them. Raises Indivisible where ranks' are not all alike."""
+        """Wrap the weights as Shard before fully_shard cuts them. Raises Indivisible unless rows divide evenly."""
         self.layers: list[Any] = linears(blocks)
         if not self.layers:
             raise Indivisible("gather fp8: the model's blocks have no te.Linear; choose an FP8 recipe, or leave it out")
@@ -106,11 +107,11 @@ class Fp8Gather:
         self._number = {layer: i for i, layer in enumerate(self.layers)}
 
     def end(self) -> None:
-        """After the last backward pass of a step: what comes now may change the weights."""
+        """Call after a step's last backward pass: the weights may change, so the amaxes must be measured again."""
         self._measured = False
 
     def begin(self, *_: Any) -> None:
-        """Before each forward pass of the model. Raises ValueError where it is in another precision."""
+        """Set the scales before each forward pass. Raises ValueError if the model's autocast is not in FP8."""
         recipe = fp8.current.recipe
         if not fp8.current.enabled or recipe is None or fp8.current.calibrating:
             raise ValueError(
@@ -123,7 +124,7 @@ class Fp8Gather:
         slots = [layer.gemms().weight for layer in self.layers]
         shards = [layer.weight._local_tensor.part for layer in self.layers]
         self._scales = self._delayed(slots, shards) if recipe.delayed() else self._current(recipe, shards)
-        # Of each row the first counts: cuBLASLt takes a scale at multiples of 16 bytes alone.
+        # Only the first element of each row is used: cuBLASLt needs a scale's address to be a multiple of 16 bytes.
         self._inverses = self._scales.reciprocal()[:, None].expand(-1, SCALE_ALIGNMENT).contiguous()
         if fp8.current.numerics:
             for layer, slot, shard in zip(self.layers, slots, shards, strict=True):
@@ -133,20 +134,20 @@ class Fp8Gather:
         if not self._measured:
             amaxes = self._largest(_amaxes(shards))
             self._scales = scale_from_amax(amaxes, recipe.dtype("weight"), recipe.power_of_two)
-            self._measured = torch.is_grad_enabled()  # after an evaluation others may change the weights
+            self._measured = torch.is_grad_enabled()  # an evaluation's weights may be changed by others next
         return self._scales
 
     def _delayed(self, slots: list[Slot], shards: list[Tensor]) -> Tensor:
         recorded = [slot.amax for slot in slots if slot.amax is not None]
-        if recorded:  # the largest of all ranks once the forward pass is over
+        if recorded:  # shared over the ranks when the forward pass ends
             torch._foreach_maximum_(recorded, list(_amaxes(shards).unbind()))
         return torch.stack([slot.scale for slot in slots if slot.scale is not None])
 
     def cast(self, layer: Any, shard: Tensor) -> tuple[tuple[Tensor], tuple[Tensor, Layout]]:
-        """(the shard in FP8,), as bytes, which every backend sends; the scale to multiply it by, and its layout.
+        """Return ((the FP8 shard as bytes, which every backend sends),) and (its inverse scale, its layout).
 
-        FSDP2 asks on a stream of its own. The scales are of the forward pass's: memory of the former would be used again
-        there before the latter has read it.
+        FSDP2 calls this on its own stream. The scales were allocated on the forward pass's stream: memory of FSDP2's
+        stream could be reused there before the forward pass has read it.
         """
         made = self._quantize(layer, shard, None)
         return (made.data.view(torch.uint8),), (self._inverses[self._number[layer], 0], made.layout)
@@ -158,7 +159,7 @@ class Fp8Gather:
 
 
 def linears(blocks: Sequence[nn.Module]) -> list[Linear]:
-    """The te.Linear of the blocks whose one weight no other module has, in their order, which is every rank's."""
+    """Return the blocks' te.Linear whose weight has no other user, in an order that is the same in every rank."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for block in blocks:
         for module in block.modules():

@@ -1,4 +1,4 @@
-"""What the modes over a process group share: a rank's rows, the mean loss, and ranks that begin alike."""
+"""Base class of the modes over a process group: a rank's rows, the mean loss, and equal initial weights."""
 
 import datetime
 import functools
@@ -22,13 +22,13 @@ class Grouped(Parallel):
     def __init__(self) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.replicas, self.replica = self.world, self.rank
-        self._shapes: set[tuple[torch.Size, ...]] = set()  # that all ranks were given at once
-        self.group: Any = None  # over which gradients are averaged; None: all ranks
-        _patient(dist.group.WORLD)  # every rank makes it at once
+        self._shapes: set[tuple[torch.Size, ...]] = set()  # shapes of batches that the ranks have compared
+        self.group: Any = None  # the group that averages gradients; None: all ranks
+        _patient(dist.group.WORLD)  # collective: every rank must create the group
 
     def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
-        """Rank 0's weights in every rank; delayed scaling shares its amaxes, and dropout draws other masks in each."""
-        gc.collect()  # delayed scaling shares the amaxes of every state that lives, in one rank as in another
+        """Broadcast rank 0's weights; let delayed scaling share amaxes, and give each rank its own dropout seed."""
+        gc.collect()  # free dead FP8 states first: all living ones share amaxes, so ranks must have the same
         self.device = next(model.parameters()).device
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -38,7 +38,7 @@ class Grouped(Parallel):
         self.divide(model)
 
     def divide(self, model: nn.Module) -> None:
-        """Leave this rank its part of layers that ranks share."""
+        """Cut shared layers down to this rank's part."""
 
     def seed(self, seed: int) -> int:
         return seed << 16 | self.draws
@@ -94,9 +94,9 @@ def clip_by_kinds(
     kind_of: Callable[[nn.Parameter, Tensor], Any],
     norm_of_all: Callable[[Any, Tensor], Tensor],
 ) -> Tensor:
-    """Parallel.clip of gradients that torch's own takes apart alone, such as DTensors and others.
+    """Parallel.clip for gradients that torch cannot clip together, such as DTensors and plain tensors.
 
-    kind_of(parameter, gradient): those of one kind go together. norm_of_all(kind, norm): that of all ranks' by this rank's.
+    kind_of(parameter, gradient) names the kind. norm_of_all(kind, norm) turns this rank's norm into that of all ranks.
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in parameters:
@@ -113,14 +113,14 @@ def clip_by_kinds(
 
 
 def norm_of_parts(norm: Tensor, group: Any = None) -> Tensor:
-    """The norm of what the ranks of a group, None: all, have each a part of, by that of this rank's part."""
+    """Return the norm of a vector spread over the ranks of a group (None: all), given the norm of this rank's part."""
     squares = norm.double().square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt().to(norm.dtype)
 
 
 def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> None:
-    """Raise Indivisible where groups of `shard` ranks are no proper part of all, naming other modes."""
+    """Raise Indivisible, naming other modes, unless `shard` is a divisor of `world` with 1 < shard < world."""
     if world % shard or not 1 < shard < world:
         raise Indivisible(
             f"shard {shard}: of {world} ranks a group is a divisor, more than one and fewer than all; choose "
@@ -129,11 +129,11 @@ def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> No
 
 
 def meet() -> None:
-    """Parallel.meet of all ranks."""
+    """Wait for all ranks (see Parallel.meet)."""
     dist.barrier(group=_patient(dist.group.WORLD))
 
 
 @functools.cache
 def _patient(world: Any) -> Any:
-    """A group of all ranks that waits for what each does by itself, however long the slowest takes."""
+    """Return a gloo group of all ranks with a timeout of an hour, so that one rank's slow work ends no other."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=1))

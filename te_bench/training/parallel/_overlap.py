@@ -1,4 +1,4 @@
-"""What overlapping a pair's GEMMs with their collectives takes: ranks, a mode, a recipe and shapes."""
+"""Checks of whether a Linear pair's GEMMs can overlap with their collectives: ranks, mode, recipe and shapes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from te_bench.training.parallel import OVERLAPS, Indivisible
 
 
 def check(overlap: str | None, sequence_parallel: bool) -> None:
-    """Raise ValueError for an overlap that is not known, or that has nothing to be of."""
+    """Raise ValueError for an unknown overlap, and for one without sequence_parallel."""
     if overlap is not None:
         plugins.check("overlap", overlap, list(OVERLAPS))
         if not sequence_parallel:
@@ -18,7 +18,7 @@ def check(overlap: str | None, sequence_parallel: bool) -> None:
 
 
 def unsupported(overlap: str | None, ranks: int, mode: str) -> str | None:
-    """Why groups of so many ranks, of one of which this process is, cannot overlap in an execution mode, or None."""
+    """Return why groups of `ranks` ranks cannot overlap in this execution mode, or None."""
     if overlap is None:
         return None
     reason = "one rank has no collectives" if ranks < 2 else symmetric.unsupported(ranks)
@@ -28,13 +28,13 @@ def unsupported(overlap: str | None, ranks: int, mode: str) -> str | None:
 
 
 def meet(overlap: str | None, group: Any) -> None:
-    """Let the ranks of a group share memory, which all ask for at once. Raises Indivisible where they cannot."""
+    """Set up memory shared by the group's ranks; every rank must call it. Raises Indivisible if they cannot share."""
     if overlap is not None and (reason := symmetric.unshared(group.group_name)):
         raise Indivisible(f"overlap {overlap}: {reason}; leave it out")
 
 
 def begin(overlap: str | None, layer: Any, recipe: Any) -> None:
-    """Let a rank's share of a Linear overlap. Raises Indivisible where no operator multiplies as it is to."""
+    """Switch overlap on for a rank's share of a Linear. Raises Indivisible if no operator does its GEMM."""
     if overlap is None or layer.divisions[0] is None:
         return
     in_fp8 = recipe is not None and isinstance(layer, Linear)
@@ -44,5 +44,5 @@ def begin(overlap: str | None, layer: Any, recipe: Any) -> None:
 
 
 def numbers(pairs: Iterable[tuple[str, Any]]) -> int:
-    """Of a token, those of column Linears' inputs and row Linears' outputs: as many are gathered as scattered."""
+    """Count, per token, column Linears' inputs and row Linears' outputs: gathers and scatters each move so many."""
     return sum(layer.in_features if mode == "column" else layer.out_features for mode, layer in pairs)

@@ -1,11 +1,10 @@
-"""Layers whose large weights a group of ranks shares: what tp and fsdp2+tp have in common.
+"""Tensor parallelism, the common part of tp and fsdp2+tp: a group of ranks shares the layers' large weights.
 
-Of a pair of Linears the first has a rank's output features, the second the same as its inputs (te_bench.models.modules
-.tensor_parallel): attention by heads, MLPs by their inner features. Of a te-bench decoder a rank also has its rows of the
-vocabulary (_vocabulary), and with sequence parallelism its share of the tokens between the pairs. Otherwise activations
-between the pairs, norms, tables, head and loss are whole in every rank of the group, and alike. A decoder says its pairs by
-its parts, a model of transformers and any other by its `tp_plan`: {"layers.*.q_proj": "colwise", "layers.*.o_proj":
-"rowwise"}.
+In a pair of Linears, a rank has a share of the first one's output features and the same share of the second one's input
+features (te_bench.models.modules.tensor_parallel): attention is cut by heads, MLPs by inner features. A te-bench
+decoder's vocabulary is cut by rows (_vocabulary); sequence parallelism also cuts the tokens between pairs. Everything
+else is whole, and the same, in every rank of the group. A decoder names its pairs by its parts; any other model by a
+`tp_plan` as transformers has: {"layers.*.q_proj": "colwise", "layers.*.o_proj": "rowwise"}.
 Source: Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198; transformers, integrations/tensor_parallel.
 """
 
@@ -33,18 +32,17 @@ from te_bench.training.parallel import Indivisible, _overlap, _vocabulary
 from te_bench.training.parallel._group import Grouped, clip_by_kinds, norm_of_parts
 from te_bench.training.parallel._stored import Chunk, Stored
 
-#: What a plan of transformers calls the first and the second of a pair; with several matrices in one, so many halves.
+#: {style in a tp_plan of transformers: (our mode, how many matrices the weight stacks)}.
 STYLES = {"colwise": ("column", 1), "rowwise": ("row", 1), "packed_colwise": ("column", 2)}
-#: Of a module between a pair, whose gradient is a rank's heads'.
+#: The style of a module between a pair whose gradient is only that of this rank's heads, and so is all-reduced.
 PARTIAL = "replicated_with_grad_allreduce"
-#: What may as well be whole in every rank: tables and heads, and pairs of which each gathers what the other splits.
+#: Styles that we leave whole in every rank: tables, heads, and pairs that gather again what they split.
 WHOLE = ("embedding_rowwise", "colwise_gather_output", "rowwise_split_input", "colwise_rep", "sequence_parallel")
 
 
 class Cut(NamedTuple):
-    """A Linear of a pair; pieces: the sizes of those matrices that its weight has one below the other.
-
-    unit: so many features stay together, those of a head.
+    """A Linear to be cut. pieces: sizes of the matrices that its weight stacks. unit: features that stay together (a
+    head).
     """
 
     layer: nn.Module
@@ -54,24 +52,24 @@ class Cut(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which dimension of a parameter the ranks have shares of, of each piece by itself."""
+    """The dimension of a parameter that the ranks share, each of its stacked pieces by itself."""
 
     dim: int
     pieces: tuple[int, ...]
 
     def of(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """(begin, end) of a rank's part of each piece; the last ranks' are smaller where it does not divide."""
+        """Return (begin, end) of a rank's part of each piece; the last ranks' are smaller if it does not divide."""
         return [part_of(size, rank, ranks) for size in self.pieces]
 
 
 def part_of(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """(begin, end) of a rank's part of so many rows."""
+    """Return (begin, end) of a rank's part of `size` rows."""
     most = -(-size // ranks)
     return min(rank * most, size), min((rank + 1) * most, size)
 
 
 class PlainLinear(nn.Linear):
-    """A rank's share of an nn.Linear, which te.autocast does not ask for FP8."""
+    """A rank's share of an nn.Linear, which stays out of FP8 under te.autocast."""
 
     def __init__(self, mode: str, ranks: Ranks, features: int, out: int):
         super().__init__(features, out, bias=False, device="meta")
@@ -85,10 +83,10 @@ class PlainLinear(nn.Linear):
 
 
 class SharedLayers(Grouped):
-    """A rank of groups that share layers; whoever inherits says which ranks are one, by `tensor_group`.
+    """A rank of groups that share layers; a subclass names the group by `tensor_group`.
 
-    sequence_parallel: a rank has its share of the tokens between the layers, of te-bench's decoders. overlap: "symmetric",
-    the pairs' GEMMs with the collectives that this takes. Raises ValueError for another, and for one without.
+    sequence_parallel: a rank has its share of the tokens between the layers (te-bench's decoders only). overlap:
+    "symmetric" overlaps the pairs' GEMMs with its collectives. Raises ValueError otherwise.
     """
 
     def __init__(self, sequence_parallel: bool = False, overlap: str | None = None) -> None:
@@ -101,7 +99,7 @@ class SharedLayers(Grouped):
         self._pairs: list[tuple[str, Linear | PlainLinear]] = []  # (column or row, a rank's share of a Linear)
 
     def tensor_group(self) -> Any:
-        """The ranks that share this rank's layers; all ask for it at once."""
+        """Return the group of ranks that share this rank's layers. Every rank must call it."""
         raise NotImplementedError
 
     @classmethod
@@ -122,11 +120,11 @@ class SharedLayers(Grouped):
 
     @property
     def draws(self) -> int:
-        """Ranks that have the same tokens between layers draw alike."""
+        """The index of this rank's random sequence: ranks with the same tokens between layers draw alike."""
         return self.rank if self.sequence_parallel else self.replica
 
     def divide(self, model: nn.Module) -> None:
-        """Cut the model's pairs, and a decoder's vocabulary. Raises Indivisible for what cannot be."""
+        """Cut the model's pairs and a decoder's vocabulary. Raises Indivisible if they cannot be cut."""
         self._require_divisible(model)
         cuts, partial = plan(model)
         if not cuts:
@@ -147,9 +145,9 @@ class SharedLayers(Grouped):
         for cut in cuts:
             entry = entries.get(places[id(cut.layer)][0][0]) if cut.mode == "column" else None
             _overlap.begin(self.overlap, self._cut(cut, places[id(cut.layer)], entry), getattr(model, "recipe", None))
-        if isinstance(model, Decoder) and model.heads is None:  # a head of its own takes the whole table
+        if isinstance(model, Decoder) and model.heads is None:  # a head of its own needs the whole table
             self._cut_vocabulary(model, vocabulary)
-        if self.sequence_parallel:  # what is whole sees a rank's tokens alone
+        if self.sequence_parallel:  # whole modules then see only this rank's tokens
             partial = list(model.modules())
         self._partial = self._whole_parameters(partial)
 
@@ -171,7 +169,7 @@ class SharedLayers(Grouped):
             )
 
     def _whole_parameters(self, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-        """Where those of the modules' parameters are that every rank has, each once."""
+        """Return (module, name) of each trained parameter of `modules` that is whole in every rank, once each."""
         found: dict[int, tuple[nn.Module, str]] = {}
         shares = self._shares()
         for module in modules:
@@ -192,7 +190,7 @@ class SharedLayers(Grouped):
         _vocabulary.compute_by(model, ranks, part_of(rows, self._group.rank(), ranks.size)[0])
 
     def _cut(self, cut: Cut, places: list[tuple[nn.Module, str]], entry: Entry | None) -> Any:
-        """A rank's share in its place. entry: of the column Linears of one module, which as a rule take the same."""
+        """Replace a Linear by this rank's share. entry: the input gather that column Linears of one module share."""
         layer: Any = cut.layer
         name = places[0][1]
         ranks = self._group.size()
@@ -241,10 +239,9 @@ class SharedLayers(Grouped):
         self._places.append((layer, name, share))
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
-        """A column Linear's input is gathered, and again for its weight's gradient where that is of what was sent in FP8.
+        """Count bytes: a column Linear gathers its input once, and up to twice more (wgrad in FP8, recomputed blocks).
 
-        And where its block is computed again; a row Linear's gradient once; the head's input once, and the gradient of what
-        was embedded in float32.
+        A row Linear gathers its gradient once, the head its input once, and the embedding its gradient in float32.
         """
         found = super().gathered(model, gather, tokens)
 
@@ -269,7 +266,7 @@ class SharedLayers(Grouped):
         return 0 if self.overlap is None else tokens * _overlap.numbers(self._pairs)
 
     def _shares(self) -> dict[Any, Share]:
-        """By parameter: fully_shard puts others in their places."""
+        """Return {parameter: its share}; rebuilt at each call because fully_shard replaces parameters."""
         return {layer._parameters[name]: share for layer, name, share in self._places}
 
     @torch.no_grad()
@@ -277,7 +274,7 @@ class SharedLayers(Grouped):
         super().reduce(holders)
         found = (module.get_parameter(name).grad for module, name in self._partial)
         own: list[Any] = [g.to_local() if isinstance(g, DTensor) else g for g in found if g is not None]
-        for dtype in dict.fromkeys(g.dtype for g in own):  # sent together
+        for dtype in dict.fromkeys(g.dtype for g in own):  # all gradients of a dtype are sent together
             alike = [g for g in own if g.dtype is dtype]
             flat = torch.cat([g.flatten() for g in alike])
             dist.all_reduce(flat, group=self._group)
@@ -301,7 +298,7 @@ class SharedLayers(Grouped):
             return super().plain(x)
         d = share.dim
         own, first = x.detach(), 0
-        if isinstance(x, DTensor):  # rows of the share
+        if isinstance(x, DTensor):  # FSDP2's rows of the share
             first = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)[1][0]
             own = x.to_local().detach()
         chunks, before, mine = [], 0, 0
@@ -336,9 +333,9 @@ class SharedLayers(Grouped):
 
 
 def _fold(layer: nn.Module, mode: str, ranks: int) -> None:
-    """Between the Linears of a pair (B, T, features) of all tokens, around them a rank's as (B, T / ranks, features).
+    """Reshape (B, T, features) inside a pair to a rank's (B, T / ranks, features) outside it.
 
-    te's modules gather and scatter the first dimension: all ranks' tokens, one rank's after the other's.
+    te's modules gather and scatter along dimension 0: all ranks' tokens, rank after rank.
     """
     if mode == "column":
         layer.register_forward_hook(lambda _, inputs, y: y.reshape(y.shape[0] // ranks, -1, y.shape[2]))
@@ -349,7 +346,7 @@ def _fold(layer: nn.Module, mode: str, ranks: int) -> None:
 
 
 def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
-    """The Linears to be divided, and the modules between them whose gradients are to be added up. Raises Indivisible."""
+    """Return the Linears to cut, and the modules between them whose gradients are summed. Raises Indivisible."""
     parts: Any = getattr(model, "parts", None)
     if callable(parts) and getattr(type(model), "says_parts", lambda: True)():
         return _of_parts(parts())
@@ -375,7 +372,7 @@ def plan(model: nn.Module) -> tuple[list[Cut], list[nn.Module]]:
 
 
 def _no_pairs(model: nn.Module) -> str:
-    """That a model has no pairs, by what its plan says of its layers."""
+    """Return the message for a model without pairs, from its own tp_plan if there is one."""
     said = next((plan for m in model.modules() if isinstance(plan := getattr(m, "tp_plan", None), dict) and plan), {})
     theirs = model.module if isinstance(model, Adopted) else model
     name, whole = type(theirs).__name__, " and ".join(dict.fromkeys(map(str, said.values())))
@@ -387,7 +384,7 @@ def _no_pairs(model: nn.Module) -> str:
 
 
 def _cut(layer: Any, mode: str, halves: int, head_dim: Any) -> Cut:
-    """head_dim: what the module that has the layer calls so, as attentions of transformers do."""
+    """Make the Cut of a Linear. head_dim: its parent's attribute of that name, as transformers' attentions have."""
     size = layer.weight.shape[0 if mode == "column" else 1] // halves
     heads = isinstance(head_dim, int) and head_dim > 0 and size % head_dim == 0
     return Cut(layer, mode, (size,) * halves, head_dim if heads else 1)

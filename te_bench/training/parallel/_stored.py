@@ -1,4 +1,4 @@
-"""A rank's share of a tensor as torch.distributed.checkpoint writes and reads it: several pieces of the whole one."""
+"""A rank's share of a tensor, in several pieces, as torch.distributed.checkpoint writes and reads it."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Chunk(NamedTuple):
-    """`own`, memory of this rank, is the whole tensor's elements from `offsets` on."""
+    """A piece of the whole tensor, beginning at `offsets`; `own` is this rank's memory of it."""
 
     offsets: torch.Size
     own: Tensor
 
 
 class Stored(Tensor):
-    """A tensor of the whole one's size, of which this rank has chunks; what is loaded goes into their memory."""
+    """A tensor with the whole tensor's size, of which this rank has chunks; loading fills their memory."""
 
     chunks: Sequence[Chunk]
 
@@ -30,7 +30,7 @@ class Stored(Tensor):
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
-    # The names by which torch.distributed.checkpoint asks (torch.distributed._checkpointable).
+    # torch.distributed.checkpoint calls these names (torch.distributed._checkpointable).
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(

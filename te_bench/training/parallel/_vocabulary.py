@@ -1,7 +1,7 @@
-"""A vocabulary whose rows ranks share: each embeds tokens, and computes logits and their gradients, by its own rows alone.
+"""Vocabulary parallelism: each rank embeds tokens, and computes logits and their gradients, for its own rows only.
 
-No rank ever has all logits of a token. The loss takes from the others each row's largest logit, its sum of exponentials and
-its target's logit: 12 bytes a token. With sequence parallelism a rank has a share of the tokens between the layers.
+No rank ever has all logits of a token. The loss all-reduces each token's largest logit, sum of exponentials and target
+logit: 12 bytes a token. With sequence parallelism a rank has a share of the tokens between the layers.
 Source: Shoeybi et al., arXiv:1909.08053; Megatron-LM, tensor_parallel/cross_entropy.py.
 """
 
@@ -20,7 +20,7 @@ from te_bench.models.modules.tensor_parallel import Division, Ranks
 
 
 def compute_by(model: Decoder, ranks: Ranks, first: int) -> None:
-    """Have the model embed and compute its loss where its tables hold this rank's rows, from `first` on."""
+    """Make the model embed and compute its loss with tables of only this rank's rows, beginning at row `first`."""
     found: Any = model
     found.embed = functools.partial(_embed, model, ranks, first)
     found.logits = _no_logits
@@ -28,7 +28,7 @@ def compute_by(model: Decoder, ranks: Ranks, first: int) -> None:
     found.heads = {True: head, False: head}
     if ranks.sequence:
         angles = found.angles
-        found.angles = lambda length: angles(length * ranks.size)  # asked for by a rank's share of a sequence
+        found.angles = lambda length: angles(length * ranks.size)  # the caller's length is a rank's share of a sequence
 
 
 def _no_logits(tokens: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ def _no_logits(tokens: Tensor) -> Tensor:
 
 
 def _embed(model: Decoder, ranks: Ranks, first: int, tokens: Tensor) -> Tensor:
-    """Decoder.embed; with sequence parallelism a rank's tokens of the flattened batch as (B, T / ranks, C).
+    """Decoder.embed; with sequence parallelism it returns a rank's tokens of the flattened batch as (B, T / ranks, C).
 
-    Norms and sums do not ask which tokens those are. Raises ValueError for a T that does not divide.
+    Norms and residual sums work on any tokens. Raises ValueError if T does not divide.
     """
     tables, (B, T) = model.tables(), tokens.shape
     x = own_rows(model, first, tokens)
@@ -55,7 +55,7 @@ def _embed(model: Decoder, ranks: Ranks, first: int, tokens: Tensor) -> Tensor:
 
 
 def own_rows(model: Decoder, first: int, tokens: Tensor) -> Tensor:
-    """What this rank's rows embed, and zeros for tokens of others': (...) -> (..., C), whose sum over the ranks is all."""
+    """Embed this rank's tokens, with zeros for others': (...) -> (..., C). The sum over the ranks is the embedding."""
     tables, rows = model.tables(), model.config.vocab_size
     torch._assert_async(((tokens >= 0) & (tokens < rows)).all(), f"a token that no row of {rows} embeds")
     own = tokens - first
@@ -70,16 +70,16 @@ def _loss(ranks: Ranks, first: int, x: Tensor, weight: Tensor, targets: Tensor, 
 
 
 def shared_entropy(logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
-    """Mean cross-entropy in nats over all ranks' columns of the logits: (N, columns), from column `first` on -> ().
+    """Return the mean cross-entropy in nats over all ranks' logits: (N, columns) from column `first` on -> ().
 
-    float32 at least. Columns from `vocab` on are padding. Targets, all tokens' in every rank, of -1 are ignored.
+    It computes in float32 at least. Columns from `vocab` on are padding. Targets are of all tokens; -1 is ignored.
     """
     loss: Tensor = _SharedEntropy.apply(logits, targets, vocab, first, group)
     return loss
 
 
 class _SharedEntropy(torch.autograd.Function):
-    """The logits are kept as they came; their softmax is computed again."""
+    """Cross-entropy that saves the logits as they came, and recomputes their softmax in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab: int, first: int, group: Any) -> Tensor:
@@ -106,7 +106,7 @@ class _SharedEntropy(torch.autograd.Function):
 
 
 def without_padding(logits: Tensor, columns: int) -> Tensor:
-    """In float32 at least, -inf from so many columns on."""
+    """Return the logits in float32 at least, with -inf from column `columns` on."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if columns >= z.shape[1]:
         return z

@@ -1,11 +1,11 @@
 """Every rank has the whole model; gradients are averaged in flat buckets, sent while the backward pass still goes on.
 
-No wrapper is around the model, and no hook on its modules: fused blocks, heads and table optimizers, whose gradients arrive
-at copies of the weights, are as in one process. The first pass plans the buckets: each of one dtype, that in which its
-gradients arrive, from the last parameter to the first, as a backward pass goes. Every rank sends them in that order,
-whatever the order in which its own gradients arrive; one that is whole only after the pass, or comes in parts, as those of
-layers in several reentrant checkpoints do, is sent after it. All ranks must have gradients of the same parameters in every
-pass: zeros in place of others would not be what one process computes.
+The model gets no wrapper and no module hooks, so fused blocks, heads and table optimizers, whose gradients arrive at
+copies of the weights, work as in one process. The first pass plans the buckets: one dtype each, from the last parameter
+to the first, as a backward pass goes. Every rank sends them in that order, whatever order its gradients arrive in.
+Gradients that arrive after the pass, or in parts (layers in several reentrant checkpoints), are sent after it. All
+ranks must have gradients of the same parameters in every pass: averaging zeros for a missing one would differ from one
+process.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from te_bench.training.parallel._group import Grouped
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel: large enough for the link's bandwidth
 OTHERS = "{}, as with experts or blocks that not every token reaches: such a model needs one process"
 
-Kind = tuple[int, int, str]  # a gradient's: its parameter's place, elements and dtype
+Kind = tuple[int, int, str]  # (index of the parameter, elements, dtype) of a gradient
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What has a gradient, and which places make up each bucket, in the order in which those are sent."""
+    """The gradients of a pass, and the indices in each bucket, in the order of sending."""
 
     kinds: list[Kind]
     buckets: list[list[int]]
-    places: dict[int, int]  # by id of the holder, of what arrives whole while the pass goes on
+    places: dict[int, int]  # {id of holder: index} of gradients that arrive whole during the pass
 
 
 class DDP(Grouped):
@@ -42,8 +42,8 @@ class DDP(Grouped):
         super().__init__()
         self._sending = False
         self._plan: _Plan | None = None
-        self._times: Counter[int] = Counter()  # that the first pass brought a gradient, by id of the holder
-        self._arrived: dict[int, Tensor | None] = {}  # by place
+        self._times: Counter[int] = Counter()  # {id of holder: how often the first pass brought it a gradient}
+        self._arrived: dict[int, Tensor | None] = {}  # gradients by index
         self._sent: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
@@ -57,7 +57,7 @@ class DDP(Grouped):
         if self._plan is None:
             self._times[id(holder)] += 1
         elif (place := self._plan.places.get(id(holder))) is not None:
-            if place in self._arrived:  # and may be on its way
+            if place in self._arrived:  # it may have been sent already
                 raise Indivisible(
                     "this pass brought a gradient in more parts than the first, as reentrant checkpoints do: checkpoint "
                     "with use_reentrant=False"
@@ -75,7 +75,7 @@ class DDP(Grouped):
             self._sending = False
 
     def _send_whole(self, plan: _Plan) -> None:
-        """Send the next buckets, as far as their gradients have arrived."""
+        """Send the next buckets whose gradients have all arrived."""
         for bucket in plan.buckets[len(self._sent) :]:
             gradients = [gradient for place in bucket if (gradient := self._arrived.get(place)) is not None]
             if len(gradients) < len(bucket):
@@ -87,7 +87,7 @@ class DDP(Grouped):
 
     @torch.no_grad()
     def reduce(self, holders: Iterable[nn.Parameter]) -> None:
-        """Send what is not yet on its way, and wait for all. Raises Indivisible where ranks have gradients of others."""
+        """Send the other buckets, wait for all. Raises Indivisible if ranks' gradients are of other parameters."""
         held = [(place, holder) for place, holder in enumerate(holders) if holder.grad is not None]
         kinds = [(place, holder.numel(), str(holder.grad.dtype)) for place, holder in held if holder.grad is not None]
         if self._plan is None:
@@ -104,7 +104,7 @@ class DDP(Grouped):
         self._arrived, self._sent = {}, []
 
     def _planned(self, held: list[tuple[int, nn.Parameter]], kinds: list[Kind]) -> _Plan:
-        """The same in every rank, as all find out together. What is whole while a pass goes on comes before the rest."""
+        """Return the plan, the same in every rank. Gradients that are whole during the pass come first."""
         late = [place for place, holder in held if self._times[id(holder)] != 1]
         if any(each != (kinds, late) for each in self.of_all((kinds, late))):
             raise Indivisible(OTHERS.format("the ranks' first pass brought them gradients of different parameters"))

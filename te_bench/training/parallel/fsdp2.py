@@ -1,9 +1,9 @@
 """Every rank has a share of each matrix, its gradient and its moments: torch's fully_shard on each block and on the rest.
 
-A block's matrices are gathered before its forward and its backward pass, in the dtype to which autocast would round them,
-and their gradients scattered in float32; embedding and head, which is one table where it is tied, are gathered in their own.
-Vectors are whole in every rank, and their gradients averaged as ddp's are: rounded they would be other weights. So a step is
-one process's. After each micro-batch a rank has its share of the gradients.
+A block's matrices are gathered before its forward and its backward pass, in the dtype to which autocast rounds them.
+Their gradients are reduce-scattered in float32. Embedding and head are gathered in their own dtype. Vectors stay whole,
+as rounding would change them; their gradients are averaged as in ddp. So a step computes what one process would. After
+each micro-batch a rank has its share of the gradients.
 """
 
 import math
@@ -28,14 +28,14 @@ PASSES = 2  # a block is gathered for its forward pass and again for its backwar
 
 
 class FSDP2(DDP):
-    """gather "fp8": the weights of te.Linear in blocks are gathered in FP8 (_fp8_gather), all others as ever."""
+    """FSDP2's sharding. gather "fp8" gathers the blocks' te.Linear weights in FP8 (_fp8_gather), others as usual."""
 
     name = "fsdp2"
 
     def __init__(self, gather: Literal["fp8"] | None = None) -> None:
         super().__init__()
         self.gather = gather
-        self.shards = self.world  # of each matrix
+        self.shards = self.world  # how many shards each matrix has
         self._fp8: Fp8Gather | None = None
 
     @classmethod
@@ -74,7 +74,7 @@ class FSDP2(DDP):
         model.register_forward_hook(_give_back)
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
-        """Leave this rank its share of each matrix."""
+        """Shard the model's matrices, leaving this rank its share."""
         blocks = blocks_of(model)
         self._fp8 = None if self.gather is None else Fp8Gather(blocks, self.shards, self.largest)
         whole: Any = {parameter for parameter in model.parameters() if not self.shares(parameter)}
@@ -91,17 +91,17 @@ class FSDP2(DDP):
             model.register_forward_pre_hook(self._fp8.begin, prepend=True)  # before any weight is gathered
 
     def shares(self, parameter: nn.Parameter) -> bool:
-        """Whether a rank has a share of it; else it is whole in every rank."""
+        """Return whether ranks share this parameter; otherwise it is whole in every rank."""
         return parameter.dim() > 1
 
     def _mesh(self) -> DeviceMesh:
-        """The ranks over which torch's fully_shard cuts."""
+        """Return the mesh of ranks over which fully_shard cuts."""
         return init_device_mesh(self.device.type, (self.world,))
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        """Block by block, and a decoder's head and loss as one: weights are gathered between what is compiled.
+        """Compile each block, and a decoder's head and loss as one: weights are gathered between compiled regions.
 
-        In eager mode autocast keeps all logits in float32 for the backward pass; compiled they are kept as they came.
+        In eager mode autocast saves all logits in float32 for the backward pass; compiled, they keep their dtype.
         """
         made: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
@@ -126,7 +126,7 @@ class FSDP2(DDP):
         return self._block_bytes(model, in_fp8)
 
     def _block_bytes(self, model: nn.Module, in_fp8: Collection[nn.Parameter]) -> dict[str, tuple[int, int]]:
-        """Of both passes. A block of which some are gathered in FP8 is sent as bytes, others' two; rows are filled up."""
+        """Count both passes' bytes. Blocks with FP8-gathered weights go as uint8, others as bf16; rows are padded."""
         found: Counter[str] = Counter()
         for block in blocks_of(model):
             sizes = {
@@ -165,9 +165,9 @@ class FSDP2(DDP):
 
 
 def _give_back(model: nn.Module, *_: Any) -> None:
-    """After a pass without gradients, too, have every weight to be gathered anew: torch keeps the last ones.
+    """Reshard all weights after a pass without gradients: torch keeps the last gathered ones otherwise.
 
-    A captured step updates the shares behind its back, and whoever asks for parameters gets what was gathered.
+    Without this, a captured step's update stays unseen, and parameters read in between are the gathered ones.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

@@ -1,7 +1,7 @@
 """Groups of ranks that share each layer, as tp's do, and fsdp2 among ranks of the same place in their groups.
 
-A group takes its part of the batch, so that the fast link of one host carries the layers' sums, and what fully_shard gathers
-and scatters is a rank's share of them. Ranks of a group follow one another.
+Each group takes its part of the batch. So the fast link of one host carries the layers' sums, and fully_shard gathers
+and scatters only a rank's share of the layers. Ranks of a group are consecutive.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from te_bench.training.parallel.fsdp2 import FSDP2
 
 
 class FSDP2TP(SharedLayers, FSDP2):
-    """shard: the ranks of a group."""
+    """shard: the number of ranks in a group."""
 
     name = "fsdp2+tp"
 

@@ -1,8 +1,8 @@
 """fsdp2 within groups of ranks, ddp between them: torch's fully_shard over a mesh of two dimensions.
 
-Each group has the whole model, its ranks a share of each matrix. Blocks are gathered and their gradients scattered within a
-group, by the fast link of one host; ranks with the same share then average it over the groups, once a step, by the slow
-link between hosts. Ranks of a group follow one another.
+Each group has the whole model, and each of its ranks a share of every matrix. Blocks are gathered, and gradients
+reduce-scattered, within a group over the fast link of one host. Ranks with the same share then average it over the
+groups, once a step, over the slow link between hosts. Ranks of a group are consecutive.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from te_bench.training.parallel.fsdp2 import FSDP2
 
 
 class HSDP(FSDP2):
-    """shard: the ranks of a group; None: those of a host, of which there are two or more. gather: as fsdp2's."""
+    """shard: the number of ranks in a group; None: the ranks of one host, of at least two hosts. gather: as fsdp2's."""
 
     name = "hsdp"
 
@@ -33,7 +33,7 @@ class HSDP(FSDP2):
         self._model: Any = None
 
     def _of_a_host(self) -> int:
-        """Raises Indivisible where there is one host, or where hosts have different numbers of ranks."""
+        """Return the ranks of a host. Raises Indivisible for one host, and if hosts have different numbers of ranks."""
         names = self.of_all(socket.gethostname())
         hosts = Counter(names)
         if len(hosts) == 1:
@@ -58,7 +58,7 @@ class HSDP(FSDP2):
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Over the groups go the gradients of the last pass, with what the others have left."""
+        """All-reduce over the groups only in the last backward pass, which carries the earlier micro-batches' sums."""
         self._model.set_requires_all_reduce(True)
         try:
             with super().reducing():

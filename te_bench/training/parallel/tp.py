@@ -1,8 +1,8 @@
 """Every rank has a share of each layer's large weights and computes the whole batch: tensor parallelism.
 
-The sums of partial products are sent, in the activations' dtype: of a pair of Linears two, one in the forward and one in the
-backward pass (_shared_layers). So they are of embedding and head, as of a pair, where ranks share the vocabulary; and of
-what every rank has whole, and sees a part of, the gradients.
+Partial products are all-reduced in the activations' dtype: each pair of Linears has one sum in the forward and one in
+the backward pass (_shared_layers). A shared vocabulary makes embedding and head such a pair. Gradients of whole
+parameters that see only a part of the tokens or heads are summed too.
 """
 
 from typing import Any

@@ -1,9 +1,8 @@
 """ddp whose optimizer states are shared out: ZeRO-1, of torch's AdamW by its ZeroRedundancyOptimizer.
 
-Every rank has the whole model and its gradients, averaged as ddp's are. A parameter's moments are in one rank alone, which
-updates it and sends it to the others: the same steps as ddp's. Parameters are given out from the largest to the smallest,
-each to the rank with the least so far, so that a rank has no less than the largest of all. Those of a rank lie in one
-buffer, which is sent in one piece.
+Every rank has the whole model and its gradients, averaged as ddp's are. Only one rank has a parameter's moments; it
+updates the parameter and sends it to the others, so steps equal ddp's. Parameters are dealt from the largest to the
+smallest, each to the rank with the fewest elements so far. A rank's parameters lie in one buffer, sent in one piece.
 Source: Rajbhandari et al., ZeRO, arXiv:1910.02054.
 """
 
@@ -19,7 +18,7 @@ from te_bench.training.parallel import Indivisible
 from te_bench.training.parallel._group import norm_of_parts
 from te_bench.training.parallel.ddp import DDP
 
-ALIGNED = 64  # elements from one parameter's beginning to the next's are a multiple of it: kernels load vectors
+ALIGNED = 64  # parameters begin at multiples of this many elements: kernels load vectors
 
 
 class ZeRO1(DDP):
@@ -27,7 +26,7 @@ class ZeRO1(DDP):
 
     def __init__(self) -> None:
         super().__init__()
-        self._buffers: list[Tensor] = []  # of each rank, with what it owns
+        self._buffers: list[Tensor] = []  # {rank: the buffer of the parameters that it owns}
 
     @classmethod
     def refused(cls, *, mode: str, optimizer: str | None, **others: Any) -> str | None:
@@ -41,7 +40,7 @@ class ZeRO1(DDP):
             optimizer.param_groups,
             type(optimizer),
             lr=optimizer.defaults["lr"],
-            parameters_as_bucket_view=len(dtypes) == 1,  # sent in one piece a rank
+            parameters_as_bucket_view=len(dtypes) == 1,  # one message per rank
         )
 
     def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,7 +1,7 @@
 """torchtitan's with torchao's FP8 Linears: by a scale a tensor, weights and shared layers' inputs are sent in FP8.
 
-By a scale a row all is sent in bf16, as torchtitan does it. Scales of weights come from one all-reduce before a step's first
-pass, where torchao's users have it after each update: so a captured step holds it, too.
+With row scales everything is sent in bf16, as torchtitan does. Weight scales come from one all-reduce before a step's
+first pass; torchao's users do it after each update. So a captured step includes it.
 
 Source: torchao 0.18.0, float8/fsdp_utils.py and float8/float8_tensor_parallel.py; torchtitan v0.2.2,
 models/llama3/infra/parallelize.py.
@@ -20,7 +20,7 @@ from te_bench.training.ways import torchtitan
 
 
 def _by_tensor(layer: nn.Module) -> bool:
-    """Whether it is a Linear of torchao's that casts by one scale a tensor."""
+    """Return whether a layer is torchao's Linear with one scale per tensor."""
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear
 
@@ -31,7 +31,7 @@ def _by_tensor(layer: nn.Module) -> bool:
 
 
 class Sharded(torchtitan.Sharded):
-    """Blocks' weights of one scale each are gathered in FP8."""
+    """torchtitan's fsdp2 that gathers blocks' weights with one scale per tensor in FP8."""
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -50,7 +50,7 @@ class Sharded(torchtitan.Sharded):
         def scale(*_: Any) -> None:
             if not self._scaled:
                 precompute_float8_dynamic_scale_for_fsdp(model)
-                self._scaled = torch.is_grad_enabled()  # after an evaluation others may change the weights
+                self._scaled = torch.is_grad_enabled()  # an evaluation's weights may be changed by others next
 
         model.register_forward_pre_hook(scale, prepend=True)  # before any weight is gathered
 
@@ -64,11 +64,11 @@ class Sharded(torchtitan.Sharded):
 
 
 class SharedLayers(torchtitan.SharedLayers):
-    """What Linears of one scale a tensor are given is gathered in FP8: a column Linear's input, a row Linear's gradient."""
+    """torchtitan's tp that gathers a per-tensor-scaled column Linear's input, and a row Linear's gradient, in FP8."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._features = 0  # of a token, which are gathered in FP8
+        self._features = 0  # features per token gathered in FP8
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         return {"uint8": (tokens * self._features,) * 2} if self._features else {}

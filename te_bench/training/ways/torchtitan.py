@@ -1,11 +1,10 @@
 """torchtitan's: fully_shard with bf16 weights and float32 gradients; layers shared by DTensor; blocks and loss compiled.
 
-There is no autocast. Every weight is gathered in bf16, vectors and tables too, and the residual stream is in bf16. Where
-ranks share layers, each has a part of every sequence between them, and a part of the logits, which the loss is made of.
-Queries, keys and values are one product, as torchtitan's fused ones are: each rank's rows of the weight follow one another.
-Two defaults of its llama3_8b of 2026-08-21 are left out, as te-bench's own steps have neither: selective activation
-checkpointing, and a loss by chunks of the tokens. Logits are whole, as in v0.2.2. Its own CUDA graph, a default too, ends
-with the backward pass; mode cudagraph has te-bench's, of the whole step.
+There is no autocast. All weights are gathered in bf16, and the residual stream is bf16. Where ranks share layers, each
+has a part of every sequence between them and computes the loss from its part of the logits. Query, key and value are
+one GEMM, as torchtitan's fused ones: each rank's rows of the weight are consecutive. Two defaults of its llama3_8b are
+left out because te-bench's own steps have neither: selective activation checkpointing and a chunked loss. Its own CUDA
+graph ends with the backward pass; mode cudagraph captures the whole step, as te-bench's does.
 
 Source: torchtitan of 2026-08-21, distributed/fsdp.py, distributed/cudagraph.py and components/loss.py; v0.2.2,
 models/llama3/infra/parallelize.py.
@@ -41,7 +40,7 @@ Entropy = Callable[..., Tensor]
 
 
 class Sharded(FSDP2):
-    """fully_shard on embeddings, on each block, and on last norm and head together; of a tied table on the three as one."""
+    """fully_shard on embeddings, on each block, and on last norm and head together; a tied table joins all three."""
 
     casts = True
 
@@ -80,7 +79,7 @@ class Sharded(FSDP2):
         return _entropy
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
-        return {}  # nothing but weights in the dtype that fully_shard was given
+        return {}  # weights are sent only in the dtype that fully_shard was given
 
     def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
         self._entropy = torch.compile(self._entropy, dynamic=False)
@@ -88,15 +87,15 @@ class Sharded(FSDP2):
 
 
 class SharedLayers(Sharded):
-    """A rank has a part of each layer, and between layers of each sequence; fully_shard of one rank casts the weights."""
+    """Tensor parallelism by DTensor: a rank has a part of each sequence between layers; fully_shard casts weights."""
 
     name = "tp"
 
     def __init__(self) -> None:
         super().__init__()
         self.replicas, self.replica = 1, 0
-        self._both: Any = None  # the mesh: of one rank, which casts weights, by that of all, which share layers
-        self._rows: dict[nn.Module, Tensor] = {}  # of a weight, in the order of the ranks
+        self._both: Any = None  # a 2D mesh: one rank, which casts weights, by all ranks, which share layers
+        self._rows: dict[nn.Module, Tensor] = {}  # a weight's rows in the order of the ranks
 
     def _mesh(self) -> DeviceMesh:
         mesh: DeviceMesh = self._both["weights"]
@@ -126,20 +125,20 @@ class SharedLayers(Sharded):
             plans.append((tables.positions, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))))
         for module, style in plans:
             parallelize_module(module, layers, style)
-        # A compiled block would lose the gradient of what is still on its way (torch 2.13.0).
+        # In a compiled block the gradient of a still asynchronous tensor is lost (torch 2.13.0).
         tables.tokens.register_forward_hook(lambda module, inputs, x: x.clone())
         if tied:
             found.tie()
         angles = found.angles
-        found.angles = lambda length: angles(length * self.world)  # asked for by a rank's part of a sequence
+        found.angles = lambda length: angles(length * self.world)  # the caller's length is a rank's part of a sequence
         super()._shard(model, multiplies_in)
 
     def _style(self, layer: nn.Module, mode: str) -> Any:
-        """How a Linear of a pair is shared."""
+        """Return how a Linear of a pair is shared."""
         return ColwiseParallel(input_layouts=Shard(1)) if mode == "column" else RowwiseParallel(output_layouts=Shard(1))
 
     def _indivisible(self, model: Any) -> str | None:
-        """Why the model's layers cannot be shared by so many ranks, or None."""
+        """Return why so many ranks cannot share the model's layers, or None."""
         attentions = [part for part in model.parts() if isinstance(part, AttentionPart)]
         if not attentions:
             return "the model does not say its parts"
@@ -160,7 +159,7 @@ class SharedLayers(Sharded):
         return None
 
     def _order(self, layer: Any, pieces: tuple[int, ...]) -> None:
-        """Put the rows of matrices below each other so that a rank's of each follow one another."""
+        """Reorder the rows of stacked matrices so that each rank's rows are consecutive."""
         by_rank = zip(*(part.chunk(self.world) for part in torch.arange(sum(pieces)).split(pieces)), strict=True)
         rows = self._rows[layer] = torch.cat([part for own in by_rank for part in own]).to(self.device)
         with torch.no_grad():
@@ -189,7 +188,7 @@ def _gathered() -> PrepareModuleOutput:
 
 
 def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    """torchtitan has no padding: written into the logits, it would have a compiler keep them in float32."""
+    """Compute cross-entropy with padding masked outside the logits: masked in them, they would become float32."""
     return F.cross_entropy(without_padding(logits, vocab), targets, ignore_index=IGNORED)
 
 

@@ -1,7 +1,6 @@
 """Transformer Engine's: its layers in DistributedDataParallel or fully_shard, or divided by their own arguments.
 
-Delayed scaling takes the largest amaxes of all ranks. Embedding, head and loss are PyTorch's, as te-bench's own ways divide
-them.
+Delayed scaling takes all ranks' largest amaxes. Embedding, head and loss are PyTorch's, divided as te-bench's.
 
 Source: Transformer Engine 2.20.2, docs/examples/te_llama and pytorch/quantization.py; that of 2026-08-22, examples/pytorch/
 quantized_model_init/fully_shard.py, pytorch/distributed.py, pytorch/module/layernorm_linear.py; Megatron-LM,
@@ -27,12 +26,12 @@ from te_bench.training.parallel._shared_layers import part_of
 from te_bench.training.parallel.fsdp2 import FSDP2
 from te_bench.training.parallel.tp import TP
 
-COPIES = 2  # of what is gathered in FP8 at the most: by rows and by columns
-SCALES = 16  # bytes of data for one of scales at the least: a block of 128 has 4, and as many to fill up
+COPIES = 2  # at most two FP8 copies are gathered: rowwise and columnwise
+SCALES = 16  # at least this many data bytes per scale byte: a block of 128 has 4, and up to 4 of padding
 
 
 class _OfLayers(Grouped):
-    """A rank that computes by Transformer Engine's layers."""
+    """A rank that computes with Transformer Engine's layers."""
 
     @classmethod
     def refused(
@@ -51,7 +50,7 @@ class _OfLayers(Grouped):
 
 
 class Replicated(_OfLayers):
-    """Every micro-batch is reduced."""
+    """DistributedDataParallel, which reduces every micro-batch."""
 
     name = "ddp"
 
@@ -70,15 +69,15 @@ class Replicated(_OfLayers):
 
 
 class Sharded(_OfLayers, FSDP2):
-    """fully_shard on each TransformerLayer and on the rest: layers are gathered in bf16, norms too, and cast after it."""
+    """fully_shard on each TransformerLayer and the rest: layers and norms are gathered in bf16 and cast afterwards."""
 
     def shares(self, parameter: nn.Parameter) -> bool:
         return True
 
     def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
-        """Each layer stands in its block, with the block's parameters: what fully_shard gives to one, the other has.
+        """Put each layer into its block, where both share the parameters: fully_shard's changes to one reach the other.
 
-        So Transformer Engine finds the layer to be FSDP2's, and keeps no FP8 weights for the backward pass.
+        So Transformer Engine takes the layer for FSDP2's, and keeps no FP8 weights for the backward pass.
         """
         found: Any = model
         blocks = blocks_of(model)
@@ -96,7 +95,7 @@ class Sharded(_OfLayers, FSDP2):
 class SharedLayers(_OfLayers, TP):
     """The layers' own tensor and sequence parallelism: a rank has (T / ranks, B, C) between them.
 
-    It leaves the gradients of what every rank has to its users: they are added up, as Megatron-LM does it.
+    It leaves gradients of whole parameters to its users: they are summed as in Megatron-LM.
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class SharedLayers(_OfLayers, TP):
         found.passes = found.passes._replace(body=functools.partial(transformer_engine.body, layers, norm, dim=0))
 
     def _cut_vocabulary(self, model: Decoder, ranks: Ranks) -> None:
-        """As te-bench's own, the sequence first."""
+        """Cut the vocabulary as te-bench's own does, with the sequence as first dimension."""
         rows = len(model.tables().head.weight)
         super()._cut_vocabulary(model, ranks)
         found: Any = model
@@ -120,7 +119,7 @@ class SharedLayers(_OfLayers, TP):
         found.forward = lambda tokens, targets: forward(tokens, targets.T)
 
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
-        """In FP8 what te-bench's own tp sends so, by rows and by columns; with blocks' scales. The rest as te-bench's."""
+        """Count te-bench's tp's bytes: in FP8 rowwise and columnwise copies, with blocks' scales; the rest is alike."""
         found: Any = model
         sent = tokens * sum(
             layer.in_features if mode == "column" else layer.out_features for mode, layer in self._pairs

@@ -19,9 +19,9 @@ QGELU = 1.702
 
 
 def forward(x: Tensor, kind: str) -> Tensor:
-    """y = f(x), or f(x[:, :F]) * x[:, F:] of a gated kind; x (M, F) or (M, 2F) -> (M, F) in x's dtype.
+    """Compute y = f(x), or f(x[:, :F]) * x[:, F:] for a gated kind; x (M, F) or (M, 2F) -> (M, F) in x's dtype.
 
-    Raises ValueError for an unknown kind and for an odd width of a gated one.
+    Raises ValueError for an unknown kind, and for an odd width with a gated one.
     """
     f = width(x, kind)
     name, gated = KINDS[kind]
@@ -31,7 +31,7 @@ def forward(x: Tensor, kind: str) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x), of a gated kind [dy * x[:, F:] * f'(x[:, :F]), dy * f(x[:, :F])]; -> x's shape and dtype."""
+    """Compute dx = dy * f'(x), gated [dy * x[:, F:] * f'(x[:, :F]), dy * f(x[:, :F])], with x's shape and dtype."""
     f = width(x, kind, dy)
     name, gated = KINDS[kind]
     value, slope = _value_and_slope(x[:, :f].float(), name)
@@ -42,17 +42,17 @@ def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """fp8(y * scale): `forward`, then quantize's `scaled`, whose options `cast` are."""
+    """Compute fp8(y * scale): `forward`, then quantize's `scaled` with the options `cast`."""
     return quantizer.scaled(forward(x, kind), **cast)
 
 
 def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """fp8(dx * scale): `backward`, then quantize's `scaled`, whose options `cast` are."""
+    """Compute fp8(dx * scale): `backward`, then quantize's `scaled` with the options `cast`."""
     return quantizer.scaled(backward(dy, x, kind), **cast)
 
 
 def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """f(x) and f'(x), float32."""
+    """Return f(x) and f'(x), float32."""
     if name == "relu":
         return x.relu(), (x > 0).to(x.dtype)
     if name == "srelu":
@@ -70,7 +70,7 @@ def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     flat = s * (1 - s)
     if name == "sigmoid":
         return s, flat
-    # Where the logistic function is flat, x * inner may have overflowed: 0 x infinity.
+    # Where the logistic function is flat, x * inner may have overflowed; 0 x infinity would be NaN.
     return x * s, torch.where(flat == 0, s, s + x * flat * inner)
 
 

@@ -1,7 +1,7 @@
 """Fused activations in Triton: plain, and with the FP8 cast into both layouts, amax and the bias gradient in one pass.
 
-torch.compile sees four operators, whose CPU implementation is the reference; eager calls go straight to the launchers,
-for a custom operator costs the host about 20 us a call.
+torch.compile sees four operators, whose CPU implementation is the reference. Eager calls go straight to the launchers,
+because a custom operator costs the host about 20 us a call.
 """
 
 from typing import Any
@@ -24,16 +24,16 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(x: Tensor, kind: str) -> Tensor:
-    """y = f(x), or f(x[:, :F]) * x[:, F:] of a gated kind; x (M, F) or (M, 2F) -> (M, F) in x's dtype.
+    """Compute y = f(x), or f(x[:, :F]) * x[:, F:] for a gated kind; x (M, F) or (M, 2F) -> (M, F) in x's dtype.
 
-    Raises ValueError for an unknown kind and for an odd width of a gated one.
+    Raises ValueError for an unknown kind, and for an odd width with a gated one.
     """
     width(x, kind)
     return _forward_op(x, kind) if torch.compiler.is_compiling() else kernels.forward(x, kind)
 
 
 def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """fp8(y * scale) in the layouts asked for, with y of `forward` rounded to x's dtype beforehand.
+    """Compute fp8(y * scale) in the requested layouts; y is `forward`'s, rounded to x's dtype first.
 
     cast: scale, dtype, rowwise, columnwise, amax, counts; see Backend. Raises ValueError as `forward`.
     """
@@ -46,15 +46,15 @@ def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
 
 
 def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    """dx = dy * f'(x), of a gated kind [dy * x[:, F:] * f'(x[:, :F]), dy * f(x[:, :F])]; -> x's shape and dtype."""
+    """Compute dx = dy * f'(x), gated [dy * x[:, F:] * f'(x[:, :F]), dy * f(x[:, :F])], with x's shape and dtype."""
     width(x, kind, dy)
     return _backward_op(dy, x, kind) if torch.compiler.is_compiling() else kernels.backward(dy, x, kind)
 
 
 def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """fp8(dx * scale) in the layouts asked for, dx of `backward` rounded to x's dtype; column_sum += sum_M(dx).
+    """Compute fp8(dx * scale) in the requested layouts, dx rounded to x's dtype first; column_sum += sum_M(dx).
 
-    cast: as `forward_quantized`, and column_sum, float32 of x's width. Raises ValueError as `backward`.
+    cast: as for `forward_quantized`, and column_sum, float32 of x's width. Raises ValueError as `backward`.
     """
     width(x, kind, dy)
     check_layouts(cast["rowwise"], cast["columnwise"])
@@ -142,7 +142,7 @@ def _(
 
 
 def _empty(x: Tensor, m: int, n: int, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> Any:
-    """data, data_t and scale_inv as the operators return them."""
+    """Return empty data, data_t and scale_inv as the operators return them."""
     return without_none(x, *empty_pair(m, n, x, dtype, rowwise, columnwise), float32(x))
 
 

@@ -1,7 +1,7 @@
 """AdamW in plain PyTorch. Runs anywhere; on a CPU bit for bit torch.optim.AdamW(fused=True)'s vectorised loop.
 
-Every operation rounds once to float32, but for two that are multiply-adds with one rounding: m, and the last of v. torch's
-CUDA kernel computes parts of it in float64 and may differ in the last bit; so does its CPU loop over what no vector fills.
+Every operation rounds once to float32, except two multiply-adds with a single rounding: m, and the last one of v.
+torch's CUDA kernel computes parts in float64 and may differ in the last bit; so may its CPU loop's scalar remainder.
 """
 
 import math
@@ -19,18 +19,18 @@ FLOATS = ("weight", "grad", "exp_avg", "exp_avg_sq")
 GRADIENTS = (torch.float32, torch.bfloat16)
 NUMBERS = ("scale", "scale_inv", "amax")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS, *SCALES)  # of a Parameter, in the order of its dataclass
+TENSORS = (*FLOATS, "bf16", "data", "data_t", *NUMBERS, *SCALES)  # of a Parameter, in its dataclass's order
 MOMENTS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 ROUNDS = 7  # of philox: the fewest that pass BigCrush (Salmon et al., SC 2011)
-LEAST_SCALE = 2.0**-126  # of a block of zeros, too
-ROOTS = torch.uint8  # what a root in FP8 is kept in: torch has no dtype of E5M3
-SHIFT, OFFSET, TOP = 20, 768, 1.875  # a root's code + OFFSET is the upper bits of the float32; the largest is TOP
-RANGE = "te_bench::adamw_reference"  # by which a profiler knows a step, made as it is of ordinary operators
+LEAST_SCALE = 2.0**-126  # also for a block of zeros
+ROOTS = torch.uint8  # dtype that stores FP8 roots: torch has no E5M3
+SHIFT, OFFSET, TOP = 20, 768, 1.875  # a root's code + OFFSET is a float32's upper bits; the largest root is TOP
+RANGE = "te_bench::adamw_reference"  # a step's name in a profiler, because it consists of ordinary operators
 WRITTEN = ("weight", "exp_avg", "exp_avg_sq", "bf16", "data", "data_t", "scale_inv", *SCALES)
 
 
 def table(parameters: Sequence[Parameter]) -> Table:
-    """The parameters, checked. Raises ValueError for what does not fit together: dtypes, shapes, strides, devices."""
+    """Return a table of the checked parameters. Raises ValueError if dtypes, shapes, strides or devices misfit."""
     written: dict[int, str] = {}
     devices, targets = set(), set()
     for i, p in enumerate(parameters):
@@ -53,7 +53,7 @@ def table(parameters: Sequence[Parameter]) -> Table:
 
 
 def _check(p: Parameter, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless p is what Parameter says."""
+    """Raise ValueError, beginning with `where`, unless p satisfies Parameter's rules."""
     shape = p.weight.shape
     transposed = shape[::-1]
     expected: dict[str, tuple[torch.Size, tuple[torch.dtype, ...]]] = {
@@ -97,7 +97,7 @@ def _check(p: Parameter, where: str) -> None:
 
 
 def form(p: Parameter) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of the weight and its moments."""
+    """Return the dtypes of the weight and its moments."""
     return p.weight.dtype, p.exp_avg.dtype
 
 
@@ -112,7 +112,7 @@ def check_step(
 ) -> None:
     """Raise ValueError unless the tensors are () float32 on the table's device, betas in [0, 1) and eps at least 0.
 
-    seed is () int64 there, and is needed where anything is rounded stochastically.
+    seed is () int64 there, and required if anything is rounded stochastically.
     """
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas {betas}: each must be at least 0 and below 1")
@@ -141,20 +141,20 @@ def step(
     multiplier: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """AdamW's step-th update of every parameter, in place, and its copies; see Backend. ValueError: check_step."""
+    """Apply AdamW's step-th update to every parameter, in place, and write its copies. Raises as check_step."""
     check_step(table, rate, step, betas, eps, multiplier, seed)
     beta1, beta2 = betas
     rate64, step64 = rate.double(), step.double()
-    step_size = (rate64 / (beta1**step64 - 1)).float()  # what multiplies m / (...): negative
+    step_size = (rate64 / (beta1**step64 - 1)).float()  # the factor of m / (...): negative
     bias_correction2_sqrt = (1 - beta2**step64).sqrt().float()
 
     def number(value: float) -> Tensor:
-        return torch.full((), value, dtype=torch.float32, device=rate.device)  # a fill: legal in a capture
+        return torch.full((), value, dtype=torch.float32, device=rate.device)  # a fill is legal in a capture
 
     for i, p in enumerate(p for p in table.parameters if p.weight.numel()):
         g = p.grad.float() if multiplier is None else p.grad.float() * multiplier
         exp_avg, exp_avg_sq = _moments(p)
-        # From the nearer end, as torch.lerp: exact where beta1 is 0.
+        # Interpolate from the nearer end, as torch.lerp does: exact for beta1 = 0.
         weight, start = (number(1 - beta1), exp_avg) if 1 - beta1 < 0.5 else (number(1 - beta1) - 1, g)
         m = _multiply_add(weight, g - exp_avg, start)
         v = _multiply_add(number(1 - beta2) * g, g, exp_avg_sq * number(beta2))
@@ -169,7 +169,7 @@ def step(
 
 
 def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
-    """exp_avg and exp_avg_sq in float32."""
+    """Return exp_avg and exp_avg_sq in float32."""
     if p.exp_avg_scale is None:
         return p.exp_avg.float(), p.exp_avg_sq.float()
     root = _times(roots(p.exp_avg_sq), p.exp_avg_sq_scale)
@@ -177,12 +177,12 @@ def _moments(p: Parameter) -> tuple[Tensor, Tensor]:
 
 
 def _times(x: Tensor, scales: Tensor) -> Tensor:
-    """x by blocks, each times its scale."""
+    """Multiply each block of x by its scale."""
     return (x.view(-1, BLOCK) * scales[:, None]).view(x.shape)
 
 
 def _keep(p: Parameter, m: Tensor, v: Tensor, bits: Tensor | None) -> None:
-    """Store the moments, rounded as the operator says. Of 16 bits each the upper 8 are nobody else's."""
+    """Store the moments, rounded as the module says. The upper 8 of each one's 16 bits are its own."""
     if p.exp_avg_scale is not None and bits is not None:
         root = _root(v)
         p.exp_avg_sq_scale.copy_(_scales(root, TOP))
@@ -197,23 +197,23 @@ def _keep(p: Parameter, m: Tensor, v: Tensor, bits: Tensor | None) -> None:
 
 
 def _scales(x: Tensor, top: float) -> Tensor:
-    """Of each block, that whose product with `top` is its largest."""
+    """Return each block's scale: its largest magnitude divided by `top`."""
     largest = x.view(-1, BLOCK).abs().amax(1)
     return (largest / torch.full_like(largest, top)).clamp(min=LEAST_SCALE)
 
 
 def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """x, float32, to a neighbour in bfloat16, as often to the upper one as x lies near it; bits: 16 random ones an element.
+    """Round float32 x to a bfloat16 neighbour, with probability by distance; bits: 16 random ones per element.
 
-    A magnitude is rounded, so that infinity stays; NaN stays.
+    The magnitude is rounded, so infinity and NaN stay.
     """
     moved = (x.view(torch.int32) + bits.int()) & -0x10000
     return torch.where(x.isnan(), x, moved.view(torch.float32)).to(torch.bfloat16)
 
 
 def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
-    """x, float32, to one of its neighbours in E4M3, still float32, saturated; bits: 16 random ones an element."""
-    exponent = ((x.view(torch.int32) >> 23) & 0xFF).clamp(min=121)  # of 2^-6, below which the spacing stays
+    """Round float32 x stochastically to an E4M3 neighbour, saturating, as float32; bits: 16 random ones each."""
+    exponent = ((x.view(torch.int32) >> 23) & 0xFF).clamp(min=121)  # of 2^-6, below which the spacing is constant
     inverse, spacing = (b.int().view(torch.float32) for b in ((257 - exponent) << 23, (exponent - 3) << 23))
     places = x.abs() * inverse
     below = places.floor()
@@ -222,34 +222,34 @@ def stochastic_e4m3(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def roots(codes: Tensor) -> Tensor:
-    """Unsigned E5M3 as float32: 0, then 1.125 x 2^-31 to 1.875, with no subnormals."""
+    """Convert codes of unsigned E5M3 to float32: 0, then 1.125 x 2^-31 to 1.875, without subnormals."""
     return torch.where(codes > 0, ((codes.int() + OFFSET) << SHIFT).view(torch.float32), 0.0)
 
 
 def stochastic_root(x: Tensor, bits: Tensor) -> Tensor:
-    """x, float32, 0 to 1.875, to the code of a neighbour in unsigned E5M3, not that of 0; 0 for NaN."""
+    """Round float32 x in 0 to 1.875 to the code of an unsigned E5M3 neighbour other than 0; NaN gives 0."""
     moved = (x.view(torch.int32) + (bits.int() << SHIFT - 16) + (1 << SHIFT - 17)) >> SHIFT
     return torch.where(x >= 0, (moved - OFFSET).clamp(1, 255), 0).to(ROOTS)
 
 
 def random_bits(seed: Tensor, count: int, number: int, step: Tensor) -> Tensor:
-    """32 random bits of each of `count` elements, int64: philox's words at (element / 4, number, step) in turn."""
+    """Return 32 random bits per element as int64: philox's words at (element / 4, number, step) in turn."""
     quarter = torch.arange(-(-count // 4), device=seed.device)
     return philox(seed, quarter, number, step.long(), ROUNDS).flatten()[:count]
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c rounded once: float64 holds the product of two float32 exactly."""
+    """Return a * b + c, rounded once: float64 holds the product of two float32 exactly."""
     return (a.double() * b.double() + c.double()).float()
 
 
 def _root(x: Tensor) -> Tensor:
-    """sqrt(x) to the nearest float32: torch's own on a CPU is one off for a fifth of all numbers (torch 2.13, MKL)."""
+    """Return sqrt(x), correctly rounded: torch's CPU result is one off for a fifth of all numbers (torch 2.13, MKL)."""
     return x.double().sqrt().float()
 
 
 def _emit(p: Parameter) -> None:
-    """bf16, data, data_t, scale_inv and amax of p's weight, where they are asked for."""
+    """Write the requested copies of p's weight: bf16, data, data_t, scale_inv and amax."""
     half = p.weight.to(torch.bfloat16)
     if p.bf16 is not None:
         p.bf16.copy_(half)
@@ -263,18 +263,18 @@ def _emit(p: Parameter) -> None:
 
 
 def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
-    """norm = sqrt(sum of all g^2), min(1, max_norm / (norm + 1e-6)), () float32; torch.nn.utils.clip_grad_norm_'s.
+    """Return norm = sqrt(sum of all g^2) and min(1, max_norm / (norm + 1e-6)), () float32, as clip_grad_norm_.
 
     Raises ValueError unless max_norm is positive.
     """
     check_norm(max_norm)
-    # In float32: torch rounds the norm of each bfloat16 tensor to bfloat16.
+    # In float32, because torch rounds each bfloat16 tensor's norm to bfloat16.
     found = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
     return found, multiplier_of(found, max_norm)
 
 
 def multiplier_of(norm: Tensor, max_norm: float) -> Tensor:
-    # A tensor over a tensor: torch multiplies a number by the reciprocal, which rounds twice.
+    # Divide two tensors: torch multiplies a number by the reciprocal, which rounds twice.
     return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -1,7 +1,7 @@
 """AdamW in Triton: one launch over all parameters, after one for two numbers that all share, and one over all gradients
 (with a second stage) for their norm.
 
-Every result is the reference's, bit for bit, but for the norm's last places.
+Every result is the reference's, bit for bit, except the norm's last digits.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from te_bench.kernels.tile import FLOATS, FP8, lacks_triton
 
 WIDEST = 2**31 // max(ROWS, COLUMNS)  # offsets inside a tile are 32-bit
 TILE = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
-SMALLEST = -1e5  # in place of log2(0): 2 to it is 0 too
+SMALLEST = -1e5  # instead of log2(0): 2 to it is 0, too
 
 
 def unsupported(p: Problem) -> str | None:
@@ -32,9 +32,9 @@ def unsupported(p: Problem) -> str | None:
 
 
 def table(parameters: Sequence[Parameter]) -> Table:
-    """The parameters, their addresses and the tiles they are cut into, on their device; before any capture.
+    """Return the parameters, their addresses and tiles on their device; call it before any capture.
 
-    Raises ValueError for what does not fit together, as the reference's, and for matrices of 2^25 and more rows or columns.
+    Raises ValueError as the reference's, and for matrices with 2^25 or more rows or columns.
     """
     checked = reference.table(parameters)
     rows: list[list[int]] = []
@@ -61,9 +61,9 @@ def table(parameters: Sequence[Parameter]) -> Table:
 
 
 def move(old: Table, parameters: Sequence[Parameter]) -> Table:
-    """The parameters of `old` at other addresses, in the memory that a captured graph reads; not during a capture.
+    """Write other addresses of `old`'s parameters into the memory that a captured graph reads; not during a capture.
 
-    Raises ValueError for what does not fit together, and for shapes, dtypes and copies other than old's.
+    Raises ValueError for tensors that do not fit together, and for shapes, dtypes and copies other than old's.
     """
     made = table(parameters)
     if _form(made) != _form(old):
@@ -74,7 +74,7 @@ def move(old: Table, parameters: Sequence[Parameter]) -> Table:
 
 
 def _form(table: Table) -> list[tuple[Any, ...]]:
-    """What a table says besides addresses."""
+    """Return everything in a table but addresses."""
     copies = ((p.bf16, p.data, p.data_t) for p in table.parameters)
     asked = ([None if t is None else t.dtype for t in three] for three in copies)
     return [
@@ -84,7 +84,7 @@ def _form(table: Table) -> list[tuple[Any, ...]]:
 
 
 def _row(p: Parameter) -> list[int]:
-    """p's row of the table, in the order of kernels.py's fields."""
+    """Return p's row of the table, in the order of kernels.py's fields."""
     numel = p.weight.numel()
     height, width = p.weight.shape if p.data_t is not None else (-(-numel // COLUMNS), COLUMNS)
     tensors = [getattr(p, name) for name in reference.TENSORS]
@@ -107,7 +107,7 @@ def step(
     multiplier: Tensor | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """AdamW's step-th update of every parameter, in place, and its copies, in a launch for all of one form; see Backend.
+    """Apply AdamW's step-th update to every parameter, in place, and write its copies, in one launch per form.
 
     Raises ValueError as the reference's.
     """
@@ -129,10 +129,10 @@ def step(
         "TARGET": None if table.target is None else FP8[table.target],
         "PIECE": PIECE,
         **TILE,
-        # Multiplications and additions that the reference rounds apart stay apart.
+        # Keep multiplications and additions apart that the reference rounds separately.
         "enable_fp_fusion": False,
     }
-    # Rounded here, for Triton's interpreter keeps Python's float64.
+    # Round here, because Triton's interpreter keeps Python's float64.
     lerp_weight, *numbers = (ctypes.c_float(x).value for x in (1 - beta1, 1 - beta2, beta2, eps))
     numbers = [lerp_weight - 1 if from_grad else lerp_weight, *numbers]
     for form, start, programs in table.forms:
@@ -142,13 +142,13 @@ def step(
         dtypes = {name: {**FLOATS, **FP8}[dtype] for name, dtype in zip(("w_dtype", "m_dtype"), form, strict=True)}
         registers = kernels.REGISTERS if form[1] is torch.float8_e4m3fn else {}
         launch(kernels.step_kernel, programs, key, rate.get_device(), args, dtypes | constants | registers)
-    # The kernel writes behind autograd's back: a backward that saved an old weight, or its copy, must find out.
+    # The kernel bypasses autograd: a backward pass that saved an old weight, or its copy, must find out.
     written = [t for p in table.parameters for t in (p.weight, p.bf16) if t is not None]
     torch.autograd.graph.increment_version(written)
 
 
 def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
-    """norm = sqrt(sum of all g^2), min(1, max_norm / (norm + 1e-6)), () float32; the same bits in every run.
+    """Return norm = sqrt(sum of all g^2) and min(1, max_norm / (norm + 1e-6)), () float32, the same bits in every run.
 
     Raises ValueError unless max_norm is positive.
     """

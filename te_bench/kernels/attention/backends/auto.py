@@ -1,8 +1,8 @@
 """The backend that was measured to be the fastest for the problem on this machine, whatever the mask.
 
-By the nearest row of the table of measured times (the user's own, made by `te-bench tune attention`, before the shipped
-one), the fastest there that can do the problem, forward and backward together; where no row is near, by `preference`, the
-first that can. The same problem goes to the same backend for as long as the process lasts, with gradients or without.
+It takes the nearest row of measured times (the user's own, from `te-bench tune attention`, before the shipped ones),
+and there the fastest backend that can do the problem, forward and backward together. If no row is near, it takes the
+first of `preference` that can. Within a process, one problem always goes to one backend.
 """
 
 import operator
@@ -27,12 +27,12 @@ from te_bench.kernels.attention import (
 from te_bench.kernels.attention.packed import attend_packed
 from te_bench.kernels.measured import Timing
 
-#: Where nothing near was measured.
+#: The preference on Hopper, if nothing near was measured.
 HOPPER = ("cudnn", "flash", "mem_efficient", "math")
-#: Elsewhere cuDNN is not the faster one for certain, and it is PyTorch's own order.
+#: Elsewhere cuDNN is not reliably faster, so this is PyTorch's own order.
 OTHER_GPU = ("flash", "mem_efficient", "math")
 CPU = ("flash", "math")
-#: Before them on a GPU for windows and packed sequences: what is outside costs it no time, and a mask no memory.
+#: On a GPU these come first for windows and packed sequences: hidden keys cost them no time, and masks no memory.
 WINDOWED = ("triton",)
 
 RIVALS = frozenset(name for name in names() if name != AUTO and not in_fp8(name))
@@ -41,14 +41,14 @@ DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The backend that does a problem, and by what it was chosen."""
+    """The backend chosen for a problem, and why."""
 
     name: str
     why: str
 
 
 def preference(problem: Problem) -> tuple[str, ...]:
-    """The backends that are tried for a problem of which nothing is known, the fastest first; math does everything."""
+    """Return the backends to try for an unmeasured problem, the fastest first; math does everything."""
     if problem.device == "cpu":
         return CPU
     hopper = problem.capability is not None and problem.capability[0] == 9
@@ -56,14 +56,14 @@ def preference(problem: Problem) -> tuple[str, ...]:
 
 
 def choose(problem: Problem, here: str | None = None) -> Choice:
-    """What `auto` takes for a problem on the machine named `here`, the current one by default; runs nothing.
+    """Return `auto`'s choice for a problem on the machine `here` (default: the current one); runs nothing.
 
-    Raises ValueError where the user's table cannot be read.
+    Raises ValueError if the user's table cannot be read.
     """
     found = table.nearest(here or _machine_name(problem.device), problem)
     if found is not None:
         row, doublings = found
-        for name in (name for name in row.fastest() if name in RIVALS):  # others have gone since
+        for name in (name for name in row.fastest() if name in RIVALS):  # others no longer exist
             if _is_supported(name, problem):
                 where = "measured" if doublings == 0 else f"nearest measured, {doublings:.1f} doublings away"
                 return Choice(name=name, why=f"{where}: {_label(row)} ({row.source})")
@@ -79,7 +79,7 @@ def _is_supported(name: str, problem: Problem) -> bool:
 
 
 def _machine_name(device: str) -> str:
-    """The name of the machine that rows are of; of a GPU that is not here, the bare word."""
+    """Return the machine name that the table's rows use; for an absent GPU, the bare word."""
     gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
     return measured.machine_name(device, gpu)
 
@@ -91,19 +91,19 @@ def _label(row: Timing) -> str:
     return f"B{p.batch} H{p.heads} T{p.length} D{p.head_dim} {p.dtype} {mask} on {row.machine}, us: {times}"
 
 
-# By all that the choice depends on. Backends are loaded where they are chosen: torch.compile can't trace an import.
+# Keyed by everything that the choice depends on. Backends are loaded when chosen: torch.compile cannot trace an import.
 _choices: dict[tuple[object, ...], Choice] = {}
 _backends: dict[str, Backend] = {}
 measured.on_forget(_choices.clear)
 
 
 def chosen() -> tuple[str, ...]:
-    """The backends that problems have gone to in this process, by name."""
+    """Return the names of the backends chosen in this process."""
     return tuple(sorted({choice.name for choice in _choices.values()}))
 
 
 def choices() -> tuple[Choice, ...]:
-    """The same with the reasons."""
+    """Return the choices in this process, with their reasons."""
     return tuple(dict.fromkeys(_choices.values()))
 
 
@@ -111,7 +111,7 @@ def _decide(
     device: str, index: int | None, dtype: torch.dtype, causal: bool, drops: int, mask: bool, packed: bool,
     left: int, right: int, *sizes: int,
 ) -> str:  # fmt: skip
-    """The name of the backend; window (-1, -1) is none. sizes: B, H, T, D, Hkv, S, Dv."""
+    """Return the backend's name; window (-1, -1) is none. sizes: B, H, T, D, Hkv, S, Dv."""
     key = device, index, dtype, causal, drops, mask, packed, left, right, sizes
     found = _choices.get(key)
     if found is None:
@@ -124,7 +124,7 @@ def _decide(
             head_dim=head_dim,
             dtype=DTYPES[dtype],
             causal=causal,
-            dropout=0.5 if drops else 0.0,  # whatever it is
+            dropout=0.5 if drops else 0.0,  # any value
             device=device,
             capability=torch.cuda.get_device_capability(index) if cuda else None,
             kv_heads=kv_heads,
@@ -140,7 +140,7 @@ def _decide(
     return found.name
 
 
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(_decide))  # asked once a graph, while it is traced
+compiler.when_imported(lambda: torch.compiler.assume_constant_result(_decide))  # asked once, while a graph is traced
 
 
 def forward(
@@ -154,7 +154,7 @@ def forward(
     mask: Tensor | None = None,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`attend` by the chosen backend."""
+    """Compute `attend` by the chosen backend."""
     sizes = (*q.shape, k.shape[1], k.shape[2], v.shape[3])
     backend = _chosen_for(q, sizes, causal, dropout, mask is not None, False, window)
     return attend(backend, q, k, v, causal=causal, scale=scale, dropout=dropout, mask=mask, window=window)
@@ -173,7 +173,7 @@ def packed(
     dropout: float = 0.0,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`attend_packed` by the chosen backend."""
+    """Compute `attend_packed` by the chosen backend."""
     sizes = (len(starts_q) - 1, q.shape[1], longest[0], q.shape[2], k.shape[1], longest[1], v.shape[2])
     backend = _chosen_for(q, sizes, causal, dropout, False, True, window)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "dropout": dropout, "window": window}
@@ -185,7 +185,7 @@ def _chosen_for(
     window: tuple[int, int] | None,
 ) -> Backend:  # fmt: skip
     left, right = (-1, -1) if window is None else window
-    drops = 1 if dropout > 0 else 0  # a branch, and `index`, make constants of what may vary: each a graph of its own
+    drops = 1 if dropout > 0 else 0  # a branch, like `index`, turns variable values into constants, with one graph each
     if torch.compiler.is_compiling():
         sizes = tuple([operator.index(n) for n in sizes])
     return _backends[_decide(q.device.type, q.device.index, q.dtype, causal, drops, mask, packed, left, right, *sizes)]

@@ -1,8 +1,8 @@
 """SDPA's cuDNN kernel: the fastest stock attention on Hopper, which PyTorch does not choose by itself.
 
-Source: NVIDIA cuDNN frontend, "Fused Flash Attention"; limits as PyTorch's sdp_utils.cpp checks them. Masks are left out:
-on Hopper, torch 2.11's backward gives NaN with one at lengths of 64 modulo 128 (pytorch issue 196678). Another width of v
-and causal masks that are not square are left out because nothing shows that SDPA's backward gets them right.
+Source: NVIDIA cuDNN frontend, "Fused Flash Attention"; limits as PyTorch's sdp_utils.cpp checks them. Masks are
+unsupported: on Hopper, torch 2.11's backward gives NaN with one at lengths of 64 modulo 128 (pytorch issue 196678).
+Other widths of v and non-square causal masks are unsupported: nothing shows that SDPA's backward is right.
 """
 
 from torch.nn.attention import SDPBackend

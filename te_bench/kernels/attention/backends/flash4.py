@@ -21,7 +21,7 @@ def _installed() -> bool:
     return True
 
 
-INSTALLED = _installed()  # at import, not at use: torch.compile can't trace the search
+INSTALLED = _installed()  # at import: torch.compile cannot trace the search
 
 
 def unsupported(p: Problem) -> str | None:
@@ -60,7 +60,7 @@ def _forward(
     return out.transpose(1, 2)
 
 
-# Dynamo can't trace the DSL's own compiler. Asking imports Dynamo, 1.3 s, for which who lacks the package does not wait.
+# Dynamo cannot trace the DSL's compiler. Disabling it imports Dynamo (1.3 s), which we avoid without the package.
 forward = torch.compiler.disable(_forward) if INSTALLED else _forward
 
 BACKEND = Backend(

@@ -1,8 +1,8 @@
 """Our own fused attention for Hopper in Gluon: a warp fetches by TMA, two to four warpgroups multiply and weigh.
 
-Keys and values shared by heads are the kernels' own; masks, windows and dropout are not: `triton` has them. The backward
-pass adds in a fixed order, so its gradients are bitwise the same in every run, but where hopper.launch takes its one
-kernel: there for who asks. Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
+The kernels support grouped queries, but no masks, windows or dropout: `triton` does. The backward pass is bitwise
+deterministic, except where hopper.launch takes its single kernel; there only on request.
+Source: te-bench's own kernels, after Shah et al., "FlashAttention-3", arXiv:2407.08608.
 """
 
 import torch
@@ -46,7 +46,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool, apart: bool = True,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv; apart: each in memory of its own, as torch.compile has been told."""
+    """Return dq, dk, dv; apart: each in its own memory, as torch.compile expects."""
     there = None if apart else gradients.room(q, k, v)
     return launch.backward(dout, q, k, v, out, lse, causal, scale, deterministic, gradients=there)
 
@@ -55,7 +55,7 @@ attend_by_kernels = differentiable("gluon_attention", _forward, _backward, saved
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError for what these kernels cannot take."""
+    """Raise ValueError for inputs that these kernels do not support."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{name} is {tuple(x.shape)} of {x.dtype}: four dimensions, bfloat16 or float16")
@@ -69,11 +69,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """out = softmax(scale Q K^T, causal or not) V and lse, the logarithm of each row's sum of exp; of no key 0 and -inf.
+    """Compute out = softmax(scale Q K^T, causal or not) V and lse, each row's logsumexp; without keys 0 and -inf.
 
     q (B, H, T, D), k and v (B, Hkv, S, D), D of 64 or 128, in bf16 or fp16 -> (B, H, T, D) in their dtype, (B, H, T)
-    float32, not differentiable. Strides that TMA cannot take are copied. deterministic: gradients that are bitwise the same
-    in every run. Raises ValueError for what does not fit.
+    float32, not differentiable. Tensors with strides that TMA does not support are copied. deterministic: bitwise the
+    same gradients in every run. Raises ValueError for unsupported inputs.
     """
     _check(q, k, v)
     q, scale = with_positive_scale(q, scale)

@@ -1,15 +1,14 @@
 """FP8 attention from its definition, in plain PyTorch: what the fast FP8 kernels are held to. Runs anywhere.
 
-q, k, v and dO are E4M3 with a scale a head, from the head's own amax (current scaling). Forward: S = scale Q K^T of the FP8
-operands; P = 2^(S - m_i) in float32, m_i the rows' maxima, and l_i P's own sums; 2^8 P, at most 256 of the 448 there are, is
-rounded to E4M3 for O = P V / l_i, so a weight below 2^-18 of its row's largest is 0. Backward: S again, and dP = dO V^T, of
-FP8 operands; P and dS = P (dP - delta) are rounded to the inputs' dtype for dV = P^T dO, dQ = scale dS K and
-dK = scale dS^T Q with dO, K and Q as they came. delta is the rows' sums of O * dO with the dO of dP, so that the rows of dS
-add up to 0.
-
-dO in E4M3 and not in E5M2, the format of gradients elsewhere: a scale for each head, from the very tensor, leaves 2^17 from
-the largest element to the last, and dS is a difference in which a third bit of the mantissa counts. A head that has a NaN or
-an infinity is NaN altogether: its scale is, for a saturating cast would hide it.
+q, k, v and dO are E4M3 with one scale per head, from the head's own amax (current scaling). Forward: S = scale Q K^T of
+the FP8 operands; P = 2^(S - m_i) in float32, m_i the rows' maxima, and l_i the sums of P. 2^8 P, at most 256 of E4M3's
+448, is rounded to E4M3 for O = P V / l_i, so a weight below 2^-18 of its row's largest becomes 0. Backward: S again,
+and dP = dO V^T, of FP8 operands; P and dS = P (dP - delta) are rounded to the inputs' dtype for dV = P^T dO, dQ = scale
+dS K and dK = scale dS^T Q with the unquantised dO, K and Q. delta is the rows' sums of O * dO with dP's dO, so that
+rows of dS sum to 0.
+dO is E4M3, not E5M2 as gradients elsewhere: a current scale per head gives 2^17 from the largest to the smallest
+element, and dS is a difference, where a third mantissa bit matters. A head with a NaN or an infinity becomes all NaN
+through its scale, because a saturating cast would hide it.
 Source: Micikevicius et al., arXiv:2209.05433; Shah et al., "FlashAttention-3", arXiv:2407.08608, for P's 2^8.
 """
 
@@ -24,11 +23,11 @@ from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.quantize.backends.reference import scale_from_amax
 
 FORMAT = torch.float8_e4m3fn
-WEIGHTS = 2.0**8  # what P is multiplied by before it is rounded: its largest is 1, and E4M3 vanishes below 2^-10
+WEIGHTS = 2.0**8  # factor of P before rounding: its largest is 1, and E4M3 vanishes below 2^-10
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (B, H, T, D) in E4M3, and scale_inv (B, H, 1, 1) float32, 1 / (448 / amax) of each head; 1 for a head of zeros.
+    """Return x (B, H, T, D) in E4M3, and scale_inv (B, H, 1, 1) float32, 1 / (448 / amax) per head; 1 for zeros.
 
     scale_inv is NaN for a head with a NaN or an infinity.
     """
@@ -41,7 +40,7 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, like: Tensor) -> Tensor:
-    """x (B, Hkv or H, T, D) after its trip through FP8, in float32, for each of like's heads."""
+    """Return x (B, Hkv or H, T, D) rounded through FP8, in float32, repeated for each of like's heads."""
     data, scale_inv = quantize_heads(x)
     return repeat_heads(data.float() * scale_inv, like.shape[1])
 
@@ -55,7 +54,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _sum_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """The sum over the query heads that share a key head."""
+    """Sum over the query heads that share a key head."""
     return x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
@@ -90,10 +89,10 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float) -> tuple[Tensor, Tensor]:
-    """out = softmax(scale Q K^T, causal or not) V by way of FP8, and lse, the logarithm of each row's sum of exp.
+    """Compute out = softmax(scale Q K^T, causal or not) V through FP8, and lse, each row's logsumexp.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) -> (B, H, T, Dv) in q's dtype, (B, H, T) float32, not
-    differentiable; of no key 0 and -inf.
+    differentiable; without keys 0 and -inf.
     """
     if q.numel() == 0 or k.shape[2] == 0:
         nothing = (q.sum() + k.sum() + v.sum()) * 0
@@ -107,7 +106,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: f
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, dropout: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
-    """attention's out."""
+    """Return attention's out."""
     if dropout or mask is not None:
         raise ValueError("dropout and masks: FP8 attention has none")
     return attention(q, k, v, causal=causal, scale=scale)[0]

@@ -1,8 +1,7 @@
 """Our own fused attention in Triton: FlashAttention-2's algorithm with Hopper's tiles, whatever the mask.
 
-Keys and values shared by heads, windows and any mask are the kernel's own, and no mask is made of a window: keys outside
-are not read. Dropout is counted by Philox from one draw of torch's generator, so that the backward pass makes it again. The
-memory order of out is (B, T, H, Dv).
+The kernel supports grouped queries, windows and any mask; keys outside a window are not read. Dropout is Philox, seeded
+by one draw of torch's generator, so that the backward pass repeats it. The memory order of out is (B, T, H, Dv).
 """
 
 from typing import Any
@@ -25,14 +24,14 @@ from te_bench.kernels.attention.portable.forward import Extent, Packed
 from te_bench.kernels.attention.portable.scores import within_reach
 
 WIDEST = 256
-FARTHEST = 2**30  # of a window's ends, which the kernels add to int32 indices
+FARTHEST = 2**30  # limit of a window's ends, which the kernels add to int32 indices
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, left: int, right: int, scale: float, dropout: float, rows: int, keys: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out and lse; starts: of packed sequences, of at most `rows` and `keys`."""
+    """Return out and lse; starts: of packed sequences of at most `rows` and `keys`."""
     extent, packed = _find_extent(q, k, left, right, mask), _pack(starts_q, starts_k, rows, keys)
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     return forward_kernel.forward(q, k, v, extent, scale, dropout, seed, packed=packed)
@@ -43,9 +42,9 @@ def _backward(
     starts_k: Tensor | None, out: Tensor, lse: Tensor, left: int, right: int, scale: float, dropout: float, rows: int,
     keys: int, apart: bool = True,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv; apart: each in memory of its own, as torch.compile has been told."""
+    """Return dq, dk, dv; apart: each in its own memory, as torch.compile expects."""
     packed = _pack(starts_q, starts_k, rows, keys)
-    # Rows that see no key: 0 x an infinite gradient is NaN.
+    # In rows without visible keys, 0 x an infinite gradient would be NaN.
     if mask is not None or 0 <= left < q.shape[2] - k.shape[2] or (packed is not None and starts_q is not starts_k):
         dout = dout.masked_fill((lse == float("-inf"))[..., None], 0.0)
     dout, q, k, v = (within_reach(x) for x in (dout, q, k, v))
@@ -99,12 +98,12 @@ def attention(
     mask: Tensor | None = None,
     window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out = softmax(scale Q K^T, masked) V and lse, the logarithm of each row's sum of exp, () of no key: 0 and -inf.
+    """Compute out = softmax(scale Q K^T, masked) V and lse, each row's logsumexp; without visible keys 0 and -inf.
 
-    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in float32, bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
-    float32, not differentiable. mask bool, True hides, broadcastable to (B, H, T, S). window (left, right): row i sees keys
-    i - left to i + right, -1 for no end; causal is right = 0. dropout draws two numbers from torch's generator of q's
-    device. Gradients are bitwise the same in every run. Raises ValueError for what does not fit.
+    q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in float32, bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H,
+    T) float32, not differentiable. mask bool, True hides, broadcastable to (B, H, T, S). window (left, right): row i
+    sees keys i - left to i + right, -1 for no end; causal is right = 0. dropout draws two numbers from torch's
+    generator of q's device. Gradients are bitwise the same in every run. Raises ValueError for unsupported inputs.
     """
     _check(q, k, v, mask, dropout)
     q, seed, settings = _prepare(q, causal, scale, dropout, window)
@@ -114,7 +113,7 @@ def attention(
 def _prepare(
     q: Tensor, causal: bool, scale: float, dropout: float, window: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor | None, tuple[int, int, float, float]]:
-    """q, the seed, and left, right, scale and dropout as the launchers take them."""
+    """Return q, the seed, and left, right, scale and dropout for the launchers."""
     left, right = (-1, -1) if window is None else window
     if left < -1 or right < -1:
         raise ValueError(f"window={window}: (left, right), at least 0, or -1 for no end")
@@ -136,11 +135,11 @@ def packed_attention(
     dropout: float = 0.0,
     window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of sequences of many lengths, one after the other: out (rows, H, Dv) and lse (H, rows).
+    """Compute `attention` of packed sequences: out (rows, H, Dv) and lse (H, rows).
 
-    q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv). Sequence b is rows starts_q[b] to starts_q[b + 1], starts (sequences
-    + 1,) int32 or int64, and likewise keys; longest: rows and keys of the longest, which no sequence may exceed (their
-    values go unread here). Rows of no sequence are 0. Raises ValueError as `attention` does.
+    q (rows, H, D), k (keys, Hkv, D), v (keys, Hkv, Dv). Sequence b is rows starts_q[b] to starts_q[b + 1], starts
+    (sequences + 1,) int32 or int64, and likewise keys. longest: rows and keys of the longest sequence, which is not
+    checked here. Rows of no sequence are 0. Raises ValueError as `attention` does.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
@@ -164,12 +163,12 @@ def packed_attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """attention's out; its gradients are bitwise the same in every run."""
+    """Return attention's out; its gradients are bitwise the same in every run."""
     return attention(q, k, v, **options)[0]
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, *sequences: Any, **options: Any) -> Tensor:
-    """packed_attention's out."""
+    """Return packed_attention's out."""
     return packed_attention(q, k, v, *sequences, **options)[0]
 
 

@@ -1,9 +1,8 @@
 """Our own FP8 attention in Triton: S, P V and dP by FP8 tensor cores, as `manual_fp8` defines it.
 
-q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. Heads of 128 go on Hopper by kernels in Gluon;
-dQ's sums have no order there, so who asks for gradients that are bitwise the same in every run gets Triton's, as for all
-other heads. Keys and values shared by heads are the kernels' own; masks, windows and dropout are not. The memory order of
-out is (B, T, H, Dv).
+q, k, v and dO are cast to E4M3 by their heads' own amaxes before each pass. On Hopper, heads of 128 use Gluon kernels.
+Their dQ is not summed in a fixed order, so deterministic gradients use Triton's kernels, as all other heads do. Grouped
+queries are supported; masks, windows and dropout are not. The memory order of out is (B, T, H, Dv).
 """
 
 import functools
@@ -27,8 +26,8 @@ from te_bench.kernels.attention.hopper import fp8_launch
 from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable.scores import within_reach
 
-WIDEST = 128  # tiles of wider heads are none that warpgroups multiply
-#: Of narrower ones so much padding is known to be 0 that ptxas 12.8 packs bytes of it with what the register had before.
+WIDEST = 128  # warpgroups cannot multiply wider tiles
+#: In narrower heads so much padding is known to be 0 that ptxas 12.8 packs its bytes with stale register contents.
 NARROWEST = 16
 
 
@@ -58,12 +57,12 @@ def _has_gluon(device: torch.device) -> bool:
 
 
 def _in_gluon(q: Tensor, features: int) -> bool:
-    """Whether there are kernels in Gluon for q (B, H, T, D) and values of so many features."""
+    """Return whether Gluon kernels exist for q (B, H, T, D) and values of so many features."""
     return q.shape[3] == features == 128 and _has_gluon(q.device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, keep: bool) -> Made:
-    """out and lse; and where keep, for the backward pass, q, k, v in FP8 by rows, and their three scale_inv."""
+    """Return out and lse; with keep also q, k, v in FP8 by rows, and their three scale_inv, for the backward pass."""
     q, k, v = within_reach(q), within_reach(k), within_reach(v)
     heads = fp8_quantize.quantize(q, k, v, keep=keep)
     out, lse = empty_results(q, v)
@@ -79,7 +78,7 @@ def _backward(
     dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor, q8: Tensor, k8: Tensor, v8: Tensor,
     q_inv: Tensor, k_inv: Tensor, v_inv: Tensor, causal: bool, scale: float, keep: bool, deterministic: bool,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv, of a forward pass that was told to keep."""
+    """Return dq, dk, dv for a forward pass with keep."""
     gradients = _empty_gradients(dout, q, k, out)
     dout, q, k = within_reach(dout), within_reach(q), within_reach(k)
     fp8 = Heads(q8, None, q_inv), Heads(k8, None, k_inv), Heads(v8, None, v_inv)
@@ -113,11 +112,11 @@ attend_by_kernels = differentiable(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """out = softmax(scale Q K^T, causal or not) V by way of FP8, and lse, the logarithm of each row's sum of exp.
+    """Compute out = softmax(scale Q K^T, causal or not) V through FP8, and lse, each row's logsumexp.
 
     q (B, H, T, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv) in bf16 or fp16 -> (B, H, T, Dv) in their dtype, (B, H, T)
-    float32, not differentiable; of no key 0 and -inf. deterministic: gradients that are bitwise the same in every run.
-    Raises ValueError for what does not fit.
+    float32, not differentiable; without keys 0 and -inf. deterministic: bitwise the same gradients in every run. Raises
+    ValueError for unsupported inputs.
     """
     check(q, k, v, None, 0.0)
     if not all(NARROWEST <= x.shape[3] <= WIDEST for x in (q, v)):

@@ -1,9 +1,9 @@
-"""All of the backward pass of Gluon's attention in one kernel: dK and dV of keys that are held, and their share of dQ.
+"""The whole backward pass of Gluon's attention in one kernel: dK and dV of the program's keys, and their share of dQ.
 
-Five products where backward_rows and backward_keys have seven. The price: programs add to dQ, in float32 and in no order,
-so the bits differ from run to run. Scores are transposed, as in backward_keys; dS also goes to shared
-memory and meets the other warpgroup's, for dQ = dS K is over both's keys: each makes half of it. Its half leaves from
-registers, under dK's product, or AHEAD by shared memory and TMA, under the next block's scores (benchmarks/NOTES.md).
+It has five products, where backward_rows and backward_keys have seven. The price: programs add to dQ in float32 and in
+no fixed order, so its bits differ from run to run. Scores are transposed, as in backward_keys. dS also goes to shared
+memory, because dQ = dS K is over both warpgroups' keys, and each computes half of dQ. That half is added from
+registers, during dK's product, or with AHEAD by TMA, during the next block's scores (benchmarks/NOTES.md).
 Source: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
@@ -43,9 +43,9 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def mask_scores_in_eights(qk, start_n, start_m, S, CAUSAL: gl.constexpr):
-    """qk of keys from start_n on and rows from start_m on, -inf where a row does not see a key.
+    """Mask qk of keys from start_n on and rows from start_m on: -inf where a row does not see a key.
 
-    In eights of rows: the numbers that differ by thread are then few, and live outside of the loop in few registers.
+    It works on groups of eight rows: few numbers then differ by thread, held in few registers outside the loop.
     """
     eights = gl.reshape(qk, (qk.shape[0], qk.shape[1] // 8, 8))
     LAYOUT: gl.constexpr = eights.type.layout
@@ -63,9 +63,9 @@ def mask_scores_in_eights(qk, start_n, start_m, S, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _flatten_dq(dq):
-    """dq (64, N) in one line: 8 columns after 8, of each a warp's share, a thread's, and there rows 0 and 8 x columns 0, 1.
+    """Flatten dq (64, N): 8 columns after 8; within them by warp, then thread: rows 0 and 8 x columns 0, 1.
 
-    So nothing leaves its thread, which has 4 numbers in a row, and a warp 128. attention_dq_of_sums_kernel reads it.
+    So no data moves between threads: a thread has 4 numbers in a row, a warp 128. attention_dq_of_sums_kernel reads it.
     """
     in_pairs = gl.reshape(dq, (4, 2, 8, dq.shape[1] // 8, 4, 2))
     return gl.reshape(gl.permute(in_pairs, (3, 0, 2, 4, 1, 5)), (dq.shape[0] * dq.shape[1],))
@@ -73,13 +73,13 @@ def _flatten_dq(dq):
 
 @gluon.jit
 def find_dq_columns(dq_sum, head, consumer, padded, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Where a warpgroup's share of dQ begins in the sums of a sequence's head."""
+    """Return the address of a warpgroup's share of dQ in the sums of a sequence's head."""
     return dq_sum + head.to(gl.int64) * padded * D + consumer * (BLOCK_M * D // CONSUMERS)
 
 
 @gluon.jit
 def find_dq_blocks(head, consumer, padded, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The same as a number of blocks of 64 x 64."""
+    """Return `find_dq_columns` as a number of blocks of 64 x 64."""
     return head * (padded // BLOCK_M * CONSUMERS) + consumer
 
 
@@ -91,7 +91,7 @@ def add_dq(dq_columns, start_m, dq, D: gl.constexpr):
 
 @gluon.jit
 def add_dq_by_tma(dq_desc, block, dq, dq_stage):
-    """dq (64, 64) added to a block of the sums by way of memory that is the warpgroup's own."""
+    """Add dq (64, 64) to a block of the sums through shared memory that belongs to the warpgroup."""
     tma.store_wait(0)
     line = _flatten_dq(dq)
     dq_stage._reinterpret(gl.float32, [line.shape[0]], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(line)
@@ -101,7 +101,7 @@ def add_dq_by_tma(dq_desc, block, dq, dq_stage):
 
 @gluon.jit
 def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Where the rows begin that see a program's keys, where those end whose blocks may be partly hidden, and all."""
+    """Return (first row that sees the program's keys, end of the blocks that may be partly hidden, end of all rows)."""
     first_block, last_block = find_row_blocks(program_n, T, BLOCK_M, CAUSAL)
     begin, end = first_block * BLOCK_M, last_block * BLOCK_M
     masked_end = begin
@@ -114,7 +114,7 @@ def find_masked_rows(program_n, T, S, CONSUMERS: gl.constexpr, CAUSAL: gl.conste
 
 @gluon.jit
 def _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr):
-    """A warpgroup's half of a block's dQ, under way: of 64 rows half of the columns, of 128 half of the rows."""
+    """Start a warpgroup's half of a block's dQ: for 64 rows half of the columns, for 128 half of the rows."""
     WIDTH: gl.constexpr = BLOCK_M * D // (CONSUMERS * ROWS)
     SHARE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros((ROWS, WIDTH), gl.float32, SHARE)
@@ -133,9 +133,9 @@ def add_dq_and_dk(
     dk, dv, ds, q, k_shared, ds_shared, consumer, start_m, ds_ready, buffer, parity, dq_columns, CONSUMERS: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk with dS's share; dQ's, of all warpgroups' dS, added to its columns. dv's product, under way, is over then."""
+    """Return dk with dS's share, and dv, whose product ends here; add all warpgroups' share to dQ."""
     D: gl.constexpr = OUT.instr_shape[1]
-    # Two buffers: who writes here has seen all of the block before, and by then the others were done with the one before it.
+    # Two buffers: when a buffer is written again, the others have finished with the block before last.
     ds_shared.index(buffer * CONSUMERS + consumer).store(ds)
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(buffer), count=1)
@@ -144,19 +144,19 @@ def add_dq_and_dk(
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
     dq, dv = warpgroup_mma_wait(1, deps=(dq, dv))
     add_dq(dq_columns, start_m, dq, D)
-    # Were it in flight when the next block's scores begin, the assembler would serialise all products (C7512).
+    # If it were still running when the next block's scores begin, ptxas would serialise all products (C7512).
     dk = warpgroup_mma_wait(0, deps=(dk,))
     return dk, dv
 
 
 @gluon.jit
 def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free, parity, held_empty, scale):
-    """dk and dv through the memory of keys and values, by TMA; scale: of the scores."""
+    """Store dk and dv by TMA through the shared memory of keys and values; scale: of the scores."""
     dk_desc, dv_desc = descs
     k_shared, v_shared = shared
     as_matrix(v_shared.index(consumer)).store(round_to(dv, dv_desc.dtype))
     mbarrier.arrive(keys_free, count=1)
-    mbarrier.wait(keys_free, parity)  # the others' dQ is of these keys too
+    mbarrier.wait(keys_free, parity)  # the other warpgroup's dQ reads these keys, too
     as_matrix(k_shared.index(consumer)).store(round_to(dk * (scale * LN_2), dk_desc.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dk_desc, [b, kv, program_n + consumer * ROWS, 0], k_shared.index(consumer))
@@ -167,7 +167,7 @@ def store_dk_and_dv(dk, dv, descs, shared, consumer, b, kv, program_n, keys_free
 
 @gluon.jit
 def _start_product(held, consumer, rows, SCORES: gl.constexpr):
-    """A warpgroup's keys, or values, times rows, under way."""
+    """Start the product of a warpgroup's keys, or values, and rows."""
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
     return warpgroup_mma(as_matrix(held.index(consumer)), rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -178,7 +178,7 @@ def _make_ds(
     dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """dv with a block's share under way, and ds; qk: scores, dp: under way. EDGE: the block may be partly hidden."""
+    """Return dv with a block's share started, and ds; qk: scores, dp: running. EDGE: the block may be partly hidden."""
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if EDGE:
@@ -187,7 +187,7 @@ def _make_ds(
     p = exp2(qk * scale - lse_2[None, :])
     p_low = round_to(p, do.dtype)
     dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    p = widen(p_low)  # dV's product keeps these registers in any case
+    p = widen(p_low)  # dV's product keeps these registers anyway
     delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     return dv, round_to(p * (dp - delta[None, :]), do.dtype)
@@ -198,7 +198,7 @@ def _add_gradients(
     dk, dv, shared, consumer, program_n, S, arrived, start_m, ds_ready, buffer, parity, dq_columns, scale,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns."""
+    """Return dk and dv with a block's share; add dq's share to its columns."""
     k_shared, v_shared, ds_shared = shared
     q, do, info = arrived
     qk = _start_product(k_shared, consumer, q, SCORES)
@@ -216,9 +216,9 @@ def _add_gradients_ahead(
     dk, dv, qk, shared, consumer, program_n, S, arrived, following, start_m, buffer, dq_desc, dq_block, scale,
     CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """The same by way of TMA, and the scores qk of the block that is following; given are this one's.
+    """`_add_gradients` with dQ by TMA, and the next block's scores; qk are this block's scores.
 
-    dS meets after dK's product has begun, and dq leaves under the next scores'. So no product waits for either.
+    dS is exchanged after dK's product has begun, and dq leaves during the next scores, so no product waits for either.
     """
     k_shared, v_shared, ds_shared, dq_shared = shared
     q, do, info, free = arrived
@@ -228,18 +228,18 @@ def _add_gradients_ahead(
     start_n = program_n + consumer * ROWS
     dv, ds = _make_ds(dv, qk, dp, do, info, start_n, start_m, S, scale, EDGE, CAUSAL, SCORES, OUT)
     dk = warpgroup_mma(as_operand(ds, OUT), q, dk, is_async=True)
-    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)  # of two, as in add_dq_and_dk
+    ds_shared.index(buffer * CONSUMERS + consumer).store(ds)  # double-buffered, as in add_dq_and_dk
     fence_async_shared()
     meet()
     dq = _start_dq(k_shared, ds_shared, consumer, buffer, CONSUMERS, OUT.instr_shape[1], BLOCK_M)
     mbarrier.wait(there, phase, pred=more)
-    # Were dk in flight when the next scores begin, they would lack registers, and the assembler serialise all (C7512).
+    # If dk were still running when the next scores begin, registers would lack, and ptxas would serialise all (C7512).
     dk, dv = warpgroup_mma_wait(1, deps=(dk, dv))
     mbarrier.arrive(free, count=1, pred=more)
     qk = _start_product(k_shared, consumer, next_q, SCORES)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     add_dq_by_tma(dq_desc, dq_block + start_m // BLOCK_M * CONSUMERS, dq, dq_shared.index(consumer))
-    qk = warpgroup_mma_wait(0, deps=(qk,))  # nor may scores be in flight from one turn of a loop to the next (C7514)
+    qk = warpgroup_mma_wait(0, deps=(qk,))  # scores may not be running across loop iterations either (C7514)
     return dk, dv, qk
 
 
@@ -248,12 +248,12 @@ def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
     AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's keys of every tile, and its half of the tile's share of dQ."""
+    """Process a warpgroup's keys of every tile, and its half of the tile's share of dQ."""
     dk_desc, dv_desc, shared, ds_shared, dq_shared, gates, ds_ready, keys_free, sizes, dq_sum, padded, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
     T, S, H, group, pairs, blocks, near, whole, rest = sizes
-    if CAUSAL:  # keys from T on, no row sees: nor may one beyond T
+    if CAUSAL:  # keys from T on are seen by no row, also not by padding rows
         S = min(S, T)
     BLOCK_M: gl.constexpr = q_shared.shape[3]
     D: gl.constexpr = q_shared.shape[4]
@@ -279,7 +279,7 @@ def _make_gradients(
                 dq_at = find_dq_blocks(b * H + h, consumer, padded, CONSUMERS, BLOCK_M)
             else:
                 dq_at = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, BLOCK_M)
-            for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
+            for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # one loop with masks, then one without
                 start, stop = masked_end, end
                 if MASKED:
                     start, stop = begin, masked_end
@@ -289,7 +289,7 @@ def _make_gradients(
                     after, after_phase = next_stage(stage, phase, STAGES)
                     if AHEAD:
                         left -= 1
-                        look = stage  # after a tile's last block scores that nobody takes, of rows that are there
+                        look = stage  # after a tile's last block: unused scores of valid rows
                         if left > 0:
                             look = after
                         following = as_matrix(q_shared.index(look)), full.index(after), after_phase, left > 0
@@ -325,10 +325,10 @@ def gluon_attention_backward_fused_kernel(
     blocks, near, whole, rest, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
+    """Compute dK and dV of `blocks` tiles of 2 x 64 keys for `pairs` of sequence and key head; add their dQ to dq_sum.
 
-    dq_sum: float32 (sequences, heads, padded rows, D), not scaled; 64 rows' 64 columns as in _flatten_dq; AHEAD a descriptor
-    of them. scale times log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S are there.
+    dq_sum: float32 (sequences, heads, padded rows, D), unscaled; 64 x 64 blocks lie as in _flatten_dq; with AHEAD their
+    descriptor. scale includes log2(e). EDGE: a block of rows may be partly hidden, or keys beyond S exist.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     gl.static_assert(CONSUMERS == 2 and BLOCK_M * q_desc.block_type.shape[3] == 2 * ROWS * ROWS)

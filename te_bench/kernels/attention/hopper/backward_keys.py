@@ -1,7 +1,7 @@
-"""The second backward kernel of Gluon's attention: dK and dV; keys are held, rows come. What they are: backward_rows.
+"""The second backward kernel of Gluon's attention: dK and dV (terms: backward_rows). Keys are kept, rows looped over.
 
-Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core. In a block the
-exponentials run under dP's product, dS is made under dV's, and the next block's scores follow dK's.
+Scores and weights are transposed (keys by rows), so that dV's and dK's operands go from registers to the tensor core.
+In a block the exponentials run during dP's product, dS is made during dV's, and the next block's scores follow dK's.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -35,9 +35,9 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
-    """The first block of rows that see any of the keys from start_n on, or else the last ones, and the end of all blocks.
+    """Return the first block of rows that see keys from start_n on (else the last ones), and the end of all blocks.
 
-    What is partly hidden are the first blocks of 64 rows, and there are as many: rows beyond T weigh nothing.
+    Partly hidden blocks are the first blocks of 64 rows, and always exist: rows beyond T have weight 0.
     """
     WHOLE: gl.constexpr = max(ROWS, BLOCK_M)
     begin = 0
@@ -48,9 +48,9 @@ def find_row_blocks(start_n, T, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def fetch_rows(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta.
+    """Fetch, per tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta.
 
-    Where the rows of q end inside a block, the last one fills it: a row of 0 times a key that holds an infinity is NaN.
+    If q's rows end inside a block, the last row fills it: a row of 0 times a key with an infinity would be NaN.
     """
     k_desc, v_desc, q_desc, last_desc, do_desc, info_desc, shared, gates, sizes = fetch_args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
@@ -92,7 +92,7 @@ def fetch_rows(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES:
 def _add_dk_dv(
     dk, dv, k, v, q, do, info, scale, start_n, start_m, T, EDGE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr
 ):
-    """dk and dv with a block's share under way; what was under way before is over."""
+    """Start adding a block's share to dk and dv, after finishing the previous one."""
     BLOCK_M: gl.constexpr = SCORES.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_M), gl.float32, SCORES)
     lse_and_delta = info._reinterpret(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -102,7 +102,7 @@ def _add_dk_dv(
     qk, dk, dv = warpgroup_mma_wait(1, deps=(qk, dk, dv))
     if EDGE:
         offs_n = start_n + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        offs_n = gl.where(offs_n < T, offs_n, 2**30)  # those from T on, no row sees: nor may one beyond T
+        offs_n = gl.where(offs_n < T, offs_n, 2**30)  # keys from T on are seen by no row, also not by padding rows
         offs_m = start_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))
         qk = gl.where(offs_n[:, None] <= offs_m[None, :], qk, float("-inf"))
     p = exp2(qk * scale - lse_2[None, :])
@@ -119,7 +119,7 @@ def _make_dk_dv(
     args, consumer, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's keys of every tile."""
+    """Process a warpgroup's keys of every tile."""
     dk_desc, dv_desc, shared, gates, sizes, scale = args
     k_shared, v_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full, empty = gates
@@ -128,7 +128,7 @@ def _make_dk_dv(
     D: gl.constexpr = q_shared.shape[4]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    EDGES: gl.constexpr = CAUSAL and BLOCK_M < ROWS  # more than the first block is partly hidden
+    EDGES: gl.constexpr = CAUSAL and BLOCK_M < ROWS  # not only the first block is partly hidden
     stage, phase, slot, slot_phase = 0, 0, 0, 0
     for tile_index in range(count_tiles(whole, rest)):
         n_block, pair = pick_tile(tile_index, blocks, pairs, near)
@@ -140,7 +140,7 @@ def _make_dk_dv(
         k, v = as_matrix(k_shared.index(buffer)), as_matrix(v_shared.index(buffer))
         dk = gl.zeros((ROWS, D), gl.float32, OUT)
         dv = gl.zeros((ROWS, D), gl.float32, OUT)
-        tma.store_wait(0)  # dK and dV of the tile before have left their slot by now
+        tma.store_wait(0)  # the previous tile's dK and dV have left their slot
         mbarrier.arrive(held_empty.index(consumer * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=tile_index > 0)
         mbarrier.wait(held_full.index(buffer), slot_phase)
         k_left, v_left = k, v
@@ -187,7 +187,7 @@ def gluon_attention_backward_keys_kernel(
     near, whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `blocks` tiles of CONSUMERS x 64 keys of `pairs` sequences and heads of keys."""
+    """Compute dK and dV of `blocks` tiles of CONSUMERS x 64 keys for `pairs` of sequence and key head."""
     HELD: gl.constexpr = CONSUMERS * SLOTS
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     gl.static_assert(CONSUMERS == 2 and SLOTS > 1 and BLOCK_M <= ROWS)

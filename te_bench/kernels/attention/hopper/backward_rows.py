@@ -1,8 +1,8 @@
-"""The first backward kernel of Gluon's attention: dQ; rows are held, keys come.
+"""The first backward kernel of Gluon's attention: dQ. A program keeps its rows and loops over keys.
 
-With P the weights, dP = dO V^T, delta the rows' sums of out * dO and dS = P (dP - delta): dV = P^T dO, dK = scale dS^T Q,
-dQ = scale dS K. Two kernels and seven products, no atomics, so the same bits in every run. This one leaves delta to the
-other. Keys come from the last block on: what is partly hidden comes before the loop.
+With P the weights, dP = dO V^T, delta the rows' sums of out * dO and dS = P (dP - delta): dV = P^T dO, dK = scale dS^T
+Q, dQ = scale dS K. Two kernels with seven products and no atomics give the same bits in every run. This one writes
+delta for the other. It goes from the last block of keys to the first, so partly hidden ones come before the loop.
 Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
 """
 
@@ -40,7 +40,7 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def _fetch_keys(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tile after tile, each warpgroup's rows of q, dO and out, and the keys and values from the last block on."""
+    """Fetch, per tile, each warpgroup's rows of q, dO and out, and the keys and values from the last block on."""
     q_desc, do_desc, out_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
     q_shared, do_shared, out_shared, k_shared, v_shared = shared
     held_full, held_empty, full, empty = gates
@@ -75,16 +75,16 @@ def _fetch_keys(fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES
 
 @gluon.jit
 def _sum_rows(out, do, D: gl.constexpr):
-    """delta, the rows' sums of out * dO."""
+    """Return delta, the rows' sums of out * dO."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     return gl.sum(as_matrix(out).load(LAYOUT).to(gl.float32) * as_matrix(do).load(LAYOUT).to(gl.float32), 1)
 
 
 @gluon.jit
 def _load_lse_and_delta(out, do, lse, info, pair, start_m, T, padded, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """lse_2 and delta of a warpgroup's rows, both also left in info (pairs, 2, padded) for the pass over the rows.
+    """Return lse_2 and delta of a warpgroup's rows; also store them in info (pairs, 2, padded) for the other kernel.
 
-    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
+    lse_2: each row's logsumexp to base 2; infinity, which gives weights of 0, for rows beyond T.
     """
     offs_m = start_m + gl.arange(0, ROWS, LAYOUT)
     lse_2 = gl.load(lse + pair.to(gl.int64) * T + offs_m, offs_m < T, float("inf")) * LOG2_E
@@ -100,7 +100,7 @@ def _add_dq(
     dq, q, do, k, v, lse_2, delta, scale, start_m, start_n, S,
     EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """dq with a block's share under way; what was under way before is over."""
+    """Start adding a block's share to dq, after finishing the previous one."""
     BLOCK_N: gl.constexpr = SCORES.instr_shape[1]
     zeros = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
     qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -119,7 +119,7 @@ def _make_dq(
     args, consumer, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's rows of every tile."""
+    """Process a warpgroup's rows of every tile."""
     dq_desc, shared, gates, sizes, lse, info, padded, scale = args
     q_shared, do_shared, out_shared, k_shared, v_shared = shared
     held_full, held_empty, full, empty = gates
@@ -144,7 +144,7 @@ def _make_dq(
             out_shared.index(buffer), do_shared.index(buffer), lse, info, pair, start_m, T, padded, D,
             gl.SliceLayout(1, SCORES),
         )  # fmt: skip
-        if SLOTS > 1:  # the tile's before has left by now
+        if SLOTS > 1:  # the previous tile's dq has left its slot
             tma.store_wait(0)
             mbarrier.arrive(
                 held_empty.index(consumer * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=tile_index > 0
@@ -181,9 +181,9 @@ def gluon_attention_backward_rows_kernel(
     whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dQ of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; lse_2 and delta in info.
+    """Compute dQ of `blocks` tiles of CONSUMERS x 64 rows for `pairs` of sequence and head; write lse_2, delta to info.
 
-    scale times log2(e). EDGE: a block of keys may be partly hidden. The other constants: as in the forward kernel.
+    scale includes log2(e). EDGE: a block of keys may be partly hidden. Other constants: as in the forward kernel.
     """
     gl.static_assert(k_desc.block_type.shape[2] % ROWS == 0, "one block of keys is partly hidden, not two")
     HELD: gl.constexpr = CONSUMERS * SLOTS

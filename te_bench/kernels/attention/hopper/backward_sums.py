@@ -1,6 +1,6 @@
-"""Before and after Gluon's fused backward kernels: delta and lse_2 of the rows, zeros for dQ's sums; dQ of the sums.
+"""Kernels before and after Gluon's fused backward kernels: delta, lse_2 and zeroed dQ sums; dQ from the sums.
 
-In plain Triton: nothing but memory decides their time. dQ of the sums is FP8 attention's, too, and no backend's mark.
+They are memory-bound, hence plain Triton. FP8 attention uses the one for dQ, too, so it identifies no backend.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -10,13 +10,13 @@ import triton.language as tl
 
 from te_bench.kernels.tile import rounded
 
-BLOCK = tl.constexpr(64)  # rows of the sums' order
+BLOCK = tl.constexpr(64)  # rows of a block of the sums
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _locate(program, H, T, padded, D: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Batch and head; where the program's rows of all begin in their sums, and of their pair; the rows, which are there."""
+    """Return batch, head, pair, the program's offsets in the sums, its rows, and a mask of those that exist."""
     pair = (program // (padded // BLOCK_M)).to(tl.int64)
     start_m = program % (padded // BLOCK_M) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -29,7 +29,7 @@ def gluon_attention_delta_kernel(
     out, do, lse, lse_2, delta, dq_sum, out_b, out_h, out_t, do_b, do_h, do_t, H, T, padded, D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """lse_2, delta (pairs, padded) as backward_rows has them; 0 in dq_sum (pairs, padded, D)."""
+    """Compute lse_2 and delta (pairs, padded) as in backward_rows; zero dq_sum (pairs, padded, D)."""
     b, h, pair, line, offs_m, inside = _locate(tl.program_id(0), H, T, padded, D, BLOCK_M)
     offs_out = offs_m.to(tl.int64)[:, None] * out_t + tl.arange(0, D)[None, :]
     offs_do = offs_m.to(tl.int64)[:, None] * do_t + tl.arange(0, D)[None, :]
@@ -42,8 +42,8 @@ def gluon_attention_delta_kernel(
 
 @triton.jit
 def attention_dq_of_sums_kernel(dq_sum, dq, dq_b, dq_h, dq_t, scale, H, T, padded, D: tl.constexpr):
-    """dq = scale dq_sum, whose 64 rows are as backward_fused._flatten_dq has them, in dq's dtype."""
-    # The last ones are in the L2 still.
+    """Write dq = scale dq_sum in dq's dtype; dq_sum's 64 rows are ordered by backward_fused._flatten_dq."""
+    # Begin with the last ones, which are still in the L2.
     b, h, _, line, offs_m, inside = _locate(tl.num_programs(0) - 1 - tl.program_id(0), H, T, padded, D, BLOCK)
     in_pairs = tl.permute(tl.reshape(tl.load(dq_sum + line), (D // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     at = offs_m.to(tl.int64)[:, None] * dq_t + tl.arange(0, D)[None, :]

@@ -1,9 +1,9 @@
-"""The forward kernel of Gluon's attention: a warp fetches, warpgroups of 64 rows multiply and weigh.
+"""The forward kernel of Gluon's attention: one warp fetches; warpgroups of 64 rows multiply and apply softmax.
 
-Keys come from the last block to the first, so that the one block whose scores are partly hidden comes before the loop, and
-the loop masks nothing. OVERLAP: a block's exponentials run under the product of the weights before with their values.
-Warpgroups give their products to the tensor core by turns, so that one's exponentials run under another's products. Source
-of both: Shah et al., "FlashAttention-3", arXiv:2407.08608, written anew.
+It goes from the last block of keys to the first, so that the one partly hidden block comes before the loop, which masks
+nothing. OVERLAP: a block's exponentials run during the product of the previous weights and values. Warpgroups take
+turns on the tensor core, so that one's exponentials run during another's products. Source of both: Shah et al.,
+"FlashAttention-3", arXiv:2407.08608, written anew.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -50,9 +50,9 @@ def fetch_tiles(
     fetch_args, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Tile after tile, each warpgroup's rows, and the keys and values from the last block on.
+    """Fetch, per tile, each warpgroup's rows, and the keys and values from the last block on.
 
-    VALUES: keys of a block of the transposed values; 0 where they lie as the keys do.
+    VALUES: keys per block of the transposed values; 0 if values lie as keys do.
     """
     q_desc, k_desc, v_desc, shared, gates, sizes = fetch_args
     q_shared, k_shared, v_shared = shared
@@ -82,9 +82,9 @@ def fetch_tiles(
 
 @gluon.jit
 def _start_softmax(qk, scale):
-    """p = 2^(scale qk - m_i), l_i, their rows' sums in parts, and m_i, the rows' maxima.
+    """Return p = 2^(scale qk - m_i), l_i, the rows' partial sums, and m_i, the rows' maxima.
 
-    m_i is finite: of a row that sees only -inf in this block the weights are 0, and not infinity less infinity.
+    m_i is finite: a row that sees only -inf in this block gets weights of 0, not infinity minus infinity.
     """
     m_i = gl.maximum(gl.max(qk, 1) * scale, LOWEST)
     p = exp2(qk * scale - m_i[:, None])
@@ -93,7 +93,7 @@ def _start_softmax(qk, scale):
 
 @gluon.jit
 def _update_softmax(qk, scale, l_i, m_i):
-    """p, l_i and m_i with those of the blocks before, and alpha, by which the latter's sums are multiplied."""
+    """Return p, l_i and m_i including the earlier blocks, and alpha, the factor of their sums."""
     m_new = gl.maximum(m_i, gl.max(qk, 1) * scale)
     p = exp2(qk * scale - m_new[:, None])
     alpha = exp2(m_i - m_new)
@@ -102,9 +102,9 @@ def _update_softmax(qk, scale, l_i, m_i):
 
 @gluon.jit
 def _store_out(acc, l_i, m_i, out_desc, stage, lse, b, h, pair, start_m, T):
-    """out through q's shared memory, by TMA, which drops rows beyond T; and lse."""
+    """Store out by TMA, which drops rows beyond T, through q's shared memory; and store lse."""
     denominator = gl.sum(l_i, 1)
-    # A row whose scores are all -inf is NaN, as softmax has it.
+    # A row whose scores are all -inf becomes NaN, as in softmax.
     denominator = gl.where(denominator == 0.0, float("nan"), denominator)
     lse_2 = m_i + gl.convert_layout(gl.log2(denominator), m_i.type.layout, assert_trivial=True)
     offs_m = start_m + gl.arange(0, m_i.shape[0], m_i.type.layout)
@@ -116,7 +116,7 @@ def _store_out(acc, l_i, m_i, out_desc, stage, lse, b, h, pair, start_m, T):
 
 @gluon.jit
 def _skip_blocks(gates, turns, count, consumer, stage, phase, parity, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Leave the next `count` blocks, which other warpgroups see, as they are."""
+    """Release the next `count` blocks, which only other warpgroups see."""
     _, _, k_full, k_empty, v_full, v_empty = gates
     for _i in range(count):
         take_turn(turns, consumer, parity)
@@ -140,11 +140,11 @@ def _attend_block(
     acc, p, l_i, m_i, q, zeros, shared, gates, turns, scale, consumer, stage, phase, parity,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """acc with the product of p and its values; p, l_i and m_i with the next block of keys."""
+    """Add p times its values to acc, and compute p, l_i and m_i of the next block of keys."""
     _, k_shared, v_shared = shared
     _, _, k_full, k_empty, v_full, v_empty = gates
     previous, previous_phase = previous_stage(stage, phase, STAGES)
-    # Not rounded at the end of the block before: there their product still reads the older ones' registers.
+    # Rounding earlier would overwrite registers that the previous product still reads.
     OUT: gl.constexpr = acc.type.layout
     p_operand = as_operand(round_to(p, k_shared.dtype), OUT)
     mbarrier.wait(k_full.index(stage), phase)
@@ -172,7 +172,7 @@ def _attend(
     args, consumer, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EDGE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's rows of every tile."""
+    """Process a warpgroup's rows of every tile."""
     out_desc, shared, gates, turns, sizes, lse, scale = args
     q_shared, k_shared, v_shared = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = gates
@@ -199,7 +199,7 @@ def _attend(
         qk = _multiply_qk(q, k_shared.index(stage), zeros)
         pass_turn(turns, consumer, CONSUMERS)
         parity ^= 1
-        tma.store_wait(0)  # out of the tile before has left its slot by now
+        tma.store_wait(0)  # the previous tile's out has left its slot
         mbarrier.arrive(q_empty.index(consumer * SLOTS + (slot + SLOTS - 1) % SLOTS), count=1, pred=tile_index > 0)
         qk = warpgroup_mma_wait(0, deps=(qk,))
         mbarrier.arrive(k_empty.index(stage), count=1)
@@ -232,10 +232,10 @@ def gluon_attention_forward_kernel(
     whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; scale times log2(e).
+    """Compute out and lse of `blocks` tiles of CONSUMERS x 64 rows for `pairs` of sequence and head.
 
-    SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values. REGISTERS: of a thread that
-    multiplies, FETCHING: that fetches. EDGE: a block of keys may be partly hidden.
+    scale includes log2(e). SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values.
+    REGISTERS, FETCHING: per multiplying and fetching thread. EDGE: a block of keys may be partly hidden.
     """
     gl.static_assert(k_desc.block_type.shape[2] % ROWS == 0, "one block of keys is partly hidden, not two")
     q_shared, k_shared, v_shared = (

@@ -1,8 +1,8 @@
 """The backward pass of FP8 attention for Hopper in one kernel, in Gluon: `backward_fused` with S and dP in E4M3.
 
-Held are the keys and values in FP8, for S and dP, and the keys as they came, for dQ; rows come in FP8 with lse and delta,
-and as they came, in rings of their own, for the former are done with when dS is made. What a product in FP8 saves is shared
-memory's time as much as the tensor core's: it reads half the bytes.
+A program keeps keys and values in FP8, for S and dP, and the unquantised keys, for dQ. Rows arrive in FP8 with lse and
+delta, and unquantised, in separate rings, because the former are free once dS is made. An FP8 product saves as much
+shared-memory time as tensor-core time: it reads half the bytes.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -44,14 +44,14 @@ from te_bench.kernels.attention.hopper.parts import (
 
 @gluon.jit
 def _split_dv_stage(stage, desc):
-    """Memory for the keys and the values in FP8, in dV's."""
+    """Return memory for the FP8 keys and values inside dV's."""
     shape: gl.constexpr = desc.block_type.shape
     return stage._reinterpret(desc.dtype, [2, 1, 1, shape[2], shape[3]], desc.layout)
 
 
 @gluon.jit
 def _fetch(fetch_args, CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tile after tile, each warpgroup's keys and values, and for each query head the rows of q and dO, lse and delta."""
+    """Fetch, per tile, each warpgroup's keys and values, and per query head the rows of q and dO, lse and delta."""
     k8_desc, v8_desc, k_desc, q8_desc, do8_desc, q_desc, do_desc, info_desc, shared, gates, sizes = fetch_args
     held_shared, k_shared, q8_shared, do8_shared, q_shared, do_shared, info_shared = shared
     held_full, held_empty, full8, empty8, full, empty = gates
@@ -94,7 +94,7 @@ def _add_gradients(
     scale, dp_scale, CONSUMERS: gl.constexpr, EDGE: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv with a block's share, dq's added to its columns. EDGE: the block may be partly hidden."""
+    """Return dk and dv with a block's share; add dq's to its columns. EDGE: the block may be partly hidden."""
     k8, v8, k_shared, ds_shared = shared
     q8, do8, info = arrived8
     q, do = arrived
@@ -113,7 +113,7 @@ def _add_gradients(
     p_low = round_to(p, q.dtype)
     mbarrier.wait(full, phase)
     dv = warpgroup_mma(as_operand(p_low, OUT), do, dv, is_async=True)
-    p = p_low.to(gl.float32)  # dV's product keeps these registers in any case
+    p = p_low.to(gl.float32)  # dV's product keeps these registers anyway
     delta = lse_and_delta.index(1).load(gl.SliceLayout(0, SCORES))
     dp = warpgroup_mma_wait(1, deps=(dp,))
     mbarrier.arrive(empty8, count=1)
@@ -130,7 +130,7 @@ def _make_gradients(
     args, consumer, CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
+    """Process a warpgroup's keys of every tile, and its columns of the tile's share of dQ."""
     descs, shared, ds_shared, gates, ds_ready, keys_free, sizes, scales, sums, scale = args
     k8_desc, dk_desc, dv_desc = descs
     dq_sum, padded = sums
@@ -157,7 +157,7 @@ def _make_gradients(
             dq_columns = find_dq_columns(dq_sum, b * H + h, consumer, padded, CONSUMERS, D, ROWS)
             qk_scale = keep_positive(scale * gl.load(q_inv + b * H + h) * gl.load(k_inv + pair))
             dp_scale = gl.load(do_inv + b * H + h) * gl.load(v_inv + pair)
-            for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # a loop that masks, then one that needs not ask
+            for MASKED in gl.static_range(1 if EDGE else 0, -1, -1):  # one loop with masks, then one without
                 start, stop = masked_end, end
                 if MASKED:
                     start, stop = begin, masked_end
@@ -187,10 +187,10 @@ def fp8_attention_backward_gluon_kernel(
     CONSUMERS: gl.constexpr, FP8_STAGES: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of `blocks` tiles of 2 x 64 keys of `pairs` sequences and heads of keys; their share of dQ in dq_sum.
+    """Compute dK and dV of `blocks` tiles of 2 x 64 keys for `pairs` of sequence and key head; add their dQ to dq_sum.
 
-    dq_sum and scale as gluon_attention_backward_fused_kernel has them. EDGE: a block of rows may be partly hidden, or keys
-    beyond S are there.
+    dq_sum and scale: as in gluon_attention_backward_fused_kernel. EDGE: a block of rows may be partly hidden, or keys
+    beyond S exist.
     """
     gl.static_assert(CONSUMERS == 2 and q_desc.block_type.shape[2] == 64 and q_desc.block_type.shape[3] == 128)
     info_shared = gl.allocate_shared_memory(gl.float32, [FP8_STAGES, 1, 2, 64], info_desc.layout)

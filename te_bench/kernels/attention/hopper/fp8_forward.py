@@ -1,10 +1,10 @@
 """The forward kernel of FP8 attention for Hopper, in Gluon: `forward`'s tiles with both products in E4M3.
 
-Three warpgroups share each block of keys and values, which TMA fetches: blocks for 64 rows alone ask of the L2 more than it
-gives. One weighs under another's products, and none under its own, whose registers there are not. Values come transposed by
-blocks of 128 keys in the order of `fp8_quantize.order_slots`: so P, permuted in its threads, is the left operand of an
-FP8 product where they are. Each block's product is a sum of its own that is added in float32, for the tensor core's
-own sums have 14 bits; by halves of the features, so that fewer registers hold it.
+Three warpgroups share each block of keys and values, fetched by TMA: blocks for only 64 rows would exceed the L2's
+bandwidth. One warpgroup's softmax runs during another's products, not during its own, for lack of registers. Values
+come transposed by blocks of 128 keys in the order of `fp8_quantize.order_slots`, so that P is the left operand of an
+FP8 product without moving between threads. Each block's product is accumulated separately and added in float32, because
+the tensor core accumulates FP8 with 14 bits; by halves of the features, to save registers.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -44,19 +44,19 @@ from te_bench.kernels.attention.hopper.parts import (
 
 BLOCK = gl.constexpr(PADDED)
 OFFSET = gl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
-SWIZZLE = gl.constexpr(32)  # bytes of a line of out in shared memory; of 128 a thread would keep four addresses
+SWIZZLE = gl.constexpr(32)  # bytes of a line of out in shared memory; with 128 a thread needs four addresses
 
 
 @gluon.jit
 def _as_lines(block):
-    """A block (1, 1, rows, D) of out as a matrix."""
+    """Return a block (1, 1, rows, D) of out as a matrix."""
     shape: gl.constexpr = block.shape
     return block._reinterpret(block.dtype, [shape[2], shape[3]], gl.NVMMASharedLayout(SWIZZLE, 16, 2))
 
 
 @gluon.jit
 def _quantize_p(p, OUT: gl.constexpr):
-    """The weights in E4M3 as the left operand of a product into OUT, their keys in slots; nothing leaves its thread."""
+    """Return the weights in E4M3 as left operand of a product into OUT, keys in slots, all within their threads."""
     ROWS_HERE: gl.constexpr = p.shape[0]
     BLOCK_N: gl.constexpr = p.shape[1]
     in_pairs = gl.permute(gl.reshape(p, (ROWS_HERE, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
@@ -71,14 +71,14 @@ def _quantize_p(p, OUT: gl.constexpr):
 
 @gluon.jit
 def _sum_own_columns(x):
-    """The sums of what a thread has of each row."""
+    """Return the sum of a thread's own columns in each row."""
     even, odd = gl.split(gl.reshape(sum_in_parts(x), (x.shape[0], 4, 2)))
     return even + odd
 
 
 @gluon.jit
 def _update_softmax(qk, scale, l_i, m_i):
-    """p = 2^(8 + scale qk - m_i), l_i and m_i with those of the blocks before, and alpha, as in `forward`."""
+    """Return p = 2^(8 + scale qk - m_i), l_i and m_i including earlier blocks, and alpha, as in `forward`."""
     m_new = gl.maximum(m_i, gl.max(qk, 1) * scale)
     p = exp2(qk * scale - (m_new - OFFSET)[:, None])
     alpha = exp2(m_i - m_new)
@@ -87,7 +87,7 @@ def _update_softmax(qk, scale, l_i, m_i):
 
 @gluon.jit
 def _store_out(acc_low, acc_high, l_i, m_i, out_desc, stage, lse, v_inv, b, h, pair, start_m, T):
-    """out by TMA, which drops rows beyond T, once the tile before has left its memory; and lse."""
+    """Store out by TMA, which drops rows beyond T, once the previous tile has left its memory; and store lse."""
     denominator = gl.sum(l_i, 1)
     lse_2 = m_i - OFFSET + gl.convert_layout(gl.log2(denominator), m_i.type.layout, assert_trivial=True)
     offs_m = start_m + gl.arange(0, m_i.shape[0], m_i.type.layout)
@@ -104,7 +104,7 @@ def _store_out(acc_low, acc_high, l_i, m_i, out_desc, stage, lse, v_inv, b, h, p
 
 @gluon.jit
 def _skip_blocks(gates, count, stage, phase, STAGES: gl.constexpr):
-    """Leave the next `count` blocks, which other warpgroups see, as they are."""
+    """Release the next `count` blocks, which only other warpgroups see."""
     _, _, k_full, k_empty, v_full, v_empty = gates
     for _i in range(count):
         mbarrier.wait(k_full.index(stage), phase)
@@ -117,7 +117,7 @@ def _skip_blocks(gates, count, stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _add_half(acc, p_operand, v_stage, half_zeros, alpha, WHICH: gl.constexpr):
-    """alpha acc and the product of p with a half of the transposed values' features."""
+    """Return alpha acc plus the product of p and one half of the transposed values' features."""
     HALF: gl.constexpr = half_zeros.shape[1]
     half = as_matrix(v_stage).slice(WHICH * HALF, HALF, 0)
     part = warpgroup_mma(p_operand, half.permute((1, 0)), half_zeros, use_acc=False, is_async=True)
@@ -130,10 +130,10 @@ def _attend_block(
     acc_low, acc_high, l_i, m_i, q, zeros, half_zeros, shared, gates, scale, stage, phase, start_m, start_n, S,
     CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """One more block: qk, p and its product with the values, one after the other. EDGE: it may be partly hidden."""
+    """Process one more block: qk, p and its product with the values, in sequence. EDGE: it may be partly hidden."""
     _, k_shared, v_shared, _ = shared
     _, _, k_full, k_empty, v_full, v_empty = gates
-    OUT: gl.constexpr = half_zeros.type.layout  # Triton 3.6 takes a layout for a constant only where it has a name
+    OUT: gl.constexpr = half_zeros.type.layout  # Triton 3.6 treats a layout as constant only if it has a name
     mbarrier.wait(k_full.index(stage), phase)
     k = as_matrix(k_shared.index(stage)).permute((1, 0))
     qk = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -155,7 +155,7 @@ def _attend(
     args, consumer, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EDGE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's rows of every tile."""
+    """Process a warpgroup's rows of every tile."""
     out_desc, shared, gates, sizes, lse, scales, scale = args
     q_shared, k_shared, _, out_shared = shared
     q_full, q_empty, _, _, _, _ = gates
@@ -181,7 +181,7 @@ def _attend(
         buffer = consumer * SLOTS + slot
         q = as_matrix(q_shared.index(buffer))
         mbarrier.wait(q_full.index(buffer), slot_phase)
-        # Not the first block's product: ptxas would have it begin where the others' are, and keep P in memory.
+        # Begin with zeros instead of the first block's product: ptxas would otherwise merge both and keep P in memory.
         acc_low, acc_high, l_i = half_zeros, half_zeros, _sum_own_columns(zeros)
         m_i = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
         if EDGE:
@@ -210,10 +210,10 @@ def fp8_attention_forward_gluon_kernel(
     whole, rest, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     FETCHING: gl.constexpr, CAUSAL: gl.constexpr, EDGE: gl.constexpr,
 ):  # fmt: skip
-    """out and lse of `blocks` tiles of CONSUMERS x 64 rows of `pairs` sequences and heads; scale times log2(e).
+    """Compute out and lse of `blocks` tiles of CONSUMERS x 64 rows for `pairs` of sequence and head.
 
-    SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values. REGISTERS: of a thread that
-    multiplies, FETCHING: that fetches. EDGE: a block of keys may be partly hidden.
+    scale includes log2(e). SLOTS: tiles whose rows are in shared memory at once; STAGES: blocks of keys and of values.
+    REGISTERS, FETCHING: per multiplying and fetching thread. EDGE: a block of keys may be partly hidden.
     """
     q_shared, k_shared, v_shared = (
         allocate(q_desc, CONSUMERS * SLOTS),

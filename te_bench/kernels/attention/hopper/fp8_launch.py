@@ -25,28 +25,28 @@ from te_bench.kernels.attention.hopper.launch import (
 )
 from te_bench.kernels.attention.portable.fp8_backward import quantize_dout
 
-#: In sweeps at T2048 to 16384, of heads of 128, the fastest or within 4 % of it (benchmarks/NOTES.md).
+#: Fastest, or within 4 % of it, in sweeps of heads of 128 at T2048 to 16384 (benchmarks/NOTES.md).
 FORWARD = Plan(3, 128, 3, 2, 160)
-#: By whether causal. stages: of rows as they came; slots: of those in FP8.
+#: {causal: plan}. stages: for unquantised rows; slots: for FP8 rows.
 BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 3, 2, 240, sharing=4), False: Plan(2, 64, 2, 3, 240, sharing=ALL)}
 
 
 def forward_pays(q: Tensor) -> bool:
-    """Whether it is faster than Triton's for q (B, H, T, D): its tiles are large, and should be one for each processor."""
+    """Return whether it beats Triton's for q (B, H, T, D): its large tiles should number at least one per SM."""
     batch, heads, rows, _ = q.shape
     tiles = batch * heads * triton.cdiv(rows, ROWS * FORWARD.warpgroups)
     return rows >= 512 and tiles >= architecture.processors(q.device)
 
 
 def backward_pays(q: Tensor, k: Tensor) -> bool:
-    """The same of the backward pass of k (B, Hkv, S, D), of fewer keys not measured; a head's sums count by 32 bits."""
+    """Return whether it beats Triton's backward pass (fewer keys: not measured); sums have 32-bit offsets."""
     return k.shape[2] >= 256 and q.shape[2] <= LONGEST
 
 
 def forward(
     out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Plan | None = None
 ) -> None:
-    """`portable.fp8_forward.forward` for heads of 128 features."""
+    """Compute `portable.fp8_forward.forward` for heads of 128 features."""
     p, (q, k, v), (_, _, rows, width) = given or FORWARD, fp8, out.shape
     assert width == q.by_rows.shape[3] == v.transposed.shape[3] == 128, "of 128 features, none of them padding"
     assert p.at_once == v.transposed.shape[4], "blocks of values as the quantiser leaves them"
@@ -63,7 +63,7 @@ def backward(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
     fp8: Operands, causal: bool, scale: float, given: Plan | None = None,
 ) -> None:  # fmt: skip
-    """`portable.fp8_backward.backward` for heads of 128 features, but that dQ's sums are in no order."""
+    """Compute `portable.fp8_backward.backward` for heads of 128 features, but with dQ summed in no fixed order."""
     p, (dq, dk, dv), (_, _, _, width) = given or BACKWARD[causal], gradients, q.shape
     assert width == out.shape[3] == 128
     do8, info = quantize_dout(dout, out, lse)

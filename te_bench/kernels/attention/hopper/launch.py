@@ -1,4 +1,4 @@
-"""Launching Gluon's attention kernels: tiles, registers, TMA's descriptors."""
+"""Launch Gluon's attention kernels: tiles, registers, TMA descriptors."""
 
 import sys
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ from te_bench.kernels.attention.portable.launch import row_strides
 
 LOG2_E = 1.4426950408889634
 ROWS = 64  # of a warpgroup
-DELTA_ROWS = 16  # of a program; they divide ROWS. Fewer were faster (benchmarks/NOTES.md)
-ALL = sys.maxsize  # programs that share: as many as there are
+DELTA_ROWS = 16  # of a program; a divisor of ROWS. Fewer were faster (benchmarks/NOTES.md)
+ALL = sys.maxsize  # programs that share a pair: all of them
 
 
 class Plan(NamedTuple):
-    """A program's tile, 64 rows (or keys) for each of its warpgroups, and what it keeps.
+    """A program's tile, 64 rows (or keys) per warpgroup, and its buffers.
 
-    at_once: keys (or rows) that come together; stages: how many of those blocks are in shared memory; slots: how many
-    tiles' own rows. registers: of a thread that multiplies. overlap: exponentials run under the product before them.
-    in_registers: what is held is an operand from registers, in the pass for dK and dV. ahead: the next block's scores begin
-    before dQ's share of this one leaves, in the pass for all three. sharing: how many programs work on
-    one sequence and head at a time, ALL or, for as few as can be, 0.
+    at_once: keys (or rows) per block; stages: blocks in shared memory; slots: tiles whose own rows are there.
+    registers: of a multiplying thread. overlap: exponentials run during the previous product. in_registers: the dK, dV
+    kernel reads its own keys and values from registers. ahead: in the fused kernel, the next block's scores begin
+    before this block's dQ leaves. sharing: how many programs work on one sequence and head at a time; ALL, or 0 for as
+    few as possible.
     """
 
     warpgroups: int
@@ -46,60 +46,60 @@ class Plan(NamedTuple):
     sharing: int = 0
 
     def at_start(self) -> int:
-        """Registers of a thread before the warpgroups share them out; the warp that fetches has a warpgroup's."""
+        """Return a thread's registers before warpgroups redistribute them; the fetching warp has a warpgroup's."""
         return architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
 
     def fetching(self) -> int:
-        """Registers that are left to the threads that fetch."""
+        """Return the registers left for fetching threads."""
         left = self.at_start() * (self.warpgroups + 1) - self.warpgroups * self.registers
         assert left >= 24, f"{self}: {left} registers to fetch with"
         return left
 
     def constants(self) -> dict[str, int]:
-        """What every kernel compiles in."""
+        """Return the constants of every kernel."""
         return {
             "CONSUMERS": self.warpgroups, "STAGES": self.stages, "REGISTERS": self.registers, "FETCHING": self.fetching(),
             "num_warps": 4,
         }  # fmt: skip
 
 
-#: By the width of the heads: in sweeps of 1024 to 16384 keys fastest, or within 4 % of it (benchmarks/NOTES.md). At D128,
-#: where two warpgroups would take keys faster than they come from memory, four programs share a head's.
+#: {head width: plan}, the fastest, or within 4 % of it, at 1024 to 16384 keys (benchmarks/NOTES.md). At D128, two
+#: warpgroups would use keys faster than memory delivers them, so four programs share a head's keys.
 FORWARD: Mapping[int, Plan] = {
     64: Plan(4, 64, 4, 2, 112),
     128: Plan(2, 128, 2, 2, 240, overlap=True, sharing=4),
 }
-#: dQ's by whether keys are many, too. LONG lies between the lengths where the order changed.
+#: From LONG keys on, dQ has other plans. It lies between the lengths where the order changed.
 LONG = 4096
 OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
     (64, False): Plan(2, 64, 4, 2, 240), (64, True): Plan(3, 64, 4, 2, 160),
     (128, False): Plan(2, 64, 3, 1, 240), (128, True): Plan(2, 64, 3, 1, 240),
 }  # fmt: skip
-OF_KEYS: Mapping[int, Plan] = {  # dK and dV, however many the keys
+OF_KEYS: Mapping[int, Plan] = {  # dK and dV, for any number of keys
     64: Plan(2, 64, 4, 2, 240, in_registers=True),
     128: Plan(2, 32, 4, 2, 240),
 }
-#: All three, with dQ's sums in global memory; by the width, and causal. A pair's rows and sums come and go 4 times less
-#: often where 4 programs share them; where all work alike, all may. What was not measured stays as it was.
+#: {(head width, causal): plan} of the fused kernel, with dQ's sums in global memory. With 4 programs sharing a pair,
+#: its rows and sums move 4 times less often; without a causal mask all may share. Unmeasured cases have no entry.
 FUSED: Mapping[tuple[int, bool], Plan] = {
     (64, True): Plan(2, 128, 2, 1, 240, sharing=4),
     (128, True): Plan(2, 64, 3, 1, 240, ahead=True, sharing=4),
     (128, False): Plan(2, 64, 3, 1, 240, sharing=ALL),
 }
-LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums count by 32 bits
-#: Keys by the width. D64's 1,024 are faster by two kernels, for the sums weigh more; lengths between were not measured.
+LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums have 32-bit offsets
+#: {head width: fewest keys}. D64's 1,024 are faster by two kernels: the sums weigh more. Between is unmeasured.
 FUSED_FROM: Mapping[int, int] = {64: LONG, 128: 2048}
 
 
 def make_readable(x: Tensor) -> Tensor:
-    """x, or a copy where TMA cannot read it: strides of 16 bytes, none of them 0, elements of a row one after another."""
+    """Return x, or a copy if TMA cannot read it: it needs nonzero strides of 16 bytes and contiguous rows."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     odd = last[1] != 1 or x.data_ptr() % 16 or any(size > 1 and (not step or step % 8) for size, step in outer)
     return x.clone(memory_format=torch.contiguous_format) if odd else x
 
 
 def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
-    """Of blocks (1, 1, rows, D) of x (B, H, T, D), its last stride 1; `line` bytes of a row lie together."""
+    """Describe blocks (1, 1, rows, D) of x (B, H, T, D), last stride 1, to TMA; `line`: bytes of a row together."""
     columns = x.shape[3]
     steps = [step if size > 1 else columns for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
     layout = gl.NVMMASharedLayout(line, 8 * x.element_size(), 4)
@@ -107,17 +107,17 @@ def describe(x: Tensor, rows: int, line: int = 128) -> TensorDescriptor:
 
 
 def pad_last_rows(q: Tensor, rows: int = ROWS) -> Tensor:
-    """(B, H, rows, D), q's from the last multiple of `rows` on, and the last of all up to there; q where it divides T."""
+    """Return q's last incomplete block, padded to (B, H, rows, D) with its last row; q itself if `rows` divides T."""
     there = q.shape[2] % rows
     return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, rows - there, -1)], 2) if there else q
 
 
 def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
-    """How many programs, and T, S, H, group, pairs, blocks, near, whole, rest, as the kernels take them."""
+    """Return the number of programs, and (T, S, H, group, pairs, blocks, near, whole, rest) for the kernels."""
     batch, heads, rows, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     pairs = batch * (k.shape[1] if of_keys else heads)
-    # As many pairs at a time as programs would leave those who are dealt their first tiles 8 to 14 % over the mean.
+    # Do not set `near` to the number of programs: those that get their tiles first would do 8-14 % more than average.
     near = min(pairs, max(1, architecture.processors(q.device) // p.sharing)) if p.sharing else pairs
     blocks = triton.cdiv(keys if of_keys else rows, ROWS * p.warpgroups)
     tiles = blocks * pairs
@@ -128,7 +128,7 @@ def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tu
 def forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Plan | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, D) in q's dtype, in the memory order (B, T, H, D), and lse (B, H, T) float32; none of them empty."""
+    """Return out (B, H, T, D), q's dtype, memory order (B, T, H, D), and lse (B, H, T) float32; inputs not empty."""
     p = given or FORWARD[q.shape[3]]
     q, k, v = (make_readable(x) for x in (q, k, v))
     out, lse = empty_results(q, v)
@@ -146,9 +146,9 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool = False, fused: Plan | None = None, gradients: Gradients | None = None,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, as those of the two kernels are.
+    """Return dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, by the two kernels.
 
-    The one kernel where it is faster; fused: by it, and this plan. gradients: memory for them, which TMA can write.
+    Otherwise the fused kernel where it is faster. fused: force it, with this plan. gradients: memory, writable by TMA.
     """
     if fused is None and not deterministic and k.shape[2] >= FUSED_FROM[k.shape[3]] and q.shape[2] <= LONGEST:
         fused = FUSED.get((k.shape[3], causal))
@@ -166,7 +166,7 @@ def _backward_by_two(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
     scale: float,
 ) -> None:  # fmt: skip
-    """Into gradients, of what TMA can read."""
+    """Compute the gradients by two kernels, from inputs that TMA can read."""
     (batch, heads, rows, width), (dq, dk, dv) = q.shape, gradients
     of_rows, of_keys = OF_ROWS[width, k.shape[2] >= LONG], OF_KEYS[width]
     padded = triton.cdiv(rows, ROWS) * ROWS
@@ -189,7 +189,7 @@ def _backward_fused(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
     scale: float, p: Plan,
 ) -> None:  # fmt: skip
-    """Into gradients, of what TMA can read."""
+    """Compute the gradients by the fused kernel, from inputs that TMA can read."""
     (dq, dk, dv), n = gradients, p.at_once
     batch, heads, rows, width = q.shape
     padded = triton.cdiv(rows, n) * n
@@ -210,7 +210,7 @@ def _backward_fused(
 
 
 def describe_sums(sums: Tensor) -> TensorDescriptor:
-    """Of what 64 rows and 64 columns have of dQ's sums, which lies in one line."""
+    """Describe 64 x 64 blocks of dQ's sums, each in one line, to TMA."""
     blocks = sums.view(-1, ROWS * ROWS // 256, 256)
     return TensorDescriptor(
         blocks, list(blocks.shape), list(blocks.stride()), [1, *blocks.shape[1:]], gl.NVMMASharedLayout(0, 32, 3)
@@ -218,7 +218,7 @@ def describe_sums(sums: Tensor) -> TensorDescriptor:
 
 
 def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
-    """dq (B, H, T, D), of the sums (B H, T padded, D) that a fused kernel has added up."""
+    """Write dq (B, H, T, D) from the sums (B H, T padded, D) of a fused kernel."""
     (pairs, padded, width), (_, heads, rows, _) = sums.shape, dq.shape
     attention_dq_of_sums_kernel[(pairs * padded // ROWS,)](
         sums, dq, *row_strides(dq), float(scale), heads, rows, padded, D=width, num_warps=4
@@ -226,6 +226,6 @@ def store_dq(sums: Tensor, dq: Tensor, scale: float) -> None:
 
 
 def describe_info(info: Tensor, rows: int) -> TensorDescriptor:
-    """Of blocks (1, 2, rows) of info (pairs, 2, rows padded): lse_2 and delta."""
+    """Describe blocks (1, 2, rows) of info (pairs, 2, rows padded), lse_2 and delta, to TMA."""
     layout = gl.NVMMASharedLayout(0, 32, 3)
     return TensorDescriptor(info, list(info.shape), list(info.stride()), [1, 2, rows], layout)

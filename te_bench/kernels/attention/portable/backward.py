@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The backward kernels of fused attention, and their launcher.
 
-With P the weights, dP = dO V^T, delta the rows' sums of out * dO and dS = P (dP - delta): dV = P^T dO, dK = scale dS^T Q,
-dQ = scale dS K. A program has a tile of rows and makes dQ, then one has a tile of keys and makes dK and dV.
+With P the weights, dP = dO V^T, delta the rows' sums of out * dO and dS = P (dP - delta): dV = P^T dO, dK = scale dS^T
+Q, dQ = scale dS K. One kernel computes dQ, a tile of rows per program; the next dK and dV, a tile of keys per program.
 Source: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
 """
 
@@ -43,7 +43,7 @@ from te_bench.kernels.attention.portable.scores import (
 )
 from te_bench.kernels.tile import exp2, rounded
 
-#: By the wider of the two heads, in half precision: rows and keys of a tile, as the names say, in each pass.
+#: {wider of the two head widths: tile} in half precision, for each pass; the names say which are rows and keys.
 OF_ROWS: Mapping[int, Tile] = {  # dQ
     16: Tile(64, 64, 4, 2),
     32: Tile(64, 64, 4, 2),
@@ -58,9 +58,9 @@ OF_KEYS: Mapping[int, Tile] = {  # dK and dV
     128: Tile(32, 128, 8, 3),
     256: Tile(32, 32, 8, 1),
 }
-#: The same where random numbers, or the loop over query heads, take registers that a smaller tile would spill.
+#: Tiles where random numbers, or the loop over query heads, take registers that the smaller tile would spill.
 OF_KEYS_CROWDED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(64, 128, 8, 3)}
-#: And where the lengths of packed sequences take some as well, beside the loop over query heads.
+#: Tiles where packed sequences' lengths take registers, too, besides the loop over query heads.
 OF_KEYS_PACKED: Mapping[int, Tile] = {**OF_KEYS, 64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)}
 
 
@@ -69,9 +69,9 @@ def _sum_rows(
     out, do, stride_out, stride_do, lse, lse_2, delta, pair, start_m, T, padded,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dO, lse_2 and delta of BLOCK_M rows, the latter two written for the pass over the keys.
+    """Return dO, lse_2 and delta of BLOCK_M rows, and store the latter two for the pass over the keys.
 
-    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that see no key or are none.
+    lse_2: each row's logsumexp to base 2; infinity, for weights of 0, in rows without visible keys or beyond T.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     do_tile = load_tile(do, stride_do, start_m, T, BLOCK_M, BLOCK_DV, DV, WHOLE)
@@ -94,7 +94,7 @@ def _add_dq(
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dq with the share of keys start to stop, of which all are seen by all rows but where EDGE."""
+    """Add the share of keys start to stop to dq; without EDGE, all rows see all these keys."""
     q, do, lse_2, delta = held
     k, stride_k, v, stride_v = kv
     seed, head, dropout = drop
@@ -129,7 +129,7 @@ def attention_backward_rows_kernel(
     HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dQ, lse_2 and delta of BLOCK_M rows. PACKED: as in the forward pass."""
+    """Compute dQ, lse_2 and delta of BLOCK_M rows. PACKED: as in the forward pass."""
     blocks = padded // BLOCK_M
     order, pair = pick_tile(tl.program_id(0), blocks, batch * H, near)
     start_m = (blocks - 1 - order) * BLOCK_M
@@ -175,9 +175,9 @@ def _add_dk_dv(
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with the share of rows inner to outer; EDGE: begin to inner and outer to end, which alone go beyond T.
+    """Add the share of rows inner to outer to dk and dv; EDGE: begin to inner and outer to end, maybe beyond T.
 
-    Scores and weights are transposed, keys by rows, so that those of dV and dK go from register to tensor core.
+    Scores and weights are transposed (keys by rows): dV's and dK's operands go from registers to the tensor core.
     """
     k, v = held
     q, stride_q, do, stride_do, lse_2, delta = rows
@@ -200,7 +200,7 @@ def _add_dk_dv(
         qk = dot(k, q_tile.T, tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if EDGE or MASK != NO_MASK:
             visible = is_visible(offs_m[None, :], offs_n[:, None], limits, HAS_LEFT, HAS_RIGHT, MASK, WHOLE)
-            if TAIL:  # where a row of zeros times a key that holds an infinity is NaN
+            if TAIL:  # a row of zeros times a key with an infinity would be NaN
                 visible = visible & (offs_m < T)[None, :]
             qk = tl.where(visible, qk, float("-inf"))
         p = exp2(qk * scale - tl.load(lse_2 + offs_m)[None, :])
@@ -228,9 +228,9 @@ def attention_backward_keys_kernel(
     HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over GROUP query heads."""
+    """Compute dK and dV of BLOCK_N keys, over GROUP query heads."""
     order, pair = pick_tile(tl.program_id(0), tl.cdiv(S, BLOCK_N), batch * (H // GROUP), near)
-    start_n = order * BLOCK_N  # of causal keys the first are seen the most
+    start_n = order * BLOCK_N  # most rows see the first causal keys
     b = (pair // (H // GROUP)).to(tl.int64)
     kv_head = (pair % (H // GROUP)).to(tl.int64)
     if PACKED:
@@ -275,10 +275,10 @@ def attention_backward_keys_kernel(
 def backward_tiles(
     d: int, dv: int, dropout: bool, shared_heads: bool, packed: bool, here: Architecture
 ) -> tuple[Tile, Tile]:
-    """For dQ, and for dK and dV, of heads of these widths, padded, on that GPU."""
+    """Return the tiles for dQ, and for dK and dV, of heads of these padded widths, on that GPU."""
     widest, scores = max(d, dv), 3 + DRAWN * dropout
     of_keys = OF_KEYS
-    if not here.products_from_registers:  # the others are Hopper's registers' tables
+    if not here.products_from_registers:  # the other tables suit Hopper's registers
         crowded = OF_KEYS_CROWDED if dropout or shared_heads else OF_KEYS
         of_keys = OF_KEYS_PACKED if packed and shared_heads else crowded
     return (
@@ -288,7 +288,7 @@ def backward_tiles(
 
 
 class Attended(NamedTuple):
-    """What the forward pass was given and what it left."""
+    """The inputs and results of the forward pass."""
 
     q: Tensor
     k: Tensor
@@ -302,10 +302,10 @@ def backward(
     attended: Attended, dout: Tensor, extent: Extent, scale: float, dropout: float, packed: Packed | None = None,
     gradients: Gradients | None = None, tiles: tuple[Tile, Tile] | None = None,
 ) -> Gradients:  # fmt: skip
-    """dq, dk, dv in the inputs' dtype and order in memory; extent to packed are the forward pass's.
+    """Return dq, dk, dv in the inputs' dtype and memory order; extent to packed are the forward pass's.
 
-    The same bits in every run. gradients: memory for them, of sequences that are not packed. tiles: in place of the tables',
-    for dQ and for dK and dV.
+    They are bitwise the same in every run. gradients: memory for them, not for packed sequences. tiles: for dQ, and for
+    dK and dV, instead of the tables'.
     """
     q, k, v, out, lse, seed = attended
     shape = batch, heads, rows, keys, group = count_sizes(q, k, packed)
@@ -316,9 +316,9 @@ def backward(
     )  # fmt: skip
     block = max(of_keys.rows, of_rows.rows)
     padded = triton.cdiv(rows, block) * block
-    # A tile of rows beyond the last one is only read behind a mask, which there is none of where tiles divide the rows.
+    # Tiles of rows beyond the last are read only behind a mask, which is absent if tiles divide the rows.
     assert packed or padded - rows < of_rows.rows or rows % of_rows.rows, f"tiles {of_rows}, {of_keys} of {rows} rows"
-    empty_like = torch.empty_like if packed is None else torch.zeros_like  # what is of no sequence is 0
+    empty_like = torch.empty_like if packed is None else torch.zeros_like  # rows of no sequence are 0
     dq, dk, dv = gradients or (empty_like(q), empty_like(k), empty_like(v))
     lse_2, delta = q.new_empty(2, batch, heads, padded, dtype=torch.float32).unbind()
     tail = extent.mask, seed, *find_starts(packed)

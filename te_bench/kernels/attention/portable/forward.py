@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The forward kernel of fused attention, and its launcher.
 
-FlashAttention-2's order (Dao, arXiv:2307.08691): a program has a tile of rows and goes over the keys, keeping the maximum,
-the sum and the weighted values. The loop is cut in three, so that only blocks that the edge of what is seen crosses look
-at indices. Scores are in units of log2(e), so that a weight is one multiplication, one exp2.
+It follows FlashAttention-2 (Dao, arXiv:2307.08691): a program has a tile of rows and loops over the keys, keeping the
+maximum, the sum and the weighted values. The loop is split in three, so that only blocks on the edge of the visible
+range check indices. Scores are in units of log2(e), so that a weight is one multiplication and one exp2.
 """
 
 import functools
@@ -37,8 +37,8 @@ from te_bench.kernels.attention.portable.scores import (
 )
 from te_bench.kernels.tile import exp2, rounded
 
-#: By the wider of the two heads, in half precision: 64 and 128 by a sweep on an H200 (benchmarks/NOTES.md), the others by
-#: reasoning.
+#: {wider of the two head widths: tile} in half precision: 64 and 128 from a sweep on an H200 (benchmarks/NOTES.md), the
+#: others by reasoning.
 FORWARD: Mapping[int, Tile] = {
     16: Tile(128, 64, 4, 3),
     32: Tile(128, 64, 4, 3),
@@ -55,7 +55,7 @@ def _attend_blocks(
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys start to stop, of which all are seen by all rows but where EDGE."""
+    """Process keys start to stop; without EDGE, all rows see all these keys."""
     k, stride_k, v, stride_v = kv
     seed, head, dropout = drop
     S = limits[1]
@@ -77,7 +77,7 @@ def _attend_blocks(
         acc = acc * alpha[:, None]
         v_tile = load_tile(v, stride_v, start_n, S, BLOCK_N, BLOCK_DV, DV, WHOLE or not EDGE)
         acc = dot(rounded(p, v_tile.dtype), v_tile, acc)
-        if HAS_LEFT:  # of three loops in a row the assembler would wait for each product (C7515)
+        if HAS_LEFT:  # in three successive loops the assembler would wait for each product (C7515)
             acc = await_product(acc)
         m_i = m_new
     return acc, l_i, m_i
@@ -92,13 +92,13 @@ def attention_forward_kernel(
     BLOCK_DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, DROPOUT: tl.constexpr,
     WHOLE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M rows. WHOLE: S is a multiple of BLOCK_N and T one of BLOCK_M.
+    """Compute out and lse of BLOCK_M rows. WHOLE: S is a multiple of BLOCK_N and T one of BLOCK_M.
 
-    PACKED: `batch` sequences one after the other, of at most T rows and S keys, begin at starts_q and starts_k.
+    PACKED: `batch` packed sequences of at most T rows and S keys begin at starts_q and starts_k.
     """
     blocks = tl.cdiv(T, BLOCK_M)
     order, pair = pick_tile(tl.program_id(0), blocks, batch * H, near)
-    start_m = (blocks - 1 - order) * BLOCK_M  # of causal rows the last see the most
+    start_m = (blocks - 1 - order) * BLOCK_M  # the last causal rows see the most
     b = (pair // H).to(tl.int64)
     h = (pair % H).to(tl.int64)
     k += b * k_b + (h // group) * k_h
@@ -120,8 +120,8 @@ def attention_forward_kernel(
     scale *= LOG2_E
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
-    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)  # finite: where a row has seen but -inf, -inf - -inf would be NaN
-    for PART in tl.static_range(3):  # what the left end crosses, what all rows see, what the right end crosses
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)  # finite: after only -inf scores, -inf - -inf would be NaN
+    for PART in tl.static_range(3):  # keys crossed by the left end, seen by all rows, crossed by the right end
         if has_part(PART, HAS_LEFT, HAS_RIGHT, MASK, WHOLE):
             acc, l_i, m_i = _attend_blocks(
                 acc, l_i, m_i, q_tile, (k, k_s, v, v_s), bounds[PART], bounds[PART + 1], start_m,
@@ -129,10 +129,10 @@ def attention_forward_kernel(
                 D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, HAS_LEFT, HAS_RIGHT, MASK, DROPOUT, WHOLE, PART != 1,
             )  # fmt: skip
 
-    # All rows see a key, if there is one: a sum of 0 is of scores that are all -inf.
+    # Without masks every row sees a key, so a sum of 0 means that all scores are -inf.
     if not HAS_LEFT and MASK == NO_MASK:
         l_i = tl.where((l_i == 0.0) & (S > 0), float("nan"), l_i)
-    share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row that sees no key is 0
+    share = 1.0 / tl.where(l_i == 0.0, 1.0, l_i)  # a row without visible keys gives 0
     offs_m = start_m + tl.arange(0, BLOCK_M)
     if PACKED:
         tl.store(lse + offs_m, (m_i + tl.log2(l_i)) * LN_2, mask=offs_m < T)
@@ -143,11 +143,11 @@ def attention_forward_kernel(
 
 
 class Extent(NamedTuple):
-    """What is seen, by row i: keys i - left to i + right, -1 for no end, where the mask is not 1."""
+    """The visible keys of row i: i - left to i + right, -1 for no end, except where the mask is 1."""
 
     left: int
     right: int
-    mask: Tensor | None  # uint8, (B, H, T, S), most often expanded
+    mask: Tensor | None  # uint8, (B, H, T, S), usually expanded
 
     def kind(self) -> int:
         if self.mask is None:
@@ -162,7 +162,7 @@ class Extent(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Sequences one after the other in q (1, H, total, D), k and v: where each begins, and the lengths of the longest."""
+    """Packed sequences in q (1, H, total, D), k and v: their starts, and the lengths of the longest."""
 
     starts_q: Tensor  # (sequences + 1,), int32 or int64
     starts_k: Tensor
@@ -171,7 +171,7 @@ class Packed(NamedTuple):
 
 
 def pad_widths(q: Tensor, v: Tensor) -> dict[str, int]:
-    """The heads' widths, and those of their tiles, powers of two of at least the 16 that tensor cores take."""
+    """Return the heads' widths and their tiles' widths, powers of two of at least 16, as tensor cores need."""
     d, dv = q.shape[-1], v.shape[-1]
     return {
         "D": d,
@@ -183,12 +183,12 @@ def pad_widths(q: Tensor, v: Tensor) -> dict[str, int]:
 
 @functools.cache
 def forward_tile(d: int, dv: int, dropout: bool, here: Architecture) -> Tile:
-    """Of heads of these widths, padded, on that GPU."""
+    """Return the tile for heads of these padded widths, on that GPU."""
     return fit(FORWARD[max(d, dv)], Kept("rows", dv, d, d + dv, 2 + DRAWN * dropout), here)
 
 
 def count_sizes(q: Tensor, k: Tensor, packed: Packed | None) -> tuple[int, int, int, int, int]:
-    """Sequences, heads, rows and keys (of the longest), query heads a key head."""
+    """Return the numbers of sequences, heads, rows and keys (of the longest), and query heads per key head."""
     if packed is None:
         return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     return len(packed.starts_q) - 1, q.shape[1], packed.rows, packed.keys, q.shape[1] // k.shape[1]
@@ -202,15 +202,15 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, extent: Extent, scale: float, dropout: float, seed: Tensor | None,
     given: Tile | None = None, packed: Packed | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, H, T, Dv) in q's dtype, in the memory order (B, T, H, Dv), and lse (B, H, T) float32, natural logarithms.
+    """Return out (B, H, T, Dv) in q's dtype, memory order (B, T, H, Dv), and lse (B, H, T) float32, natural logarithms.
 
-    The last strides are 1. seed (2,) int64, where dropout > 0: the generator's key and one word of its counter.
+    Last strides must be 1. seed (2,) int64, for dropout > 0: the generator's key and one word of its counter.
     """
     batch, heads, rows, keys, group = count_sizes(q, k, packed)
     sizes = pad_widths(q, v)
     tile = given or forward_tile(sizes["BLOCK_D"], sizes["BLOCK_DV"], dropout > 0, architecture.of_device(q.device))
     out, lse = empty_results(q, v)
-    if packed is not None:  # what is of no sequence
+    if packed is not None:  # for rows of no sequence
         out.zero_()
         lse.fill_(float("-inf"))
     near = heads_in_l2(keys, k, v) * group

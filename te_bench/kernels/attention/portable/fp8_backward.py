@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The backward kernels of FP8 attention, and their launcher: S and dP of FP8 operands, the other three products in bf16.
+"""The backward kernels of FP8 attention, and their launcher: S and dP from FP8 operands, the other products in bf16.
 
-What `manual_fp8` says, in two passes as in `backward`: a program has a tile of rows and makes dQ, then one has a
-tile of keys and makes dK and dV. S comes from the forward pass's own q and k, or the weights would not add up to 1. Both
-products in FP8 contract the heads' width, along which all four operands lie: nothing is transposed. dQ, dK and dV contract
-rows or keys: K, Q and dO in FP8 would be wanted transposed, too.
+They implement `manual_fp8` in two passes, as `backward`: dQ per tile of rows, then dK and dV per tile of keys. S uses
+the forward pass's q and k; otherwise the weights would not sum to 1. Both FP8 products contract the heads' width, along
+which all four operands are contiguous: nothing is transposed. dQ, dK and dV contract rows or keys: FP8 would need K, Q
+and dO transposed as well.
 """
 
 import functools
@@ -34,7 +34,7 @@ from te_bench.kernels.attention.portable.launch import Kept, Tile, fit, heads_in
 from te_bench.kernels.attention.portable.scores import LOG2_E, await_product, dot, load_tile, pick_tile, store_tile
 from te_bench.kernels.tile import exp2, rounded, to_fp8
 
-#: By the wider of the two heads. Compiled for sm_90a without spills; not swept yet.
+#: {wider of the two head widths: tile}. They compile for sm_90a without spills, and are not swept.
 OF_ROWS: Mapping[int, Tile] = {  # dQ
     32: Tile(64, 64, 4, 2),
     64: Tile(64, 64, 4, 2),
@@ -53,9 +53,9 @@ def fp8_attention_delta_kernel(
     do, out, lse, bits, do8, do_inv, lse_2, delta, do_b, do_h, do_t, out_b, out_h, out_t, H, T, padded,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dO in FP8, padded, and of BLOCK_M rows lse_2 and delta, the sums of O and the dO that FP8 leaves.
+    """Compute padded FP8 dO and, for BLOCK_M rows, lse_2 and delta, the sums of O times dO after FP8 rounding.
 
-    lse_2: the logarithm, to base 2, of the rows' sums; infinity, whose weights are 0, for rows that are none.
+    lse_2: each row's logsumexp to base 2; infinity, for weights of 0, in rows beyond T.
     """
     pair = tl.program_id(0) // (padded // BLOCK_M)
     start_m = tl.program_id(0) % (padded // BLOCK_M) * BLOCK_M
@@ -82,7 +82,7 @@ def _add_dq(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dq with the share of keys start to stop. fp8: q and dO of the tile, k and v; k: as it came."""
+    """Add the share of keys start to stop to dq. fp8: the tile's q and dO, k and v; k: unquantised."""
     q8, do8, k8, v8 = fp8
     lse_2, delta = held
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -99,7 +99,7 @@ def _add_dq(
         p = exp2(qk * scale - lse_2[:, None])
         ds = p * (dp * dp_scale - delta[:, None])
         k_tile = load_tile(k, stride_k, start_n, S, BLOCK_N, BLOCK_D, D, not EDGE)
-        # Awaited here: of two loops in a row the assembler would wait for every product (C7515).
+        # Wait here: in two successive loops the assembler would wait for every product (C7515).
         dq = await_product(dot(rounded(ds, k_tile.dtype), k_tile, dq))
     return dq
 
@@ -111,7 +111,7 @@ def fp8_attention_backward_rows_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dQ of BLOCK_M rows. EVEN: BLOCK_N divides S."""
+    """Compute dQ of BLOCK_M rows. EVEN: BLOCK_N divides S."""
     blocks = tl.cdiv(T, BLOCK_M)
     order, pair = pick_tile(tl.program_id(0), blocks, pairs, near)
     start_m = (blocks - 1 - order) * BLOCK_M
@@ -148,9 +148,9 @@ def _add_dk_dv(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, WHOLE: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv with the share of rows start to stop. rows: Q and dO as they came. Scores are transposed, keys by rows.
+    """Add the share of rows start to stop to dk and dv, with scores transposed. rows: unquantised Q and dO.
 
-    EDGE: some rows come before some keys. Rows beyond T have weights of 0, and keys beyond S are not written.
+    EDGE: some rows come before some keys. Rows beyond T have weight 0, and keys beyond S are not written.
     """
     k8, v8 = held
     q8, do8, lse_2, delta = fp8
@@ -180,9 +180,9 @@ def fp8_attention_backward_keys_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BLOCK_N keys, over GROUP query heads. pairs: sequences times key heads. WHOLE: BLOCK_M divides T."""
+    """Compute dK and dV of BLOCK_N keys over GROUP query heads. pairs: sequences x key heads. WHOLE: BLOCK_M | T."""
     order, pair = pick_tile(tl.program_id(0), tl.cdiv(S, BLOCK_N), pairs, near)
-    start_n = order * BLOCK_N  # of causal keys the first are seen the most
+    start_n = order * BLOCK_N  # most rows see the first causal keys
     b = (pair // (H // GROUP)).to(tl.int64)
     kv_head = (pair % (H // GROUP)).to(tl.int64)
     at = pair.to(tl.int64) * padded_k
@@ -196,7 +196,7 @@ def fp8_attention_backward_keys_kernel(
         begin = tl.minimum(start_n // BLOCK_M * BLOCK_M, T)
         last = tl.minimum(tl.cdiv(start_n + BLOCK_N - 1, BLOCK_M) * BLOCK_M, tl.cdiv(T, BLOCK_M) * BLOCK_M)
         inner = tl.maximum(begin, last)
-        inner = tl.where(start_n < T, inner, T)  # keys from T on, no row sees
+        inner = tl.where(start_n < T, inner, T)  # no row sees keys from T on
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     bounds = begin, inner, T
@@ -220,7 +220,7 @@ def fp8_attention_backward_keys_kernel(
 
 
 def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor]:
-    """dO in FP8 by rows; and (2, B, H, padded T) float32, the rows' levels and deltas. (B, H, T, D), last strides 1."""
+    """Return dO in FP8 by rows, and (2, B, H, padded T) float32: lse_2 and delta. (B, H, T, D), last strides 1."""
     batch, heads, rows, features = dout.shape
     length, wide = padded(rows), width(features)
     info = dout.new_empty(2, batch, heads, length, dtype=torch.float32)
@@ -235,7 +235,7 @@ def quantize_dout(dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Heads, Tensor
 
 @functools.cache
 def backward_tiles(wide: int, wide_v: int, here: Architecture) -> tuple[Tile, Tile]:
-    """For dQ, and for dK and dV, of heads that are padded to these widths, on that GPU."""
+    """Return the tiles for dQ, and for dK and dV, of heads padded to these widths, on that GPU."""
     widest, both = max(wide, wide_v), wide + wide_v
     return (
         fit(OF_ROWS[widest], Kept("rows", wide, both, both, 3), here),
@@ -247,7 +247,7 @@ def backward(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
     fp8: Operands, causal: bool, scale: float, of_rows: Tile | None = None, of_keys: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Fill dq, dk, dv; fp8: q, k and v in FP8 by rows. The last strides are 1."""
+    """Write dq, dk, dv; fp8: q, k and v in FP8 by rows. Last strides must be 1."""
     (batch, heads, rows, d), (kv_heads, keys), features = q.shape, k.shape[1:3], out.shape[3]
     group, (dq, dk, dv) = heads // kv_heads, gradients
     do8, info = quantize_dout(dout, out, lse)

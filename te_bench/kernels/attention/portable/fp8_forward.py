@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """The forward kernel of FP8 attention, and its launcher: `forward`'s order with both products in E4M3.
 
-What `manual_fp8` says, block of keys by block: 2^8 P of the maximum so far is rounded to E4M3. Each block's product with the
-values is added to the others in float32: the FP8 tensor core's own sums have 14 bits, and over 16384 keys that shows.
+It implements `manual_fp8` by blocks of keys: 2^8 P, relative to the maximum so far, is rounded to E4M3. Each block's
+product with the values is added in float32: the FP8 tensor core accumulates with 14 bits, too few for 16384 keys.
 """
 
 import functools
@@ -23,8 +23,8 @@ from te_bench.kernels.tile import INTERPRETED, exp2, rounded, to_fp8
 OFFSET = tl.constexpr(8.0)  # P is rounded as 2^8 P: manual_fp8.WEIGHTS
 
 
-#: By the wider of the two heads. Swept on an H200 at T1024 and 8192 of D64, T2048 to 16384 of D128
-#: (benchmarks/NOTES.md); 32 was not.
+#: {wider of the two head widths: tile}. Swept on an H200 for D64 at T1024 and 8192, for D128 at T2048 to 16384
+#: (benchmarks/NOTES.md); 32 is not.
 FORWARD: Mapping[int, Tile] = {
     32: Tile(64, 128, 4, 2, 128),
     64: Tile(64, 128, 4, 2, 128),
@@ -34,7 +34,7 @@ FORWARD: Mapping[int, Tile] = {
 
 @triton.jit
 def dot_fp8(a, b):
-    """a b in float32 of FP8 operands; by itself, not added to what there is."""
+    """Return a b in float32 of FP8 operands, without an accumulator input."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -43,7 +43,7 @@ def dot_fp8(a, b):
 
 @triton.jit
 def load_whole_tile(base, stride, start_m, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows start_m to start_m + BLOCK_M of what is padded to whole tiles."""
+    """Load rows start_m to start_m + BLOCK_M of a tensor padded to whole tiles."""
     rows = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, COLUMNS)
     return tl.load(base + start_m.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :])
@@ -51,16 +51,16 @@ def load_whole_tile(base, stride, start_m, BLOCK_M: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def permute_to_slots(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Columns in the order of `order_slots`, in which the values come."""
+    """Return p's columns in the order of `order_slots`, which the values have."""
     apart = tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2))
     return tl.reshape(tl.permute(apart, (0, 1, 3, 2, 4)), (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def not_after(last, BLOCK_N: tl.constexpr):
-    """Which of BLOCK_N keys are no later than last, a number for each row or for all.
+    """Return which of BLOCK_N keys are not after `last`, one number per row or for all.
 
-    In eights of keys: the numbers that differ by thread are then few, and keep few registers.
+    It works on groups of eight keys: few numbers then differ by thread, and they take few registers.
     """
     left = last[:, None] - tl.arange(0, 8)[None, :]
     visible = (8 * tl.arange(0, BLOCK_N // 8))[None, :, None] <= left[:, None, :]
@@ -72,9 +72,9 @@ def _attend_blocks(
     acc, acc_high, l_i, m_i, q, k, v, start, stop, last, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HALVES: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys start to stop, of which all are seen by all rows, or where EDGE each row's first to last; values are transposed.
+    """Process keys start to stop; rows see all of them or, with EDGE, those up to `last`; values are transposed.
 
-    acc_high: of the second half of the features, where HALVES is 2.
+    acc_high: the second half of the features, if HALVES is 2.
     """
     features = tl.arange(0, BLOCK_DV // HALVES)
     offs_n = tl.arange(0, BLOCK_N)
@@ -108,11 +108,11 @@ def fp8_attention_forward_kernel(
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of BLOCK_M rows. q (B, H, padded_q, BLOCK_D), k, v (B, Hkv, ...) in E4M3. EVEN: BLOCK_N divides S."""
+    """Compute out and lse of BLOCK_M rows. q (B, H, padded_q, BLOCK_D), k, v (B, Hkv, ...). EVEN: BLOCK_N divides S."""
     tl.static_assert(BLOCK % BLOCK_N == 0)
     blocks = tl.cdiv(T, BLOCK_M)
     order, pair = pick_tile(tl.program_id(0), blocks, pairs, near)
-    start_m = (blocks - 1 - order) * BLOCK_M  # of causal rows the last see the most
+    start_m = (blocks - 1 - order) * BLOCK_M  # the last causal rows see the most
     kv = pair // H * (H // group) + pair % H // group
     k += kv.to(tl.int64) * padded_k * BLOCK_D
     v += kv.to(tl.int64) * padded_k * BLOCK_DV
@@ -150,7 +150,7 @@ def fp8_attention_forward_kernel(
 
 @functools.cache
 def forward_tile(wide: int, here: Architecture) -> Tile:
-    """By the wider of the two heads. Where warpgroups do not multiply, by twice the warps: theirs hold too much each."""
+    """Return the tile by the wider head. Without warpgroup products it has twice the warps, each holding less."""
     tile = FORWARD[wide]
     return tile if here.warpgroups else tile._replace(warps=2 * tile.warps, registers=None)
 
@@ -158,7 +158,7 @@ def forward_tile(wide: int, here: Architecture) -> Tile:
 def forward(
     out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Tile | None = None
 ) -> None:
-    """Fill out (B, H, T, Dv) and lse (B, H, T) float32, of q and `keys` keys by rows, v transposed; none of them empty."""
+    """Write out (B, H, T, Dv) and lse (B, H, T) float32 from q and `keys` keys by rows, v transposed; none is empty."""
     q, k, v = fp8
     (batch, heads, rows, features), (kv_heads, padded_k) = out.shape, k.by_rows.shape[1:3]
     (padded_q, wide), wide_v, group = q.by_rows.shape[2:], v.transposed.shape[3], heads // kv_heads

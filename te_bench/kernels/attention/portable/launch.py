@@ -1,4 +1,4 @@
-"""Launching attention's portable kernels: tiles, strides, and how many heads the L2 holds."""
+"""Launch attention's portable kernels: tiles, strides, and the number of heads that fit in the L2."""
 
 from collections.abc import Hashable
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from te_bench.kernels.launch import launch, traits
 
 
 class Tile(NamedTuple):
-    """A program's rows and keys, and how it works on them; the last two fields are of FP8's forward pass alone."""
+    """A program's tile of rows and keys, with warps and stages; the last two fields are only for FP8's forward pass."""
 
     rows: int
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # a thread's at most, so that one more program fits on a processor
-    halves: int = 1  # of the values' features: P V a half at a time keeps a half's product in registers
+    registers: int | None = None  # limit per thread, so that an SM fits one more program
+    halves: int = 1  # of the values' features: P V by halves needs registers for one half only
 
     def constants(self) -> dict[str, int]:
         return {"BLOCK_M": self.rows, "BLOCK_N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
@@ -28,26 +28,26 @@ class Tile(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a program has at hand: of each row, or key, that it stays at, and of each that its loop passes by."""
+    """The contents of a program: per row (or key) of its own, and per key (or row) of its loop."""
 
-    side: str  # "rows" or "keys", where it stays
-    sums: int  # float32 features of each
-    operands: int  # half-precision features of each
-    loaded: int  # half-precision features of each of the loop's
+    side: str  # "rows" or "keys": its own
+    sums: int  # float32 features per own row
+    operands: int  # half-precision features per own row
+    loaded: int  # half-precision features per loop row
     scores: int  # tiles of rows x keys at a time, float32
 
 
-#: A thread's 32-bit registers for sums, operands and scores, where products read registers: of 255, the rest is for
-#: addresses, masks and dropout's random numbers. By what Triton 3.7 spills for sm_80, sm_89 and sm_120.
+#: A thread's 32-bit registers for sums, operands and scores, if products read registers; the rest of 255 is for
+#: addresses, masks and dropout's random numbers. From Triton 3.7's spills for sm_80, sm_89 and sm_120.
 AT_HAND = 144
-SMALLEST = 32  # rows or keys of a tile that is made smaller
-DRAWN = 2  # tiles of scores' size that dropout takes besides
+SMALLEST = 32  # fewest rows or keys of a shrunk tile
+DRAWN = 2  # tiles of scores' size that dropout needs
 
 
 def fit(tile: Tile, kept: Kept, here: Architecture) -> Tile:
-    """The tile, or the part of it that this GPU's registers and shared memory hold; on Hopper the tile itself.
+    """Return the tile, shrunk until this GPU's registers and shared memory hold it; unchanged on Hopper.
 
-    Its loop's side is halved before the other one, and stages go first where shared memory is too small.
+    The loop's side is halved before the other one; for lack of shared memory, stages are reduced first.
     """
     stays, passes = kept.side, "keys" if kept.side == "rows" else "rows"
 
@@ -74,12 +74,12 @@ def fit(tile: Tile, kept: Kept, here: Architecture) -> Tile:
 
 
 def row_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """(batch, head, row) strides of each; a batch of one, which packed sequences are, has stride 0."""
+    """Return each tensor's (batch, head, row) strides; a batch of one, as for packed sequences, has stride 0."""
     return tuple(stride for x in tensors for stride in (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]))
 
 
 def heads_in_l2(length: int, *tensors: Tensor) -> int:
-    """Of how many heads `length` rows of the tensors, (..., features), fit in four fifths of the L2; at least one."""
+    """Return for how many heads `length` rows of the tensors, (..., features), fit in 4/5 of the L2; at least one."""
     bytes_a_head = length * sum(x.shape[-1] * x.element_size() for x in tensors)
     return max(1, architecture.l2_bytes(tensors[0].device) * 4 // 5 // max(1, bytes_a_head))
 
@@ -93,7 +93,7 @@ def run(
     floats: tuple[float, ...] = (),
     last: tuple[int, ...] = (),
 ) -> None:
-    """kernel[(grid,)](*tensors, *integers, *floats, *last, **constants), on the first tensor's device."""
+    """Call kernel[(grid,)](*tensors, *integers, *floats, *last, **constants), on the first tensor's device."""
     assert tensors[0] is not None
     key: tuple[Hashable, ...] = (*traits(*tensors), *integers, *last, *constants.values())
     args = *tensors, *integers, *map(float, floats), *last

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""What the forward and the backward kernel of fused attention share: tiles, which scores are seen, which are kept.
+"""Shared code of fused attention's forward and backward kernels: tiles, visibility of scores, dropout.
 
-Indices: i is a query's row, j a key. Row i sees key j where i - left <= j <= i + right and no mask hides it; causal is
+Indices: i is a query's row, j a key. Row i sees key j if i - left <= j <= i + right and no mask hides it; causal is
 right = 0 without a left end.
 """
 
@@ -14,17 +14,17 @@ from te_bench.kernels.tile import INTERPRETED
 ROWS_MOST = 128  # of a tile
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3e38)  # about the least of float32's finite numbers
-# MASK: none, the same for every row, any.
+LOWEST = tl.constexpr(-3e38)  # about float32's lowest finite number
+# MASK: none, one for all rows, any.
 NO_MASK, OF_KEYS, OF_SCORES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Of Philox 4x32, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011).
+# Rounds of Philox 4x32: the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers", 2011).
 ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b in float32; float32 operands are multiplied as such."""
-    if INTERPRETED:  # its products are of bf16's bits (Triton 3.7)
+    """Return acc + a b in float32; float32 operands are multiplied in full precision."""
+    if INTERPRETED:  # its products use bf16's bits (Triton 3.7)
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -32,7 +32,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def await_product(x):
-    """x, float32, whose product is awaited here and not where it is next added to."""
+    """Return float32 x, waiting for its product here instead of at the next addition."""
     if INTERPRETED:
         return x
     else:
@@ -46,18 +46,18 @@ def larger_or_nan(a, b):
 
 @triton.jit
 def row_maxima(x):
-    """The maximum of each row; NaN if any is."""
-    if INTERPRETED:  # where a reduction of one's own goes element by element
+    """Return the maximum of each row; NaN if any element is."""
+    if INTERPRETED:  # it would run a custom reduction element by element
         return tl.max(x, 1)
     else:
         return tl.reduce(x, 1, larger_or_nan)
 
 
 def within_reach(x: Tensor) -> Tensor:
-    """x (B, H, T, D), or a copy where elements of a row lie apart, or rows of a tile further than 32 bits count.
+    """Return x (B, H, T, D), or a copy if rows are not contiguous or a tile's rows exceed 32-bit offsets.
 
-    64 bits for each row would cost the backward kernel of D128 88 bytes of registers in memory. And where rows lie one
-    element apart, for memory like theirs (empty_like) may have them along another dimension.
+    64-bit row offsets would spill 88 bytes in D128's backward kernel. It also copies if rows are one element apart,
+    because empty_like could then permute the dimensions.
     """
     near = x.stride(-1) == 1 and 1 not in x.stride()[:-1] and x.stride(2) * ROWS_MOST < 2**31
     return x if near else x.contiguous()
@@ -67,7 +67,7 @@ def within_reach(x: Tensor) -> Tensor:
 def load_tile(
     base, stride, first, limit, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Rows first to first + ROWS of (limit, WIDTH), 0 beyond; WHOLE: none of them is."""
+    """Load rows first to first + ROWS of (limit, WIDTH), 0 beyond; WHOLE: none is beyond."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     at = base + first.to(tl.int64) * stride + rows[:, None] * stride + columns[None, :]
@@ -85,7 +85,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """x into rows first to first + ROWS of (limit, WIDTH), but for what is beyond."""
+    """Store x into rows first to first + ROWS of (limit, WIDTH), without those beyond."""
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = (first + rows < limit)[:, None]
@@ -98,10 +98,7 @@ def store_tile(base, stride, first, limit, x, ROWS: tl.constexpr, COLUMNS: tl.co
 def is_visible(
     rows, keys, limits, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column.
-
-    limits: T, S, left, right, and the head's mask with its strides.
-    """
+    """Return whether row i sees key j; rows and keys are a column and a row of indices, or a row and a column."""
     T, S, left, right, mask, mask_t, mask_s = limits
     if HAS_RIGHT:
         visible = keys <= rows + right
@@ -121,15 +118,15 @@ def is_visible(
 
 @triton.constexpr_function
 def has_part(part: int, has_left: bool, has_right: bool, mask: int, whole: bool) -> bool:
-    """Whether there may be blocks of keys before, among, or after (part 0, 1, 2) those that every row of a tile sees."""
+    """Return whether key blocks exist before, among or after (part 0, 1, 2) those that all rows of a tile see."""
     return (has_left, mask == NO_MASK, has_right or mask != NO_MASK or not whole)[part]
 
 
 @triton.jit
 def dropout_factors(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.constexpr, ACROSS: tl.constexpr):
-    """1 / (1 - dropout) where the weight of row i and key j stays, else 0: the same wherever and however it is tiled.
+    """Return 1 / (1 - dropout) where the weight of row i and key j stays, else 0, independent of tiling.
 
-    Of rows from `row` and keys from `key`, (ROWS, KEYS), or (KEYS, ROWS) where ACROSS. One count of Philox is for four keys.
+    Rows begin at `row`, keys at `key`: (ROWS, KEYS), or (KEYS, ROWS) if ACROSS. One Philox counter serves four keys.
     """
     i = (row + tl.arange(0, ROWS)).to(tl.int32)
     j = (key // 4 + tl.arange(0, KEYS // 4)).to(tl.int32)
@@ -142,25 +139,24 @@ def dropout_factors(seed, head, row, key, dropout, ROWS: tl.constexpr, KEYS: tl.
     c2 = 0 * c0 + head.to(tl.int32)
     c3 = 0 * c0 + tl.load(seed + 1).to(tl.int32)
     a, b, c, d = tl.philox(tl.load(seed), c0, c1, c2, c3, n_rounds=ROUNDS)
-    bits = tl.join(tl.join(a, c), tl.join(b, d))  # of keys 4 j + 2 x + y at the last two places, x and y
+    bits = tl.join(tl.join(a, c), tl.join(b, d))  # the last two dimensions x and y are for key 4 j + 2 x + y
     bits = tl.reshape(tl.permute(bits, (0, 2, 3, 1)), (KEYS, ROWS)) if ACROSS else tl.reshape(bits, (ROWS, KEYS))
-    uniform = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24: in [0, 1), all of them float32
+    uniform = (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # times 2^-24: in [0, 1), exact
     return tl.where(uniform >= dropout, 1.0 / tl.maximum(1.0 - dropout, 1e-30), 0.0)
 
 
 @triton.jit
 def find_sequence(starts, b):
-    """(where sequence b begins among those packed one after the other, how long it is)."""
+    """Return (where packed sequence b begins, its length)."""
     begin = tl.load(starts + b).to(tl.int32)
     return begin, tl.load(starts + b + 1).to(tl.int32) - begin
 
 
 @triton.jit
 def pick_tile(pid, blocks, heads, heads_in_l2):
-    """(which of a head's blocks, in order; which head): block 0 of `together` heads, then block 1 of them, and so on.
+    """Return (block of a head, head) of a program: block 0 of `heads_in_l2` heads, then their block 1, and so on.
 
-    What is heavy comes first if block 0 is, so that the last programs are short. `together` heads' keys and values fit in
-    the L2.
+    If block 0 is the heaviest, the last programs are short. The keys and values of `heads_in_l2` heads fit in the L2.
     """
     section = pid // (blocks * heads_in_l2)
     first = section * heads_in_l2
@@ -174,9 +170,9 @@ def key_range(
     first, S, left, right, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
-    """begin, inner, outer, end: rows first to first + ROWS see nothing outside [begin, end) and all of [inner, outer).
+    """Return begin, inner, outer, end: rows first to first + ROWS see keys of [begin, end) only, all of [inner, outer).
 
-    But for end all are multiples of KEYS.
+    All but end are multiples of KEYS.
     """
     begin = tl.full((), 0, tl.int32)
     end = S
@@ -193,7 +189,7 @@ def key_range(
     if MASK != NO_MASK:
         inner = begin
         outer = begin
-    if HAS_LEFT:  # a window that is narrower than the tile
+    if HAS_LEFT:  # a window narrower than the tile
         inner = tl.minimum(inner, tl.cdiv(end, KEYS) * KEYS)
     return begin, inner, tl.maximum(outer, inner), end
 
@@ -203,10 +199,11 @@ def row_range(
     first, T, S, left, right, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
-    """begin, inner, outer, end: none but rows [begin, end) see any of keys first to first + KEYS, [inner, outer) see all.
+    """Return begin, inner, outer, end: only rows [begin, end) see any of keys first to first + KEYS; [inner, outer)
+    all.
 
-    But for end all are multiples of ROWS. Keys beyond S, which no row sees, make every block one of the edge's, and rows
-    beyond T their own; under a mask no other is, for all are asked.
+    All but end are multiples of ROWS. Keys beyond S put every block on the edge, rows beyond T their own. Under a mask
+    no others are: all blocks check it.
     """
     begin = tl.full((), 0, tl.int32)
     end = T

@@ -22,17 +22,17 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    """Mean loss in nats; logits (N, Vp) of any float dtype, targets (N,) int64 -> (). -1 marks an ignored target.
+    """Return the mean loss in nats; logits (N, Vp) of any float dtype, targets (N,) int64 -> (). -1 is ignored.
 
-    Liger knows no padding: its columns become -inf beforehand, hidden from autograd as in the reference, so that the
-    kernel leaves a gradient of exactly 0 in them. The logits must not be a leaf, for they are overwritten.
+    Liger supports no padding: its columns are set to -inf first, hidden from autograd as in the reference, so that the
+    kernel leaves gradients of exactly 0. The logits must not be a leaf, because they are overwritten.
     """
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     if vocab < logits.shape[-1]:
         with torch.no_grad():
             logits[:, vocab:] = float("-inf")
-    with torch.cuda.device(logits.get_device()):  # Triton launches on the current one; Dynamo knows no device_of
+    with torch.cuda.device(logits.get_device()):  # Triton launches on the current device; Dynamo lacks device_of
         return liger_cross_entropy(logits, targets, ignore_index=-1)
 
 

@@ -1,7 +1,7 @@
 """FP8 GEMM by our own warp-specialised kernel for Hopper in Gluon, whose tiles leave under other tiles' products.
 
-Source: te-bench's own kernel, after NVIDIA's description of CUTLASS's ping-pong and cooperative ones. A twin of triton.py
-for scales per tensor and per row, on compute capability 9.0 alone.
+Source: te-bench's own kernel, after NVIDIA's description of CUTLASS's ping-pong and cooperative ones. It replaces
+triton.py for scales per tensor and per row, on compute capability 9.0 only.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, bias: Tensor | None = None) -> Tensor:
-    """D, none of M, N and K being 0. Raises ValueError for operands that cannot be multiplied, or not here."""
+    """Compute D for nonzero M, N and K. Raises ValueError for unsupported operands."""
     kind, other = check(a, b, bias)
     if kind not in ("tensor", "row"):
         raise ValueError(f"scales per {kind} x {other}: the Gluon GEMM has none in blocks; take triton or scaled_mm")
@@ -69,9 +69,9 @@ def run(
     activation: str | None = None,
     gradient: bool = False,
 ) -> None:
-    """The kernel on a (M, K) and b (N, K), or, of a gradient, (K, N), by the plan.
+    """Run the kernel on a (M, K) and b (N, K), or (K, N) for a gradient, by the plan.
 
-    activation: what leaves is f(h), and h; gradient: the product times f'(h), h being there.
+    activation: also write h, and f(h) as the result; gradient: multiply the product by f'(h), with h given.
     """
     (m, k), n = a.shape, b.shape[1 if gradient else 0]
     part, block = p.width // p.parts, BLOCK // a.dtype.itemsize

@@ -1,6 +1,6 @@
 """FP8 GEMM by exact emulation: dequantise to float32 (every FP8 product is exact there) and multiply. Runs anywhere.
 
-It is one operator, te_bench::reference_gemm: a profiler sees each product, compiled or not, and none of its parts.
+It is one operator, te_bench::reference_gemm: a profiler sees each product, compiled or not, but not its parts.
 """
 
 import torch
@@ -20,14 +20,14 @@ def unsupported(p: Problem) -> str | None:
 def _multiply(
     a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """D = dequantise(a) @ dequantise(b).T + bias, rounded once from float32; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+    """Compute D = dequantise(a) @ dequantise(b).T + bias, rounded once from float32; a (M, K), b (N, K) -> (M, N).
 
-    Block scales multiply the float32 sum over their 128 of K. fast_accum changes nothing: sums are float32 here.
-    Raises ValueError for operands that cannot be multiplied.
+    Block scales multiply the float32 sum over their 128 of K. fast_accum changes nothing: sums are float32. Raises
+    ValueError for operands that cannot be multiplied.
     """
     kind, _ = check(a, b, bias)
     with torch.autocast(a.data.device.type, enabled=False):
-        # FP8 fits into TF32 and even bfloat16, so that torch.set_float32_matmul_precision does not matter here.
+        # FP8 is exact in TF32 and bfloat16, so torch.set_float32_matmul_precision does not matter here.
         if kind == "tensor":
             out = (widened(a.data) @ widened(b.data).t()).mul_(a.scale_inv * b.scale_inv)
         elif kind == "row":
@@ -41,14 +41,14 @@ forward = as_operator("reference_gemm", _multiply)
 
 
 def dequantized(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """D = dequantise(a) @ dequantise(b).T + bias in float32, for any layouts; (M, K), (N, K) -> (M, N) out_dtype."""
+    """Compute D = dequantise(a) @ dequantise(b).T + bias in float32, for any layouts; (M, K), (N, K) -> (M, N)."""
     with torch.autocast(a.data.device.type, enabled=False):
         out = dequantize(a) @ dequantize(b).t()
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
 def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> Tensor:
-    """Sum over the blocks of K of (a_block @ b_block.T) * their scales, (rows, blocks) each."""
+    """Sum (a_block @ b_block.T) * scales over the blocks of K; scales are (rows, blocks) each."""
     out = None
     for i in range(a_scale_inv.shape[1]):
         along = slice(i * BLOCK, (i + 1) * BLOCK)
@@ -58,7 +58,7 @@ def _blocks(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor) -> T
 
 
 def _of_each_row(x: Operand) -> Tensor:
-    """Its scales, (rows, blocks)."""
+    """Return an operand's scales, (rows, blocks)."""
     return x.scale_inv.repeat_interleave(BLOCK, 0)[: x.data.shape[0]] if x.layout.block == SQUARE else x.scale_inv
 
 

@@ -18,8 +18,8 @@ from te_bench.kernels.gemm.operators import as_operator
 from te_bench.kernels.quantize import BLOCK, PLAIN, TENSOR, Operand
 
 ALIGNMENT = 16  # of N and K, in elements: 16 bytes of FP8
-SCALE_ALIGNMENT = 4  # of a tensor's scale, of the rows of 1 x 128 scales, of the K blocks of 128 x 128 scales: 16 bytes
-PER_TENSOR = (TENSOR, torch.float32, PLAIN)  # a Layout, but for the format
+SCALE_ALIGNMENT = 4  # of per-tensor scales, rows of 1 x 128 scales, and K blocks of 128 x 128 scales: 16 bytes
+PER_TENSOR = (TENSOR, torch.float32, PLAIN)  # a Layout without its format
 RECIPES = {"block": ScalingType.BlockWise1x128.value, "tile": ScalingType.BlockWise128x128.value}
 
 VectorT = TypeVar("VectorT", Tensor, Tensor | None)
@@ -41,7 +41,7 @@ def unsupported(p: Problem) -> str | None:
 
 
 def lacks_block_scales(capability: architecture.Capability) -> str | None:
-    """Why cuBLASLt multiplies no operands with scales per 1 x 128 and 128 x 128 there, or None."""
+    """Return why cuBLASLt cannot multiply operands with scales per 1 x 128 and 128 x 128 there, or None."""
     if capability is None or capability[0] == 9:
         return None
     return f"block scales: cuBLASLt has them on compute capability 9.x only, not {capability[0]}.{capability[1]}"
@@ -50,20 +50,19 @@ def lacks_block_scales(capability: architecture.Capability) -> str | None:
 def forward(
     a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
 ) -> Tensor:
-    """D = dequantise(a) @ dequantise(b).T + bias; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
+    """Compute D = dequantise(a) @ dequantise(b).T + bias; a (M, K), b (N, K) FP8 -> (M, N) out_dtype.
 
-    K and N that cuBLASLt refuses are padded with zeros, which add nothing, and sliced off again.
-    fast_accum keeps the tensor core's 14-bit accumulator for the whole of K; without it cuBLASLt promotes to float32.
-    Row scales have it too; block scales ignore it, for every block of 128 is promoted when it is scaled.
-    bias is rounded to out_dtype and added in float32 by the epilogue; to a float32 D it is added afterwards.
-    Row scales are cuBLASLt's on sm_90; elsewhere they are CUTLASS's, which leaves in bfloat16 alone: into another dtype the
-    product of the data is made in float32, and scaled afterwards.
-    Raises ValueError for operands that cannot be multiplied.
+    K and N that cuBLASLt does not support are zero-padded, and the result is sliced. fast_accum keeps the tensor core's
+    14-bit accumulator for all of K; without it cuBLASLt promotes to float32. It also applies to row scales; block
+    scales ignore it, because every block of 128 is promoted when scaled. bias is rounded to out_dtype and added in
+    float32 by the epilogue; to a float32 D it is added afterwards. Row scales are cuBLASLt's on sm_90, elsewhere
+    CUTLASS's, which writes only bfloat16: for other dtypes the unscaled product is computed in float32 and scaled
+    afterwards. Raises ValueError for operands that cannot be multiplied.
     """
     if torch.compiler.is_compiling():
         return _operator(a, b, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
     x, y, x_inv, y_inv = a.data, b.data, a.scale_inv, b.scale_inv
-    # The fast path of training: a Python branch costs less than a microsecond, a checked slow path several.
+    # Training's fast path: this Python branch costs less than a microsecond, the checked path several.
     if a.layout[1:] == b.layout[1:] == PER_TENSOR and x.dim() == y.dim() == 2:
         (m, k), n = x.shape, y.shape[0]
         if m and k and n and not (k % ALIGNMENT or n % ALIGNMENT):
@@ -94,7 +93,7 @@ def _multiply(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """One call of torch._scaled_mm, with scales () and () or (M, 1) and (1, N)."""
+    """Call torch._scaled_mm once, with scales () and () or (M, 1) and (1, N)."""
     fused = bias is not None and out_dtype is not torch.float32  # torch refuses a bias for a float32 D
     added = None
     if fused and bias is not None:
@@ -104,7 +103,7 @@ def _multiply(
 
 
 def _block(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The GEMM of block scales (sm_90), scales in the layouts of te_bench.kernels.quantize."""
+    """Compute the GEMM of block scales (sm_90), with scales in te_bench.kernels.quantize's layouts."""
     kinds = granularities(a.layout, b.layout)
     m, n = a.data.shape[0], b.data.shape[0]
     x, y, bias = _pad(a.data, SCALE_ALIGNMENT, BLOCK), _pad(b.data, ALIGNMENT, BLOCK), _pad_vector(bias, 0.0)
@@ -126,39 +125,39 @@ def _block(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype) 
     return out if out.shape == (m, n) else out[:m, :n].contiguous()
 
 
-# One operator for all of it: torch's fake implementation takes fewer shapes than its kernel (block scales: whole blocks
-# only), Inductor's lowering may take the strides of the scales for another layout (pytorch/pytorch#195751), and where D
-# was sliced or added to in place inside an autograd.Function the compiled backward pass got zeros (torch 2.11).
+# It is one operator, because torch's fake implementation takes fewer shapes than its kernel (for block scales only
+# whole blocks), Inductor's lowering may misread the scales' strides (pytorch/pytorch#195751), and if D was sliced or
+# added to in place in an autograd.Function, the compiled backward pass got zeros (torch 2.11).
 _operator = as_operator("scaled_mm", forward)
 
 
 def _layout(scale_inv: Tensor, rows: int, kind: str) -> Tensor:
-    """Scales as cuBLASLt reads them, with 1 where there is nothing to scale.
+    """Return scales as cuBLASLt reads them, padded with 1.
 
-    1 x 128: (rows, K blocks), rows contiguous. 128 x 128: (K blocks rounded up to 4, row blocks), K contiguous; that
-    the rounding is needed is pytorch/pytorch#166752 (wrong products without it).
+    1 x 128: (rows, K blocks), rows contiguous. 128 x 128: (K blocks rounded up to 4, row blocks), K contiguous; without
+    the rounding products are wrong (pytorch/pytorch#166752).
     """
     if kind == "block":
         missing = rows - scale_inv.shape[0]
         padded = F.pad(scale_inv, (0, 0, 0, missing), value=1.0) if missing else scale_inv
         columns = padded.t().contiguous()
-        # Of a single block of K too, whose stride is anything: torch lets a's be 1 only where b's is (ScaledBlas.cpp, 2.11).
+        # Also for one block of K, whose stride is arbitrary: torch lets a's be 1 only if b's is (ScaledBlas.cpp, 2.11).
         return columns.as_strided((rows, columns.shape[0]), (1, rows))
     missing = -scale_inv.shape[1] % SCALE_ALIGNMENT
     return (F.pad(scale_inv, (0, missing), value=1.0) if missing else scale_inv.contiguous()).t()
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x with zeros up to multiples of rows and columns, or x itself."""
+    """Return x zero-padded to multiples of rows and columns, or x itself."""
     bottom, right = -x.shape[0] % rows, -x.shape[1] % columns
     if not bottom and not right:
         return x
-    # Padded as bytes, for not every device pads FP8; zero is 0 in both formats.
+    # Pad bytes, because not every device pads FP8; zero is 0 in both formats.
     return F.pad(x.view(torch.uint8), (0, right, 0, bottom)).view(x.dtype)
 
 
 def _pad_vector(x: VectorT, value: float) -> VectorT:
-    """A bias (N,) or the scales of b's rows, with `value` up to a multiple of 16, or x itself."""
+    """Return a bias (N,), or the scales of b's rows, padded with `value` to a multiple of 16; x itself if it fits."""
     return x if x is None or not x.shape[0] % ALIGNMENT else F.pad(x, (0, -x.shape[0] % ALIGNMENT), value=value)
 
 

@@ -1,6 +1,6 @@
 """FP8 GEMM by our own persistent TMA kernel in Triton for Hopper.
 
-Source: te-bench's own: tiles of 128 x 256 x 128 with 8 warps and four stages, which leave in two halves.
+Source: te-bench's own: tiles of 128 x 256 x 128 with 8 warps and four stages, stored in two halves.
 """
 
 import torch
@@ -32,13 +32,13 @@ def unsupported(p: Problem) -> str | None:
 
 
 def _along_n(scale_inv: Tensor, block_n: int) -> Tensor:
-    """(N, K blocks) -> (K blocks, N up to a multiple of block_n), contiguous along N."""
+    """Transpose (N, K blocks) to (K blocks, N padded to a multiple of block_n), contiguous along N."""
     missing = -scale_inv.shape[0] % block_n
     return (F.pad(scale_inv, (0, 0, 0, missing)) if missing else scale_inv).t().contiguous()
 
 
 def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, bias: Tensor | None = None) -> Tensor:
-    """D, none of M, N and K being 0."""
+    """Compute D for nonzero M, N and K."""
     kinds = check(a, b, bias)
     (m, k), n, device = a.data.shape, b.data.shape[0], a.data.device
     processors = architecture.processors(device, INTERPRETED_PROCESSORS)

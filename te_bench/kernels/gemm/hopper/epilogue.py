@@ -1,6 +1,6 @@
-"""What a warpgroup of the Gluon GEMM does with its tile: an activation in registers, then out through shared memory by TMA.
+"""Epilogue of the Gluon GEMM: a warpgroup applies an activation in registers, then stores its tile by TMA.
 
-An epilogue's time is that of its instructions: Triton's own GELU takes longer than the 6 blocks of K of GPT-2's products.
+Instructions bound an epilogue's time: Triton's own GELU takes longer than the 6 blocks of K of GPT-2's GEMMs.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -18,7 +18,7 @@ LOG2_E = 1.4426950408889634
 # x times the logistic function of x (a + b x^2) is x / (1 + 2^(x (LINEAR + CUBIC x^2))).
 GELU_LINEAR, GELU_CUBIC = gl.constexpr(-GELU[0] * LOG2_E), gl.constexpr(-GELU[0] * GELU[1] * LOG2_E)
 QGELU_LINEAR, SILU_LINEAR = gl.constexpr(-QGELU * LOG2_E), gl.constexpr(-LOG2_E)
-# The slopes of the logistic function's arguments are INNER + INNER_CUBIC x^2; DENSITY is the normal distribution's at 0.
+# The logistic arguments' slopes are INNER + INNER_CUBIC x^2; DENSITY is the normal density at 0.
 GELU_INNER, GELU_INNER_CUBIC = gl.constexpr(GELU[0]), gl.constexpr(3 * GELU[0] * GELU[1])
 QGELU_INNER, NORMAL_DENSITY = gl.constexpr(QGELU), gl.constexpr(1 / math.sqrt(2 * math.pi))
 # Phi(-u) = 2^(SQUARE u^2) t (a1 + a2 t + ... + a5 t^4) / 2, t = 1 / (1 + SHRINK u), to 7.5e-8: Abramowitz, Stegun, 7.1.26.
@@ -41,7 +41,7 @@ def _reciprocal(x):
 
 @gluon.jit
 def _normal_tail(u):
-    """Phi(-u), u >= 0."""
+    """Return Phi(-u), u >= 0."""
     t = _reciprocal(1.0 + NORMAL_SHRINK * u)
     q = t * 1.061405429 - 1.453152027
     q = q * t + 1.421413741
@@ -52,7 +52,7 @@ def _normal_tail(u):
 
 @gluon.jit
 def _activated(x, F: gl.constexpr):
-    """f(x), float32, of te_bench.kernels.activation, to some 2 ulp: exp and a full division take 15 instructions more."""
+    """Return f(x), float32, of kernels.activation, to about 2 ulp; exp and full division take 15 instructions more."""
     if F == "relu":
         return gl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif F == "srelu":
@@ -72,7 +72,7 @@ def _activated(x, F: gl.constexpr):
 
 @gluon.jit
 def _slope(x, F: gl.constexpr):
-    """f'(x), float32, as `_activated` has f."""
+    """Return f'(x), float32, for `_activated`'s f."""
     if F == "relu":
         return gl.where(x > 0, 1.0, 0.0)
     elif F == "srelu":
@@ -94,13 +94,13 @@ def _slope(x, F: gl.constexpr):
             gl.static_assert(F == "silu")
             s = _reciprocal(1.0 + _power_of_two(x * SILU_LINEAR))
         flat = s - s * s
-        # Where the logistic function is flat, x * inner may have overflowed: 0 x infinity.
+        # Where the logistic function is flat, x * inner may have overflowed; 0 x infinity would be NaN.
         return gl.where(flat == 0.0, s, s + x * flat * inner)
 
 
 @gluon.jit
 def _rounded(x, DTYPE: gl.constexpr):
-    """x, float32, to the nearest of DTYPE, in pairs: one by one the conversion is a slow one (F2F)."""
+    """Round float32 x to DTYPE, to nearest, in pairs: single conversions are slow (F2F)."""
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -115,7 +115,7 @@ def _rounded(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widened(x):
-    """x in float32; bfloat16 in pairs, for one by one an extraction costs as much again."""
+    """Return x in float32; bfloat16 in pairs, because single extractions cost as much again."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
@@ -126,7 +126,7 @@ def _widened(x):
 
 @gluon.jit
 def _split_columns(x):
-    """The left and the right half of x."""
+    """Return the left and the right half of x."""
     HEIGHT: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     return gl.split(gl.permute(gl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
@@ -134,14 +134,14 @@ def _split_columns(x):
 
 @gluon.jit
 def _store_tile(desc, shared, row, column):
-    """shared, written by all threads, to desc's tensor."""
+    """Store shared memory, written by all threads, to desc's tensor."""
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [row, column], shared)
 
 
 @gluon.jit
 def _scale_and_add_bias(x, vectors, row, column, M, N, A_KIND: gl.constexpr):
-    """x times both operands' scales, plus the bias; vectors: a_scale_inv, b_scale_inv, bias."""
+    """Multiply x by both operands' scales and add the bias; vectors: a_scale_inv, b_scale_inv, bias."""
     a_scale_inv, b_scale_inv, bias = vectors
     LAYOUT: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
@@ -161,10 +161,10 @@ def _finish_part(
     x, d_desc, h_desc, d_place, h_place, loaded, parity, vectors, row, column, M, N,
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, PENDING: gl.constexpr,
 ):  # fmt: skip
-    """D of x, a float32 part of the product, by way of d_place; TMA drops what lies outside of D.
+    """Finish a float32 part x of the product and store it to D through d_place; TMA drops what lies outside of D.
 
-    ACTIVATION: h = x, rounded, leaves by way of h_place, and D = f(h). GRADIENT: h is loaded there, and D = x, rounded,
-    times f'(h), takes its place. PENDING: stores that may still be reading when the next to the same place is due.
+    ACTIVATION: h = round(x) is stored through h_place, and D = f(h). GRADIENT: h is loaded there, and overwritten by D
+    = round(x) f'(h). PENDING: stores that may still be reading when the same place is written next.
     """
     DTYPE: gl.constexpr = d_desc.dtype
     x = _scale_and_add_bias(x, vectors, row, column, M, N, A_KIND)
@@ -191,7 +191,7 @@ def store_by_parts(
     A_KIND: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr, PENDING: gl.constexpr,
     SLOTS: gl.constexpr, PARTS: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """_finish_part, left to right, of x, PARTS parts of D from PART on: one at a time is in registers twice.
+    """Apply _finish_part to PARTS parts of x, left to right, from D's part PART on: only one is in registers twice.
 
     SLOTS: parts of a warpgroup in shared memory.
     """

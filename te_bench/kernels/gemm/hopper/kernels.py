@@ -1,9 +1,9 @@
-"""The kernel of the Gluon GEMM for Hopper: a warp of every program fetches, two warpgroups multiply and leave.
+"""The kernel of the Gluon GEMM for Hopper: one warp of each program fetches, two warpgroups multiply and store.
 
-TURNS: a tile is one warpgroup's, and its epilogue runs under the other's products. Else both have a tile's upper and lower
-half, which is easier on shared memory: 128 x 256 a program moves 128 bytes a cycle there, 128 x 128 twice 160. In turns a
-warpgroup passes over the other's blocks, and a barrier's one bit of phase would show it an older block as its own: so it
-waits until the other has seen all of those.
+TURNS: a tile belongs to one warpgroup, and its epilogue runs during the other's products. Otherwise each warpgroup has
+half of a tile's rows, which needs less shared-memory bandwidth: 128 bytes a cycle for 128 x 256, twice 160 for 128 x
+128. In turns a warpgroup skips the other's blocks, and a barrier's single phase bit could make it take an older block
+for its own: so it waits until the other has seen all of those.
 Source of the scheme: CUTLASS's "ping-pong" and "cooperative" kernels for Hopper, as NVIDIA describes them.
 """
 
@@ -24,14 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from te_bench.kernels.gemm.hopper.epilogue import store_by_parts
 
 WARPGROUPS = gl.constexpr(2)
-REGISTERS = gl.constexpr(240)  # of a multiplying thread; a fetching one has 24, and a processor 65536
+REGISTERS = gl.constexpr(240)  # per multiplying thread; a fetching one has 24, an SM 65536
 
 # Fetch
 
 
 @gluon.jit
 def _tile_origin(index, tiles_m, tiles_n, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr):
-    """The first row and column of a tile: GROUP_M tiles down, then one to the right."""
+    """Return a tile's first row and column: GROUP_M tiles down, then one to the right."""
     group = index // (GROUP_M * tiles_n)
     first = group * GROUP_M
     height = min(tiles_m - first, GROUP_M)
@@ -44,7 +44,7 @@ def _fetch(
     a_desc, b_desc, ring, sizes,
     ACROSS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of K of a and b, tile after tile, into the ring of STAGES."""
+    """Fetch blocks of K of a and b, tile after tile, into the ring of STAGES."""
     a_shared, b_shared, full, empty = ring
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     BOX: gl.constexpr = a_desc.block_type.shape[0]
@@ -73,7 +73,7 @@ def _fetch(
 
 @gluon.jit
 def _block_of_b(b_shared, stage, ACROSS: gl.constexpr):
-    """Block `stage` of b as (K, N): so it lies ACROSS, else as (N, K)."""
+    """Return block `stage` of b as (K, N); it is stored so if ACROSS, else as (N, K)."""
     if ACROSS:
         return b_shared.index(stage)
     else:
@@ -82,8 +82,8 @@ def _block_of_b(b_shared, stage, ACROSS: gl.constexpr):
 
 @gluon.jit
 def _await_turn(turn, who, parity):
-    """Wait until the other warpgroup has all blocks of the tile before; parity: of how many tiles this one has made."""
-    mbarrier.wait(turn.index(who), parity ^ 1 ^ who)  # the first of all waits for nobody
+    """Wait until the other warpgroup has all blocks of the previous tile; parity: of this one's finished tiles."""
+    mbarrier.wait(turn.index(who), parity ^ 1 ^ who)  # the very first wait returns at once
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def _product(
     ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's tile of a @ b.T, float32, over `length` blocks of K from `step` of the ring on."""
+    """Compute a warpgroup's tile of a @ b.T, float32, over `length` blocks of K, from `step` of the ring on."""
     a_shared, b_shared, full, empty = ring
     acc = gl.zeros((HEIGHT, WIDTH), gl.float32, LAYOUT)
     for k in range(length):
@@ -101,11 +101,11 @@ def _product(
         a, b = a_shared.index(stage * BOXES + box), _block_of_b(b_shared, stage, ACROSS)
         acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # One block's products are under way; the block before it has been read.
+        # One block's products are running; the previous block has been read.
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
         step += 1
     if BOXES == 1:
-        mbarrier.arrive(turn.index(1 - who), count=1)  # the other's first product follows the last one's here at once
+        mbarrier.arrive(turn.index(1 - who), count=1)  # the other's first product can follow at once
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
     return acc
@@ -117,10 +117,10 @@ def _promoted_product(
     ACROSS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """_product, in whose sums the tensor core adds up 128 of K and float32 the rest.
+    """Compute `_product`, accumulating 128 of K in the tensor core and the rest in float32.
 
-    Half of the tile's rows at a time: a second accumulator of all of them would not fit. While one warpgroup adds, the
-    other one's products run, if they share a tile; in turns the tensor core waits.
+    It takes half the rows at a time, because a second full accumulator would not fit. While one warpgroup adds, the
+    other's products run if they share a tile; in turns the tensor core waits.
     """
     a_shared, b_shared, full, empty = ring
     HALF: gl.constexpr = HEIGHT // 2
@@ -152,7 +152,7 @@ def _multiply(
     HEIGHT: gl.constexpr, WIDTH: gl.constexpr, BLOCK_K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
     TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's tiles, or its halves of the program's tiles, and what is made of them."""
+    """Compute and store a warpgroup's tiles, or its halves of the program's tiles."""
     BOXES: gl.constexpr = 1 if TURNS else WARPGROUPS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, WIDTH, 256 // ring[0].dtype.primitive_bitwidth]
@@ -160,7 +160,7 @@ def _multiply(
     PENDING: gl.constexpr = (1 if h_desc is None else 2) * SLOTS - 1
     M, N, K = sizes
     tiles_m, tiles_n, blocks = gl.cdiv(M, HEIGHT * BOXES), gl.cdiv(N, WIDTH), gl.cdiv(K, BLOCK_K)
-    # Counted in blocks over all tiles: by tiles, the exact GELU spills a register (Triton 3.6).
+    # Count in blocks over all tiles: counting tiles, the exact GELU spills a register (Triton 3.6).
     position, stride = gl.program_id(0) * blocks, gl.num_programs(0) * blocks
     step, skipped, box, parity = 0, 0, who, 0
     if TURNS:
@@ -170,7 +170,7 @@ def _multiply(
     while position < tiles_m * tiles_n * blocks:
         row, column = _tile_origin(position // blocks, tiles_m, tiles_n, HEIGHT * BOXES, WIDTH, GROUP_M)
         row += box * HEIGHT
-        if GRADIENT:  # h is asked for early, so that it is there when the product is
+        if GRADIENT:  # request h early, so that it arrives before the product
             tma.store_wait(0)
             mbarrier.expect(loaded.index(who), h_desc.block_type.nbytes * PARTS)
             for part in gl.static_range(PARTS):
@@ -195,7 +195,7 @@ def _multiply(
 
 @gluon.jit
 def _allocate_ring(a_desc, b_desc, BOXES: gl.constexpr, STAGES: gl.constexpr):
-    """Room for STAGES blocks of K of a and b, and for each two barriers: it is full, all BOXES have been read."""
+    """Allocate STAGES blocks of K of a and b, each with two barriers: full, and read by all BOXES."""
     a_shape: gl.constexpr = a_desc.block_type.shape
     b_shape: gl.constexpr = b_desc.block_type.shape
     a_shared = gl.allocate_shared_memory(a_desc.dtype, [STAGES * BOXES, a_shape[0], a_shape[1]], a_desc.layout)
@@ -210,7 +210,7 @@ def _allocate_ring(a_desc, b_desc, BOXES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _allocate_barriers():
-    """A barrier for each warpgroup, at which one arrives."""
+    """Make a barrier with one arrival for each warpgroup."""
     barriers = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     for who in gl.static_range(WARPGROUPS):
         mbarrier.init(barriers.index(who), count=1)
@@ -219,13 +219,13 @@ def _allocate_barriers():
 
 @gluon.jit
 def _allocate_parts(desc, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS of each warpgroup's parts of desc's tensor."""
+    """Allocate shared memory for SLOTS parts of desc's tensor per warpgroup."""
     shape: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [WARPGROUPS * SLOTS, shape[0], shape[1]], desc.layout)
 
 
 def _name(specialized: Any) -> str:
-    """The kernel's name, by which a profiler tells FP8 products from those in half precision."""
+    """Return the kernel's name, by which a profiler tells FP8 from half precision."""
     return f"gluon_gemm_{'half' if specialized.constants['A_KIND'] == 'none' else 'fp8'}_kernel"
 
 
@@ -235,11 +235,11 @@ def gluon_gemm_kernel(
     A_KIND: gl.constexpr, PROMOTE: gl.constexpr, ACTIVATION: gl.constexpr, GRADIENT: gl.constexpr,
     PARTS: gl.constexpr, SLOTS: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """D = dequantise(a) @ dequantise(b).T + bias; what is None costs nothing.
+    """Compute D = dequantise(a) @ dequantise(b).T + bias; arguments that are None cost nothing.
 
-    a and b in half precision are of A_KIND "none". ACTIVATION: the product, rounded, leaves as h, and D = f(h). GRADIENT: D
-    is the product, rounded, times f'(h), and b lies ACROSS, as (K, N). PARTS: in which they leave; SLOTS of each are in
-    shared memory, of a GRADIENT all of h's, whose place D takes.
+    For half-precision a and b A_KIND is "none". ACTIVATION: the rounded product is stored as h, and D = f(h). GRADIENT:
+    D is the rounded product times f'(h), and b lies ACROSS, as (K, N). PARTS: D's parts, stored in sequence; SLOTS of
+    them are in shared memory, for a GRADIENT all of h's, which D overwrites.
     """
     HEIGHT: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[1]

@@ -1,6 +1,6 @@
 """The kernel of the Triton GEMM: persistent and fed by TMA.
 
-An operand's KIND is what one of its scales scales: "tensor", "row", "block" (1 x 128) or "tile" (128 x 128).
+An operand's KIND is what shares a scale: "tensor", "row", "block" (1 x 128) or "tile" (128 x 128).
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -13,7 +13,7 @@ from te_bench.kernels.tile import rounded
 
 @triton.jit
 def _tile_origin(index, tiles_m, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The first row and column of a tile: GROUP_M tiles down, then one to the right."""
+    """Return a tile's first row and column: GROUP_M tiles down, then one to the right."""
     group = index // (GROUP_M * tiles_n)
     first = group * GROUP_M
     height = min(tiles_m - first, GROUP_M)
@@ -27,10 +27,10 @@ def _product(
     A_KIND: tl.constexpr, B_KIND: tl.constexpr, PROMOTE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The tile of a @ b.T at (row, column), float32 and with its scales.
+    """Return the scaled float32 tile of a @ b.T at (row, column).
 
-    PROMOTE: the tensor core adds up 128 of K, float32 the rest; else all of it is in the tensor core's 14 bits. Scales per
-    1 x 128 of b come as triton._along_n writes them: 32 addresses a thread with a stride known only at run time spill.
+    PROMOTE: the tensor core accumulates 128 of K, float32 the rest; otherwise all is in the tensor core's 14 bits. b's
+    scales per 1 x 128 come as triton._along_n writes them: 32 addresses a thread with a runtime stride would spill.
     """
     blocks = tl.cdiv(K, BLOCK_K)
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
@@ -51,7 +51,7 @@ def _product(
             b_inv = tl.load(b_scale_inv + k * wide + columns)
             acc += tl.dot(a, b.T) * a_inv[:, None] * b_inv[None, :]
         elif PROMOTE:
-            # Not max_num_imprecise_acc=128: the assembler then adds a wait to each step by itself (C7517).
+            # Not max_num_imprecise_acc=128: the assembler would then add waits to each step (C7517).
             acc += tl.dot(a, b.T)
         else:
             acc = tl.dot(a, b.T, acc)
@@ -66,7 +66,7 @@ def _product(
 
 @triton.jit
 def _halves(x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The left and the right half of x."""
+    """Return the left and the right half of x."""
     return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
@@ -75,9 +75,9 @@ def _leave_by_parts(
     x, d_desc, bias, row, column, N,
     DTYPE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """D = x + bias, a float32 part of it at (row, column), rounded; TMA drops what lies outside of D.
+    """Store D = x + bias, a float32 part at (row, column), rounded; TMA drops what lies outside of D.
 
-    From left to right in PARTS, 1, 2 or 4: a part at a time is in shared memory and, twice, in registers.
+    It stores PARTS (1, 2 or 4) from left to right: one part at a time is in shared memory and twice in registers.
     """
     if PARTS == 1:
         columns = column + tl.arange(0, WIDTH)
@@ -98,10 +98,10 @@ def scaled_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """D = dequantise(a) @ dequantise(b).T + bias; a bias that is None costs nothing."""
+    """Compute D = dequantise(a) @ dequantise(b).T + bias; a bias of None costs nothing."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tl.assume(K > 0)  # or every tile's epilogue is there twice, once for no K at all
-    # flatten: one software pipeline over all tiles, so that a tile's first loads run during the last one's epilogue.
+    tl.assume(K > 0)  # otherwise every tile's epilogue is compiled twice, once for K = 0
+    # flatten: one software pipeline over all tiles, so that a tile's first loads run during the previous epilogue.
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         row, column = _tile_origin(index, tiles_m, tiles_n, BLOCK_M, BLOCK_N, GROUP_M)
         x = _product(

@@ -1,4 +1,4 @@
-"""Which tile of D a program of the Triton GEMM makes at a time."""
+"""The tile of D that a program of the Triton GEMM computes at a time."""
 
 from typing import NamedTuple
 
@@ -14,19 +14,19 @@ class Tile(NamedTuple):
     n: int
     warps: int
     stages: int
-    parts: int  # in which D leaves, one after the other: 1, 2 or 4
+    parts: int  # D's parts, stored in sequence: 1, 2 or 4
     speed: float  # of a full wave, relative
 
 
-# A 128 x 256 tile reads a third less of L2 for the same product, but leaves a ragged last wave; its four stages of 48 KB
-# and half of a 2-byte D fill 224 of 227 KB. Speeds of full waves: a guess from the bytes per product, not a measurement.
+# A 128 x 256 tile reads a third less from L2 but leaves a ragged last wave; its four stages of 48 KB and half of a
+# 2-byte D fill 224 of 227 KB. Speeds of full waves are guessed from bytes per product, not measured.
 LARGE, SMALL = Tile(128, 256, 8, 4, 2, 1.0), Tile(128, 128, 8, 4, 1, 0.88)
 LARGE_FLOAT32 = LARGE._replace(stages=3)  # D takes twice the shared memory, 64 KB
 # Promotion to float32 needs a second accumulator: 128 x 256 spills, 128 x 128 does not.
 PRECISE = SMALL
 
 
-#: And where sums lie in a memory of their own: each 128 of K takes them from there to registers.
+#: For tensor memory: each 128 of K moves sums from there to registers.
 PRECISE_FROM_MEMORY = PRECISE._replace(m=64, warps=4)
 FEWEST_BUFFERS = 2
 BARRIERS = 1024  # bytes, and a row of scales
@@ -36,10 +36,10 @@ def tile(
     m: int, n: int, out_dtype: torch.dtype, *, promote: bool, processors: int, kind: str = "tensor",
     here: Architecture = ARCHITECTURES[HOPPER],
 ) -> Tile:  # fmt: skip
-    """The tile that finishes (M, N) first, counting waves of one tile a processor; kind: the granularity of a's scales.
+    """Return the tile that finishes (M, N) first, in waves of one tile an SM; kind: the granularity of a's scales.
 
-    12288 x 768 on 132 processors: 288 large tiles take 3 waves of 2.2, 576 small ones 5 of 4.4, which is less. A tile for
-    which there is too little shared memory leaves in more parts, then has fewer stages, then is not asked.
+    For 12288 x 768 on 132 SMs, 288 large tiles take 3 waves of 2.2, 576 small ones 5 of 4.4, which is less. For lack of
+    shared memory a tile gets more parts, then fewer stages, then is dropped.
     """
     if promote or kind in ("block", "tile"):
         usual = [PRECISE_FROM_MEMORY if here.tensor_memory else PRECISE]
@@ -55,9 +55,9 @@ def tile(
 
 
 def _fit(t: Tile, itemsize: int, here: Architecture) -> Tile | None:
-    """The tile, or what of its stages and parts fits into a program's shared memory; None of no two buffers."""
-    # Operands that products read from registers leave their buffer before the product; sums that come from a memory of
-    # their own pass through shared memory before they are a part of D.
+    """Return the tile with as many stages, and as few parts, as fit in shared memory; None without two buffers."""
+    # Operands read from registers leave their buffer before the product; sums from tensor memory pass through shared
+    # memory before they become a part of D.
     early, copies = here.products_from_registers, 2 if here.tensor_memory else 1
     for stages in range(t.stages, FEWEST_BUFFERS + early - 1, -1):
         for parts in (parts for parts in (1, 2, 4) if parts >= t.parts):

@@ -1,8 +1,8 @@
 """Linear cross-entropy over chunks of rows, loss and gradients in one pass; the logits are never all in memory.
 
-A chunk's logits are made by one GEMM, turned into their own gradient in place by one Triton kernel, and used up by two
-GEMMs. Loss and gradients appear in the forward pass, as the loss is a scalar: the backward pass multiplies by its gradient.
-Nothing waits for the GPU, so that a CUDA graph can capture it. On a CPU the kernel's formula runs in plain PyTorch.
+One GEMM makes a chunk's logits, one Triton kernel turns them into their gradient in place, and two GEMMs use that. The
+forward pass computes loss and gradients, because the loss is a scalar: the backward pass multiplies by its gradient.
+Nothing waits for the GPU, so a CUDA graph can capture it. On a CPU the kernel's formula runs in plain PyTorch.
 
 Source: Hsu et al. 2024 (Liger Kernel, arXiv 2410.10989) for gradients in the forward pass; not for the chunks, for its rule
 gives 256 rows at GPT-2's shapes.
@@ -27,11 +27,11 @@ from te_bench.kernels.linear_cross_entropy.autograd import (
 )
 from te_bench.kernels.linear_cross_entropy.backends import reference
 
-# Of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks, and 2048 of Llama-3's
-# 128256, so that 8192 are four. More chunks: dW is read and written more often, and dx has fewer tiles.
+# Size of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks; 2048 of Llama-3's
+# 128256, so that 8192 are four. With more chunks dW is read and written more often, and dx has fewer tiles.
 LOGITS_BYTES = 600 * 2**20
-# A bf16 dW of more than MOST_CHUNKS is added up in float32 and rounded, 6 bytes an element. Up to so many rows for each
-# column of x, MOST_CHUNKS of them take less room together with dW's 2: 2 Vp N / 4 bytes of logits.
+# A bf16 dW from more than MOST_CHUNKS chunks is summed in float32 and rounded, 6 bytes an element. Up to this many rows
+# per column of x, MOST_CHUNKS chunks need less memory: dW's 2 bytes and 2 Vp N / 4 bytes of logits.
 ROWS_A_COLUMN = 8
 
 
@@ -51,23 +51,22 @@ def forward(
     strip: int | None = None,
     copy: Tensor | None = None,
 ) -> Tensor:
-    """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
+    """Compute mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
-    Computed in autocast's dtype or x's: logits and their gradient are rounded to it, a chunk's sums are float32's. dx is
-    rounded once, to x's dtype; dW once, or, of a bf16 weight and at most four chunks, once for each. The backward pass
-    rounds both again where the loss's own gradient is no power of two. A target of -1 is ignored; one that is neither that
-    nor in the vocabulary makes the loss NaN, for an error would have to wait for the GPU.
-    rows: those of a chunk, whose logits are in memory at once (default: about 600 MiB of them, or a fourth of all rows where
-    a bf16 dW takes less room so); strip: those whose logits are made and used before the next (default: the whole chunk).
-    Neither changes more than the order of sums, and how often dW is rounded.
-    copy: weight as somebody has rounded it already, of which the products are; the gradient is weight's all the same.
-    Raises ValueError for what does not fit; no second derivatives.
+    It computes in autocast's dtype or x's: logits and their gradient are rounded to it, a chunk's sums are float32. dx
+    is rounded once, to x's dtype; dW once or, for a bf16 weight and at most four chunks, once per chunk. The backward
+    pass rounds both again if the loss's own gradient is no power of two. A target of -1 is ignored; any other target
+    outside the vocabulary makes the loss NaN, because an error would have to wait for the GPU.
+    rows: of a chunk, whose logits are in memory at once (default: about 600 MiB of them, or a fourth of all rows if a
+    bf16 dW then needs less memory); strip: rows whose logits are made and used before the next (default: the whole
+    chunk). Both affect only the order of sums, and how often dW is rounded. copy: the weight, already rounded, for the
+    GEMMs; the gradient is weight's. Raises ValueError for inputs that do not fit; no second derivatives.
     """
     return apply(torch.ops.te_bench.linear_cross_entropy, x, weight, targets, vocab, rows, strip, copy)
 
 
 def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool) -> int:
-    """The rows of a chunk of n; rounded: dW is bf16."""
+    """Return the rows of a chunk of n; rounded: dW is bf16."""
     rows = chunk_rows(n, padded, itemsize, LOGITS_BYTES)
     if rounded and n <= ROWS_A_COLUMN * d:
         rows = max(rows, -(-n // (MOST_CHUNKS * ROWS_MULTIPLE)) * ROWS_MULTIPLE)
@@ -75,7 +74,7 @@ def rows_of(n: int, d: int, padded: int, itemsize: int, *, rounded: bool) -> int
 
 
 def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
-    """A chunk's logits, and their two gradients."""
+    """Count the GEMMs: per chunk its logits and their two gradients."""
     return 0, 3 * len(list(slices(n, rows_of(n, d, padded, itemsize, rounded=rounded))))
 
 
@@ -92,7 +91,7 @@ def _operator(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
+    """Return the mean loss and its gradients, empty if not needed; leaf: dtype of the weight that gets dW."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded = x.shape, weight.shape[0]
         made = gradient_dtype(leaf, dtype)
@@ -104,7 +103,7 @@ def _operator(
         buffer = x.new_empty(rows, padded)
         numbers = count(targets)
         inverse = numbers[kernels.INVERSE, 0]
-        # Divided by 12288 rows float16 would lose the gradient of the logits to underflow: there what it makes is divided.
+        # Divided by 12288 rows, float16 gradients of the logits would underflow: divide the results instead.
         late = dtype is torch.float16
         factor = (torch.ones_like(inverse) if late else inverse) if need_dx or need_dw else None
         for chunk in slices(n, rows):
@@ -128,7 +127,7 @@ _operator.register_fake(fake)
 
 
 def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:
-    """losses := -log p_t; with a factor logits := (p - onehot(t)) * factor, in place."""
+    """Write -log p_t to losses; with a factor, (p - onehot(t)) * factor to logits, in place."""
     if logits.is_cuda or kernels.INTERPRETED:
         kernels.rows(logits, targets, losses, vocab, factor)
         return
@@ -139,8 +138,8 @@ def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: T
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """out := a @ b, added to out where `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) of it or float32."""
-    if a.dtype is out.dtype or not a.is_cuda:  # out_dtype is CUDA's (torch 2.13)
+    """Write a @ b to out, or add it if `accumulate`; a (M, K), b (K, N) of one dtype, out (M, N) of it or float32."""
+    if a.dtype is out.dtype or not a.is_cuda:  # out_dtype works only on CUDA (torch 2.13)
         a, b = a.to(out.dtype), b.to(out.dtype)
         if accumulate:
             torch.addmm(out, a, b, out=out)

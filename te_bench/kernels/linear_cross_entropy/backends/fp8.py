@@ -1,10 +1,10 @@
 """Linear cross-entropy with all three GEMMs in FP8: x and W in E4M3 by their own amax, the logits' gradient in E5M2.
 
-As `chunked`, but the gradient of the logits leaves its kernel as E5M2 in both layouts, for the GEMM that contracts the
-vocabulary and for the one that contracts the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits are
-made of a part of a strip at a time, and gone when the next ones are made, the gradient for dx with its strip; the gradient
-for dW is kept for a chunk of many strips, as torch's FP8 GEMM cannot add to a dW that is there. The first dW is made when
-both layouts of W are gone, if there is but one chunk. On a CPU kernels and GEMMs are emulated.
+It works as `chunked`, but writes the logits' gradient as E5M2 in both layouts, for the GEMMs that contract the
+vocabulary and the rows. Its scale needs no amax: |softmax - onehot| <= 1. The bf16 logits exist for part of a strip at
+a time, the gradient for dx for a strip. The gradient for dW is kept for a chunk of many strips, because torch's FP8
+GEMM cannot accumulate into dW. With a single chunk, dW is allocated after both layouts of W are freed. On a CPU kernels
+and GEMMs are emulated.
 
 Source: Micikevicius et al. 2022 (FP8 formats for deep learning) for E4M3 forward and E5M2 backward.
 """
@@ -36,13 +36,12 @@ from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = Layout(E5M2, TENSOR, torch.float32)
 
-# Bytes of bf16 logits a strip, were they all there: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
-# (benchmarks/NOTES.md); the logits themselves, 393 columns of tiles, can do with 1536 rows at a time.
+# Bytes of all bf16 logits of a strip: 3072 rows of GPT-2's 50304 columns. With fewer, dx has too few tiles
+# (benchmarks/NOTES.md); the logits, with 393 columns of tiles, need only 1536 rows at a time.
 STRIP_BYTES, LOGITS_BYTES = 300 * 2**20, 150 * 2**20
-# Bytes of E5M2 for dW a chunk: 12288 rows of 50304. Each further chunk adds 155 MB up. It may take as many as W in both
-# layouts, and one chunk alone as many as dW, which is made in their place: 8192 rows of 128256 x 4096 (Llama-3-8B) in bf16,
-# of 128256 x 2048 in float32. Two chunks of the latter would read and write dW again, and take 2.38 GiB where one takes 1.96
-# by the accounting.
+# Bytes of E5M2 for dW per chunk: 12288 rows of 50304. Each further chunk adds 155 MB. A chunk may use as much as W in
+# both layouts, and a single one as much as dW, which replaces them: 8192 rows of 128256 x 4096 (Llama-3-8B) in bf16, of
+# 128256 x 2048 in float32. Two chunks of the latter would read and write dW again, and take 2.38 instead of 1.96 GiB.
 CHUNK_BYTES = 600 * 2**20
 # Bytes of float32 that a further chunk adds to dW at a time; most of them are still in the L2.
 SHARE_BYTES = 64 * 2**20
@@ -62,13 +61,13 @@ def forward(
     strip: int | None = None,
     copy: Tensor | None = None,
 ) -> Tensor:
-    """mean_i CE(q(x)_i q(W)^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
+    """Compute mean_i CE(q(x)_i q(W)^T, t_i) in nats; x (N, D), weight (Vp, D), targets (N,) int64 -> () float32.
 
     q is E4M3 with one scale per tensor; logits are bf16. dx = g q(W) and dW = g^T q(x), g = E5M2(softmax - onehot), in
-    float32, then rounded as `chunked`'s are, to the dtypes of x and weight. targets, errors and copy are those of `chunked`.
-    rows: those whose g^T is in memory at once (default: about 600 MiB of it, or as much as q(W) takes in both layouts; all
-    where that is as much as dW takes);
-    strip: those whose g is (default: about 150 MiB), and at most whose logits are (about 150 MiB).
+    float32, then rounded as `chunked`'s to the dtypes of x and weight. targets, errors and copy are as in `chunked`.
+    rows: how many rows of g^T are in memory at once (default: about 600 MiB, or as much as q(W) takes in both layouts;
+    all, if that is at most dW's size); strip: how many rows of g are (default: about 150 MiB); logits exist for at most
+    as many rows, and at most about 150 MiB.
     """
     return apply(torch.ops.te_bench.linear_cross_entropy_fp8, x, weight, targets, vocab, rows, strip, copy)
 
@@ -76,7 +75,7 @@ def forward(
 def _cut(
     n: int, d: int, padded: int, rows: int | None = None, strip: int | None = None, *, itemsize: int
 ) -> tuple[int, int, int]:
-    """The rows of a chunk, of a strip, and those whose logits are made at once; itemsize: of dW."""
+    """Return the rows of a chunk, of a strip, and of the logits made at once; itemsize: of dW."""
     columns = d * (itemsize if n <= itemsize * d else 2)
     rows = min(rows or chunk_rows(n, padded, 1, max(CHUNK_BYTES, columns * padded)), max(n, 1))
     strip = min(strip or chunk_rows(rows, padded, 2, STRIP_BYTES), rows)
@@ -84,12 +83,12 @@ def _cut(
 
 
 def _shares(d: int, padded: int) -> Iterator[slice]:
-    """The classes of dW that are added at a time, whole tiles of them."""
+    """Yield the slices of dW's classes that are added at a time, whole tiles each."""
     return slices(padded, max(ROWS_MULTIPLE, SHARE_BYTES // (4 * d) // ROWS_MULTIPLE * ROWS_MULTIPLE))
 
 
 def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
-    """Some rows' logits, a strip's dx and a chunk's share of dW, but for the first one's some classes at a time."""
+    """Count the GEMMs: logits, a strip's dx and a chunk's dW, which after the first chunk goes by slices of classes."""
     rows, strip, most = _cut(n, d, padded, itemsize=2 if rounded else 4)
     chunks = [chunk.stop - chunk.start for chunk in slices(n, rows)]
     strips = [part.stop - part.start for height in chunks for part in slices(height, strip)]
@@ -110,7 +109,7 @@ def _operator(
     need_dx: bool,
     need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss and its gradients, empty where not needed; leaf: the dtype of the weight whose gradient dW is."""
+    """Return the mean loss and its gradients, empty if not needed; leaf: dtype of the weight that gets dW."""
     with torch.autocast(x.device.type, enabled=False):
         (n, d), padded, targets = x.shape, weight.shape[0], targets.contiguous()
         rows, strip, most = _cut(n, d, padded, rows, strip, itemsize=gradient_dtype(leaf, dtype).itemsize)
@@ -134,7 +133,7 @@ def _operator(
                     logits = _gemm(x_rows._replace(data=qx.data[here]), qw[0].by_rows(), torch.bfloat16)
                     g_some = None if g_part is None else g_part[some]
                     _rows(logits, targets[here], losses[here], vocab, g_some, g_t, here.start - chunk.start)
-                    del logits  # or the next ones would be made beside them
+                    del logits  # free them before the next are made
                 if g_part is not None:
                     _gemm_into(dx[part], Operand(g_part, g_scale_inv, GRADIENT), qw[0].by_columns())
             if chunk.stop == n:
@@ -148,7 +147,7 @@ def _operator(
                 else:
                     for some in _shares(d, padded):
                         dw[some] += _gemm(Operand(g_t[some], g_scale_inv, GRADIENT), x_t, torch.float32)
-            del g_t  # or the next chunk's would be made beside it
+            del g_t  # free it before the next chunk's is made
         if need_dw and n == 0:
             dw = dw.new_zeros(padded, d)
         return mean(losses, numbers), dx, dw.to(gradient_dtype(leaf, dtype))
@@ -158,21 +157,21 @@ _operator.register_fake(fake)
 
 
 def _quantized(x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple[Quantized, Quantized]:
-    """x and weight in E4M3 by their own amax, rowwise and, x for dW and weight for dx, columnwise."""
+    """Cast x and weight to E4M3 by their own amax: rowwise, and columnwise x for dW and weight for dx."""
     cast = quantize.load("triton" if x.is_cuda else "reference").tensor
-    # By way of bf16: that halves what the two passes read, and float32 is not transposed in the quantiser's kernel.
+    # Through bf16: it halves what both passes read, and the quantiser's kernel does not transpose float32.
     x, weight = (t.to(torch.bfloat16) if t.dtype is torch.float32 else t for t in (x, weight))
     return cast(x, E4M3, rowwise=True, columnwise=need_dw), cast(weight, E4M3, rowwise=True, columnwise=need_dx)
 
 
 def _gemm(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    """a (M, K) b (N, K)^T; the logits, of K = D, by fast accumulation, the gradients, of long sums, without."""
+    """Compute a (M, K) b (N, K)^T; logits (K = D) with fast accumulation, gradients (long sums) without."""
     multiply = policy.forward if a.data.is_cuda else gemm_reference.forward
     return multiply(a, b, out_dtype=out_dtype, fast_accum=out_dtype is torch.bfloat16)
 
 
 def _gemm_into(out: Tensor, a: Operand, b: Operand) -> None:
-    """out (M, N) := a (M, K) b (N, K)^T, without a copy where cuBLASLt takes the shapes as they are."""
+    """Write a (M, K) b (N, K)^T to out (M, N), without a copy if cuBLASLt supports the shapes."""
     x, y = a.data, b.data
     aligned = not (x.shape[1] % scaled_mm.ALIGNMENT or y.shape[0] % scaled_mm.ALIGNMENT)
     if x.is_cuda and aligned:
@@ -182,15 +181,15 @@ def _gemm_into(out: Tensor, a: Operand, b: Operand) -> None:
 
 
 def _columns(x_t: Tensor, chunk: slice) -> Tensor:
-    """x_t (D, N) at a chunk's columns, contiguous."""
-    # Copied as bytes, for not every device copies FP8.
+    """Return x_t (D, N) at a chunk's columns, contiguous."""
+    # Copy bytes, because not every device copies FP8.
     return x_t if chunk == slice(0, x_t.shape[1]) else x_t.view(torch.uint8)[:, chunk].contiguous().view(E4M3)
 
 
 def _rows(
     logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, g: Tensor | None, g_t: Tensor | None, first: int
 ) -> None:
-    """losses := -log p_t; g (N, Vp) and g_t's columns from `first` on := E5M2(p - onehot(t)) by GRADIENT_SCALE."""
+    """Write -log p_t to losses, and scaled E5M2(p - onehot(t)) to g (N, Vp) and g_t's columns from `first` on."""
     if logits.is_cuda or kernels.INTERPRETED:
         kernels.fp8_rows(logits, targets, losses, vocab, g, g_t, first)
         return

@@ -1,7 +1,8 @@
 """Liger-Kernel's fused linear cross-entropy: chunks of rows, gradients in the forward pass, dW summed up in float32.
 
-Optional: `pip install liger-kernel`. A chunk has so many rows that all its logits take about as much as the hidden states
-do. Its loss waits for the GPU to count targets. Source: liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py.
+Optional: `pip install liger-kernel`. A chunk's logits take about as much memory as the hidden states do. Its loss waits
+for the GPU to count targets.
+Source: liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py.
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ def unsupported(p: Problem) -> str | None:
 
 
 def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    """Backend.forward; Liger knows no padding, so that padded rows are left out beforehand."""
+    """Compute Backend.forward; Liger supports no padding, so padded rows are cut off first."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     check(x, weight, targets, vocab)
@@ -33,7 +34,7 @@ def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor
 
 
 def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[int, int]:
-    """A chunk's logits and their two gradients."""
+    """Count the GEMMs: per chunk its logits and their two gradients."""
     rows = -(-n // -(-padded // d))
     rows = min(n, 1 << (rows - 1).bit_length())
     return 0, 3 * -(-n // rows)

@@ -9,9 +9,9 @@ from te_bench.kernels.linear_cross_entropy import IGNORED, Backend, check
 
 
 def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor:
-    """mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D) of any float dtype, targets (N,) int64 -> ().
+    """Return mean_i CE(x_i W^T, t_i) in nats; x (N, D), weight (Vp, D) of any float dtype, targets (N,) int64 -> ().
 
-    float32, or float64 for float64. Raises ValueError for shapes that do not fit, PyTorch's own errors for the rest.
+    The result is float32, or float64 for float64. Raises ValueError for shapes that do not fit, else PyTorch's errors.
     """
     check(x, weight, targets, vocab)
     loss = cross_entropy(F.linear(x, weight), targets, vocab=vocab)
@@ -19,10 +19,10 @@ def forward(x: Tensor, weight: Tensor, targets: Tensor, *, vocab: int) -> Tensor
 
 
 def rows(logits: Tensor, targets: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """What the row kernels compute: -log p_t and p - onehot(t) with p = softmax(z[:vocab]), 0 in the padding.
+    """Return the row kernels' results: -log p_t and p - onehot(t) with p = softmax(z[:vocab]), 0 in the padding.
 
-    logits (N, Vp), targets (N,) -> (N,) and (N, Vp), in float32 or, of float64, in it. Both are 0 where the target is
-    ignored, and NaN where it is none of the vocabulary.
+    logits (N, Vp), targets (N,) -> (N,) and (N, Vp), in float32, or float64 for float64. Both are 0 for an ignored
+    target, and NaN for one outside the vocabulary.
     """
     z = logits[:, :vocab].to(torch.promote_types(logits.dtype, torch.float32))
     log_p = z.log_softmax(1)

@@ -33,10 +33,10 @@ def forward(
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,) and (M,) float32.
+    """Compute y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,), (M,) float32.
 
-    rmsnorm computes in float32 throughout (Liger's casting mode "gemma"). A layernorm without bias adds zeros, and 1 is
-    added to a zero-centred gamma beforehand, in float32, for Liger's layernorm has neither option.
+    rmsnorm computes in float32 throughout (Liger's casting mode "gemma"). Liger's layernorm has neither option: without
+    a bias zeros are added, and 1 is added to a zero-centred gamma first, in float32.
     """
     from liger_kernel.ops.layer_norm import layer_norm_forward
     from liger_kernel.ops.rms_norm import rms_norm_forward
@@ -65,7 +65,7 @@ def backward(
     kind: str = "layernorm",
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx, plus the residual in a second pass, dweight, dbias; shapes and dtypes as in the contract."""
+    """Return dx (plus the residual, in a second pass), dweight, dbias; shapes and dtypes as in the contract."""
     from liger_kernel.ops.layer_norm import layer_norm_backward
     from liger_kernel.ops.rms_norm import rms_norm_backward
     from liger_kernel.ops.utils import calculate_settings
@@ -74,7 +74,7 @@ def backward(
     dbias = None
     if kind == "rmsnorm":
         columns, warps = calculate_settings(x.shape[1])
-        gemma = 1  # rms_norm_backward takes the casting mode as Liger's number for it
+        gemma = 1  # Liger's number of the casting mode, for rms_norm_backward
         dx, dweight = rms_norm_backward(
             dy, x, weight, rstd, float(zero_centered_gamma), gemma, columns, warps, False, None
         )

@@ -24,7 +24,7 @@ def forward(
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,) and (M,) float32.
+    """Compute y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,), (M,) float32.
 
     rmsnorm has neither mean nor bias. Raises ValueError for shapes that do not fit and for a bias in rmsnorm.
     """
@@ -35,7 +35,7 @@ def forward(
 def normalized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`forward` with y in float32, before it is rounded."""
+    """Compute `forward` with y in float32, before it is rounded."""
     check(x, weight, bias, kind)
     centred = x.float()
     mean = None
@@ -60,7 +60,7 @@ def backward(
     kind: str = "layernorm",
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
+    """Compute dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
 
     dy, x, residual (M, N) -> (M, N) in x's dtype, (N,), (N,) in weight's; rmsnorm has no mean_N(g) and no dbias.
     """
@@ -91,7 +91,7 @@ def add_forward(
     kind: str = "layernorm",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """total = x + branch in x's dtype, y = norm(total) in `dtype`, mean, rstd; amax = max(amax, max |y|) in place."""
+    """Compute total = x + branch (x's dtype), y = norm(total) in `dtype`, mean, rstd; amax = max(amax, max |y|)."""
     check_stream(x, branch)
     total = x if branch is None else (x.float() + branch.float()).to(x.dtype)
     y, mean, rstd = normalized(total, weight, bias, eps, zero_centered_gamma, kind)
@@ -113,9 +113,9 @@ def add_forward_quantized(
     statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled`, whose options `cast` are.
+    """Compute total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled` with options `cast`.
 
-    statistics are found again.
+    statistics are computed again.
     """
     total, y, mean, rstd = add_forward(
         x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
@@ -126,9 +126,9 @@ def add_forward_quantized(
 def forward_cast(
     add_forward_quantized: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
 ) -> tuple[Quantized, Tensor | None, Tensor]:
-    """fp8(y * scale) in the layouts asked for, mean, rstd: that function of a stream to which nothing is added.
+    """Compute fp8(y * scale) in the requested layouts, mean, rstd, by a stream's function without a branch.
 
-    y is rounded to x's dtype beforehand. Raises ValueError as `forward`.
+    y is rounded to x's dtype first. Raises ValueError as `forward`.
     """
     _, packed, mean, rstd = add_forward_quantized(x, None, weight, bias, via=x.dtype, **options)
     return packed, mean, rstd
@@ -150,9 +150,9 @@ def backward_rounded(
     column_sum: Tensor | None = None,
     branch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dx, dx rounded to `dtype`, dweight, dbias: `backward`, then amax and column_sum of what was rounded, in place.
+    """Compute dx, dx rounded to `dtype`, dweight, dbias: `backward`, then amax, column_sum of the rounded dx, in place.
 
-    Of x + branch, rounded to x's dtype as add_forward's total, where there is a branch.
+    With a branch x is x + branch, rounded to x's dtype as add_forward's total.
     """
     check_stream(x, branch)
     x = x if branch is None else (x.float() + branch.float()).to(x.dtype)
@@ -162,7 +162,7 @@ def backward_rounded(
     _gather(amax, copy)
     if column_sum is not None:
         column_sum.add_(copy.float().sum(0))
-    # Under torch.compile on a CPU, and where dx has this dtype already, two results must not be one tensor.
+    # Under torch.compile on a CPU, two results must not be one tensor; they would be if dx has this dtype.
     return dx, copy.clone() if copy is dx else copy, dweight, dbias if biased else None
 
 
@@ -179,9 +179,9 @@ def backward_cast(
     counts: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its quantizer's `scaled`.
+    """Compute dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its `scaled`.
 
-    amax, counts and column_sum are of what was rounded. Raises ValueError as `backward`, and where no layout is asked for.
+    amax, counts and column_sum are of the rounded dx. Raises ValueError as `backward`, and if no layout is requested.
     """
     check_layouts(rowwise, columnwise)
     dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)

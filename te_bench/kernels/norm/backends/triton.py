@@ -1,8 +1,8 @@
 """Fused norms in Triton: forward, forward with the FP8 cast into both layouts in the same pass, backward.
 
-A cast in passing is that of norm/residual.py, of a stream to which nothing is added. torch.compile sees two operators, whose
-CPU implementation is the reference; eager calls go straight to the launchers, for a custom operator costs the host about
-20 us a call.
+norm/residual.py fuses the cast, for a stream without a branch. torch.compile sees two operators, whose CPU
+implementation is the reference. Eager calls go straight to the launchers, because a custom operator costs the host
+about 20 us a call.
 """
 
 import functools
@@ -19,7 +19,7 @@ from te_bench.kernels.operators import without_none
 from te_bench.kernels.quantize.kernels import float32
 from te_bench.kernels.tile import lacks_triton
 
-LARGEST_N = 16384  # a row of the backward fills the registers of 32 warps (and spills 252 bytes a thread)
+LARGEST_N = 16384  # a row of the backward pass fills 32 warps' registers (and spills 252 bytes a thread)
 
 
 def unsupported(p: Problem) -> str | None:
@@ -39,7 +39,7 @@ def forward(
     zero_centered_gamma: bool = False,
     kind: str = "layernorm",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,) and (M,) float32.
+    """Compute y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,), (M,) float32.
 
     rmsnorm has neither mean nor bias. Raises ValueError for shapes that do not fit and for a bias in rmsnorm.
     """
@@ -60,10 +60,10 @@ def backward(
     kind: str = "layernorm",
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
+    """Compute dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
 
-    dy, x, residual (M, N) -> (M, N) in x's dtype, (N,), (N,) in weight's; rmsnorm has no mean_N(g) and no dbias. The sums
-    over rows are of one share a program, in order: the same in every run on the same GPU.
+    dy, x, residual (M, N) -> (M, N) in x's dtype, (N,), (N,) in weight's; rmsnorm has no mean_N(g) and no dbias. Each
+    program sums its share of the rows in order: the same in every run on the same GPU.
     """
     check(x, weight, None, kind)
     run = _backward_op if torch.compiler.is_compiling() else kernels.backward

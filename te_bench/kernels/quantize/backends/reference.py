@@ -26,13 +26,13 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
-    """scale = FP8_MAX / amax, float32 of amax's shape; 1 where amax is 0, infinite or NaN.
+    """Return scale = FP8_MAX / amax, float32 of amax's shape; 1 where amax is 0, infinite or NaN.
 
     power_of_two rounds it down to a power of two.
     """
     amax = amax.float()
-    # A tensor over a tensor: torch computes a number over a tensor as number * (1 / tensor), which rounds twice and
-    # loses all precision above amax 8.5e37, where the reciprocal is subnormal.
+    # Divide two tensors: torch computes a number over a tensor as number * (1 / tensor), which rounds twice and loses
+    # all precision above amax 8.5e37, where the reciprocal is subnormal.
     limit = torch.full_like(amax, torch.finfo(dtype).max)
     scale = (limit / amax).clamp(max=LARGEST)
     if power_of_two:  # never subnormal: 448 / the largest float32 is 1.3e-36
@@ -41,9 +41,9 @@ def scale_from_amax(amax: Tensor, dtype: torch.dtype, power_of_two: bool = False
 
 
 def widened(data: Tensor) -> Tensor:
-    """FP8 data in float32, exactly.
+    """Convert FP8 data to float32, exactly.
 
-    torch's CPU goes from E4M3 one element at a time; by float16, whose bits it has, it is eight times as fast.
+    torch's CPU converts E4M3 one element at a time; through float16's bits it is eight times as fast.
     """
     if data.device.type != "cpu" or data.dtype not in FORMATS or torch.compiler.is_compiling():
         return data.float()
@@ -53,20 +53,20 @@ def widened(data: Tensor) -> Tensor:
         return data.float()
     bits = data.view(torch.int8).to(torch.int16)  # the sign in bits 7 to 15
     bits <<= 7
-    bits &= ~0x4000  # and now in bit 15 alone
+    bits &= ~0x4000  # the sign only in bit 15
     return bits.view(torch.float16).float().mul_(2.0**8)  # exponents are biased by 7, float16's by 15
 
 
 def dequantize(x: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
-    """data * scale_inv, computed in float32, returned in `dtype`; data (M, N), or of any shape with one scale.
+    """Return data * scale_inv, computed in float32, in `dtype`; data (M, N), or of any shape with one scale.
 
-    Raises ValueError where the scales are not of the shape that the layout says, or in an order that is not PLAIN.
+    Raises ValueError if the scales do not have the layout's shape, or an order other than PLAIN.
     """
     return (widened(x.data) * spread(x)).to(dtype)
 
 
 def spread(x: Operand) -> Tensor:
-    """The float32 scale_inv of each element of data, in a shape that multiplies it. Raises ValueError as dequantize."""
+    """Return each element's float32 scale_inv, in a shape that multiplies data. Raises ValueError as dequantize."""
     if x.layout.scales is None:
         return torch.ones((), device=x.data.device)
     scale_inv, layout, (height, width) = x.scale_inv.float(), x.layout, x.layout.block
@@ -94,7 +94,7 @@ def scaled(
     column_sum: Tensor | None = None,
     via: torch.dtype | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
+    """Compute fp8(x * scale) of x (M, N) with a given () float32 scale, x's amax and counts; see Backend, check."""
     check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum, via=via)
     v = _float32(x if via is None else x.to(via))
     if amax is not None and v.numel():
@@ -112,7 +112,7 @@ def tensor(
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
+    """Compute fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. Raises ValueError as check."""
     check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
     v = _float32(x)
     scale = scale_from_amax(v.abs().amax() if v.numel() else v.new_zeros(()), dtype, power_of_two)
@@ -128,9 +128,9 @@ def row(
     power_of_two: bool = False,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale for each row of data and each row of data_t; see Backend.
+    """Compute fp8(x * scale) of x (M, N) with a scale per row of data and per row of data_t; see Backend.
 
-    Raises ValueError: check.
+    Raises ValueError as check.
     """
     check(x, dtype, rowwise, columnwise, counts=counts)
     v = _float32(x)
@@ -152,9 +152,9 @@ def block(
     power_of_two: bool = True,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale for each rows x 128 block of either layout, rows 1 or 128; see Backend.
+    """Compute fp8(x * scale) of x (M, N) with a scale per rows x 128 block of either layout; see Backend.
 
-    Blocks at the edges are smaller. Raises ValueError for other rows, and: check.
+    rows is 1 or 128; blocks at the edges are smaller. Raises ValueError for other rows, and as check.
     """
     check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
     v = _float32(x)
@@ -182,7 +182,7 @@ def check(
     via: torch.dtype | None = None,
     rows: int = 1,
 ) -> None:
-    """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout asked for, and the buffers fit."""
+    """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout requested, and the buffers fit."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x {tuple(x.shape)} of {x.dtype}: it must be (M, N), of float32, bfloat16 or float16")
     if dtype not in FORMATS:
@@ -206,12 +206,12 @@ def check(
 
 
 def _float32(x: Tensor) -> Tensor:
-    """x without its autograd history, contiguous, so that what is made from it element by element is too."""
+    """Return x in float32, contiguous, without its autograd history; elementwise results are contiguous, too."""
     return x.detach().float().contiguous()
 
 
 def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
-    """The largest of each `length` elements along a dimension, and of the rest at its end."""
+    """Return the largest of each `length` elements along a dimension, and of the rest at its end."""
     if length == 1 or not a.numel():
         return a[(slice(None),) * dim + (slice(None, None, length),)]
     rest = a.shape[dim] % length
@@ -221,14 +221,14 @@ def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _repeated(scale: Tensor, height: int, width: int, m: int, n: int) -> Tensor:
-    """A scale for each element of an (M, N) matrix of blocks; a view where one block holds all of a dimension."""
+    """Return a scale for each element of an (M, N) matrix of blocks; a view where one block spans a dimension."""
     if height > 1:
         scale = scale[:, None].expand(-1, height, -1).flatten(0, 1)[:m]
     return scale[:, :, None].expand(-1, -1, width).flatten(1)[:, :n]
 
 
 def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """In FP8, saturated, in place: `scaled` is the caller's own."""
+    """Cast to FP8, saturated, in place: `scaled` may be overwritten."""
     limit = torch.finfo(dtype).max
     return scaled.clamp_(-limit, limit).to(dtype)
 
@@ -272,7 +272,7 @@ def _both(
     counts: Tensor | None,
     layout: Layout,
 ) -> Quantized:
-    """Each layout asked for by itself; the counts are of data where that is one of them."""
+    """Quantise each requested layout by itself; the counts are data's if that is requested."""
     data = scale_inv = data_t = scale_inv_t = None
     if rowwise:
         data, scale_inv, scale = quantise(v)

@@ -1,7 +1,8 @@
 """The quantisers in Triton: one pass over x casts it, writes both layouts, and finds its amax, counts and column sums.
 
-torch.compile sees four operators, whose CPU implementation is the reference; eager calls go straight to the launchers, for
-a custom operator costs the host about 20 us a call. Every result is the reference's, bit for bit, column sums excepted.
+torch.compile sees four operators, whose CPU implementation is the reference. Eager calls go straight to the launchers,
+because a custom operator costs the host about 20 us a call. Results equal the reference's bit for bit, except column
+sums.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def unsupported(p: Problem) -> str | None:
 
 
 class _Cast(NamedTuple):
-    """What is asked of a quantiser; each of the four takes some of it."""
+    """The request to a quantiser; each of the four uses some of the fields."""
 
     x: Tensor
     dtype: torch.dtype
@@ -64,7 +65,7 @@ def scaled(
     column_sum: Tensor | None = None,
     via: torch.dtype | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with a given () float32 scale, and x's amax and counts; see Backend. ValueError: check."""
+    """Compute fp8(x * scale) of x (M, N) with a given () float32 scale, x's amax and counts; see Backend, check."""
     return _quantize("scaled", _Cast(x, dtype, rowwise, columnwise, scale, amax, counts, column_sum, via))
 
 
@@ -79,10 +80,10 @@ def scaled_pair(
     columnwise: bool,
     w_columnwise: bool,
 ) -> tuple[Quantized, Quantized] | None:
-    """`scaled` of x (M, K) and of w (N, K), rowwise always, in one launch.
+    """Compute `scaled` of x (M, K) and w (N, K), always rowwise, in one launch.
 
-    None where it takes two, which also say what is wrong: other dtypes and shapes, empty matrices, and odd heights of what
-    is asked for transposed.
+    Returns None if that takes two launches, which also report errors: other dtypes and shapes, empty matrices, and odd
+    heights with a transposed layout.
     """
     if not (x.dtype in HALVES and w.dtype in HALVES) or torch.compiler.is_compiling():
         return None
@@ -103,7 +104,7 @@ def tensor(
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. ValueError: check."""
+    """Compute fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. Raises ValueError as check."""
     return _quantize(
         "tensor", _Cast(x, dtype, rowwise, columnwise, None, None, counts, column_sum, None, 1, power_of_two)
     )
@@ -118,9 +119,9 @@ def row(
     power_of_two: bool = False,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale for each row of data and each row of data_t; see Backend.
+    """Compute fp8(x * scale) of x (M, N) with a scale per row of data and per row of data_t; see Backend.
 
-    Raises ValueError: check.
+    Raises ValueError as check.
     """
     return _quantize("row", _Cast(x, dtype, rowwise, columnwise, None, None, counts, None, None, 1, power_of_two))
 
@@ -135,15 +136,15 @@ def block(
     power_of_two: bool = True,
     counts: Tensor | None = None,
 ) -> Quantized:
-    """fp8(x * scale) of x (M, N) with one scale for each rows x 128 block of either layout, rows 1 or 128; see Backend.
+    """Compute fp8(x * scale) of x (M, N) with a scale per rows x 128 block of either layout; see Backend.
 
-    Blocks at the edges are smaller. Raises ValueError for other rows, and: check.
+    rows is 1 or 128; blocks at the edges are smaller. Raises ValueError for other rows, and as check.
     """
     return _quantize("block", _Cast(x, dtype, rowwise, columnwise, None, None, counts, None, None, rows, power_of_two))
 
 
 def _quantize(function: str, c: _Cast) -> Quantized:
-    """One of the four functions: by its operator, by its kernels or, of no elements, by the reference."""
+    """Run one of the four functions: by its operator, by its kernels or, for empty x, by the reference."""
     check(*c[:-1])
     if c.x.dtype not in FLOATS:
         raise ValueError(f"x of {c.x.dtype}: float32, bfloat16 or float16; the reference backend takes any float")
@@ -164,14 +165,14 @@ def _quantize(function: str, c: _Cast) -> Quantized:
 
 
 def _block_of(function: str, c: _Cast) -> Block:
-    """What shares one scale."""
+    """Return the block that shares a scale."""
     return {"row": ROW, "block": (c.rows, BLOCK)}.get(function, TENSOR)
 
 
 def _launch(function: str, c: _Cast) -> tuple[Tensor | None, ...]:
-    """data, data_t, scale_inv, scale_inv_t of x, not empty and of an even height where columnwise."""
-    # Triton 3.6 exchanges a float32 tile's finished FP8 bytes between threads and gets garbage (sm_90a): what is read along
-    # another dimension than it is written is copied first.
+    """Return data, data_t, scale_inv, scale_inv_t of x, not empty and of even height if columnwise."""
+    # Triton 3.6 exchanges a float32 tile's finished FP8 bytes between threads and gets garbage (sm_90a): copy first
+    # what is read along another dimension than it is written.
     x = c.x.contiguous() if c.x.dtype is torch.float32 else c.x
     if function == "row":
         return fine_kernels.per_row(x, c.dtype, c.rowwise, c.columnwise, c.power_of_two, c.counts)
@@ -188,7 +189,7 @@ def _by_reference(function: str, c: _Cast) -> Quantized:
 
 
 def _one_orientation_at_a_time(function: str, c: _Cast) -> Quantized:
-    """data_t, whose bytes no kernel writes by twos where M is odd, from a transposed copy, and data as ever."""
+    """Compute data_t from a transposed copy, because kernels write pairs of rows and M is odd; data as usual."""
     data = scale_inv = None
     if c.rowwise:
         data, scale_inv, *_ = _quantize(function, c._replace(x=c.x.contiguous(), columnwise=False))
@@ -209,7 +210,7 @@ def wrap(
     *,
     layout: Layout,
 ) -> Quantized:
-    """Quantized with None for a layout that was not asked for, for which an operator returns an empty tensor."""
+    """Return Quantized with None for a layout that was not requested, where operators return empty tensors."""
     return Quantized(
         data if rowwise else None,
         scale_inv if rowwise else None,
@@ -220,7 +221,7 @@ def wrap(
 
 
 def _operator(function: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """te_bench::quantize_FUNCTION(*_Cast) -> data, data_t, scale_inv, scale_inv_t, the last empty where it is scale_inv."""
+    """Make te_bench::quantize_FUNCTION(*_Cast) -> data, data_t, scale_inv, scale_inv_t; the last is empty if equal."""
 
     @torch.library.custom_op(f"te_bench::quantize_{function}", mutates_args=("amax", "counts", "column_sum"))
     def operator(
@@ -257,12 +258,12 @@ def _operator(function: str) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _blocks(m: int, k: int, height: int, width: int | None) -> tuple[int, ...]:
-    """How many blocks of height x width an (m, k) matrix has, along each side that they divide."""
+    """Return how many blocks of height x width an (m, k) matrix has along each divided side."""
     down = (m + height - 1) // height
     return (down,) if width is None else (down, (k + width - 1) // width)
 
 
-#: Of _Cast, what a function takes besides x, dtype and the orientations.
+#: {function: fields of _Cast that it uses besides x, dtype and the orientations}.
 _OPTIONS = {
     "scaled": ("scale", "amax", "counts", "column_sum", "via"),
     "tensor": ("power_of_two", "counts", "column_sum"),

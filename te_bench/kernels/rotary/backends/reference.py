@@ -12,9 +12,10 @@ from te_bench.kernels.rotary import Backend, Part, check
 
 
 def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
-    """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
+    """Write out = x cos(angles) + rotated(x) sin(angles) for each part, or its transpose; a pair (x, y) rotates to (-y,
+    x).
 
-    Shapes and what raises ValueError: rotary.Backend and rotary.check.
+    Shapes and ValueErrors: see rotary.Backend and rotary.check.
     """
     check(parts, tables)
     for x, out, angles in parts:
@@ -28,12 +29,12 @@ def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool, transposed: bool) -> Tensor:
-    """x (..., D) with its first d features turned, angles (..., d) broadcast with them; in x's dtype."""
+    """Rotate the first d features of x (..., D) by angles (..., d), which broadcast; returns x's dtype."""
     return turned_by(x, angles.cos(), angles.sin(), interleaved, transposed)
 
 
 def turned_by(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, transposed: bool = False) -> Tensor:
-    """The same by the angles' cosines and sines, of whatever scale."""
+    """`turned` by the angles' cosines and sines, with any factor."""
     d = cosines.shape[-1]
     wide = x[..., :d].to(torch.promote_types(x.dtype, torch.float32))
     if transposed:
@@ -44,7 +45,7 @@ def turned_by(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool, tran
 
 
 def rotated(x: Tensor, interleaved: bool) -> Tensor:
-    """(-y, x) of each pair (x, y) of features."""
+    """Return (-y, x) for each pair (x, y) of features."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)

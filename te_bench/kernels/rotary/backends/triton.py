@@ -18,9 +18,10 @@ def unsupported(p: Problem) -> str | None:
 
 
 def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
-    """out = x cos(angles) + rotated(x) sin(angles) for each part, (-y, x) being a pair (x, y) rotated; or its transpose.
+    """Write out = x cos(angles) + rotated(x) sin(angles) for each part, or its transpose; a pair (x, y) rotates to (-y,
+    x).
 
-    Shapes and what raises ValueError: rotary.Backend and rotary.check; a dtype but float32, bfloat16 and float16.
+    Shapes and ValueErrors: see rotary.Backend and rotary.check; dtypes are float32, bfloat16 and float16 only.
     """
     check(parts, tables)
     if parts[0].x.dtype not in FLOATS:
