@@ -326,8 +326,10 @@ def test_the_peak_of_a_bf16_weight_is_its_gradients_and_a_chunk(monkeypatch: pyt
     case = draw(n, d, classes, classes, torch.bfloat16)
     gradients = 2 * d * (classes + n)
     logits = 2 * rows * classes
+    chunked = importlib.import_module("te_bench.kernels.linear_cross_entropy.backends.chunked")
+    monkeypatch.setattr(chunked, "_product", lambda a, b, out, accumulate: out.zero_())  # a CPU's may copy an operand
     peak = peak_bytes(lambda: gradients_of_leaves(CHUNKED, case, rows=rows))
-    assert gradients + logits <= peak < 1.2 * (gradients + logits)  # a GEMM of bf16 has room of its own on a CPU
+    assert gradients + logits <= peak < 1.2 * (gradients + logits)
 
     fp8 = importlib.import_module("te_bench.kernels.linear_cross_entropy.backends.fp8")
     monkeypatch.setattr(fp8, "_quantized", lambda *_: tuple(map(e4m3_of_zeros, case[:2])))
