@@ -359,10 +359,13 @@ class TrainStep:
             self.table.move()
 
     def _warm_up(self, tokens: Tensor, targets: Tensor, stream: Any) -> None:
-        weights = [p.detach().clone() for p in self.model.parameters()]
-        # Of an optimizer that has made no update all moments are 0, and a copy of them would fill memory.
+        # Without an update all moments are 0 and need no copy. With one, copies of weights and moments beside the gradients
+        # could fill the GPU.
         begun = any(state["step"].item() for state in self.optimizer.state.values() if "step" in state)
-        moments = {of: {name: v.clone() for name, v in s.items()} for of, s in self.optimizer.state.items() if begun}
+        place = "cpu" if begun else self.device
+        weights = [p.detach().to(place, copy=True) for p in self.model.parameters()]
+        states = self.optimizer.state.items() if begun else ()
+        moments = {of: {name: v.to(place, copy=True) for name, v in state.items()} for of, state in states}
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
@@ -410,8 +413,9 @@ def train(
     progress: Callable[[int], float | None],
     first: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (step, loss) from step `first` until `progress(step)` returns None; the loss stays on the device,
-    unread.
+    """Yield (step, loss) from step `first` until `progress(step)` returns None; the loss stays on the device, unread.
+
+    batches(k) is the batch of step k; progress(k), 0 to 1, is the place of step k on the learning-rate schedule.
     """
     number = first
     while (at := progress(number)) is not None:

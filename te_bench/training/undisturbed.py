@@ -17,6 +17,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modules = [module for module in model.modules() if isinstance(module, Fp8Module)]
     changed = [*model.buffers(), *(tensor for module in modules for tensor in module.written())]
+    changed = [tensor for tensor in changed if not tensor.is_meta and not _expanded(tensor)]
     saved = [tensor.clone() for tensor in changed]
     new = [(module, module.recipe_state()) for module in modules if not module.written()]
     device = next(model.parameters()).device
@@ -26,11 +27,15 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for tensor, value in zip(changed, saved, strict=True):
-                    if not torch.equal(tensor, value):  # others may be read alone, as expanded ones
-                        tensor.copy_(value)
+                    tensor.copy_(value)
             for module, loaded in new:
                 if module.written():  # what it keeps is made in the first pass
                     module.begin_recipe_state(loaded)
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    """Return whether several elements share memory: no pass can write to such a tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 @contextlib.contextmanager

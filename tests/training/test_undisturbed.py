@@ -1,14 +1,16 @@
 """A look at a step's gradients leaves no trace in it."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from table_adamw_cases import Moved, a_batch, a_moved_step
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_bench.models.modules.linear import Linear
 from te_bench.training.step import TrainStep
+from te_bench.training.undisturbed import undisturbed
 
 pytestmark = pytest.mark.usefixtures("plain_heads")
 
@@ -63,3 +65,14 @@ def test_who_asks_for_it_gets_the_trace() -> None:
     assert not torch.equal(step.model.norm.running_mean, before["norm.running_mean"])  # type: ignore[arg-type]
     assert after["head.fp8_amax_history_fwd"].any()
     assert not torch.equal(after["random"], before["random"])
+
+
+def test_buffers_that_no_pass_can_write_are_left_alone() -> None:
+    """NaN is not equal to itself: an expanded buffer of it cannot be written, nor one on the meta device."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("expanded", torch.full((1,), math.nan).expand(3))
+    model.register_buffer("absent", torch.empty(3, device="meta"))
+    model.register_buffer("count", torch.zeros(()))
+    with undisturbed(model):
+        model.count += 1
+    assert model.count == 0

@@ -31,6 +31,7 @@ class Plan:
         self.rows = self.batch * trial_model.optim_of(trial).accumulate
         self.parts: dict[str, NDArray[Any]] = {}
         self.order: NDArray[np.int64] | None = None
+        self._held_out: dict[tuple[int, int], list[int]] = {}
         if corpus is not None:
             dtype, folder = np.dtype(corpus.dtype).newbyteorder("<"), corpus.train.parent
             self.parts = {part: np.memmap(folder / f"{part}.bin", dtype, "r") for part in ("train", "val")}
@@ -51,12 +52,16 @@ class Plan:
         """Digests of an evaluation's batches: one in `every` of the first held-out windows, of `most` tokens at most."""
         there = (len(self.parts["val"]) - 1) // self.block if self.parts else RANDOM_WINDOWS
         count = there if most is None else min(there, most // self.block)
-        if self.parts:
-            pair = self._cut("val", self.block * np.arange(0, count, every))
-        else:
-            drawn = np.random.default_rng([VALIDATION, 0, 0]).integers(0, self.vocab, (count, self.block + 1))
-            pair = _pair(drawn[::every])
-        return [int(digest(*each)) for each in zip(*(x.split(self.batch) for x in pair), strict=True)]
+        if (count, every) not in self._held_out:
+            if self.parts:
+                chosen = self.block * np.arange(0, count, every)
+            else:
+                drawn = np.random.default_rng([VALIDATION, 0, 0])
+                chosen = drawn.integers(0, self.vocab, (count, self.block + 1))[::every]
+            batches = (chosen[start : start + self.batch] for start in range(0, len(chosen), self.batch))
+            pairs = (self._cut("val", each) if self.parts else _pair(each) for each in batches)
+            self._held_out[count, every] = [int(digest(*pair)) for pair in pairs]
+        return self._held_out[count, every]
 
     def require(self, number: int, found: int) -> None:
         """Raise CheckFailed unless `found` is the digest of step `number`'s windows."""

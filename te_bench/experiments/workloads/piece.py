@@ -43,7 +43,7 @@ COMPILED = "torch.compile"
 KERNELS = {
     TORCH: r"^aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|^RsqrtBackward0$",
     OURS: r"^_(add_)?(forward|backward)(_cast)?_kernel$|^te_bench::(norm|activation)_",
-    LIGER: r"^_((block_)?rms_norm|layer_norm|swiglu\w*)_(forward|backward)\w*kernel",
+    LIGER: r"^_((block_)?rms_norm|layer_norm|swiglu\w*)_(forward|backward)",
     COMPILED: what_ran.COMPILED,
 }
 

@@ -81,7 +81,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     joules = energy.sample(next_step, trial.device, latency, step.parallel)
     work = {**measurement.work, **profile, **read, **numerics, **sent}
     measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
-    if step.parallel is SINGLE:
+    if not math.isnan(told):
         told = training_step.foretold(trial, step, *batches[len(losses) % BATCHES])
         next_step()
         training_step.require_foretold(len(losses) - 1, losses[-1].item(), told)

@@ -28,7 +28,8 @@ LLAMA = {
 
 @pytest.fixture
 def problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(timing, "bench_py", lambda step, device: [1.0] if step() is None else [])
+    monkeypatch.setattr(timing, "BENCH_PY_BURN_IN", 0)
+    monkeypatch.setattr(timing, "BENCH_PY_TIMED", 1)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     source = identify(str(tmp_path))
     settings: dict[str, Any] = {"batch": 2, "block": 32, "vocab": 128, "padded_vocab": 128, "data": "random"}
