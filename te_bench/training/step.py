@@ -362,10 +362,10 @@ class TrainStep:
         # Without an update all moments are 0 and need no copy. With one, copies of weights and moments beside the gradients
         # could fill the GPU.
         begun = any(state["step"].item() for state in self.optimizer.state.values() if "step" in state)
-        place = "cpu" if begun else self.device
-        weights = [p.detach().to(place, copy=True) for p in self.model.parameters()]
+        copied = functools.partial(Tensor.to, device="cpu", copy=True) if begun else torch.clone
+        weights = [copied(p.detach()) for p in self.model.parameters()]
         states = self.optimizer.state.items() if begun else ()
-        moments = {of: {name: v.to(place, copy=True) for name, v in state.items()} for of, state in states}
+        moments = {of: {name: copied(value) for name, value in state.items()} for of, state in states}
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):  # compilation, autotuning and library handles must not happen during capture
