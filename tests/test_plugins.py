@@ -16,7 +16,6 @@ PACKAGES = [
     "te_bench.kernels.activation.backends",
     "te_bench.kernels.adamw.backends",
     "te_bench.kernels.attention.backends",
-    "te_bench.kernels.cross_entropy.backends",
     "te_bench.kernels.gemm.backends",
     "te_bench.kernels.linear_cross_entropy.backends",
     "te_bench.kernels.norm.backends",

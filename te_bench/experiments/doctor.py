@@ -131,15 +131,15 @@ def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | No
 
 def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     """{package (what it is a rival in): answer}: other projects' code, asked for bf16, or FP8, on this machine."""
-    from te_bench.kernels import attention, cross_entropy, norm
+    from te_bench.kernels import attention, linear_cross_entropy, norm
 
     machine: dict[str, Any] = {"dtype": "bf16", "device": device, "capability": capability}
     # On a CPU it says that before it looks for its package. Of a Hopper GPU nothing but the package can be missing.
     flash4, hopper = attention.load("flash4"), _attention_problem("bf16", "cuda", (9, 0))
-    logits = cross_entropy.Problem(vocab=VOCAB, padded=-(-VOCAB // 64) * 64, **machine)
+    head = linear_cross_entropy.Problem(d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64, **machine)
     found = {
         "flash-attn-4 (attention)": flash4.unsupported(hopper) or flash4.unsupported(_attention_problem(**machine)),
-        "liger-kernel (cross-entropy)": cross_entropy.load("liger").unsupported(logits),
+        "liger-kernel (linear cross-entropy)": linear_cross_entropy.load("liger").unsupported(head),
     }
     for kind in norm.KINDS:
         asked = norm.Problem(n=HEADS * HEAD_DIM, kind=kind, quantized=False, **machine)

@@ -16,7 +16,6 @@ from te_bench.kernels import (
     activation,
     adamw,
     attention,
-    cross_entropy,
     gemm,
     linear_cross_entropy,
     measured,
@@ -170,7 +169,6 @@ def _problems(machine: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
     yield "rotary", ", bf16", rotary, rotary.Problem(**bf16)
     yield "AdamW", "", adamw, adamw.Problem(fp8=False, **machine)
     yield "AdamW", " with FP8 copies", adamw, adamw.Problem(fp8=True, **machine)
-    yield "cross-entropy", ", bf16", cross_entropy, cross_entropy.Problem(vocab=VOCAB, padded=PADDED, **bf16)
     head = linear_cross_entropy.Problem(d=WIDTH, vocab=VOCAB, padded=PADDED, **bf16)
     yield "linear cross-entropy", "", linear_cross_entropy, head
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench import plugins
-from te_bench.kernels.cross_entropy.backends.reference import cross_entropy
+from te_bench.kernels.cross_entropy import cross_entropy
 from te_bench.kernels.linear_cross_entropy import Backend as Head
 from te_bench.kernels.linear_cross_entropy import load as load_head
 from te_bench.kernels.linear_cross_entropy.tied import tied

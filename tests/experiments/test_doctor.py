@@ -11,7 +11,7 @@ from te_bench.kernels.attention.backends import flash4
 
 INSTALL = {
     "flash-attn-4 (attention)": "flash-attn-4",
-    "liger-kernel (cross-entropy)": "liger-kernel",
+    "liger-kernel (linear cross-entropy)": "liger-kernel",
     "liger-kernel (layernorm)": "liger-kernel",
     "liger-kernel (rmsnorm)": "liger-kernel",
     "torchao (layer torchao_rowwise)": "torchao==",
