@@ -1,5 +1,6 @@
 """What this machine can run, and why not what it can't. Imports torch, where there is one, when asked."""
 
+import functools
 import importlib.util
 import shutil
 from typing import Any
@@ -134,12 +135,14 @@ def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
     from te_bench.kernels import attention, linear_cross_entropy, norm
 
     machine: dict[str, Any] = {"dtype": "bf16", "device": device, "capability": capability}
-    # On a CPU it says that before it looks for its package. Of a Hopper GPU nothing but the package can be missing.
-    flash4, hopper = attention.load("flash4"), _attention_problem("bf16", "cuda", (9, 0))
-    head = linear_cross_entropy.Problem(d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64, **machine)
+    # On a CPU two say that before they look for their package. Of a Hopper GPU nothing but the package can be missing.
+    hopper: dict[str, Any] = {"dtype": "bf16", "device": "cuda", "capability": (9, 0)}
+    head = functools.partial(linear_cross_entropy.Problem, d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64)
+    flash4, liger = attention.load("flash4"), linear_cross_entropy.load("liger")
     found = {
-        "flash-attn-4 (attention)": flash4.unsupported(hopper) or flash4.unsupported(_attention_problem(**machine)),
-        "liger-kernel (linear cross-entropy)": linear_cross_entropy.load("liger").unsupported(head),
+        "flash-attn-4 (attention)": flash4.unsupported(_attention_problem(**hopper))
+        or flash4.unsupported(_attention_problem(**machine)),
+        "liger-kernel (linear cross-entropy)": liger.unsupported(head(**hopper)) or liger.unsupported(head(**machine)),
     }
     for kind in norm.KINDS:
         asked = norm.Problem(n=HEADS * HEAD_DIM, kind=kind, quantized=False, **machine)
