@@ -1,4 +1,4 @@
-"""A call that is timed, so that a check sees what the timed ones left and a profiler looks at no other."""
+"""Wrap a call that is timed: checks see the result that its last call left, and the profiler looks at the same call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from te_bench.experiments.measurement import CheckFailed
 
 
 class Timed:
-    """call(), whose last result is kept: the one before is let go first, so that no more memory is held than in a call."""
+    """Run `call` and keep its last result; the one before is freed first, so that no more memory is held than in a call."""
 
     def __init__(self, call: Callable[[], Any]):
         self._call, self._last, self.calls = call, list[Any](), 0
@@ -20,7 +20,7 @@ class Timed:
         return self._last[0]
 
     def samples(self, protocol: Callable[[Callable[[], object], str], list[float]], device: str) -> list[float]:
-        """Its seconds by a protocol of `timing`. Raises CheckFailed where there are more of them than calls."""
+        """Return the seconds of its calls by a protocol of `timing`. Raises CheckFailed if they are more than the calls."""
         before = self.calls
         found = protocol(self, device)
         if self.calls - before < len(found):
@@ -28,11 +28,11 @@ class Timed:
         return found
 
     def take(self) -> Any:
-        """The last call's result, which is kept no longer."""
+        """Return the last call's result and forget it."""
         return self._last.pop()
 
     def seen(self, device: str) -> profiling.Seen:
-        """What a profiler sees of it. Raises CheckFailed where that was of another call."""
+        """Return what the profiler sees of this call. Raises CheckFailed if it saw another one."""
         before = self.calls
         found = profiling.kernels_seen(self, device)
         if self.calls - before != profiling.LOOKS[device]:

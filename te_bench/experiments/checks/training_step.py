@@ -83,10 +83,10 @@ def require_seed(trial: Trial) -> None:
 def foretold(
     trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, by: Callable[..., float] = evaluate
 ) -> float:
-    """The loss that a step on this batch is to find, by an evaluation.
+    """Return the loss that a step on this batch should find, by an evaluation of the batch.
 
-    NaN on a device that is not among tolerances.DEVICES, and where dropout, a planted fault, a rival or a user's code may
-    make it another.
+    NaN on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a user's model: their steps may
+    find another loss.
     """
     p = StepProblem.of(trial)
     theirs = p.source is not None or p.fault is not None or p.against is not None

@@ -45,7 +45,10 @@ def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Ten
 
 @contextlib.contextmanager
 def made(step: TrainStep, times: int) -> Iterator[None]:
-    """Raise CheckFailed unless the step's own optimizer makes so many updates inside; fp16's scaler may leave some out."""
+    """Raise CheckFailed unless the step's own optimizer makes `times` updates inside.
+
+    Not checked: fp16, whose scaler may skip an update; a rank without parameters; devices outside tolerances.DEVICES.
+    """
     owned = any(group["params"] for group in step.parallel.own(step.optimizer).param_groups)
     if step.scaler.is_enabled() or step.device.type not in tolerances.DEVICES or not owned:
         yield
@@ -60,7 +63,7 @@ def made(step: TrainStep, times: int) -> Iterator[None]:
 
 
 def _updates(step: TrainStep) -> int:
-    """How many the optimizer has made, by the count that it corrects its bias by."""
+    """Return how many updates the optimizer counts for its bias correction."""
     states = step.parallel.own(step.optimizer).state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 

@@ -1,4 +1,4 @@
-"""The check of what a model reads: the windows that seed and corpus decide, written out apart from training.data."""
+"""Check which windows a model reads. Seed and corpus decide them; this module works them out without training.data."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ from te_bench.training.data import ORDER, RANDOM_WINDOWS, TRAINING, VALIDATION
 
 
 def digest(inputs: Tensor, targets: Tensor) -> Tensor:
-    """() int64 on their device: the sum of every token times its place, which nothing waits for."""
+    """Return the sum of every token times its place, () int64 on the tokens' device, without waiting for it."""
     both = torch.stack((inputs, targets)).flatten()
     return (both * torch.arange(1, both.numel() + 1, device=both.device)).sum()
 
 
 class Plan:
-    """The windows of a trial, (inputs, targets) on the host; of random tokens where it has no corpus."""
+    """The windows of a trial as (inputs, targets) on the host. Without a corpus they are random tokens."""
 
     def __init__(self, trial: Trial, corpus: Corpus | None):
         sizes = trial_model.sizes_of(trial)
@@ -40,7 +40,7 @@ class Plan:
                 self.order = np.random.default_rng([ORDER, self.seed]).permutation(there)
 
     def of_step(self, number: int) -> tuple[Tensor, Tensor]:
-        """Of all its micro-batches."""
+        """Return the windows of step `number`, of all its micro-batches."""
         drawn = np.random.default_rng([TRAINING, self.seed, number])
         if not self.parts:
             return _pair(drawn.integers(0, self.vocab, (self.rows, self.block + 1)))
@@ -49,7 +49,7 @@ class Plan:
         return self._cut("train", drawn.integers(0, len(self.parts["train"]) - self.block, self.rows))
 
     def held_out(self, most: int | None, every: int) -> list[int]:
-        """Digests of an evaluation's batches: one in `every` of the first held-out windows, of `most` tokens at most."""
+        """Return the digest of each batch of an evaluation: one in `every` held-out windows, of the first `most` tokens."""
         there = (len(self.parts["val"]) - 1) // self.block if self.parts else RANDOM_WINDOWS
         count = there if most is None else min(there, most // self.block)
         if (count, every) not in self._held_out:
@@ -78,7 +78,7 @@ def _pair(windows: NDArray[Any]) -> tuple[Tensor, Tensor]:
 
 
 def plan_of(trial: Trial, corpus: Corpus | None = None) -> Plan | None:
-    """The trial's plan; None of a user's model that draws its own inputs."""
+    """Return the trial's plan, or None for a user's model that draws its own inputs."""
     source = StepProblem.of(trial).source
     drawn = corpus is None and source is not None and adopted.described(source).drawn is not None
     return None if drawn else Plan(trial, corpus)

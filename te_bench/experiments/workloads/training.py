@@ -417,7 +417,7 @@ class _Curve:
             raise CheckFailed(f"step {number} trained at the learning rate {found:.6g}: {right:.6g} expected")
 
     def _loss(self, precision: str, *, quantized: bool = True) -> float:
-        """Of the held-out windows. Raises CheckFailed where dropout is on, where windows lack, and where they are others."""
+        """Return the held-out windows' loss. Raises CheckFailed if dropout is on, or windows are missing or others."""
         early = self.steps is not None and self.number + 1 < LATE * self.steps
         every, rows, taken = self.early_every if early else 1, 0, list[Tensor]()
         how: dict[str, Any] = {**trial_model.sizes_of(self.trial), "every": every, "device": self.trial.device}
