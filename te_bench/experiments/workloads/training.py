@@ -67,8 +67,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         trunks.require_room(step, Path(tempfile.gettempdir()), f"the state of step {p.bf16_from}")
     torch.manual_seed(step.parallel.seed(trial.seed))  # dropout draws the same masks whatever the check drew
     if trunk is not None:
-        # A captured step takes no other batch than its own.
-        few = _few(at(first), optim.accumulate, trial) if trial.mode == "eager" else at(first)
+        few = _few(at(first), optim.accumulate, trial)
         weights = trunks.graft(step, trial, trunk.folder, lambda: step.gradients(*few, records=True))
         work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
     memory.reset(trial.device)  # a graft holds weights and moments twice, training does not
@@ -124,7 +123,7 @@ def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: 
     memory.reset(last.device)
     compilation.begin(last)
     step = trial_model.step_of(last)
-    few = _few(batch, trial_model.optim_of(last).accumulate, last) if last.mode == "eager" else batch
+    few = _few(batch, trial_model.optim_of(last).accumulate, last)
     if isinstance(step.model, Adopted):
         adopted_step.first_pass(last, step, *few)  # which tells what is to run, as the check of another trial does
     trunks.graft(step, last, state, lambda: step.gradients(*few, records=True))
@@ -136,11 +135,10 @@ def _in_bf16(last: Trial, curve: "_Curve", batch: tuple[Tensor, Tensor], state: 
 def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measurement: Measurement) -> Measurement:
     """With what ran in one more step, whose weights nobody uses after.
 
-    At the largest batch the profiler would have no memory left; a captured step takes no other batch than its own, and a
-    compiled one would be compiled again for it.
+    At the largest batch the profiler would have no memory left.
     """
     accumulate = trial_model.optim_of(trial).accumulate
-    few = _few(batch, accumulate, trial) if trial.mode == "eager" else batch
+    few = _few(batch, accumulate, trial)
     memory.reset(trial.device)
     with update.made(step, profiling.LOOKS[trial.device]):
         seen = profiling.kernels_seen(lambda: step(*few), trial.device)
@@ -217,11 +215,10 @@ def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tenso
 
 
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
-    """A batch for the check: whole where the step was compiled for its shape, else its first rows."""
-    p = TrainingProblem.of(trial)
-    if trial.mode != "eager" and (p.source is not None or not trial_model.config_of(trial).dropout):
+    """A batch's first rows, eager; else all, for a captured step takes no other shape and a compiled one compiles anew."""
+    if trial.mode != "eager":
         return batch
-    parts = p.replicas
+    parts = TrainingProblem.of(trial).replicas
     rows = max(accumulate, min(len(batch[0]), -(-4 // parts) * parts * accumulate))
     return batch[0][:rows], batch[1][:rows]
 
