@@ -78,7 +78,7 @@ def test_a_laptop_without_a_gpu_decides_what_to_train_a_model_with(visit: Visit)
     assert decided, said
     undecided = decided[1] == "Undecided:"
     assert done.returncode == (3 if undecided else 0), done
-    copied = re.search(r'TrainStep\(model, Optim\(\), precision="(\w+)", mode="([\w-]+)"\)', said)  # the code to copy
+    copied = re.search(r'TrainStep\(model, optim, precision="(\w+)", mode="([\w-]+)"\)', said)  # the code to copy
     assert copied, said
     assert copied.groups() == ("bf16", "eager") if decided[1] != "Use" else copied[1] in ("bf16", "fp32")
     if decided[1] == "Use":
@@ -121,7 +121,7 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     said = screen(done)
     [advised] = re.findall(r"^\*\*Advised for all \d+ models: (.*)\*\*$", ANSWERS, re.MULTILINE)
     [row] = [line for line in ANSWERS.splitlines() if re.match(r"\| llama-3.2-1b \| \d\.\d\d×", line)]
-    _, speedup, times, rival, over, memories, tokens = (
+    _, speedup, times, bf16, rival, over, _, memories, tokens = (
         cell.strip().replace("\\", "") for cell in row.strip("|").split("|")
     )
     (now, step), (memory_now, memory), (rival, rivals) = (
@@ -130,10 +130,12 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     quoted = [line for line in answers_in(README) if line != "[...]"]
     assert len(quoted) > 5
     assert [line for line in done.stdout.splitlines() if line in quoted] == quoted
-    assert said.startswith(f"Use {advised}. {speedup} as fast as what you have (")
+    assert said.startswith(f"Use {advised}, Gluon attention. {speedup} as fast as what you have (")
     assert f"{over} as fast as the best that was measured without te-bench ({rival} bf16, eager)" in said
     assert f"all by {advised}.**" in README  # the first screen: a sentence, and the picture by its words
-    assert f"; llama-3.2-1b {now} and {step}, {speedup.split(' [')[0]} ({rival} bf16 {rivals}); " in README
+    shown = " → ".join(f"{float(ms):.3g}" for ms in (now, bf16, step))
+    assert f"; llama-3.2-1b {shown}, {speedup.split(' [')[0]} ({rival} bf16 {float(rivals):.3g}); " in README
+    assert f"Without FP8: te-bench bf16, one CUDA graph, {bf16} ms a step; FP8 adds " in said
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
     assert (

@@ -25,8 +25,9 @@ from te_bench.advice.decision import (
 from te_bench.advice.predict import Prediction
 from te_bench.advice.steps import extent, noisy, peak, typical
 from te_bench.advice.traps import Finding
-from te_bench.experiments.spec import Record
+from te_bench.experiments.spec import OWN_ATTENTION, Record
 from te_bench.models import rivals
+from te_bench.reports.analysis import naming
 from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
@@ -38,7 +39,7 @@ MEASURES = "A larger --budget would also measure"
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
     """What is advised and why, the most important first."""
     question = evidence.question
-    said = [_promising(evidence, decision), _use(decision), decision.why, _faster(evidence, decision)]
+    said = [_promising(evidence, decision), _use(evidence, decision), decision.why, _faster(evidence, decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
     said += [_checkpointing(evidence, decision.use)]
     said += [convergence.in_words(question, decision.use, decision.seconds)]
@@ -95,12 +96,20 @@ def _promising(evidence: Evidence, decision: Decision) -> str:
     )
 
 
-def _use(decision: Decision) -> str:
+def _use(evidence: Evidence, decision: Decision) -> str:
     if decision.undecided:
         return f"Undecided: {decision.undecided}."
     if decision.keeps:
         return f"Keep what you have, {decision.have.words()}: nothing that was measured is faster."
-    return f"Use {decision.use.words()}."
+    return f"Use {decision.use.words()}{_attention(evidence, decision.use)}."
+
+
+def _attention(evidence: Evidence, use: Choice) -> str:
+    """Which kernel computed attention, where the choice leaves that to the model or to te-bench's table."""
+    seen = {record.work.get("chosen") for record in evidence.steps.get(use, ())} - {None}
+    if use.attention != OWN_ATTENTION or len(seen) != 1 or (name := str(seen.pop())).startswith("none"):
+        return ""
+    return f", {naming.attention_name(name)}"
 
 
 def _faster(evidence: Evidence, decision: Decision) -> str:
@@ -137,7 +146,12 @@ def _without_fp8(evidence: Evidence, decision: Decision) -> str:
     have = decision.have_seconds
     if best is None or (have is not None and typical(evidence.steps[best]) >= have):
         return ""
-    return f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}."
+    said = f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}"
+    return (
+        f"{said}; FP8 adds {text.times(typical(evidence.steps[best]) / decision.seconds)}."
+        if decision.seconds
+        else f"{said}."
+    )
 
 
 def _memory(question: Question, decision: Decision) -> str:

@@ -11,6 +11,7 @@ NOTHING = "# Nothing to change."
 CHECKPOINTING = "from te_bench.models.checkpointing import checkpoint_blocks"
 CHECKPOINTED = "checkpoint_blocks(model)  # before the step is made"
 FUNCTIONAL = "import torch.nn.functional as F"
+OPTIM = ("learning_rate", "weight_decay", "grad_clip")
 WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 CLASSES = {
@@ -41,17 +42,21 @@ def code(question: Question, choice: Choice) -> list[str]:
         made[-1] += f"){move}"
     lines += made
     lines += [CHECKPOINTED] if choice.checkpointing else []
-    lines.append(f"{_step(question, choice)}  # loss = step(tokens, targets)")
-    return lines
+    *lines, step = [*lines, *_step(question, choice)]
+    return [*lines, f"{step}  # loss = step(tokens, targets)"]
 
 
-def _step(question: Question, choice: Choice) -> str:
-    """The line that makes the step."""
-    optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
+def _step(question: Question, choice: Choice) -> list[str]:
+    """The lines that make the step, with the optimizer's settings that it was timed with."""
+    settings = {name: question.problem[name] for name in OPTIM if name in question.problem}
+    settings |= {"accumulate": choice.accumulate} if choice.accumulate > 1 else {}
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     optimizer = question.optimizer_of(choice)
     how += f', optimizer="{optimizer}"' if optimizer else ""
-    return f"step = TrainStep(model, {optim}, {how})"
+    return [
+        f"optim = Optim({', '.join(f'{name}={value}' for name, value in settings.items())})  # as timed: set yours",
+        f"step = TrainStep(model, optim, {how})",
+    ]
 
 
 def _of_users(question: Question, choice: Choice) -> list[str]:
@@ -107,8 +112,8 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
         made,
         f"model = adopt(model, {', '.join(given)})  # model.module holds your weights",
         *([CHECKPOINTED] if choice.checkpointing else []),
-        _step(question, choice),
-        "loss = step(inputs, targets)  # two tensors; AdamW by Optim, in place of your loop"
+        *_step(question, choice),
+        "loss = step(inputs, targets)  # of one shape; it updates the weights"
         + (f"; targets: {_targets(question)}" if question.text else ""),
     ]
 

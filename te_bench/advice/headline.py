@@ -7,16 +7,15 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from te_bench.advice.published import Answer, choice, stored_answers
+from te_bench.advice.published import Answer, energy, stored_answers
 from te_bench.experiments.store import load, written
-from te_bench.reports.analysis.measures import of_processes
 from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.analysis.rows import identity
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, LINE, Drawing, blank, draw, legend_below, styled
 from te_bench.reports.page.embed import Headline
 
-PALE = "#d5d9de"  # of what a reader has, behind the other bars
+PALE, MIDDLE = "#d5d9de", "#8fbfe0"  # of the step in eager mode, and of te-bench's in bf16, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
 FASTER = 9  # characters of the last column
 ROW, LEGEND = 0.2, 0.75  # inches
@@ -33,23 +32,36 @@ def headline(directory: Path) -> Headline:
 
 
 def _sentence(ours: Sequence[Answer], models: int) -> str:
-    """How much faster than what users have, on what energy, how much faster than each rival, how many models have none."""
+    """How much faster than eager mode, with FP8 and without, on what energy, and how much faster than each rival."""
     faster = _between([one.speedup.value for one in ours if one.speedup])
     by = f"all by {use}" if (use := _use(ours)) else f"by {TE_BENCH}"
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
-    if energy := [100 * share for one in ours if (share := _energy(one))]:
-        between = text.span(f"{min(energy):.0f}", f"{max(energy):.0f}")
-        said += f" A step takes {between} % as much energy ({_models(len(energy))})."
-    by_rival: dict[str, list[float]] = {}
+    if plain := [one for one in ours if one.bf16 in one.seconds and one.use in one.seconds]:
+        without = _between([one.seconds[one.have] / one.seconds[one.bf16] for one in plain if one.bf16])
+        adds = _between([one.seconds[one.bf16] / one.seconds[one.use] for one in plain if one.bf16 and one.use])
+        said += f" In bf16 te-bench is {without} times as fast, and FP8 adds {adds} times ({_models(len(plain))})."
+    if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
+        between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
+        said += f" A step takes {between} % less energy ({_models(len(saved))})."
+    by_rival: dict[str, list[tuple[float, bool]]] = {}
     for one in ours:
+        assert one.speedup is not None
         for rival, over in one.over_rivals.items():
-            by_rival.setdefault(rival, []).append(over)
-    beside = [
-        f"{_between(over)} times as fast as {rival} ({_models(len(over))})" for rival, over in sorted(by_rival.items())
-    ]
+            by_rival.setdefault(rival, []).append((over, over > one.speedup.value))
+    beside = [_over(rival, models) for rival, models in sorted(by_rival.items())]
     said += f" Where a rival was timed, that is {text.listed(beside, len(beside))}." if beside else ""
+    graphs = any(step.of_others and step.mode == "compile-reduce-overhead" for one in ours for step in one.seconds)
+    said += " No rival was timed in CUDA graphs." if beside and not graphs else ""
     alone = sum(not one.over_rivals for one in ours)
     return f"{said} No rival was timed for {_models(alone)}." if alone else said
+
+
+def _over(rival: str, models: Sequence[tuple[float, bool]]) -> str:
+    """models: of each how many times as fast the advised step is, and whether the rival's is slower than eager mode's."""
+    slower = sum(slow for _, slow in models)
+    of = "" if slower == len(models) else f" for {slower}"
+    of = f"; slower than eager mode{of}" if slower else ""
+    return f"{_between([over for over, _ in models])} times as fast as {rival} ({_models(len(models))}{of})"
 
 
 def _models(number: int) -> str:
@@ -71,19 +83,6 @@ def _where(ours: Iterable[Answer]) -> str:
     journals = [load(one.folder) for one in ours if written(one.folder)]
     gpus = {identity(known).get("gpu") for journal in journals for known in journal.environments.values()}
     return "".join(f", {gpu}" for gpu in sorted(filter(None, gpus)))
-
-
-def _energy(one: Answer) -> float | None:
-    """Of the advised step, as a share of what the user's takes; None where it was not counted of both."""
-    if not written(one.folder):
-        return None
-    ran = {choice(step): step["records"] for step in one.stored["steps"]}
-    ok = {record.trial.id: record for record in load(one.folder).records.values() if record.outcome == "ok"}
-    use, have = (
-        of_processes([ok[trial] for trial in ran.get(step, ()) if trial in ok], "energy_j") if step else None
-        for step in (one.use, one.have)
-    )
-    return use / have if use and have else None
 
 
 def _between(values: Sequence[float]) -> str:
@@ -110,20 +109,25 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
             _draw(axes, bar, left, right, place)
             place += 1
         place += GAP
-    use, have = _use(ours) or "the advised step", f"what you have, {_have(ours)}"
-    legend = {COLOURS[0]: use, PALE: have}
+    use, have = _use(ours) or "the advised step", _have(ours)
+    legend = {COLOURS[0]: use}
+    if any(bars[0].bf16 for bars in shown):
+        legend[MIDDLE] = f"{TE_BENCH} bf16"
+    legend[PALE] = have
     if any(len(bars) > 1 for bars in shown):
-        legend[FAINT] = "the fastest rival that was measured, where it beats that"
+        legend[FAINT] = f"the fastest rival that was timed, where it beats {have}"
     if any(bars[0].name.endswith(ALONE) for bars in shown):
         legend["none"] = f"{ALONE} no rival was timed"
     legend_below(figure, [Patch(facecolor=colour, label=label) for colour, label in legend.items()], 1, left=True)
     alt = "; ".join("".join(bar.alt for bar in bars) for bars in shown)
-    return draw("headline", "headline", f"ms a step of {have}, and of {use}{_where(ours)}", alt, figure)
+    return draw(
+        "headline", "headline", f"ms a step of {have}, of {TE_BENCH} bf16 and of {use}{_where(ours)}", alt, figure
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bar:
-    """One bar with what stands beside it; `best`: of the advised step."""
+    """One bar with what stands beside it; `best`: of the advised step; bf16: the share that te-bench's bf16 step takes."""
 
     name: str
     share: float
@@ -131,6 +135,7 @@ class _Bar:
     faster: float
     alt: str
     best: bool = False
+    bf16: float | None = None
 
 
 def _bars(one: Answer) -> list[_Bar]:
@@ -138,16 +143,23 @@ def _bars(one: Answer) -> list[_Bar]:
     assert one.use is not None
     assert one.speedup is not None
     have, use = one.seconds[one.have], one.seconds[one.use]
-    now, advised = text.milliseconds(have), text.milliseconds(use)
+    bf16 = one.seconds[one.bf16] if one.bf16 else None
+    times = " → ".join(_milliseconds(took) for took in (have, bf16, use) if took)
     faster = one.speedup.value
-    alt = f"{one.model} {now} and {advised}, {text.times(faster)}"
+    alt = f"{one.model} {times}, {text.times(faster)}"
     name = one.model if one.over_rivals else f"{one.model}{ALONE}"
-    bars = [_Bar(name=name, share=use / have, times=f"{now} → {advised}", faster=faster, alt=alt, best=True)]
+    share = bf16 / have if bf16 else None
+    bars = [_Bar(name=name, share=use / have, times=times, faster=faster, alt=alt, best=True, bf16=share)]
     if one.best is not None and one.best != one.have:
         name, took = one.best.begins, one.seconds[one.best]
-        times = text.milliseconds(took)
+        times = _milliseconds(took)
         bars.append(_Bar(name=name, share=took / have, times=times, faster=have / took, alt=f" ({name} {times})"))
     return bars
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return them by three digits, so that bars have room: 9.87, 98.7, 987."""
+    return f"{seconds * 1e3:.{2 if seconds < 0.01 else 1 if seconds < 0.1 else 0}f}"
 
 
 def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
@@ -156,6 +168,7 @@ def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
     axes.text(0, y, bar.name, va="center", weight=weight)
     if bar.best:
         axes.barh(y, right - left, left=left, height=BAR, color=PALE)
+        axes.barh(y, (bar.bf16 or 0) * (right - left), left=left, height=BAR, color=MIDDLE)
     colour = COLOURS[0] if bar.best else FAINT
     axes.barh(y, bar.share * (right - left), left=left, height=BAR, color=colour)
     axes.text(LINE - FASTER, y, bar.times, ha="right", va="center")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from te_bench.advice.candidates import Choice
+from te_bench.experiments.store import load, written
 from te_bench.models import rivals
-from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.analysis.measures import Ratio, of_processes
 
 FIELDS = tuple(Choice.__slots__)
 
@@ -19,6 +20,7 @@ class Answer:
 
     best: the fastest measured step that needs nothing of te-bench's, which may be `have`; over: how many times as fast as it
     the advised step is. over_rivals: the same for each other project's fastest step. untimed: rivals that have no time.
+    bf16: te-bench's fastest measured step in bf16, None where none was measured.
     stored: all of advice.json, which lies in `folder`.
     """
 
@@ -30,6 +32,7 @@ class Answer:
     over: float | None
     over_rivals: Mapping[str, float]
     untimed: tuple[str, ...]
+    bf16: Choice | None
     seconds: Mapping[Choice, float]
     stored: Mapping[str, Any]
 
@@ -49,6 +52,19 @@ def stored_answers(directory: Path) -> list[Answer]:
     if not found:
         raise ValueError(f"{directory} holds no advice: give a folder of advise's folders")
     return found
+
+
+def energy(one: Answer) -> float | None:
+    """Return the advised step's joules as a share of those of the user's step; None where one was not counted."""
+    if not written(one.folder):
+        return None
+    ran = {choice(step): step["records"] for step in one.stored["steps"]}
+    ok = {record.trial.id: record for record in load(one.folder).records.values() if record.outcome == "ok"}
+    use, have = (
+        of_processes([ok[trial] for trial in ran.get(step, ()) if trial in ok], "energy_j") if step else None
+        for step in (one.use, one.have)
+    )
+    return use / have if use and have else None
 
 
 def choice(said: Mapping[str, Any]) -> Choice:
@@ -79,6 +95,7 @@ def _answer(folder: Path, stored: dict[str, Any]) -> Answer:
         if other.of_others and use in seconds
     }
     best = next(iter(over), None)
+    in_bf16 = [one for one in seconds if one.precision == "bf16" and not one.of_others]
     by_rival: dict[str, float] = {}
     for other, ratio in over.items():
         if other.begins != have.begins:
@@ -92,6 +109,7 @@ def _answer(folder: Path, stored: dict[str, Any]) -> Answer:
         over=over[best] if best else None,
         over_rivals=by_rival,
         untimed=tuple(rivals.called(name) for name in said.get("unmeasured_rivals") or ()),
+        bf16=min(in_bf16, key=lambda one: seconds[one], default=None),
         seconds=seconds,
         stored=stored,
     )

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from te_bench.advice.published import Answer, choice, stored_answers
+from te_bench.advice.published import Answer, choice, energy, stored_answers
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, filled, number, speedup, word
 
@@ -29,8 +29,10 @@ def answers(directory: Path) -> Table:
                 **({} if same else {"Advised": word(step)}),
                 "Speed-up": speedup(one.speedup),
                 "ms a step": _change(said["have_seconds"], said["seconds"], text.milliseconds),
+                "te-bench bf16, ms": number(one.seconds[one.bf16] if one.bf16 else None, text.milliseconds),
                 "Best rival, ms": _best(one),
                 "Over it": word(None) if one.over is None else Value(text=text.times(one.over), sort=one.over),
+                "Energy": number(None if (share := energy(one)) is None else share - 1, text.signed_percent),
                 "GiB": _change(said["have_memory_bytes"], said["memory_bytes"], text.gib),
                 "Tokens": Value(
                     text=f"{problem['batch']} × {problem['block']}", sort=problem["batch"] * problem["block"]
@@ -40,6 +42,7 @@ def answers(directory: Path) -> Table:
     caption = f"Advised for all {len(found)} models: {advised[0]}" if same else "What te-bench advises"
     note = (
         "ms a step and GiB: of the model in eager mode, bf16 autocast, torch's fused AdamW, then as advised. "
+        "te-bench bf16: the fastest step of te-bench's kernels without FP8. Energy: of the advised step, beside eager's. "
         "Best rival: the fastest of that, torch.compile, torchao and Liger, as many as were measured. "
         "Over it: how many times as fast the advised step is, without an interval because most rivals ran once."
     )

@@ -322,7 +322,7 @@ def test_where_no_step_fits_the_batch_is_cut_into_micro_batches_of_as_many_token
         plan.check(made)
     said = answer.terminal(evidence, found, [], "index.html")
     assert "8 micro-batches" in said
-    assert "Optim(accumulate=8)" in said
+    assert ", accumulate=8)" in said
 
 
 def test_where_one_sequence_takes_too_much_that_is_said(tmp_path: Path) -> None:

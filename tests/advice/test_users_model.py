@@ -130,7 +130,8 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
             [
                 'model = make(width=128).to("cuda")',
                 'adopt(model, recipe=recipe.DelayedScaling(), parts="all")',
-                'TrainStep(model, Optim(), precision="fp8", mode="cudagraph", optimizer="triton")',
+                "optim = Optim(learning_rate=0.0001, weight_decay=0.01, grad_clip=0.0)",
+                'TrainStep(model, optim, precision="fp8", mode="cudagraph", optimizer="triton")',
                 "loss = step(inputs, targets)",
             ],
         ),
@@ -139,7 +140,7 @@ def test_an_answer_for_it(asked: Question, tmp_path: Path) -> None:
             ["# before the optimizer is made\ncheckpoint_blocks(model)  # before the step is made\nmodel = torch.comp"],
         ),
         ({**CAPTURED, "checkpointing": True}, [ADOPTED, "checkpoint_blocks(model)", 'mode="cudagraph"']),
-        ({**CAPTURED, "accumulate": 2}, [ADOPTED, "Optim(accumulate=2)"]),
+        ({**CAPTURED, "accumulate": 2}, [ADOPTED, ", accumulate=2)"]),
     ],
 )
 def test_the_code(asked: Question, choice: dict[str, Any], wanted: list[str]) -> None:
