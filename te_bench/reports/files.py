@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and the folder of a page."""
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +23,25 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
-    """Write the files of `what`, its figures in figures/, under `out`. Raises ValueError when that cannot be written."""
+    """Write the files of `what`, its figures in figures/, under `out`. Raises ValueError when that cannot be written.
+
+    Figures that the Markdown there before linked to, and `files` has not, are deleted.
+    """
     try:
         own(out / "figures").mkdir(parents=True, exist_ok=True)
+        linked = [link for name in files if name.endswith(".md") for link in _figures_of(out / name)]
         for name, data in files.items():
             write_atomically(out / name, data)
+        for name in linked:
+            if name not in files:
+                (out / name).unlink(missing_ok=True)
+                (out / name).with_suffix(".png").unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write the {what} to {out}: {error.strerror}. Choose another --out.") from error
+
+
+def _figures_of(page: Path) -> list[str]:
+    return re.findall(r"\]\((figures/[^/()]+\.svg)\)", page.read_text(encoding="utf-8")) if page.is_file() else []
 
 
 def write_file(path: Path, data: bytes, option: str) -> None:

@@ -1,6 +1,7 @@
 import csv
 import html.parser
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -9,6 +10,7 @@ from journals import HOSTILE, baseline_cell, environment, everything, ladder_rec
 from te_bench.experiments import plan, run_options
 from te_bench.experiments.spec import Options
 from te_bench.experiments.store import Plan, Store
+from te_bench.reports.files import write_folder
 from te_bench.reports.page.render import write_report
 
 
@@ -111,6 +113,20 @@ def test_markdown_links_figures_that_exist(full):
     assert content(full, "report.md").startswith(
         "# GPT-2 124M on one GPU\n\n**Fastest: torch.compile bf16, cuDNN attention, CUDA graph: 26.1 ms"
     )
+
+
+def test_a_figure_that_is_no_longer_drawn_goes_and_a_users_own_stays(full, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(full, out)
+    links = [out / "figures" / f"{name}.{kind}" for name in ("gone", "mine") for kind in ("svg", "png")]
+    for path in links:
+        path.write_text("")
+    page = out / "report.md"
+    page.write_text(page.read_text() + "![a figure](figures/gone.svg)\n")
+    files = {str(path.relative_to(full)): path.read_bytes() for path in full.rglob("*") if path.is_file()}
+    write_folder(out, files, "report")
+    assert [path.stem for path in links if path.exists()] == ["mine", "mine"]
+    assert {str(path.relative_to(out)) for path in out.rglob("*.*")} == {*files, "figures/mine.svg", "figures/mine.png"}
 
 
 def test_records_csv_has_a_line_for_each_planned_trial(full):
