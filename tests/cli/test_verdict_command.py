@@ -164,7 +164,7 @@ def test_final_losses_alone_say_what_they_cannot_tell(judged) -> None:
         ("--baseline a.csv --candidate b.csv", "--margin: state the largest gap"),
         ("--baseline a.csv --candidate b.csv --margin 0", "margin 0.0"),
         ("--baseline a.csv --candidate b.csv --margin 0.003 --alpha 0.7", "alpha 0.7"),
-        ("--baseline nan.csv --candidate b.csv --margin 0.003", "nan.csv: the baseline itself broke, row 2"),
+        ("--baseline nan.csv --candidate b.csv --margin 0.003", "nan.csv: the baseline itself diverged, row 2"),
         ("--baseline none.csv --candidate b.csv --margin 0.003", "none.csv"),
         ("run --baseline a.csv --candidate b.csv", "not both"),
         ("empty", "journal.jsonl"),

@@ -201,7 +201,7 @@ def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
         ([1, 2], {"margin": math.inf}, "margin inf"),
         ([1, 2], {"margin": 1, "alpha": 0.5}, r"alpha 0\.5: give"),
         ([1, 2], {"margin": 1, "alpha": 0}, "alpha 0: give"),
-        ([1, 1e99], {"margin": 1}, r"control, run 2 of 2: 1e\+99 is no loss; write nan"),
+        ([1, 1e99], {"margin": 1}, r"control, run 2 of 2: 1e\+99 is not a loss; write nan"),
     ],
 )
 def test_what_cannot_be_judged_is_told(control, settings, message):
