@@ -28,7 +28,7 @@ _SHAPE = (
     "window_right",
     "documents",
 )
-_ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # what arm_name says
+_ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # settings that arm_name names
 _RANKS = ("parallel", "world", "shard", "sequence_parallel", "overlap")  # said as: ddp x4, hsdp x4 in groups of 2
 
 _KERNELS = {

@@ -176,7 +176,7 @@ def gaps(directories: Sequence[Path]) -> list[str]:
     said = [f"{directory}: the journal ends in the middle of a line, which is not read" for directory in torn]
     found = load_results(directories).rows
     if missing := sum(row.record is None for row in found):
-        lost = "not run, or lost from the journal's end; the same te-bench run again does them"
+        lost = "not run, or lost from the journal's end: run the same te-bench run command again"
         said.append(f"{missing} of {len(found)} planned trials have no record: {lost}")
     return said
 
@@ -188,7 +188,7 @@ def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: str | None = None) -> tuple[str, ...]:
     """Return how two identities differ, without the setting `apart`."""
-    found = [] if before and after else ["what machine it was is not recorded on both sides"]
+    found = [] if before and after else ["one of the two machines is not recorded"]
     for name in dict.fromkeys([*before, *after]):
         old, new = ("not recorded" if of.get(name) is None else str(of[name]) for of in (before, after))
         if name != apart and before.get(name) != after.get(name):

@@ -208,7 +208,7 @@ class Design:
             return None
         return (
             f"--seeds {self.rounds}: so short a pilot leaves {freedom} of the {FEWEST_FREEDOM} degrees of freedom that a "
-            f"spread takes; leave --seeds out for {PILOT} rounds"
+            f"spread needs; leave --seeds out for {PILOT} rounds"
         )
 
     def to_json(self) -> dict[str, Any]:

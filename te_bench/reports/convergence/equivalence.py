@@ -40,7 +40,7 @@ CLAIMS = {
     Verdict.EQUIVALENT: "within {margin:g} of the control",
     Verdict.NON_INFERIOR: "less than {margin:g} above the control",
     Verdict.INFERIOR: "more than {margin:g} above the control",
-    Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
+    Verdict.INCONCLUSIVE: "not distinguished from the margin {margin:g}",
 }
 
 
@@ -229,7 +229,7 @@ def _judged(
         reason = f"{c.verdict} on its own, not after Holm over {over} candidates: {reason}"
     if held is not verdict:
         needed = None  # more of its own seeds do not help
-        reason = f"would be {held}, but is that only where {first}, which is judged first, is too: {reason}"
+        reason = f"would be {held}, but only if {first}, which is judged first, is too: {reason}"
     return CandidateVerdict(
         verdict=verdict,
         reason=reason,

@@ -117,11 +117,11 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
     """
     curves = [*baseline.curves.values(), *candidate.curves.values()]
     if not (baseline.curves and candidate.curves):
-        return "no curves of both configurations: whether the gap had settled cannot be told from final losses"
+        return "a configuration has no curves: final losses do not show whether the gap had settled"
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         points = "1 point" if fewest == 1 else f"{fewest} points"
         other = "" if baseline.training else ", or judge a loss that was logged more often (--metric)"
-        return f"{points} a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least{other}"
+        return f"{points} a curve: too few to show whether the gap had settled; log at least {FEWEST_POINTS}{other}"
     at = _late(curves)
     move, error = _moved(at, _mean(candidate, at) - _mean(baseline, at))
     if abs(move) < margin or (baseline.training and abs(move) < SURE * error):
@@ -159,12 +159,12 @@ def note_far(arms: Matched, place: int) -> str:
 def note_unpaired(baseline: Losses, candidate: Losses) -> str:
     """Return a note that says why runs are not paired, for users who did not ask for pairs."""
     if not (baseline.seeded and candidate.seeded):
-        return "the runs are not paired, for their seeds are not named: --paired pairs row by row"
+        return "the runs are not paired, because their seeds have no names: --paired pairs them row by row"
     for one, other in ((baseline, candidate), (candidate, baseline)):
         if only := [seed for seed in one.final if seed not in other.final]:
             what = "seed " if only[0].isdecimal() else ""
-            return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
-    return "the runs are not paired, for several have one name"
+            return f"the runs are not paired, because {what}{only[0]} of {one.source} is not in {other.source}"
+    return "the runs are not paired, because several have the same name"
 
 
 def note_names(baseline: Losses, candidate: Losses) -> str | None:

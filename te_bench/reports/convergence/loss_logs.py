@@ -124,7 +124,7 @@ def _common_first(names: Sequence[str], logs: Sequence[_Log]) -> list[str]:
 def _passed_over(arm: _Arm, validated: bool) -> str | None:
     """Return a note on validation losses that are not judged: only one arm has them, or their names are unknown."""
     if validated:
-        return f"the validation loss of {arm.source} is not judged, for the other side has none"
+        return f"the validation loss of {arm.source} is not judged, because the other side has none"
     others = list(dict.fromkeys(name for log in arm.logs for name in log.series.losses if is_held_out(name)))
     return f"{arm.source} has {_listed(others)}, of which --metric judges one" if others else None
 
@@ -225,7 +225,7 @@ def _below(folder: Path, seen: set[str], others: list[Path]) -> Iterator[_Found]
     if claims:
         return
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
-        if path.name.startswith(".") or os.path.realpath(path) in seen:  # unlike resolve, silent on a loop of links
+        if path.name.startswith(".") or os.path.realpath(path) in seen:  # resolve() fails on a loop of links
             continue
         if path.is_dir():
             yield from _below(path, seen, others)

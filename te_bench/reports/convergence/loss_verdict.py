@@ -174,7 +174,7 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     size = f"{abs(gap):.2g} nat ({100 * abs(found.relative(gap)):.2g} %)"
     said = f"The candidate ends {size} {where} the baseline's {found.level:.4f} ({runs})"
     if c is None or c.interval_95 is None:
-        return f"{said}; how sure that is cannot be told."
+        return f"{said}; these runs do not show how sure that is."
     low, high = c.interval_95
     said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
     assert c.interval is not None
@@ -193,7 +193,7 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
         return f"More seeds alone do not help: {found.reason}."
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
-        return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."
+        return f"No number of seeds would distinguish this gap from the margin {c.margin:g}: it is about as large."
     if (more := few - min(c.n, c.n_control)) <= 0:
         return (
             f"{few} {each} decide it in 80 % of cases by the gap and spread as measured; these did not. Run some more."

@@ -17,7 +17,7 @@ from te_bench.reports.convergence.study import Study
 
 FEWEST_PAIRS = 3  # with 2, the standard deviation is wrong by a factor of 2 or more in two cases of five
 FEWEST_SEEDS = 3  # two pairs allow no claim, because they do not show how skewed gaps are
-ROUNDING = 0.005  # of a simulated power
+ROUNDING = 0.005  # tolerance of a simulated power
 PILOT_STEPS = 30  # three reads of the loss: the first starts the clock, the others give the time of steps
 
 

@@ -155,7 +155,7 @@ def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | Non
     measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
         return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
-    said = f"not told from the margin {c.margin:g}: {measured}"
+    said = f"not distinguished from the margin {c.margin:g}: {measured}"
     if needed is None:
         return said
     return f"{said}; {needed} rounds would show it EQUIVALENT in 80 % of cases if that is its true gap"

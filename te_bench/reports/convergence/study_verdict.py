@@ -107,7 +107,7 @@ class StudyVerdict:
         for verdict, (one, several, what) in words.items():
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
-                verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
+                verb = several if len(names) > 1 or self.study.fewer_bits else one  # "weights" is plural
                 parts.append(f"{verdict}: {_all(names)} {verb}{what}")
         if (first := self.study.primary) is not None and any(found.judgement.waits for found in self.recipes):
             parts.append(f"{first.name} is judged first, and the others pass only where it does")

@@ -21,7 +21,7 @@ from te_bench.reports.convergence.stability import overfitting
 from te_bench.reports.convergence.study import Study, StudyArm
 from te_bench.reports.convergence.study_verdict import CAUGHT, ArmVerdict, StudyVerdict
 
-MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (facts: modded-nanogpt, 0.0019)
+MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (modded-nanogpt, 0.0019)
 DECAYED = 0.1  # the learning rate must have decayed to this share of its peak
 EVALUATED_FULLY = 0.75  # of the steps; earlier evaluations of a preset with early_eval_tokens are shorter
 FEWEST_POINTS = 3

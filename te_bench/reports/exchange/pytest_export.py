@@ -21,7 +21,7 @@ from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
 from te_bench.reports.files import write_file
 
-FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
+FORMAT = "5.3.1"  # the version of pytest-benchmark that writes such JSON
 SCHEMA = 1  # of the value under "te_bench"
 FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
 _LONGEST = 1024  # characters of a benchmark's name: Bencher's limit

@@ -165,7 +165,7 @@ def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
     data = {"": "random"} if _trains(journal) else {}
     old, absent = against_the_suite(journal, plans.resolve(suite, Options(device="cuda", data=data, **options)))
     if old:
-        yield f"Not of today's suite {suite}, {_count(old)}: run today's code."
+        yield f"Today's suite {suite} does not have {_count(old)}: run today's code."
     if absent and not missing:
         yield f"The suite {suite} has no record of {_count(absent)}: run it, or give the reason with --missing."
     if missing and not absent:

@@ -40,7 +40,7 @@ Values = NDArray[np.float64]
 
 SHORTEST = 6  # values at least, to search for a change
 SMALLEST = 2  # values in a segment at least: one run is no level
-ALPHA = 0.01  # of one series
+ALPHA = 0.01  # the false-alarm rate of one series
 CONFIDENCE = 0.95
 FLOOR = 1e-3  # smallest relative noise: nobody cares about a tenth of a percent
 _GAUSSIAN = 0.9538725524  # median |x - y| of two standard normal values: sqrt(2) times the normal's upper quartile

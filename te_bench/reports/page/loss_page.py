@@ -30,7 +30,7 @@ MEANING = {
     Verdict.NON_INFERIOR: "The gap is below the margin. How far it is below 0 is not shown.",
     Verdict.INFERIOR: "The gap is shown to be above the margin.",
     Verdict.DIVERGED: "A run broke: its loss is not finite, or rose and did not come back.",
-    Verdict.INCONCLUSIVE: "That no difference was found is no proof that there is none.",
+    Verdict.INCONCLUSIVE: "Finding no difference does not prove that there is none.",
 }
 
 
@@ -79,8 +79,8 @@ def certainty(found: LossVerdict) -> Table | None:
         for price in prices(found)
     ]
     note = (
-        "The smallest margin that is shown in 80 % of cases, if there is no gap at all. The last column takes the spread's "
-        "upper bound of 80 % confidence, for the spread itself is known from these runs only."
+        "The smallest margin that is shown in 80 % of cases, if there is no gap at all. The last column uses the spread's "
+        "upper bound of 80 % confidence, because these runs only estimate the spread."
     )
     return table_of("certainty", "What more seeds would show", rows, note, text_columns=0)
 

@@ -262,9 +262,7 @@ def test_a_candidate_that_waits_for_the_primary_one_says_so_and_asks_for_no_seed
     found = judge({"a": good, "b": bad}, margin=MARGIN, primary="b")
     assert compare(*good, margin=MARGIN).verdict is Verdict.EQUIVALENT
     assert (found["a"].verdict, found["a"].seeds_needed) == (Verdict.INCONCLUSIVE, None)
-    assert found["a"].reason.startswith(
-        "would be EQUIVALENT, but is that only where b, which is judged first, is too: ends"
-    )
+    assert found["a"].reason.startswith("would be EQUIVALENT, but only if b, which is judged first, is too: ends")
     # of its own it has too few, and the first one must pass besides
     wide = arms(seed=3, sd=2 * SD)
     too_few = judge({"a": wide, "b": bad}, margin=MARGIN, primary="b")["a"]

@@ -280,7 +280,7 @@ def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
 
 def test_curves_that_tell_nothing():
     a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
-    assert why_moving(a, none, 0.003).startswith("no curves of both configurations")
+    assert why_moving(a, none, 0.003).startswith("a configuration has no curves")
     assert note_falling(none, 0.003) is None
     few = curves("B", ((0.0, 1000.0), cosine))
     assert why_moving(a, few, 0.003).startswith("2 points a curve")

@@ -65,7 +65,7 @@ def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_te
     assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
     found = judge_losses(a, b, margin=0.003)
     assert found.matched.seeds == ()
-    assert any("the runs are not paired, for seed 3 of " in note for note in found.notes)
+    assert any("the runs are not paired, because seed 3 of " in note for note in found.notes)
     assert any("which do not show overfitting" in note for note in found.notes)
 
 
@@ -239,7 +239,7 @@ def test_logs_stand_against_a_csv_of_training_losses_by_their_own(two, tmp_path)
     assert table.training
     assert logs.training
     assert logs.final["0"] == pytest.approx(2.501, abs=1e-4)
-    assert f"the validation loss of {two[1]} is not judged, for the other side has none" in logs.notes
+    assert f"the validation loss of {two[1]} is not judged, because the other side has none" in logs.notes
     judge_losses(table, logs, margin=0.003)
 
 
@@ -346,7 +346,7 @@ def test_validation_losses_that_are_not_judged_are_named(tmp_path):
     none, one = states(tmp_path / "none", rows()), states(tmp_path / "one", rows("eval_loss"))
     several = states(tmp_path / "several", rows("eval_books_loss", "eval_code_loss"))
     a, b = read_arms([one], [none])
-    assert (a.notes, b.notes) == ((f"the validation loss of {one} is not judged, for the other side has none",), ())
+    assert (a.notes, b.notes) == ((f"the validation loss of {one} is not judged, because the other side has none",), ())
     a, b = read_arms([none], [several])
     assert b.notes == (f"{several} has eval_books_loss, eval_code_loss, of which --metric judges one",)
     assert (a.training, b.training) == (True, True)

@@ -31,7 +31,7 @@ def read_lines(
             for name, pattern in patterns.items():
                 if not (hit := pattern.search(line)):
                     continue
-                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is whole
+                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is complete
                 if not line.endswith(("\n", "\r")) and number and digits < decimals[name]:
                     notes.append(f"{file.path}: the last line is torn and left out")
                     continue
