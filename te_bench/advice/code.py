@@ -46,7 +46,7 @@ def code(question: Question, choice: Choice) -> list[str]:
 
 
 def _step(question: Question, choice: Choice) -> str:
-    """Return the line that makes the step."""
+    """The line that makes the step."""
     optim = f"Optim(accumulate={choice.accumulate})" if choice.accumulate > 1 else "Optim()"
     how = f'precision="{choice.precision}", mode="{choice.mode}"'
     optimizer = question.optimizer_of(choice)

@@ -16,7 +16,7 @@ from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, LINE, Drawing, blank, draw, legend_below, styled
 from te_bench.reports.page.embed import Headline
 
-PALE = "#d5d9de"  # the bar of the user's step, behind the others
+PALE = "#d5d9de"  # of what a reader has, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
 FASTER = 9  # characters between the last two columns
 ROW, LEGEND = 0.2, 0.75  # inches
@@ -33,7 +33,7 @@ def headline(directory: Path) -> Headline:
 
 
 def _sentence(ours: Sequence[Answer], models: int) -> str:
-    """Return how much faster than the users' steps and each rival, with what energy; how many models have no rival."""
+    """How much faster than what users have, on what energy, how much faster than each rival, how many models have none."""
     faster = _between([one.speedup.value for one in ours if one.speedup])
     by = f"all by {use}" if (use := _use(ours)) else f"by {TE_BENCH}"
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
@@ -74,7 +74,7 @@ def _where(ours: Iterable[Answer]) -> str:
 
 
 def _energy(one: Answer) -> float | None:
-    """Return the energy of the advised step over that of the user's step; None if one was not measured."""
+    """Of the advised step, as a share of what the user's takes; None where it was not counted of both."""
     if not written(one.folder):
         return None
     ran = {choice(step): step["records"] for step in one.stored["steps"]}
@@ -123,7 +123,7 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bar:
-    """One bar with the text beside it; best: whether it is the advised step's."""
+    """One bar with what stands beside it; `best`: of the advised step."""
 
     name: str
     share: float

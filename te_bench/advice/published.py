@@ -15,11 +15,11 @@ FIELDS = tuple(Choice.__slots__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer for one model.
+    """One model's. have: what its user has; use: what is advised, None where that is undecided.
 
-    have: the user's step. use: the advised step, or None while undecided. best: the fastest measured step without
-    te-bench, possibly `have`. over: the advised step's speed over `best`. over_rivals: the same over each other project's
-    fastest step. untimed: rivals without a time. stored: all of advice.json in `folder`.
+    best: the fastest measured step that needs nothing of te-bench's, which may be `have`; over: how many times as fast as it
+    the advised step is. over_rivals: the same for each other project's fastest step. untimed: rivals that have no time.
+    stored: all of advice.json, which lies in `folder`.
     """
 
     folder: Path

@@ -22,7 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
-    """Write the files of `what` under `out`, its figures in figures/. Raises ValueError if a file cannot be written."""
+    """Write the files of `what`, its figures in figures/, under `out`. Raises ValueError when that cannot be written."""
     try:
         own(out / "figures").mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
