@@ -1,7 +1,7 @@
-"""Advice on a model: what decides is measured, steps are predicted, the best are verified, and a sentence says which to use.
+"""Measure and predict steps of a model, verify the fastest, and say in one sentence which to use.
 
-question = candidates.of_preset(...)    what may be chosen for a model on a device, and its trials
-advise.advise(question, ...)            survey, whole steps, parts, predictions, verification: records
+question = candidates.of_model(...)     the choices that apply to a model on a device, and their trials
+advise.Run(question, ...).gather()      survey, whole steps, parts, predictions, verification: records
 decision.decide(...)                    what the verified records say
-answer, page                            in words, in JSON, as HTML
+answer, page                            the decision in words, in JSON, as HTML
 """

@@ -1,6 +1,6 @@
-"""The order of it: survey, whole steps, the parts that decide, predictions, verification by whole steps. No torch.
+"""Answer a question in this order: survey, whole steps, deciding parts, predictions, verification by steps. No torch.
 
-Every measurement is a trial, carried out and recorded as those of any suite: what was measured before is not measured again.
+Every measurement is a trial, run and recorded like those of any suite. A measured trial is not run again.
 """
 
 import math
@@ -16,12 +16,12 @@ from te_bench.advice.steps import CLOSE, Pace, frame_of, peak, typical
 from te_bench.experiments.spec import Record, Trial
 from te_bench.reports.convergence.planning import duration
 
-SEEDS = 3  # of the winner and of what the user has, where the budget holds them
-WITH_PARTS = 1.5  # times what whole steps take: the parts that decide are timed as well
-STEPS = "steps by "  # and the words of a choice
+SEEDS = 3  # runs of the winner and of the user's step, if the budget allows
+WITH_PARTS = 1.5  # seconds of a whole answer over those of its steps: the deciding parts are timed, too
+STEPS = "steps by "  # followed by the words of a choice
 PARTS = "parts alone, on which predictions rest"
 VERIFICATION, REPETITIONS = "verification of what is predicted to be faster", "repetitions of the fastest"
-VERIFIED = 3  # choices that are verified, at least; more while a better one is predicted
+VERIFIED = 3  # choices to verify at least; more while a faster one is predicted
 MOST_VERIFIED = 6
 
 CarryOut = Callable[[Sequence[Trial]], Sequence[Record]]
@@ -29,18 +29,18 @@ Say = Callable[[str], None]
 
 
 class NothingMeasured(Exception):
-    """No step that could be advised ended ok; the message says what became of them."""
+    """No step that could be advised ended ok; the message says how each ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What was measured for a question: the survey, records of steps by choice and seed, times of parts, predictions.
+    """All that was measured for a question: the survey, steps by choice, times of parts, and predictions.
 
-    predictions: as they were before anything was verified. left_out: what there was no time for. wrong: why choices have no
-    record that counts. missing: steps that a budget of whole_s would have measured as well. waiting: what is predicted of
-    steps that were not measured, corrected by those that were, the fastest first; a budget of verified_s holds the first.
-    repeated_s: what the repetitions that are left out take, run by themselves.
-    larger: steps of more sequences that fit, by the fastest choice. again: of as many or more, by its checkpointed blocks.
+    predictions: those made before any verification. left_out: what the budget did not hold. wrong: why choices have no
+    valid record. missing: the number of steps that a budget of whole_s seconds would add. waiting: predictions of unmeasured
+    steps, corrected by the measured ones, fastest first; a budget of verified_s holds the first. repeated_s: seconds of the
+    left-out repetitions alone. larger: steps of the fastest choice with more sequences, which fit. again: steps of that
+    choice with checkpointed blocks, with the same number of sequences or more.
     """
 
     question: Question
@@ -52,8 +52,8 @@ class Evidence:
     left_out: tuple[str, ...]
     wrong: Mapping[Choice, str]
     failed: Mapping[Part, str]  # parts without a time, whose choices are not predicted
-    excluded: Mapping[Choice, float]  # by --memory: bytes
-    seconds: float  # that all took
+    excluded: Mapping[Choice, float]  # {choice that exceeds --memory: predicted bytes}
+    seconds: float  # of the whole answer
     budget_s: float
     whole_s: float
     missing: int
@@ -65,14 +65,14 @@ class Evidence:
 
     @property
     def promising(self) -> Prediction | None:
-        """The fastest step that there was no time to measure, and that is predicted to be faster than any that was."""
+        """The fastest unmeasured step, if the budget ended and it is predicted to be faster than every measured one."""
         least = min(map(typical, self.steps.values()), default=math.inf)
         found = (waiting for waiting in self.waiting if waiting.seconds + waiting.bound_s < least)
         return next(found, None) if VERIFICATION in self.left_out else None
 
 
 class Run:
-    """One question being answered, within a budget of seconds."""
+    """Answers one question within a budget of seconds."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class Run:
         *,
         budget_s: float,
         memory: float | None,
-        room: float | None = None,  # bytes that there are
-        known: Collection[str] = (),  # ids of trials that ended before, and cost nothing
+        room: float | None = None,  # bytes of memory that exist
+        known: Collection[str] = (),  # ids of trials that ended in an earlier run, and take no time
         say: Say = print,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -97,14 +97,14 @@ class Run:
         self.steps: dict[Choice, list[Record]] = {}
         self.wrong: dict[Choice, str] = {}
         self.failed: dict[Part, str] = {}
-        self.left_out: dict[str, list[Trial]] = {}  # what there was no time for, in words, and its trials
+        self.left_out: dict[str, list[Trial]] = {}  # {what the budget did not hold: its trials}
 
     @property
     def left_s(self) -> float:
         return self.budget_s - (self.clock() - self.started)
 
     def gather(self) -> Evidence:
-        """Raises NothingMeasured where not even a step of the model as it is can be looked at, or none ended ok."""
+        """Return all evidence. Raises NothingMeasured if the survey fails or no step ends ok."""
         if self.budget_s:
             self._announce()
         made, survey = self._survey()
@@ -116,13 +116,13 @@ class Run:
         predictions: dict[Choice, Prediction] = {}
 
         def further(reserve: float, *, repeated: bool = False, first: bool = False) -> None:
-            """Parts beside the reserve, and the verification of what they make predictable."""
+            """Time parts, leave `reserve` seconds of the budget, and verify what can be predicted."""
             times.update(self._parts(made, reserve, first=first))
             predictions.update(self._predictions(made, times) | predictions)
             self._verify(predictions, repeated=repeated, first=first)
 
         further(VERIFIED * self._verification() + self.repetitions(self._fastest()), repeated=True)
-        if self.left_out:  # one alternative, and the most promising prediction verified, come before repetitions
+        if self.left_out:  # first measure one alternative and verify the best prediction; then repeat
             if len(self.steps) < 2:
                 self._spend(1)
             if not self._verified(predictions):
@@ -162,25 +162,25 @@ class Run:
         )
 
     def _short_of_memory(self) -> bool:
-        """Whether a smaller step may be the answer: one was too large, or something ended for want of memory."""
+        """Whether a smaller step may be the answer: a step was too large, or a trial ran out of memory."""
         return bool(self.steps) or any(why.startswith("oom") or "SIGKILL" in why for why in self.wrong.values())
 
     def _reasons(self) -> list[str]:
-        """Why steps have no record that counts, each once: with the first log that tells it."""
+        """Return each reason why a step has no valid record once, with the first log that shows it."""
         found: dict[str, str] = {}
         for why in self.wrong.values():
             found.setdefault(why.partition("; see logs/")[0], why)
         return list(found.values())
 
     def _announce(self) -> None:
-        """Before anything starts: how many trials, and about how long."""
+        """Say before the first trial how many trials there are, and about how long they take."""
         q = self.question
         steps = [q.trial(frame) for frame in q.frames] + [q.trial(q.have)] * VERIFIED
         steps += [q.trial(q.have, seed) for seed in range(1, SEEDS)] * 2
         expected = self._expected([q.survey(), *steps]) * WITH_PARTS
         said = f"{q.title} on {q.device}: {len(q.choices)} combinations. "
         about = f"about {duration(expected)} if the model is small"
-        if q.survey().id in self.known:  # how much of the rest is known, only the predictions will tell
+        if q.survey().id in self.known:  # which other trials are known follows from the predictions
             self.say(
                 f"{said}What was measured before takes no time; --budget allows {duration(self.budget_s)} for the rest."
             )
@@ -204,7 +204,7 @@ class Run:
         return [self.records[trial.id] for trial in trials]
 
     def step(self, choices: Sequence[tuple[Choice, int]]) -> None:
-        """Whole steps by (choice, seed)."""
+        """Measure whole steps by (choice, seed)."""
         for (choice, _), record in zip(
             choices, self.do([self.question.trial(choice, seed) for choice, seed in choices]), strict=True
         ):
@@ -215,11 +215,11 @@ class Run:
                 self.wrong[choice] = f"{record.outcome}: {record.reason}"
 
     def _expected(self, trials: Iterable[Trial]) -> float:
-        """Seconds that they take; those that have ended before take none."""
+        """Return the seconds that the trials take; those that have ended take none."""
         return self.pace.expected(trial for trial in trials if trial.id not in self.known)
 
     def affordable(self, trials: Sequence[Trial], reserve: float = 0.0) -> int:
-        """How many of them, from the first on, the budget holds beside the reserve; it holds all that ended before."""
+        """Return how many of the first trials fit into the budget less the reserve; trials that have ended always fit."""
         for number, trial in enumerate(trials):
             if trial.id not in self.known and self._expected(trials[: number + 1]) > self.left_s - reserve:
                 return number
@@ -229,11 +229,11 @@ class Run:
         return min(self.steps, key=lambda choice: typical(self.steps[choice]), default=self.question.have)
 
     def _verification(self) -> float:
-        """Seconds of one more step like the fastest."""
+        """Return the seconds of one more step like the fastest."""
         return self.pace.expected([self.question.trial(self._fastest())])
 
     def repetitions(self, choice: Choice) -> float:
-        """Seconds that it takes to run a choice and what the user has again, without which there is no interval."""
+        """Return the seconds to repeat a choice and the user's step; an interval needs both."""
         again = [self.question.trial(c, seed) for seed in range(1, SEEDS) for c in (self.question.have, choice)]
         return self._expected(again)
 
@@ -250,7 +250,7 @@ class Run:
         return Made.of(record.work, share), record
 
     def _whole_steps(self) -> None:
-        """What the user has whatever the budget; then the other frames, as far as it holds them."""
+        """Measure the user's step whatever the budget; then the other frames, as far as the budget holds them."""
         frames = self.question.frames
         self.step([(frames[0], 0)])
         for frame in frames[1:]:
@@ -265,7 +265,7 @@ class Run:
             self.step([(frame, 0)])
 
     def _spend(self, most: int | None = None) -> None:
-        """What is left of the budget, on a step of each mode that was left out while repetitions were to come."""
+        """Spend the rest of the budget on one step of each mode that was left out in favour of repetitions."""
         for frame in self.question.frames[1:]:
             words, trial = f"{STEPS}{frame.words()}", self.question.trial(frame)
             if words in self.left_out and self.affordable([trial]) and most != 0:
@@ -274,7 +274,7 @@ class Run:
                 most = None if most is None else most - 1
 
     def _parts(self, made: Made, reserve: float, *, first: bool) -> dict[Part, PartTime]:
-        """Those that decide, as far as the budget holds them beside the reserve; first: of one promising choice alone."""
+        """Time the deciding parts, as far as the budget less the reserve holds; first: only those of one choice."""
         q = self.question
         ahead, others = self._deciding(made)
         wanted = ahead if first else [*ahead, *others]
@@ -283,7 +283,7 @@ class Run:
         wanted = [*known, *(part for part in wanted if part not in known)]
         trials = [parts.trial(q, part) for part in wanted]
         records = self.do(trials[:many])
-        while more := self.affordable(trials[many:], reserve):  # they may take less than the first was thought to
+        while more := self.affordable(trials[many:], reserve):  # parts may take less time than expected
             records += self.do(trials[many : many + more])
             many += more
         left = [trial for p in (*ahead, *others) if (trial := parts.trial(q, p)).id not in self.known]
@@ -299,7 +299,7 @@ class Run:
         return found
 
     def _deciding(self, made: Made) -> tuple[list[Part], list[Part]]:
-        """The parts of one promising choice that the fastest measured step may become, and all others that decide."""
+        """Return the parts of the most promising choice beside the fastest measured step, and all others that decide."""
         q = self.question
         ahead = parts.differing(q, made, q.hopeful(q.frame(self._fastest())) or q.have)
         deciding = parts.deciding(q, made, [choice for choice in q.choices if q.frame(choice) in self.steps])
@@ -311,7 +311,7 @@ class Run:
         return {choice: prediction for choice, prediction in found.items() if prediction is not None}
 
     def _waiting(self, predictions: Mapping[Choice, Prediction]) -> list[Prediction]:
-        """Predictions of steps that may yet be measured, corrected by those that were, the fastest first."""
+        """Return the predictions of unmeasured steps, corrected by the measured ones, fastest first."""
         times = predict.corrections(predictions, {choice: typical(runs) for choice, runs in self.steps.items()})
         waiting = [
             replace(prediction, seconds=prediction.seconds * times.get(predict.kind(prediction.choice), 1.0))
@@ -321,13 +321,14 @@ class Run:
         return sorted(waiting, key=lambda prediction: prediction.seconds)
 
     def _verified(self, predictions: Mapping[Choice, Prediction]) -> int:
-        """How many steps were measured that had been predicted."""
+        """Return how many predicted steps have been measured."""
         return sum(choice in predictions and choice not in self.question.frames for choice in self.steps)
 
     def _verify(self, predictions: Mapping[Choice, Prediction], *, repeated: bool, first: bool) -> None:
-        """Whole steps of the best as they are predicted, each prediction corrected by those before it.
+        """Measure the steps with the best predictions; each result corrects the predictions that follow.
 
-        repeated: only as far as the budget holds repetitions, too. first: one alone, whose gain exceeds its bound.
+        repeated: keep enough of the budget for repetitions. first: measure one step only, and only if its predicted gain
+        exceeds its bound.
         """
         self.left_out.pop(VERIFICATION, None)
         for number in range(self._verified(predictions), MOST_VERIFIED):
@@ -354,7 +355,10 @@ class Run:
         return self.memory is None or memory is None or memory <= self.memory
 
     def _repeat(self) -> None:
-        """The fastest, those close to it and what the user has, in turn, with more seeds; of others what ended before."""
+        """Repeat the fastest step, those close to it and the user's step, in turn, with more seeds.
+
+        Of other steps, read the repetitions that have ended.
+        """
         q = self.question
         again = [(choice, seed) for choice in self.steps for seed in range(1, SEEDS)]
         self.step([one for one in again if q.trial(*one).id in self.known])
@@ -367,7 +371,7 @@ class Run:
         chosen = list(dict.fromkeys([*close, *have]))
         if len(chosen) == 1:
             chosen += [choice for choice in ordered if choice not in chosen][:1]
-        if len(chosen) == 1:  # nothing to compare it with
+        if len(chosen) == 1:  # no other step to compare with
             if self.left_out:
                 self.left_out[REPETITIONS] = [q.trial(chosen[0], seed) for seed in range(1, SEEDS)] * 2
             return

@@ -1,4 +1,7 @@
-"""The answer in words, at most LINES lines on a terminal, and as JSON whose every number names its records. No torch."""
+"""Put the answer into words, at most LINES lines on a terminal, and into JSON that names the records of each number.
+
+No torch.
+"""
 
 import math
 import textwrap
@@ -37,7 +40,7 @@ MEASURES = "A larger --budget would also measure"
 
 
 def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> list[str]:
-    """What is advised and why, the most important first."""
+    """Return what is advised and why, the most important first."""
     question = evidence.question
     said = [_promising(evidence, decision), _use(evidence, decision), decision.why, _faster(evidence, decision)]
     said += [" ".join(filter(None, [_memory(question, decision), _predicted(evidence, decision.use)]))]
@@ -52,13 +55,13 @@ def sentences(evidence: Evidence, decision: Decision, findings: Sequence[Finding
         alike = "; or ".join(choice.beside(decision.use) for choice in decision.tied)
         said += [f"Not distinguished from it: {alike}."]
     if evidence.left_out:
-        budgeted = "--budget" in decision.why  # which says how large a one
+        budgeted = "--budget" in decision.why  # then `why` names the budget that is needed
         said += [f"{'No time for' if budgeted else MEASURES}: {_named(evidence.left_out)}."]
     return [sentence for sentence in said if sentence]
 
 
 def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding], page: str) -> str:
-    """The sentences and the code in LINES lines; what is too long for that is on the page, as is the end of the last one."""
+    """Return the sentences and the code in LINES lines; the page holds what is too long, and the last sentence's end."""
     copied = code(evidence.question, decision.use)
     unknown = decision.undecided and copied == [NOTHING]
     lines = [] if unknown else [f"    {line}" for line in copied]
@@ -77,14 +80,14 @@ def terminal(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
 
 
 def _named(left_out: Sequence[str]) -> str:
-    """Every one by its name: steps by torch.compile bf16; te-bench bf16, torch.compile; a larger batch."""
+    """Return all names in one line: steps by torch.compile bf16; te-bench bf16, torch.compile; a larger batch."""
     steps = [words.removeprefix(STEPS) for words in left_out if words.startswith(STEPS)]
     others = [words for words in left_out if not words.startswith(STEPS)]
     return "; ".join([STEPS + "; ".join(steps), *others] if steps else others)
 
 
 def _promising(evidence: Evidence, decision: Decision) -> str:
-    """The step that there was no time to measure, where its prediction promises more than any that was."""
+    """Return a sentence about the unmeasured step with the best prediction, if it beats every measured step."""
     promised = evidence.promising
     if promised is None:
         return ""
@@ -127,7 +130,7 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
 
 
 def unmeasured_rivals(evidence: Evidence) -> list[str]:
-    """Rivals that could train the model, torch.compile among them, and have no time."""
+    """Return the rivals without a time that could train the model, torch.compile among them."""
     cannot = {choice for choice, reason in evidence.wrong.items() if reason.startswith("unsupported")}
     told: dict[str, bool] = {}
     for choice in evidence.question.frames:
@@ -138,7 +141,7 @@ def unmeasured_rivals(evidence: Evidence) -> list[str]:
 
 
 def _without_fp8(evidence: Evidence, decision: Decision) -> str:
-    """The fastest step that asks nothing of FP8, beside an advised one that does."""
+    """Return a sentence about the fastest step without FP8, if the advised step uses FP8."""
     if decision.use.recipe is None or decision.undecided or decision.keeps:
         return ""
     plain = [choice for choice in evidence.steps if choice.precision == "bf16" and choice != decision.have]
@@ -169,7 +172,7 @@ def _predicted(evidence: Evidence, choice: Choice) -> str:
 
 
 def _larger(evidence: Evidence, use: Choice) -> str:
-    """The larger batch that is the fastest per token, of those that were measured."""
+    """Return a sentence about the measured larger batch that is fastest per token."""
     of_use = (one for one in larger_batches(evidence) if replace(one.choice, checkpointing=use.checkpointing) == use)
     best = next(of_use, None)
     if best is None:
@@ -181,7 +184,7 @@ def _larger(evidence: Evidence, use: Choice) -> str:
 
 
 def _checkpointing(evidence: Evidence, use: Choice) -> str:
-    """What checkpointed blocks save and cost: of the step that is advised, else of the one that was measured with them."""
+    """Return what checkpointed blocks save and cost in the advised step, else in the measured step that has them."""
     others = [choice for choice in evidence.steps if choice.checkpointing and choice.accumulate < use.accumulate]
     if others and not use.checkpointing:
         records = evidence.steps[min(others, key=lambda choice: peak(evidence.steps[choice]) or math.inf)]
@@ -197,7 +200,7 @@ def _checkpointing(evidence: Evidence, use: Choice) -> str:
 
 
 def saved_in_words(paid: Paid) -> str:
-    """Checkpointed blocks save 12.1 of 43.9 GiB and cost 28.0 % more time."""
+    """Return for example: Checkpointed blocks save 12.1 of 43.9 GiB and cost 28.0 % more time."""
     cost = f"{text.percent(paid.slower - 1)} more time" if paid.slower > AS_FAST else "no time that shows"
     saved = ""
     if paid.memory is not None:
@@ -210,7 +213,7 @@ def saved_in_words(paid: Paid) -> str:
 
 
 def measured_in_words(records: Sequence[Record]) -> str:
-    """251 ms a step (3 runs: 95 to 564): the range where it says more than the mean."""
+    """Return for example: 251 ms a step (3 runs: 95 to 564). Only noisy steps have the range."""
     said = f"{text.milliseconds(typical(records))} ms a step"
     if not noisy(records):
         return said
@@ -219,7 +222,7 @@ def measured_in_words(records: Sequence[Record]) -> str:
 
 
 def to_json(evidence: Evidence, decision: Decision, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Everything that was found; `records` are trial ids of the journal beside it."""
+    """Return everything that was found; `records` are trial ids of the journal in the same folder."""
     question = evidence.question
     return {
         "question": {"model": question.model, "device": question.device, "problem": dict(question.problem)},

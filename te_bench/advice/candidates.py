@@ -1,4 +1,4 @@
-"""What a model could be trained with on a device: every choice that applies, and the trial that measures it. No torch."""
+"""List every choice that applies to a model on a device, and make the trial that measures a choice. No torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from te_bench.reports.analysis import naming
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 OPTIMIZER = "triton"  # of te-bench's own steps
 COMPILED = ("compile", "compile-reduce-overhead")
-LENGTH = 1024  # tokens of a sequence of a user's model, where neither it nor --tokens says
-#: Recipes in the order in which they are measured where the budget has no room for all.
+LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
+#: Recipes in the order of measurement; the budget may not hold all.
 DELAYED = "delayed_scaling"  # the recipe whose scales are known before a cast
 RECIPES = (DELAYED, "float8_current_scaling", "rowwise_scaling", "float8_block_scaling")
-OURS = ("gluon", "triton")  # attention kernels of te-bench's
-#: On a GPU every attention that trains, the most promising first; on a CPU what it has kernels for.
+OURS = ("gluon", "triton")  # te-bench's attention kernels
+#: On a GPU every attention that trains, the most promising first; on a CPU those that it has kernels for.
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
 _MODES = {
     "eager": "eager",
@@ -34,11 +34,12 @@ _MODES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How a model is trained. fused: blocks and optimizer of te-bench; padded: the vocabulary, to a multiple of 64.
+    """One way to train a model.
 
-    accumulate: micro-batches that the batch is cut into. parts: those of te.convert, of a user's model. rival: another
-    project that trains it, whose arithmetic `recipe` is. checkpointing: its blocks keep their inputs alone, and compute
-    again in the backward pass.
+    fused: te-bench's blocks and optimizer. padded: the vocabulary is padded to a multiple of 64. accumulate: the number of
+    micro-batches that the batch is cut into. parts: te.convert's parts for a user's model. rival: another project that
+    trains the model, with the arithmetic of `recipe`. checkpointing: blocks keep only their inputs, and recompute the rest
+    in the backward pass.
     """
 
     attention: str
@@ -54,23 +55,23 @@ class Choice:
     checkpointing: bool = False
 
     def changes(self, have: "Choice") -> int:
-        """In how many settings it differs from what the user has: how much there is to change, and to go wrong."""
+        """Return in how many settings this choice differs from the user's."""
         return sum(getattr(self, f.name) != getattr(have, f.name) for f in dataclasses.fields(self))
 
     @property
     def of_others(self) -> bool:
-        """Whether it needs nothing of te-bench's: PyTorch alone, or a rival."""
+        """Whether the choice needs nothing of te-bench: PyTorch alone, or a rival."""
         return self.rival is not None or not (self._ours or self.padded or self.mode not in ("eager", *COMPILED))
 
     @property
     def begins(self) -> str:
-        """Whose step it is and its precision: te-bench FP8, PyTorch eager bf16, Liger bf16."""
+        """The step's project and precision: te-bench FP8, PyTorch eager bf16, Liger bf16."""
         theirs = naming.EAGER if self.mode == "eager" else naming.COMPILED
         whose = rivals.called(self.rival) if self.rival else naming.TE_BENCH if self._ours else theirs
         return f"{whose} {'FP8' if self.recipe else self.precision}"
 
     def beside(self, other: "Choice") -> str:
-        """It in words beside another: the same with rowwise scaling, no padded vocabulary."""
+        """Return the choice in words beside another: the same with rowwise scaling, no padded vocabulary."""
         if self.begins != other.begins:
             return self.words()
         mine, theirs = self._details(), other._details()
@@ -79,7 +80,7 @@ class Choice:
         return f"the same with {', '.join(differs)}"
 
     def words(self) -> str:
-        """It by plain names, as reports have them: te-bench FP8, delayed scaling, one CUDA graph."""
+        """Return the choice by the plain names of reports: te-bench FP8, delayed scaling, one CUDA graph."""
         return ", ".join(filter(None, (self.begins, *self._details().values())))
 
     @property
@@ -87,11 +88,11 @@ class Choice:
         return bool(self.recipe or self.head or self.fused or self.parts or self.attention in OURS)
 
     def _details(self) -> dict[str, str]:
-        """By setting what `begins` does not tell of it; "" for what needs no word."""
+        """Return {setting: words} for what `begins` does not say; "" for a setting that needs no word."""
         mode = _MODES[self.mode]
         if not (self.rival or self._ours):  # `begins` names the mode
             mode = mode.removeprefix(naming.COMPILED if self.mode in COMPILED else "eager").strip()
-        converted = self.recipe and not (self.rival or self.parts)  # its Linears alone, beside te-bench's attention
+        converted = self.recipe and not (self.rival or self.parts)  # only Linears are converted, and attention is named
         silent = self.attention == OWN_ATTENTION and not converted
         return {
             "recipe": "" if self.rival else naming.recipe_name(self.recipe),
@@ -107,12 +108,12 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A model on a device, and what may be chosen for it.
+    """A model on a device, and the choices for it.
 
-    problem: the settings that its steps share. have: what the user is taken to have, the model as it is in eager bf16.
-    said: what the command line says of the model; given: its --model; cls: its class, of a user's. preset: it is
-    te-bench's own. left_out: choices that do not apply, each with the reason. optimizer: of captured steps with
-    te.convert's parts, of kernels.adamw; None: torch's fused AdamW, which all other steps of a user's model have.
+    problem: the settings that all steps share. have: the user's assumed step, the unchanged model in eager bf16. said: the
+    command line's options about the model. given: its --model. cls: the class of a user's model. preset: whether the model
+    is te-bench's own. left_out: {choice that does not apply: the reason}. optimizer: the name in kernels.adamw for captured
+    steps with te.convert's parts, or None for torch's fused AdamW; all other steps of a user's model have torch's.
     """
 
     model: str
@@ -127,20 +128,21 @@ class Question:
     given: str = ""
     cls: str = ""
     preset: bool = True
-    text: bool = True  # it learns from text
-    logits: bool = False  # a user's takes tokens alone and returns logits
+    text: bool = True  # the model learns from text
+    logits: bool = False  # a user's model takes only tokens and returns logits
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     optimizer: str | None = OPTIMIZER
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of one step."""
         return int(self.problem["batch"] * self.problem["block"])
 
     def frame(self, choice: Choice) -> Choice:
-        """The step that is measured whole in its place: of the same mode and blocks, with the model's own parts in bf16.
+        """Return the frame of a choice: the step that is measured whole, from which the choice's step is predicted.
 
-        A rival's step is measured whole itself: of what it is made is not asked.
+        A frame has the choice's mode and blocks, with the model's own attention and head in bf16. A rival's step is its own
+        frame, because te-bench does not look at its parts.
         """
         if choice.rival:
             return choice
@@ -156,13 +158,14 @@ class Question:
 
     @property
     def frames(self) -> tuple[Choice, ...]:
-        """Every step that is measured whole, what the user has first."""
+        """All steps that are measured whole, the user's first."""
         return tuple(dict.fromkeys(map(self.frame, self.choices)))
 
     def hopeful(self, frame: Choice) -> Choice | None:
-        """Of the choices whose whole step that one is, what is likeliest to be faster; None where there is none.
+        """Return the most promising choice whose frame is `frame`, or None if there is none.
 
-        Another attention and, where it is not emulated, a recipe, the first of their lists; a head in chunks.
+        It has the first other attention and the first recipe of their lists (no recipe on a CPU, which emulates FP8), and a
+        chunked head.
         """
         attentions = [name for name in ATTENTIONS[self.device] if name != self.have.attention]
         recipes = RECIPES if self.device == "cuda" else (None,)
@@ -175,9 +178,9 @@ class Question:
         return min(others, key=place, default=None)
 
     def checkpointed(self, choice: Choice) -> Choice | None:
-        """The same with checkpointed blocks; None where it has them, or has none that could be.
+        """Return the choice with checkpointed blocks; None if it has them, or cannot have them.
 
-        Those are fused ones, a rival's own, and blocks in torch.compile's own CUDA graphs, which overwrite what they keep.
+        Fused blocks cannot, nor a rival's own, nor blocks in torch.compile's CUDA graphs, which overwrite what is kept.
         """
         own = choice.fused or (choice.rival is not None and rivals.load(choice.rival).own_blocks)
         if choice.checkpointing or own or choice.mode == "compile-reduce-overhead":
@@ -185,13 +188,13 @@ class Question:
         return dataclasses.replace(choice, checkpointing=True)
 
     def optimizer_of(self, choice: Choice) -> str | None:
-        """Of kernels.adamw, where te-bench makes the whole step; None: torch's fused AdamW."""
+        """Return the optimizer's name in kernels.adamw if te-bench makes the whole step; None: torch's fused AdamW."""
         if choice.fused:
             return OPTIMIZER
         return self.optimizer if choice.parts and choice.mode == "cudagraph" else None
 
     def trial(self, choice: Choice, seed: int = 0) -> Trial:
-        """A training step by that choice."""
+        """Return the trial of a training step by the choice."""
         settings: Settings = {**self.problem}
         if self.preset:
             settings |= {"vocab": self.vocab, "padded_vocab": self.padded_vocab if choice.padded else self.vocab}
@@ -215,29 +218,29 @@ class Question:
         )
 
     def survey(self, share: int = 1, *, checkpointing: bool = False) -> Trial:
-        """What a step of the model as it is is made of; share: of so many equal parts of the batch, one."""
+        """Return the trial that surveys the unchanged model's step, on one of `share` equal parts of the batch."""
         choice = dataclasses.replace(self.have, checkpointing=checkpointing)
         return dataclasses.replace(self.of_batch(choice, self.batch // share), workload="survey", protocol="once")
 
     def of_batch(self, choice: Choice, batch: int) -> Trial:
-        """A training step by that choice on another number of sequences."""
+        """Return the trial of a training step by the choice on `batch` sequences."""
         trial = self.trial(choice)
         return trial.with_(batch=batch)
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences of one step."""
         return int(self.problem["batch"])
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Into how many equal micro-batches its batch may be cut: by doubling, and at last one sequence each."""
+        """The numbers of equal micro-batches to try: doubling, and last one sequence each."""
         doubled = (2**k for k in range(1, self.batch.bit_length()))
         return tuple(dict.fromkeys(n for n in (*doubled, self.batch) if n > 1 and self.batch % n == 0))
 
 
 def of_model(options: Options, capability: tuple[int, int] | None) -> Question:
-    """The question of the model that --model names: te-bench's own, or a user's. Raises ValueError for none of them."""
+    """Return the question for --model: te-bench's own model, or a user's. Raises ValueError if it is neither."""
     own = adoptee(options)
     return _of_preset(options, capability) if own is None else _of_users(options, own, capability)
 
@@ -250,7 +253,7 @@ def _sized(options: Options, block: int) -> Settings:
 
 
 def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None) -> Question:
-    """A model that te-bench knows nothing of: its own attention and the kernels of SDPA, recipes by te.convert, modes."""
+    """Return the question for a user's model: its own attention and SDPA's kernels, te.convert's recipes, and modes."""
     cuda = options.device == "cuda"
     problem = {**_sized(options, LENGTH), **own.source.settings}
     vocab = own.facts.vocab
@@ -264,10 +267,10 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     recipes = _recipes(options.device, capability, left_out)
     attentions = [OWN_ATTENTION, *(name for name in pinned if suite_trials.can_hold(options, name, problem))]
     choices = _choices(have, attentions, recipes, heads=(None,), cuda=cuda, fusable=False, pads=False)
-    # Attention is then te-bench's own, and a head in FP8 goes with a recipe.
+    # With parts, attention is te-bench's own, and a recipe brings a head in FP8.
     own_attention = [choice for choice in choices if choice.attention == OWN_ATTENTION and choice.precision != "fp32"]
     choices += [dataclasses.replace(choice, parts=ALL) for choice in own_attention]
-    # A graph waits for no Python. Of transformers' own attention it would hold a mask, which costs the fast kernel.
+    # A graph does not wait for Python. With transformers' own attention it would hold a mask, and lose the fast kernel.
     eager = [choice for choice in own_attention if choice.mode == "eager"] if cuda else []
     choices += [dataclasses.replace(choice, parts=ALL, mode="cudagraph") for choice in eager]
     choices += _of_rivals() if cuda else []
@@ -292,8 +295,8 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
 
 
 def _of_rivals() -> list[Choice]:
-    """Other projects' steps of a user's model, each as its users train."""
-    order = (None, *RECIPES)  # tensorwise scaling, the fastest of torchao's, while the budget lasts
+    """Return the rivals' steps of a user's model, each as the rival's users train."""
+    order = (None, *RECIPES)  # of the budget, tensorwise scaling comes first: torchao's fastest
     adopting = sorted(
         ((name, rivals.load(name)) for name in rivals.adopting()), key=lambda one: order.index(one[1].recipe)
     )
@@ -310,7 +313,7 @@ def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question
     cuda = options.device == "cuda"
     problem = _sized(options, config.block_size)
     dropout, vocab = config.dropout, config.vocab_size
-    # SDPA's own choice on an NVIDIA GPU; on a CPU its flash kernel has no dropout.
+    # The user's kernel is what SDPA chooses on an NVIDIA GPU. On a CPU SDPA's flash kernel has no dropout.
     have = Choice(attention="manual" if dropout and not cuda else "flash")
     padded = -(-vocab // suite_trials.MULTIPLE) * suite_trials.MULTIPLE
     fusable = cuda and not dropout
@@ -337,7 +340,7 @@ def _of_preset(options: Options, capability: tuple[int, int] | None) -> Question
 
 
 def _recipes(device: str, capability: tuple[int, int] | None, left_out: dict[str, str]) -> list[str]:
-    """The recipes that are worth measuring there; a CPU emulates FP8, and one shows that."""
+    """Return the recipes to measure there. A CPU emulates FP8, so one recipe is enough."""
     if device == "cpu":
         left_out["other recipes"] = f"a CPU emulates FP8, as {RECIPES[1]} shows"
         return [RECIPES[1]]
@@ -358,7 +361,7 @@ def _choices(
     fusable: bool,
     pads: bool,
 ) -> list[Choice]:
-    """Each combination once, what the user has first."""
+    """Return each combination once, the user's first."""
     modes = ("eager", *COMPILED) if cuda else ("eager", "compile")
     precisions: list[dict[str, Any]] = [{}, *({"precision": "fp8", "recipe": name} for name in dict.fromkeys(recipes))]
     widths = (False, True) if pads else (False,)
@@ -384,16 +387,17 @@ def _choices(
 
 
 def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
-    """What the user has, then by mode, as whole steps are measured while the budget lasts; rivals before te.convert's parts.
+    """Return choices in the order of measurement: the user's, then by mode; rivals before te.convert's parts.
 
-    A captured step waits for no Python, which an eager one of many kernels may; those that compile take a minute each.
+    Captured steps come first, because they do not wait for Python, unlike eager steps of many kernels. Compiled steps come
+    last, because each takes a minute to compile.
     """
     modes = ("cudagraph", "eager", *COMPILED)
     return sorted(choices, key=lambda c: (c != have, modes.index(c.mode), c.parts is not None))
 
 
 def alone(question: Question, workload: str, problem: Settings, **more: Any) -> Trial:
-    """A trial of one part of a step."""
+    """Return the trial of one part of a step."""
     fields: dict[str, Any] = {"attention": NO_ATTENTION, "protocol": "kernel", **more}
     threads = {name: value for name, value in question.problem.items() if name == "threads"}
     return Trial(workload=workload, device=question.device, problem={**threads, **problem}, **fields)

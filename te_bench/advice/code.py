@@ -1,4 +1,4 @@
-"""The lines that make a training step what is advised. No torch."""
+"""Write the lines of Python that make a user's training step the advised one. No torch."""
 
 import json
 import textwrap
@@ -23,7 +23,7 @@ CLASSES = {
 
 
 def code(question: Question, choice: Choice) -> list[str]:
-    """Python, with its imports, from the model to the loss of a batch, which the user draws."""
+    """Return lines of Python, with imports, from the model to the loss of a batch, which the user draws."""
     if not question.preset:
         return [NOTHING] if choice == question.have else _of_users(question, choice)
     options = [f'attention="{choice.attention}"']
@@ -99,7 +99,7 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
 
 
 def _captured(question: Question, choice: Choice, imports: list[str], made: str, options: list[str]) -> list[str]:
-    """A whole step of a user's model in one CUDA graph, with its optimizer. options: te.convert's after the model."""
+    """Return the lines for a user's model and its optimizer in one CUDA graph; options: te.convert's after the model."""
     judge = str(question.problem.get("loss") or "").rpartition(":")[2]
     given = [f"recipe={options[0]}", *options[1:]] if choice.recipe else options
     given += [f"loss={judge}"] if judge else []
@@ -119,13 +119,13 @@ def _captured(question: Question, choice: Choice, imports: list[str], made: str,
 
 
 def _targets(question: Question) -> str:
-    """What adopt's language models learn, by its class."""
+    """Return what adopt's language models learn, by the class of the model."""
     words = {"ForMaskedLM": "hidden tokens, -100 elsewhere", "ForConditionalGeneration": "labels"}
     return next((said for ending, said in words.items() if question.cls.endswith(ending)), "the next tokens")
 
 
 def _model(question: Question, choice: Choice) -> tuple[list[str], str, str]:
-    """Imports, the line that makes the model, and the one that computes a loss, by what the command line says."""
+    """Return the imports, the line that makes the model, and the line that computes its loss, as the command line says."""
     problem = question.problem
     move = '.to("cuda")' if question.device == "cuda" else ""
     judge = str(problem.get("loss") or "").partition(":")

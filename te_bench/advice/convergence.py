@@ -1,4 +1,4 @@
-"""Whether what is advised trains like bf16: the nearest published verdict, and the command that proves it for a model."""
+"""Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
 from te_bench.advice.candidates import FP8_HEAD, Choice, Question
 from te_bench.models import rivals
@@ -7,19 +7,19 @@ from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
-SEEDS = 10  # that have 80 % power at GPT-2's margin, by its published records
+SEEDS = 10  # give 80 % power at GPT-2's margin, by its published records
 ARMS = 4  # control, A/A, the recipe, one broken
 
 
 def nearest(choice: Choice) -> Published | None:
-    """The published verdict on the same recipe and the same kernels, te-bench's own."""
+    """Return the published verdict on the same recipe and te-bench's same kernels."""
     if choice.rival:
         return None
     return published.nearest(choice.recipe, fused=choice.fused, fp8_head=choice.head == FP8_HEAD)
 
 
 def in_words(question: Question, choice: Choice, seconds: float) -> str:
-    """One or two sentences; seconds: of a step of the choice, by which the command's cost is told."""
+    """Return one or two sentences about convergence; seconds: of one step of the choice, to tell the command's cost."""
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
@@ -42,13 +42,13 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
 
 
 def command(question: Question, choice: Choice) -> str:
-    """What judges the recipe on the model."""
+    """Return the command that tests the recipe on the model."""
     said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe} --seeds {SEEDS}"
     return f"{said} --fused" if choice.fused or choice.parts else said
 
 
 def _hours(question: Question, choice: Choice, seconds: float) -> str:
-    # With --fused, besides: te-bench's kernels in a user's model, or the fused step with either head.
+    # --fused adds arms: te-bench's kernels in a user's model, or the fused step with either head.
     arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
     steps = arms * SEEDS * STEPS * BATCH_TOKENS / question.tokens
     spent = steps * seconds

@@ -1,4 +1,4 @@
-"""What the verified records say: which choice to use, how much faster it is, and whether that is decided. No torch."""
+"""Decide by the verified records which choice to use, how much faster it is, and whether that is certain. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,20 +21,21 @@ from te_bench.reports.convergence.planning import duration
 from te_bench.reports.page import text
 
 DECIDED, UNDECIDED = 0, 3  # exit codes
-MARGIN = 1.5  # of a budget over what all is expected to take, whose parts nobody knows yet
-AS_FAST = 1.01  # up to here a ratio says nothing
-# Of one run of each, on a GPU: published steps of one H200 differ by 6 % at most from process to process.
+MARGIN = 1.5  # a named budget over the expected seconds: the parts are not known yet
+AS_FAST = 1.01  # speed-ups up to this are not told
+# The speed-up by one run of each from which "use" is advised on a GPU: published steps of one H200 differ by 6 % at most
+# between processes.
 LIKELY = 1.25
-WIDE = 1.5  # an interval's end over its beginning
-ABSURD = 1000.0  # beyond it the ends are no numbers to read
+WIDE = 1.5  # an interval is wide if its end exceeds its beginning times this
+ABSURD = 1000.0  # beyond this ratio of its ends an interval is not told in numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The choice to use, and what it is compared with.
 
-    speedup: over what the user has; None where that, or the choice, has no record. tied: choices that are not told apart
-    from it. undecided: what to do while it is not known whether to change anything; None where it is. why: it is not.
+    speedup: over the user's step; None if either has no record. tied: choices that are not distinguished from `use`.
+    undecided: what to do until it is known whether to change anything; None if that is known. why: the reason.
     """
 
     use: Choice
@@ -42,7 +43,7 @@ class Decision:
     seconds: float
     have_seconds: float | None
     speedup: Ratio | None
-    over_best: tuple[Choice, Ratio] | None  # over the fastest of others' steps, where that is not what the user has
+    over_best: tuple[Choice, Ratio] | None  # over the fastest step without te-bench, unless that is the user's
     memory: float | None
     have_memory: float | None
     tied: tuple[Choice, ...]
@@ -60,7 +61,7 @@ class Decision:
 
 
 def decide(evidence: Evidence, group: Group, memory: float | None = None) -> Decision:
-    """By the records of the group, which has all of the run's trials."""
+    """Return the decision by the group's records, which hold all of the run's trials."""
     by_id = {configuration.id: configuration for configuration in group.configurations}
     question = evidence.question
     of_choice = {choice: by_id[question.trial(choice).cell] for choice in evidence.steps}
@@ -103,7 +104,7 @@ def _less_memory(evidence: Evidence) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Larger:
-    """A batch that fits, too: by which choice, and how many times as fast per token as `than`, of the batch asked for."""
+    """A larger batch that fits: its choice, and its speed per token over `than`, the steps of the requested batch."""
 
     batch: int
     choice: Choice
@@ -113,7 +114,7 @@ class Larger:
 
 
 def larger_batches(evidence: Evidence) -> list[Larger]:
-    """The fastest per token first."""
+    """Return the larger batches, the fastest per token first."""
     found = []
     question = evidence.question
     for batch, record in (*evidence.larger.items(), *evidence.again.items()):
@@ -128,7 +129,7 @@ def larger_batches(evidence: Evidence) -> list[Larger]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paid:
-    """What checkpointed blocks save and cost: the records of a step with them, and of the same without."""
+    """The records of a step with checkpointed blocks, and of the same step without, to tell what they save and cost."""
 
     choice: Choice
     without: tuple[Record, ...]
@@ -136,18 +137,18 @@ class Paid:
 
     @property
     def slower(self) -> float:
-        """Times the seconds of the step without."""
+        """The seconds of the step with checkpointed blocks over those without."""
         return typical(self.records) / typical(self.without)
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """Bytes without and with them; None where they are not known."""
+        """The peaks in bytes without and with checkpointed blocks; None if one is unknown."""
         before, after = peaks(self.without, self.records)
         return None if before is None or after is None else (before, after)
 
 
 def checkpointing(evidence: Evidence) -> list[Paid]:
-    """Of each step that was measured with and without checkpointed blocks, of the batch that was asked for."""
+    """Return what checkpointing costs, for each step of the requested batch that was measured with and without it."""
     question = evidence.question
     ids_of = {record.trial.id: record for record in evidence.again.values()}
     found = []
@@ -168,19 +169,19 @@ def group_of(results: Results, suite: str, environment: str) -> Group:
 def _best(
     found: Mapping[Choice, Configuration], evidence: Evidence, gpu: str | None
 ) -> tuple[Choice, list[Choice], str | None, str]:
-    """The choice, those not told apart from it, and what is undecided and why."""
+    """Return the choice, those not distinguished from it, and what is undecided and why."""
     have = evidence.question.have
     by_id = {configuration.id: choice for choice, configuration in found.items()}
     repeated = [configuration for configuration in found.values() if len(configuration.ok) > 1]
     ranking = rank_steps(measured_steps(repeated, found.get(have), gpu))
     fastest = [by_id[step.configuration.id] for step in ranking.fastest]
-    if len(found) == 1 and (repeated or not evidence.left_out):  # nothing to compare it with
+    if len(found) == 1 and (repeated or not evidence.left_out):  # no other step to compare with
         return next(iter(found)), [], None, ""
     if not fastest:
         return _of_single_runs(found, evidence)
-    # The fewest changes; of recipes one with a published verdict; then the least memory.
+    # Prefer the fewest changes, then a recipe with a published verdict, then the least memory.
     fastest.sort(key=lambda c: (c.changes(have), nearest(c) is None, peak(found[c].ok) or 0.0))
-    # Only the first in time is known to be faster than what the user has; of the others the quoted interval may hold 1.
+    # Only the fastest is known to beat the user's step; the quoted interval of another may hold 1.
     cheapest = next((c for c in fastest if have not in found or c == have or _is_shown(found[have], found[c])), have)
     tied = [choice for choice in fastest if choice != cheapest]
     if cheapest == have and tied:
@@ -195,7 +196,7 @@ def _best(
 
 
 def _is_shown(have: Configuration, choice: Configuration) -> bool:
-    """Whether the interval beside its speed-up does not hold 1, as far as there is one."""
+    """Return whether the interval of the choice's speed-up excludes 1, if it has an interval."""
     told = speedup(have, choice)
     return told is None or told.low is None or told.low > 1
 
@@ -234,7 +235,7 @@ def _looked(have: Configuration, other: Configuration, choice: Choice) -> str:
 
 
 def _disturbed(have: Configuration, other: Configuration) -> str:
-    """That the machine was busy and the interval is wide, in a clause; "" for neither."""
+    """Return a clause that says whether the machine was busy and the interval wide; "" for neither."""
     ratio = speedup(have, other)
     said = []
     if any(host.disturbance(record.device_state) for record in (*have.ok, *other.ok)):
@@ -248,34 +249,34 @@ def _disturbed(have: Configuration, other: Configuration) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearGain:
-    """One size of Linear: calls a step, seconds in bf16 and by the fastest recipe, and the recipe."""
+    """One size of Linear: its calls a step, its seconds in bf16 and by the fastest recipe, and that recipe."""
 
     sizes: tuple[int, int, int]  # rows, in_features, out_features
     calls: int
     bf16: PartTime
     fp8: PartTime | None
     recipe: str | None
-    step_s: float = math.inf  # of the step that has it in bf16
+    step_s: float = math.inf  # seconds of the step with this Linear in bf16
 
     @property
     def ratio(self) -> float | None:
-        """Above 1: FP8 pays."""
+        """The time in bf16 over that in FP8; above 1, FP8 is faster."""
         return None if self.fp8 is None else self.bf16.seconds / self.fp8.seconds
 
     @property
     def noisy(self) -> bool:
-        """Whether one of its times was disturbed: its calls differ much, or take longer than the step that they are of."""
+        """Whether a time was disturbed: its calls differ much, or take longer than the step that contains them."""
         times = [time for time in (self.bf16, self.fp8) if time is not None]
         return any(time.noisy for time in times) or self.calls * self.bf16.seconds > self.step_s
 
     @property
     def saved_s(self) -> float | None:
-        """Of a step."""
+        """Seconds that FP8 saves in one step."""
         return None if self.fp8 is None else self.calls * (self.bf16.seconds - self.fp8.seconds)
 
     @property
     def pays_from(self) -> float | None:
-        """By which factor it would have to be wider for FP8's products to save what its casts cost; None where unknown.
+        """How many times wider the Linear must be for FP8's products to save what its casts cost; None if unknown.
 
         Products grow with the square of the width, casts of activations with the width.
         """
@@ -287,7 +288,7 @@ class LinearGain:
 
 
 def linear_gains(evidence: Evidence) -> list[LinearGain]:
-    """Each size of Linear whose time in bf16 is known, the most expensive first."""
+    """Return the gain of each size of Linear whose time in bf16 is known, the most expensive first."""
     found = []
     have = evidence.question.have
     step_s = typical(evidence.steps[have]) if have in evidence.steps else math.inf
@@ -305,11 +306,11 @@ def linear_gains(evidence: Evidence) -> list[LinearGain]:
 
 
 def fp8_in_words(evidence: Evidence, use: Choice) -> str:
-    """Whether FP8 pays for this model here: by steps that were measured, else as predicted; and from which size on."""
+    """Return whether FP8 pays for this model here, by measured steps or else predictions, and from which width on."""
     if use.recipe:
         return ""
     if evidence.question.device == "cpu":
-        if evidence.promising is not None and evidence.promising.choice.recipe:  # which is said first
+        if evidence.promising is not None and evidence.promising.choice.recipe:  # the first sentence tells it
             return "A CPU emulates FP8: this says nothing about a GPU."
         return "FP8 does not pay on a CPU, which emulates it: this says nothing about a GPU."
     said, wider = _linears_in_words([gain for gain in linear_gains(evidence) if gain.ratio is not None])
@@ -325,7 +326,7 @@ def fp8_in_words(evidence: Evidence, use: Choice) -> str:
     predicted = next((waiting for waiting in evidence.waiting if waiting.choice.recipe), None)
     if predicted is None:
         return f"Whether FP8 pays is not known: no FP8 step was measured or predicted{said}."
-    if predicted == evidence.promising:  # which is said first
+    if predicted == evidence.promising:  # the first sentence tells it
         return f"No FP8 step was measured{said}."
     promised = f"No FP8 step was measured: the best is predicted to take {between(predicted)} ms, {without}"
     if VERIFICATION in evidence.left_out:
@@ -334,7 +335,7 @@ def fp8_in_words(evidence: Evidence, use: Choice) -> str:
 
 
 def _linears_in_words(known: Sequence[LinearGain]) -> tuple[str, str]:
-    """What the Linears take alone, and from which width on FP8 would pay, in clauses; "" for what is not known."""
+    """Return two clauses: the Linears' time alone, and the width from which FP8 would pay; "" for what is unknown."""
     if not known:
         return "", ""
     bf16, fp8 = (sum(g.calls * getattr(g, of).seconds for g in known) for of in ("bf16", "fp8"))
@@ -344,13 +345,13 @@ def _linears_in_words(known: Sequence[LinearGain]) -> tuple[str, str]:
 
 
 def between(prediction: Prediction) -> str:
-    """111 to 129: milliseconds, as far as the prediction's bound goes."""
+    """Return a prediction's range in milliseconds, by its bound: 111 to 129."""
     low, high = (max(prediction.seconds + sign * prediction.bound_s, 0.0) for sign in (-1, 1))
     return f"{text.milliseconds(low)} to {text.milliseconds(high)}"
 
 
 def budget_of(seconds: float) -> str:
-    """--budget 5min: what holds that which is expected to take so many seconds."""
+    """Return the budget that suffices for so many expected seconds: --budget 5min."""
     return f"--budget {duration(MARGIN * seconds).replace(' ', '')}"
 
 

@@ -1,4 +1,4 @@
-"""Published answers in one sentence and one picture, for a README: each model's step now, by a rival, and as advised."""
+"""Put published answers into one sentence and one picture for a README: each model's step today, a rival's, the advised."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from te_bench.reports.page.embed import Headline
 
 PALE, MIDDLE = "#d5d9de", "#8fbfe0"  # of the step in eager mode, and of te-bench's in bf16, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
-FASTER = 9  # characters of the last column
+FASTER = 9  # characters between the last two columns
 ROW, LEGEND = 0.2, 0.75  # inches
-GAP, BAR = 0.3, 0.72  # rows between models; of a row, a bar's height
+GAP, BAR = 0.3, 0.72  # rows between two models; a bar's height, in rows
 
 
 def headline(directory: Path) -> Headline:
-    """Of a folder whose subfolders are advise's. Raises ValueError where none of them advises a step of te-bench's."""
+    """Return the headline of advise's folders in `directory`. Raises ValueError if none advises a step of te-bench's."""
     found = stored_answers(directory)
     ours = [one for one in found if one.is_ours and one.speedup and one.have in one.seconds]
     if not ours:
-        raise ValueError(f"{directory}: a headline is of te-bench's steps, and no model is advised one")
+        raise ValueError(f"{directory}: no model is advised a step of te-bench's, so there is no headline")
     return Headline(sentence=_sentence(ours, len(found)), picture=_picture(ours))
 
 
@@ -69,7 +69,7 @@ def _models(number: int) -> str:
 
 
 def _use(ours: Sequence[Answer]) -> str:
-    """The step that all are advised; "" where they differ."""
+    """Return the advised step in words; "" if models differ."""
     words = {one.use.words() for one in ours if one.use}
     return words.pop() if len(words) == 1 else ""
 
@@ -79,7 +79,7 @@ def _have(ours: Sequence[Answer]) -> str:
 
 
 def _where(ours: Iterable[Answer]) -> str:
-    """The GPUs of their journals."""
+    """Return the GPUs that the journals name."""
     journals = [load(one.folder) for one in ours if written(one.folder)]
     gpus = {identity(known).get("gpu") for journal in journals for known in journal.environments.values()}
     return "".join(f", {gpu}" for gpu in sorted(filter(None, gpus)))
@@ -91,7 +91,7 @@ def _between(values: Sequence[float]) -> str:
 
 @styled
 def _picture(ours: Sequence[Answer]) -> Drawing:
-    """Bars as long as a step's share of the time of the user's step; the greatest speed-up first."""
+    """Draw bars as long as a step's share of the time of the user's step; the greatest speed-up first."""
     shown = sorted((_bars(one) for one in ours), key=lambda bars: -bars[0].faster)
     rows = sum(len(bars) + GAP for bars in shown)
     left = 1 + max(len(bar.name) for bars in shown for bar in bars)
@@ -139,7 +139,7 @@ class _Bar:
 
 
 def _bars(one: Answer) -> list[_Bar]:
-    """Of the advised step, then of the fastest of others where that is not what the user has."""
+    """Return the bar of the advised step, and that of the fastest step of others unless it is the user's."""
     assert one.use is not None
     assert one.speedup is not None
     have, use = one.seconds[one.have], one.seconds[one.use]
@@ -163,7 +163,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
-    """left, right: where the bar of what the user has begins and ends."""
+    """Draw one bar; left, right: where the bar of the user's step begins and ends."""
     weight = "bold" if bar.best else "normal"
     axes.text(0, y, bar.name, va="center", weight=weight)
     if bar.best:

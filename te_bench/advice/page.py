@@ -1,4 +1,4 @@
-"""The answer as Markdown, and as one HTML page that fetches nothing: today's step, the advised one, the gain of each part.
+"""Write the answer as Markdown, and as one HTML page that loads nothing: the user's step, the advised step, each gain.
 
 No torch.
 """
@@ -28,7 +28,7 @@ from te_bench.reports.page.step_figures import FLOOR_KINDS
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 
-KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # of parts that were timed alone
+KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # {workload of a part: kind of work}
 NOISY_PARTS = "Noisy: its calls differ much, or take longer alone than the step that they are of."
 
 
@@ -36,7 +36,7 @@ MARKDOWN = "advice.md"
 
 
 def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Finding], out: Path, command: str) -> Path:
-    """Write the page under `out`; the path of its index.html. Raises ValueError where it cannot be written."""
+    """Write the page under `out`, and return the path of its index.html. Raises ValueError if a file cannot be written."""
     drawing = _steps(evidence, decision)
     content = _content(evidence, decision, findings, command) | {"drawings": [drawing]}
     write_folder(
@@ -46,7 +46,7 @@ def write_page(evidence: Evidence, decision: Decision, findings: Sequence[Findin
 
 
 def markdown(evidence: Evidence, decision: Decision, findings: Sequence[Finding], command: str) -> bytes:
-    """The page in a code host's Markdown, without its figure."""
+    """Return the page as GitHub's Markdown, without its figure."""
     return rendered("advice.md.j2", _content(evidence, decision, findings, command))
 
 
@@ -70,12 +70,12 @@ def _content(evidence: Evidence, decision: Decision, findings: Sequence[Finding]
 
 
 def title(question: Question) -> str:
-    """With the model as the command line names it."""
+    """Return the question's title, with the model named as on the command line."""
     return question.title.replace(question.model, question.given or question.model, 1)
 
 
 def by_kind(evidence: Evidence, choice: Choice) -> dict[str, float]:
-    """Seconds of a measured step by kind of work: of its kernels, or of its parts where a CPU has none to tell."""
+    """Return {kind of work: seconds} of a measured step: of its GPU kernels, or on a CPU of its parts."""
     profile = _profile(evidence, choice)
     found = dict.fromkeys(FLOOR_KINDS, 0.0)
     if profile:
@@ -86,7 +86,7 @@ def by_kind(evidence: Evidence, choice: Choice) -> dict[str, float]:
         if part in evidence.times:
             found[KINDS[part.workload]] += count * evidence.times[part].seconds
     step = typical(evidence.steps[choice])
-    share = min(1.0, step / (sum(found.values()) or 1.0))  # alone each has a call of its own from Python
+    share = min(1.0, step / (sum(found.values()) or 1.0))  # alone, each part has its own call from Python
     return {kind: share * seconds for kind, seconds in found.items()}
 
 
@@ -142,7 +142,7 @@ def _signed_ms(seconds: float | None) -> str:
 
 
 def _others(evidence: Evidence) -> Table | None:
-    """Attention and heads alone."""
+    """Return the table of attention and heads, each timed alone."""
     found: list[tuple[Part, PartTime]] = [i for i in evidence.times.items() if i[0].workload != LINEAR]
     rows = [
         {
@@ -157,7 +157,7 @@ def _others(evidence: Evidence) -> Table | None:
 
 
 def _part(part: Part) -> str:
-    """By plain names: cuDNN attention, FP8 head and loss, a Linear by current scaling."""
+    """Return a part's plain name: cuDNN attention; FP8 head and loss; a Linear by current scaling."""
     if part.workload == ATTENTION:
         return naming.attention_name(part.rival)
     if part.workload == HEAD:
@@ -174,7 +174,7 @@ def _problem(part: Part) -> str:
 
 
 def _verified(evidence: Evidence) -> Table | None:
-    """Every step that was measured, beside what was predicted for it."""
+    """Return the table of all measured steps, with their predictions."""
     rows = []
     counted = any(of_processes(records, "energy_j") for records in evidence.steps.values())
     for choice in sorted(evidence.steps, key=lambda choice: typical(evidence.steps[choice])):
@@ -204,7 +204,7 @@ def _verified(evidence: Evidence) -> Table | None:
 
 
 def _room(evidence: Evidence) -> Table | None:
-    """Steps of more sequences, and by checkpointed blocks, below the same of as many as were asked for."""
+    """Return the table of steps with more sequences or checkpointed blocks, below the same steps without."""
     more, paid = larger_batches(evidence), checkpointing(evidence)
     choices = [*(found.choice for found in more), *(found.choice for found in paid)]
     of = {replace(choice, checkpointing=False) for choice in choices}
@@ -238,7 +238,7 @@ def _room(evidence: Evidence) -> Table | None:
 
 
 def _left_out(evidence: Evidence) -> list[str]:
-    """For lack of time, for lack of memory, and for other reasons."""
+    """Return what was not measured, with the reason: time, an error, or memory."""
     found = [f"For lack of time: {reason}." for reason in evidence.left_out]
     found += [f"{choice.words()}: {reason}" for choice, reason in evidence.wrong.items()]
     found += [f"{_part(part)}, so no prediction: {why}" for part, why in evidence.failed.items()]

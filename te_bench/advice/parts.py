@@ -1,4 +1,4 @@
-"""Which parts a step by a choice is made of, and the trial that times each alone. No torch."""
+"""The parts of a choice's training step, and the trial that times each part alone. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,18 +13,18 @@ from te_bench.reports.analysis.measures import finite, quantile, seconds_of
 
 LINEAR, ATTENTION, HEAD = "linear", "attention", "linear_cross_entropy"  # workloads
 SAMPLES = {LINEAR: ("kernel_s",), ATTENTION: ("forward_s", "backward_s"), HEAD: ("kernel_s",)}
-#: Attention and heads that are many operators of PyTorch: torch.compile fuses their softmax, and pads an odd width.
+#: Attention and heads of many PyTorch operators: torch.compile fuses their softmax, and pads an odd width.
 PLAIN = ("manual", "math", "reference")
-#: Of a part's samples the quantile that predictions take: on a CPU whose other core is busy half of all calls may take a
-#: hundred times as long (24 ms in place of 0.25; two vCPUs, AMD EPYC), and the fastest quarter still says what it takes.
+#: The quantile of a part's samples that predictions use. On a CPU with another core busy, half of all calls may take a
+#: hundred times as long (24 ms instead of 0.25; two vCPUs, AMD EPYC); the fastest quarter is not disturbed.
 QUIET = 0.25
-NOISY = 1.5  # a part whose upper quartile is more than so many times its lower one
+NOISY = 1.5  # a part is noisy if its upper quartile exceeds its lower quartile times this
 
 
 class Part(NamedTuple):
-    """One kind of part of a step: a workload, its problem's settings in order, and by what it is computed.
+    """One kind of part of a step: a workload, the settings of its problem in order, and what computes it.
 
-    mode: "compile" for what torch.compile fuses or pads in a step, whose time in eager mode says nothing of that.
+    mode: "compile" for a part that torch.compile fuses or pads in a step, whose time in eager mode would mislead.
     """
 
     workload: str
@@ -36,10 +36,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """What a survey found a model's step to be made of: sizes of Linears, of attentions and of the head, with calls.
+    """What a survey found in a model's step: the sizes of its Linears, of its attentions and of its head, with calls.
 
-    head: (rows, in_features, classes), None where the model makes no logits that te-bench could replace; a user's is one of
-    linears, too, which te.convert's parts replace. own_kernel: what SDPA runs in the model as it is.
+    head: (rows, in_features, classes), or None if te-bench cannot replace how the model makes logits. The head of a
+    user's model is also among the linears, which te.convert's parts replace. own_kernel: the SDPA kernel that the
+    unchanged model runs.
     """
 
     linears: Mapping[tuple[int, int, int], int]
@@ -50,9 +51,9 @@ class Made:
 
     @classmethod
     def of(cls, work: Mapping[str, Any], shares: int = 1) -> "Made":
-        """By the work of a survey's record, which is of one of so many shares of the batch.
+        """Return what a survey's record says, for a whole batch of `shares` times the surveyed sequences.
 
-        Attention with a mask has no trial of its own, and is not among them.
+        Attention with a mask is left out, because it has no trial of its own.
         """
         attentions: Counter[tuple[tuple[str, Any], ...]] = Counter()
         for call in work["attentions"]:
@@ -73,7 +74,7 @@ class Made:
 
 
 def _users_head(work: Mapping[str, Any]) -> Mapping[str, int] | None:
-    """The head that te.convert's parts replace: the Linear that transformers' causal models call lm_head."""
+    """Return the head that te.convert's parts replace: the Linear that transformers' causal models call lm_head."""
     heads = [found for found in work["linears"] if found["out_features"] == work["vocab"]]
     names = [name for found in heads for name in found.get("names", ())]
     return heads[0] if len(names) == 1 and names[0].endswith(".lm_head") else None
@@ -84,7 +85,7 @@ def _sizes(found: Mapping[str, int], shares: int) -> tuple[int, int, int]:
 
 
 def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
-    """How many of which part a step by that choice has; what every choice shares, the rest of the step, is none."""
+    """Return {part: its number in a step by the choice}, without the rest of the step, which all choices share."""
     found: Counter[Part] = Counter()
     replaced = made.head if choice.parts else None
     for (rows, k, n), calls in made.linears.items():
@@ -95,7 +96,7 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
         found[Part(LINEAR, sizes, choice.recipe or choice.precision, choice.precision)] += calls - kept
         found[Part(LINEAR, sizes, "bf16")] += kept
     half = "fp32" if choice.precision == "fp32" else "bf16"
-    # What a model's own attention runs is known of the survey alone.
+    # Only the survey says which kernel a model's own attention runs.
     attention = made.own_kernel if choice.attention == OWN_ATTENTION else choice.attention
     for shape, calls in made.attentions.items():
         found[Part(ATTENTION, shape, attention, half, _mode(choice, attention))] += calls
@@ -111,12 +112,12 @@ def parts_of(question: Question, made: Made, choice: Choice) -> Counter[Part]:
 
 
 def _mode(choice: Choice, computed_by: str) -> str:
-    """In which a part is timed: a Linear, SDPA's kernels and te-bench's own are calls that a compiler leaves as they are."""
+    """Return the mode to time a part in: eager for a Linear, SDPA's and te-bench's kernels, which compilers leave alone."""
     return "compile" if choice.mode in COMPILED and computed_by in PLAIN else "eager"
 
 
 def trial(question: Question, part: Part) -> Trial:
-    """The trial that times the part alone."""
+    """Return the trial that times the part alone."""
     problem = dict(part.problem)
     if part.workload == ATTENTION:
         return alone(question, ATTENTION, problem, attention=part.rival, precision=part.precision, mode=part.mode)
@@ -126,16 +127,16 @@ def trial(question: Question, part: Part) -> Trial:
 
 
 def differing(question: Question, made: Made, choice: Choice) -> list[Part]:
-    """The parts in which a choice differs from the step that is measured whole in its place, attention first."""
+    """Return the parts in which a choice differs from its frame (question.frame), attention first."""
     ours, whole = parts_of(question, made, choice), parts_of(question, made, question.frame(choice))
     order = (ATTENTION, LINEAR, HEAD)
     return sorted([*(ours - whole), *(whole - ours)], key=lambda part: order.index(part.workload))
 
 
 def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[Part]:
-    """The parts in which choices differ from the steps that are measured whole; those of the most promising first.
+    """Return the parts in which choices differ from their frames, in the order in which to measure them.
 
-    A part that many choices need comes before one that few do; of FP8's, all that a recipe needs before the next one's.
+    A part that more choices need comes first. Of FP8's parts, all of one recipe come before the next recipe's.
     """
     needed: Counter[Part] = Counter()
     for choice in choices:
@@ -150,7 +151,7 @@ def deciding(question: Question, made: Made, choices: Iterable[Choice]) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartTime:
-    """Seconds of a part alone; products: of its matrix products, where a profile tells them from its casts.
+    """The seconds of a part alone; products: those of its matrix products, if a profile separates them from its casts.
 
     spread: the upper quartile of its times over the lower one.
     """
@@ -166,7 +167,7 @@ class PartTime:
 
 
 def time_of(part: Part, record: Record | None) -> PartTime | None:
-    """None where the trial has no result."""
+    """Return the time of a part by the record of its trial, or None if the trial has no result."""
     if record is None or record.outcome != "ok":
         return None
     quiet, loud = (

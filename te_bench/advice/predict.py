@@ -1,11 +1,11 @@
-"""Seconds and bytes of a step that was not measured: a measured step, less the parts it does without, plus those it has.
+"""Predict the seconds and bytes of a step: those of a measured step, less the parts it loses, plus those it gains.
 
-Pure arithmetic on what records hold. A choice's frame is the measured step of its mode and blocks, with the model's own
-attention and head in bf16. What a frame and a choice share cancels out, whatever it is.
-Where the GPU waits for Python in the frame, faster parts gain nothing. Elsewhere an eager step takes no less than its
-launches take in a step of the same model that waits.
-In fused blocks, and in those of te.convert's parts, a cast is part of the kernel before it where its scale is known by then:
-there a Linear by delayed scaling counts by its products alone, and by another recipe by as much more as it takes alone.
+Pure arithmetic on records. A choice's frame is the measured step of the same mode and blocks, with the model's own
+attention and head in bf16. Whatever a frame and a choice share cancels out.
+If the GPU waits for Python in the frame, faster parts gain nothing. Otherwise an eager step takes at least the time of
+its launches, at the rate of a step of the same model that waits.
+In fused blocks and in te.convert's parts, a cast whose scale is known in advance is part of the kernel before it. There a
+Linear with delayed scaling counts by its products alone; another recipe adds what it takes longer than delayed scaling.
 """
 
 from collections.abc import Mapping
@@ -14,48 +14,48 @@ from dataclasses import dataclass
 from te_bench.advice.candidates import DELAYED, RECIPES, Choice, Question
 from te_bench.advice.parts import LINEAR, Made, Part, PartTime, parts_of
 
-#: What a part may take more or less in a step than alone: its operands lie in the L2, or do not; the clock is another.
+#: The relative error of a part's time alone, for its time in a step: the clock and what lies in the L2 differ.
 OF_PARTS = 0.10
-#: What a whole step varies from one process to the next.
+#: The relative difference of a whole step between two processes.
 OF_FRAME = 0.02
-#: Of a step a GPU's kernels fill at least so much where Python is fast enough at launching them.
+#: If its kernels fill less than this share of a step, the GPU waits for Python.
 BUSY = 0.9
-#: Of a step its parts take at most so much: alone they may take longer, each with a call of its own from Python on a CPU,
-#: and then all count for as much less.
+#: The largest share of a step that its parts may take together. Alone, parts may take longer, for example on a CPU,
+#: where each has a call of its own from Python; all are then scaled down.
 MOST = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Seconds of a step, give or take `bound_s`; memory in bytes, None where its frame's is not known."""
+    """Seconds of a step, within `bound_s`; memory in bytes, or None if its frame's is unknown."""
 
     choice: Choice
     seconds: float
     bound_s: float
     memory: float | None
-    gains: Mapping[str, float]  # seconds that each kind of part saves
-    parts: tuple[Part, ...]  # that it rests on
+    gains: Mapping[str, float]  # {workload: seconds that its parts save}
+    parts: tuple[Part, ...]  # whose times the prediction uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """A step that was measured as a whole: its seconds and its peak of memory in bytes."""
+    """A measured whole step: its seconds, and its peak of memory in bytes."""
 
     seconds: float
     memory: float | None
-    kernels: float | None = None  # seconds of its GPU's kernels, one after the other
-    launches: int | None = None  # of them
+    kernels: float | None = None  # seconds of its GPU kernels, one after the other
+    launches: int | None = None  # number of these kernels
 
     @property
     def waits(self) -> bool:
-        """Whether its GPU waits for Python, so that no faster kernel makes it faster."""
+        """Whether the GPU waits for Python, so that faster kernels do not shorten the step."""
         return self.kernels is not None and self.kernels < BUSY * self.seconds
 
 
 def predict(
     question: Question, made: Made, choice: Choice, frames: Mapping[Choice, Frame], times: Mapping[Part, PartTime]
 ) -> Prediction | None:
-    """None where its frame, or a part in which it differs from that, has no time, and for a rival's step, measured whole."""
+    """Return a choice's prediction; None if its frame or a differing part has no time, or if it is a rival's step."""
     if choice.rival:
         return None
     base = question.frame(choice)
@@ -88,14 +88,14 @@ def predict(
 
 
 def _launching(frame: Frame, frames: Mapping[Choice, Frame]) -> float:
-    """Seconds that Python takes to launch a step's kernels, by the fastest rate of eager steps that wait; 0 without one."""
+    """Return the seconds to launch a step's kernels, at the fastest rate of eager steps that wait; 0 if none does."""
     waiting = (f for choice, f in frames.items() if choice.mode == "eager" and f.waits and f.launches)
     rate = min((f.seconds / f.launches for f in waiting if f.launches), default=0.0)
     return rate * (frame.launches or 0)
 
 
 def _seconds_in_kernels(part: Part, times: Mapping[Part, PartTime]) -> float:
-    """Seconds of a part in blocks whose casts other kernels do."""
+    """Return the seconds of a part in blocks where other kernels do its casts."""
     time = times[part]
     if part.workload != LINEAR or not time.products:
         return time.seconds
@@ -106,7 +106,7 @@ def _seconds_in_kernels(part: Part, times: Mapping[Part, PartTime]) -> float:
 
 
 def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:
-    """Bytes of logits and their gradient in half precision, which a head in chunks does not keep."""
+    """Return the bytes of the logits and their gradient in half precision, which a chunked head does not keep."""
     if made.head is None or choice.head is None or base.head is not None:
         return 0.0
     rows, _, classes = made.head
@@ -114,14 +114,14 @@ def _logits_saved(made: Made, choice: Choice, base: Choice) -> float:
 
 
 def kind(choice: Choice) -> tuple[Choice, bool]:
-    """What predictions err alike over."""
+    """Return the group of a choice; predictions of one group err alike."""
     return Choice(attention="", mode=choice.mode, fused=choice.fused, parts=choice.parts), choice.recipe is not None
 
 
 def corrections(
     predictions: Mapping[Choice, Prediction], measured: Mapping[Choice, float]
 ) -> dict[tuple[Choice, bool], float]:
-    """{kind: times the prediction that its last verified step took}."""
+    """Return {kind: measured over predicted seconds, of its last verified step}."""
     return {
         kind(choice): seconds / predictions[choice].seconds
         for choice, seconds in measured.items()

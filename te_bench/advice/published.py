@@ -1,4 +1,4 @@
-"""Published answers, as advise wrote them: DIR/MODEL/advice.json. No torch."""
+"""Read published answers, which advise wrote: DIR/MODEL/advice.json. No torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -47,10 +47,10 @@ class Answer:
 
 
 def stored_answers(directory: Path) -> list[Answer]:
-    """Those of the folder's subfolders, by model. Raises ValueError where there is none, and for one that is none."""
+    """Return the answers in the folder's subfolders, by model. Raises ValueError if there is none or one is invalid."""
     found = [_answer(path.parent, stored) for path, stored in _stored(directory)]
     if not found:
-        raise ValueError(f"{directory} holds no advice: give a folder of advise's folders")
+        raise ValueError(f"{directory} holds no advice.json in its subfolders: give the folder above advise's folders")
     return found
 
 
@@ -76,9 +76,9 @@ def _stored(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is no advice of te-bench advise: {error}") from None
+            raise ValueError(f"{path} was not written by te-bench advise: {error}") from None
         if not isinstance(found, dict) or not found.keys() >= {"question", "answer", "steps", "predictions"}:
-            raise ValueError(f"{path} is no advice of te-bench advise: it has no question and answer")
+            raise ValueError(f"{path} was not written by te-bench advise: it has no question and answer")
         yield path, found
 
 
@@ -86,7 +86,7 @@ def _answer(folder: Path, stored: dict[str, Any]) -> Answer:
     said = stored["answer"]
     have, use = choice(said["have"]), choice(said["use"])
     seconds = {choice(step): float(step["seconds"]) for step in stored["steps"]}
-    paired = {have: said["speedup"]["value"]} if said["speedup"] else {}  # of paired seeds, where advise has them
+    paired = {have: said["speedup"]["value"]} if said["speedup"] else {}  # preferred to ratios of means
     if best_other := said.get("over_best"):
         paired[choice(best_other)] = best_other["ratio"]["value"]
     over = {

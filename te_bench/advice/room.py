@@ -1,6 +1,6 @@
-"""The batch against memory: cut into micro-batches, by checkpointed blocks, or larger where there is room. No torch.
+"""Fit the batch to the memory: micro-batches, checkpointed blocks, or a larger batch if there is room. No torch.
 
-Both change what a step takes by more than any formula tells of a model that te-bench does not know: they are measured.
+All are measured, because no formula tells their cost for a model that te-bench does not know.
 """
 
 import math
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from te_bench.advice.advise import Run
 
 SMALLER, MORE, AGAIN = "smaller micro-batches", "a larger batch", "checkpointed blocks"
-LARGER = (2, 4, 8)  # times the sequences, where there is room
-FILLED = 0.9  # of the memory that there is, which a step may take by its forecast
+LARGER = (2, 4, 8)  # times the sequences
+FILLED = 0.9  # of the available memory, which a step's forecast may take
 
 
 def smaller(run: "Run") -> None:
-    """Where no step fits: as many sequences at a time as do, and more of them at a time by checkpointed blocks.
+    """If no step fits, find how many sequences fit at a time, without and with checkpointed blocks.
 
-    Each by the step of the least memory, else by what the user has.
+    Each search starts from the step with the least memory, else from the user's.
     """
     q = run.question
     held = {choice: peak(records) or math.inf for choice, records in run.steps.items()}
@@ -39,10 +39,10 @@ def _least(held: Mapping[Choice, float], of: Iterable[Choice]) -> Choice | None:
 
 
 def _cut(run: "Run", base: Choice, shares: Sequence[int], words: str, fitting: Choice | None = None) -> Choice | None:
-    """The choice in ever more micro-batches, until one fits: that, or None.
+    """Return the choice with the fewest micro-batches that fit, or None.
 
-    Two of them tell what does not grow with the batch: those that would not fit by that are not tried. The last is where
-    nothing else fits. fitting: a step that does, which is repeated before another is tried.
+    Two measured peaks forecast the others; sizes that would not fit are skipped, except the last if nothing else fits.
+    fitting: a step that fits, whose repetitions keep their share of the budget.
     """
     q = run.question
     found = {1.0: held} if (held := peak(run.steps.get(base, ()))) is not None else {}
@@ -67,15 +67,15 @@ def _cut(run: "Run", base: Choice, shares: Sequence[int], words: str, fitting: C
 
 
 def _forecast(found: Mapping[float, float], part: float) -> float:
-    """Bytes of that part of the batch, on the line through the last two of {part: bytes}."""
+    """Return the bytes for that part of the batch, on the line through the last two of {part: bytes}."""
     (x, at_x), (y, at_y) = list(found.items())[-2:]
     return at_y + (at_y - at_x) * (part - y) / (y - x)
 
 
 def larger(run: "Run") -> None:
-    """Twice, four and eight times as many sequences by the fastest choice that fits, as far as the room is for them.
+    """Measure the fastest choice that fits with 2, 4 and 8 times the sequences, as far as memory allows.
 
-    Of choices that are close to it, by that with the fewest changes. Where the room ends before, by its checkpointed blocks.
+    Of choices about as fast, use the one with the fewest changes. If memory does not allow 8 times, try checkpointed blocks.
     """
     q = run.question
     fitting = {choice: typical(records) for choice, records in run.steps.items() if run.held(records)}
@@ -84,7 +84,7 @@ def larger(run: "Run") -> None:
     if run.room is None or not close:
         return
     best = min(close, key=lambda choice: choice.changes(q.have))
-    if best.accumulate > 1:  # not even its own batch fits
+    if best.accumulate > 1:  # its own batch does not fit
         return
     run.larger, more = _grown(run, best, LARGER, run.steps[best], MORE)
     again = q.checkpointed(best)
@@ -105,14 +105,14 @@ def larger(run: "Run") -> None:
 def _grown(
     run: "Run", choice: Choice, factors: Sequence[int], records: Sequence[Record], words: str
 ) -> tuple[dict[int, Record], Sequence[int]]:
-    """Steps of so many times the sequences, by batch, and the factors that there was no room for.
+    """Return {batch: record} for the factors that fit, and the factors that do not.
 
-    records: of the batch that was asked for.
+    records: the step's, with the requested batch.
     """
     q, found = run.question, dict[int, Record]()
     held = {1.0: peak(records) or math.inf}
     for place, times in enumerate(factors):
-        # It takes what any batch takes, and what grows with it: at most all of it.
+        # Memory has a constant part and one that grows with the batch; with one peak known, assume that all of it grows.
         forecast = _forecast(held, times) if len(held) > 1 else times * held[1]
         if forecast > FILLED * (run.room or math.inf):
             return found, factors[place:]

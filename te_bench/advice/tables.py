@@ -1,6 +1,6 @@
-"""Tables of published answers: what each model was advised, and how far its predictions were off. No torch.
+"""Make tables of published answers: what each model was advised, and how far predictions were off. No torch.
 
-Both read a folder whose subfolders are advise's: DIR/MODEL/advice.json.
+Both read a folder whose subfolders advise wrote: DIR/MODEL/advice.json.
 """
 
 import statistics
@@ -13,9 +13,10 @@ from te_bench.reports.page.table import Table, Value, filled, number, speedup, w
 
 
 def answers(directory: Path) -> Table:
-    """A row a model: what its user has, what is advised instead, and by how much that is faster than the best rival.
+    """Return a row for each model: the user's step, the advised step, and its speed over the best rival.
 
-    The caption names the advised step where all models have the same, in place of a column; the note has what has no time.
+    If all models have the same advised step, the caption names it in place of a column. The note lists rivals without a
+    time. Raises ValueError if the folder holds no answers.
     """
     found = stored_answers(directory)
     advised = [one.use.words() if one.use else "undecided" for one in found]
@@ -50,7 +51,7 @@ def answers(directory: Path) -> Table:
 
 
 def errors(directory: Path) -> Table:
-    """A row a step that was predicted and then measured."""
+    """Return a row for each predicted and then measured step. Raises ValueError if there is none."""
     rows, wrong = [], []
     for one in stored_answers(directory):
         predicted = {choice(said): said for said in one.stored["predictions"] if said["records"]}
@@ -70,7 +71,7 @@ def errors(directory: Path) -> Table:
                 }
             )
     if not rows:
-        raise ValueError(f"{directory} holds no step that was predicted before it was measured")
+        raise ValueError(f"{directory} holds no step that was predicted and then measured")
     median, worst = statistics.median(wrong), max(wrong)
     note = f"{len(wrong)} steps: median error {text.percent(median)}, worst {text.percent(worst)}."
     return filled("advice_errors", "Predicted and measured steps", rows, note, text_columns=2)
@@ -81,7 +82,7 @@ def _change(now: float | None, advised: float | None, show: Callable[[float | No
 
 
 def _best(one: Answer) -> Value:
-    """The fastest measured step that needs nothing of te-bench's, by a short name: precision is told where it is another."""
+    """Return the fastest measured step without te-bench, by a short name; precision only where it differs."""
     if one.best is None:
         return word(None)
     name = one.have.mode if one.best == one.have else one.best.begins.removesuffix(f" {one.have.precision}")
@@ -90,7 +91,7 @@ def _best(one: Answer) -> Value:
 
 
 def _untimed(found: Sequence[Answer]) -> list[str]:
-    """Rivals that have no time, each with its models; those of the same models together."""
+    """Return sentences that list the rivals without a time, with their models; rivals of the same models share one."""
     models: dict[str, list[str]] = {}
     for one in found:
         for name in one.untimed:

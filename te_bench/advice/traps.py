@@ -1,4 +1,4 @@
-"""What costs users most and no tool tells them, found in the records of a model as it is. Pure; no torch."""
+"""Find what costs users much time or memory, and no tool reports, in the records of an unchanged model. Pure; no torch."""
 
 import dataclasses
 import functools
@@ -15,21 +15,21 @@ from te_bench.advice.steps import extent, frame_of, typical
 from te_bench.experiments.spec import Record
 from te_bench.reports.page import text
 
-MULTIPLE = 64  # of a vocabulary that GEMMs like
-SMALL = 2**20  # elements that cost nothing in any dtype
-SLOW_KERNELS = ("math", "mem_efficient")  # of SDPA, which chooses them without a word
-#: Kernels of a GPU, as te_bench's attention backends tell them.
+MULTIPLE = 64  # GEMMs are fast if the vocabulary is a multiple of it
+SMALL = 2**20  # a tensor with fewer elements costs nothing in any dtype
+SLOW_KERNELS = ("math", "mem_efficient")  # SDPA chooses them silently
+#: Names of GPU kernels, by which te_bench's attention backends recognise them.
 FAST_KERNEL = re.compile(r"pytorch_flash|cudnn.*sdpa|cudnn.*flash|sdpa_sm\d+_flash")
 MEM_EFFICIENT = re.compile(r"fmha_cutlass")
-MASKED = 1.3  # times eager mode's attention: a kernel varies by a tenth; given a causal mask it takes 3.3 times as long
-SLOWER = 1.02  # compiled over eager: beyond what two runs of a step differ by
+MASKED = 1.3  # limit over eager mode's attention: kernels vary by a tenth, and a causal mask costs 3.3 times the time
+SLOWER = 1.02  # compiled over eager: two runs of a step differ by less
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A trap: what was found, why it costs, what it costs where that was measured, and the line that mends it.
+    """A trap: what was found, why it costs, its measured cost if any, and the line that avoids it.
 
-    records: trial ids that show it. seconds: a step's, where they were measured.
+    records: the ids of trials that show it. seconds: its cost in one step, or None if that was not measured.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Finding:
     mend: str
     records: tuple[str, ...]
     seconds: float | None = None
-    noisy: bool = False  # the times that tell the cost
+    noisy: bool = False  # whether the times behind `seconds` are
 
     @property
     def cost(self) -> str:
@@ -48,7 +48,7 @@ class Finding:
 
 
 def of_evidence(evidence: Evidence) -> list[Finding]:
-    """The traps of the model as the user has it; a Linear too small for FP8 is one where the GPU has FP8."""
+    """Return the traps in the user's model. Linears too small for FP8 count only on a GPU."""
     question, have = evidence.question, evidence.question.have
     costs = _measured(evidence)
     eager, compiled = (evidence.steps.get(dataclasses.replace(have, mode=mode), ()) for mode in ("eager", "compile"))
@@ -64,14 +64,14 @@ def of_evidence(evidence: Evidence) -> list[Finding]:
 
 
 class _Cost(NamedTuple):
-    """Seconds of a step, by parts alone."""
+    """Seconds that a trap costs a step, by the times of parts alone."""
 
     seconds: float
     noisy: bool
 
 
 def _measured(evidence: Evidence) -> dict[str, _Cost]:
-    """What parts alone say that a trap costs: attention beside the fastest, an odd vocabulary beside the padded one."""
+    """Return what traps cost by parts alone: attention over the fastest, an odd vocabulary over the padded one."""
     question = evidence.question
     have = question.have
     mended = {
@@ -83,7 +83,7 @@ def _measured(evidence: Evidence) -> dict[str, _Cost]:
 
 
 def _saved(evidence: Evidence, choice: Choice) -> _Cost:
-    """What the choice saves over what the user has; 0 where a part was not timed."""
+    """Return what the choice saves over the user's step; 0 if a part was not timed."""
     prediction = evidence.predictions.get(choice)
     if prediction is None:
         return _Cost(0.0, noisy=False)
@@ -100,10 +100,10 @@ def findings(
     seconds: Mapping[str, float] | None = None,
     noisy: Collection[str] = (),
 ) -> list[Finding]:
-    """Every trap that the records of a model as it is show, the dearest first.
+    """Return all traps that an unchanged model's records show, the most expensive first.
 
-    eager, compiled: runs of its whole steps. gains: of its Linears, where the GPU has FP8. vocab: its own, where the survey
-    saw no logits. seconds: what a trap of that name was measured to cost; noisy: those whose times were disturbed.
+    eager, compiled: runs of its whole steps. gains: of its Linears, if the GPU has FP8. vocab: the model's vocabulary, for
+    a survey that saw no logits. seconds: {name of a trap: its measured cost}. noisy: names of traps with disturbed times.
     """
     found = [*_of_survey(survey, vocab), *_of_launches(eager), *_of_compile(eager, compiled), *_of_fp8(gains)]
     known = seconds or {}
@@ -130,7 +130,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
         )
     classes = work["vocab"] or vocab
     logits = [found["rows"] * classes for found in work["linears"] if found["out_features"] == classes]
-    few = logits and max(logits) < SMALL  # as of a classifier, which has a row an image
+    few = logits and max(logits) < SMALL  # e.g. a classifier, which has one row an image
     if classes is not None and classes > MULTIPLE and classes % MULTIPLE and not few:
         yield shown(
             name="vocabulary",
@@ -153,7 +153,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
             why="torch.autocast computes and returns them in float32, and a cast follows before each product",
             mend="Take te's norms: te.convert swaps them.",
         )
-    if work.get("experts_in_float32"):  # which older surveys do not look for
+    if work.get("experts_in_float32"):  # older surveys lack it
         yield shown(
             name="experts",
             what=f"{work['experts_in_float32']} products of experts a pass compute in float32 under autocast.",
@@ -178,7 +178,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
 
 
 def _slow(call: Mapping[str, Any]) -> tuple[str, str]:
-    """What about the call no faster kernel takes, and what mends the first of it."""
+    """Return why no faster kernel takes the call, and how to fix the first reason."""
     found = []
     if call["mask"]:
         mend = "Give is_causal=True in place of a causal mask; pack sequences in place of masking padding."
@@ -250,13 +250,13 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
 
 
 def _attention_s(record: Record) -> float:
-    """Seconds of a step's attention kernels under the profiler; 0 where none were seen."""
+    """Return the seconds of a step's attention kernels under the profiler; 0 if none were seen."""
     profile = record.work.get("kernel_s") or {}
     return math.fsum(s for name, s in profile.items() if FAST_KERNEL.search(name) or MEM_EFFICIENT.search(name))
 
 
 def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:
-    """A fact where every compiled run is slower than every eager one of several; of one run of each a remark."""
+    """Yield a finding if all compiled runs are slower than all eager ones; with one run of each, a cautious one."""
     before, after = typical(eager), typical(compiled)
     beyond = extent(compiled)[0] > SLOWER * extent(eager)[1]
     if not math.isfinite(after) or after <= SLOWER * before:

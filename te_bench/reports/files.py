@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder of a page."""
+"""Write files whole or not at all, and the folder of a page."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from te_bench.experiments.store import own
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content in one step: a reader sees the old bytes or the new ones."""
+    """Replace a file's content in one step: a reader sees either the old bytes or the new ones."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -45,7 +45,7 @@ def _figures_of(page: Path) -> list[str]:
 
 
 def write_file(path: Path, data: bytes, option: str) -> None:
-    """Write a file and the folders above it. Raises ValueError, with the option that names it, when it cannot be."""
+    """Write a file and its parent folders. Raises ValueError, which names `option`, if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)

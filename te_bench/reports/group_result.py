@@ -1,4 +1,4 @@
-"""Every number that a report says, worked out once: journals -> rows -> groups -> results -> tables and figures -> page."""
+"""Compute every number of a report once: journals -> rows -> groups -> results -> tables and figures -> page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from te_bench.reports.convergence.verdict import judge_study
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupResult:
-    """What one suite measured in one environment; empty is what it did not measure."""
+    """The results of one suite in one environment; a field is empty if nothing of its kind was measured."""
 
     group: Group
     steps: StepRanking
@@ -43,27 +43,27 @@ class GroupResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportResult:
-    """Everything a report says: the rows of several runs, and the result of each of their groups."""
+    """All results of a report: the rows of several runs, and the result of each of their groups."""
 
     results: Results
     groups: tuple[GroupResult, ...]
 
     @property
     def unjudged(self) -> str:
-        """How many trials no verdict counts, as the end of a sentence; "" where there are none."""
+        """The end of a sentence that says how many trials no verdict counts; "" if there are none."""
         number = sum(verdict.study.unjudged for result in self.groups for verdict in result.studies)
         return f", {number} of them of seeds after the first plan's, which no verdict counts" if number else ""
 
 
 def load_report(directories: Sequence[Path]) -> ReportResult:
-    """Read the journals of several runs. Raises ValueError as `load_results` does."""
+    """Return the results of several runs' journals. Raises ValueError as `load_results` does."""
     results = load_results(directories)
-    # By no map: a StopIteration from within would end it, and leave out this group and all after it.
+    # Not by map: it would take a StopIteration from group_result for its end, and drop this group and all after it.
     return ReportResult(results=results, groups=tuple([group_result(group) for group in results.groups]))
 
 
 def group_result(group: Group) -> GroupResult:
-    """Every number of a group."""
+    """Return all results of a group."""
     configurations = group.of("train_step")
     baseline = next((configuration for configuration in configurations if configuration.id == group.baseline), None)
     steps = measured_steps(configurations, baseline, group.gpu)

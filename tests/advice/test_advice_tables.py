@@ -132,7 +132,7 @@ def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
     assert made.sentence.endswith(" No rival was timed for 2 models.")
     assert b">quick*</text>" in made.picture.svg
     undecided = {"undecided": "nothing is distinguished"}
-    with pytest.raises(ValueError, match="no model is advised one"):
+    with pytest.raises(ValueError, match="no model is advised a step"):
         headline.headline(changed(published, tmp_path / "none", quick=undecided, slow=undecided))
 
 
@@ -167,7 +167,7 @@ def test_a_folder_without_advice_is_said_to_be_one(tmp_path: Path) -> None:
         tables.answers(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "advice.json").write_text("{")
-    with pytest.raises(ValueError, match="is no advice of te-bench advise"):
+    with pytest.raises(ValueError, match="was not written by te-bench advise"):
         tables.errors(tmp_path)
     (tmp_path / "broken" / "advice.json").write_text("{}")
     with pytest.raises(ValueError, match="it has no question and answer"):

@@ -212,7 +212,7 @@ def test_two_kinds_of_gpu_and_none_here_are_not_guessed_between(command, monkeyp
         store.add(dataclasses.replace(ended(first), environment="other"))
     done = command("plan", *CONVERGENCE, "--device", "cuda", "--timings", directory)
     assert done.code == 2
-    assert "--pilot: its records are of NVIDIA B200, NVIDIA H200, and no GPU is here to say which" in done.err
+    assert "--pilot: its records are of NVIDIA B200, NVIDIA H200, and this machine has no GPU to say which" in done.err
 
 
 def test_fused_steps_are_timed_by_fused_steps_alone(command: Command, pilot: Path, tmp_path: Path) -> None:
@@ -373,17 +373,17 @@ def test_what_is_known_of_the_spread_is_used_and_else_said_to_be_assumed(command
     flat = plainly(command("plan", *CONVERGENCE, "--seeds", "5", "--margin", "0.003").out)
     said = "What 5 seeds can conclude, margin 0.003 nat: spread of a pair's gap: sd 0.0015 nat, assumed: that of FP8"
     assert said in flat
-    assert "5 seeds; planned for 0.0023, which it does not exceed with 80 % confidence" in flat
+    assert "5 seeds; planned with its 80 % upper bound, 0.0023" in flat
     power = r"\(alpha 0\.05\): power \d+% at a true gap of 0; 80 % takes 7 seeds, or with 5 a margin of 0\.0043 nat"
     assert re.search(power, flat)
-    assert re.search(r"by the spread that is planned for: power \d+% at a true gap of 0; 80 % takes 11 seeds", flat)
+    assert re.search(r"by the planned spread: power \d+% at a true gap of 0; 80 % takes 11 seeds", flat)
     chance = "chance that a recipe and A/A are called EQUIVALENT, by that spread, where its true gap in nat is:"
     assert f"{chance} seeds runs CPU h 0 0.001 0.0015" in flat
     assert "Holm" not in flat  # one recipe
-    assert "time: not known; --pilot DIR of a pilot would tell" in flat
+    assert "time: not known; --pilot DIR of a pilot gives it" in flat
     for option, value in (("steps", 77), ("learning-rate", 2e-3), ("warmup", 5), ("accumulate", 2), ("batch", 9)):
         other = plainly(command("plan", *CONVERGENCE, "--seeds", "5", f"--{option}", value).out)
-        assert "power: not known, for no record says how far gaps of this training vary" in other
+        assert "power: not known, because no record shows how far gaps of this training vary" in other
         assert "run the same with --as-pilot --out DIR, then plan with --pilot DIR" in other
 
     shared = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002}
@@ -440,7 +440,7 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     said = plainly(refused.err)
     assert "6 seeds would show a true gap of 0 to lie within 0.003 nat with a power of" in said
     assert re.search(r"It takes --seeds \d+, or --margin 0\.0\d+, or gaps that vary by 0\.0\d+ \(sd\) or less", said)
-    assert said.endswith("; te-bench run takes it all the same with --underpowered")
+    assert said.endswith("; te-bench run begins such a run only with --underpowered")
     planned = command("plan", *asked[1:])
     assert planned.code == 2
     assert "no plan to run: 6 seeds would show a true gap of 0" in plainly(planned.err)
@@ -452,7 +452,7 @@ def test_a_plan_without_power_is_refused_unless_it_is_asked_for(command: Command
     assert command(*asked).code == 130  # it has begun
     another = command(*asked, "--fused")  # the same bf16, and configurations that are new to it
     assert another.code == 2
-    assert "te-bench run takes it all the same with --underpowered" in plainly(another.err)
+    assert "te-bench run begins such a run only with --underpowered" in plainly(another.err)
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2-short"])
@@ -472,13 +472,13 @@ def test_the_margin_that_a_refused_plan_would_take_is_taken(command: Command, se
 
 def test_timings_that_tell_nothing_of_the_spread_say_why(command: Command, pilot: Path) -> None:
     said = plainly(command("plan", *CONVERGENCE, "--timings", pilot).out)
-    assert "--pilot tells nothing of the spread: its training is another: " in said
+    assert "--pilot gives no spread: its training is another: " in said
     assert "steps 40 there, 150 here" in said
 
 
 # ---- a pool of bf16 runs
 
-# Runs of GPT-2 vary by 0.0247 (sd, as planned for): a margin at which a pool of tens of rounds decides.
+# Runs of GPT-2 vary by 0.0247 (sd, as the plan has it): a margin at which a pool of tens of rounds decides.
 POOL = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2", "--design=pool", "--margin=0.0263")
 
 
@@ -574,7 +574,7 @@ def test_a_plan_by_a_pilot_of_pairs_says_which_design_takes_fewer_runs(command: 
         said = plainly(command("plan", *CONVERGENCE[:-2], *recipes, "--pilot", directory).out)
         assert "measured on 6 seeds, pair correlation" in said
         assert ("for the same interval: --design pool" in said) == cheaper, said
-        assert "0.5" not in said.partition("planned for")[0]
+        assert "0.5" not in said.partition("planned with")[0]
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -744,7 +744,7 @@ def test_a_pilot_tells_its_spread_and_hides_its_means(command: Command, tmp_path
         where = ("--preset", "cpu-pool", "--pilot", directory, "--seeds", 8)
         done = command("plan", *CONVERGENCE[:-2], "--recipes", "delayed_scaling,float8_current_scaling", *where)
         told.append(done.out)
-        assert "measured, 8 df; planned for" in plainly(done.out)
+        assert "measured, 8 df; planned with" in plainly(done.out)
     assert told[0] == told[1] == told[2]
     squares = defaultdict(list)
     for trial in planned:
@@ -841,13 +841,13 @@ def test_a_plan_of_branches_promises_nothing_of_fewer_trunks_than_a_verdict_take
     enough, few = (plainly(command(*asked, seeds).out) for seeds in (6, 5))
     assert "power over 99% at a true gap of 0" in enough
     assert "80 % takes 6 seeds" in enough
-    assert "the same by the spread that is planned for: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
+    assert "the same by the planned spread: nothing: a verdict needs 6 seeds at least; 80 % takes 6" in few
 
 
 def test_a_pilot_of_branches_tells_their_spread(command: Command, tmp_path: Path) -> None:
     asked = ("--preset", "cpu", "--branch-at", "100")
     shown = plainly(command("plan", *CONVERGENCE, *asked, "--as-pilot").out)
-    assert "a pilot, whose losses tell the spread alone" in shown
+    assert "a pilot, of whose losses only the spread is shown" in shown
     draw = random.Random(3)
     records = []
     for trial in trials(seeds=None, steps=None, branch_at=100, as_pilot=True):

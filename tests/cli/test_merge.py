@@ -91,7 +91,7 @@ def test_a_trial_that_several_runs_hold_is_taken_from_one(command: Command, tmp_
     diverged = record(2, outcome="diverged", reason="the loss is not finite")
     second = part(tmp_path / "b", [record(0, ms=99.0), record(1), diverged, record(2), copied])
     done = command("merge", first, second, "--out", tmp_path / "out")
-    note = "2 trials ended in several runs: what the run named first says counts, a divergence before all"
+    note = "2 trials ended in several runs: a divergence counts first, then the run that is named first"
     assert done.err == f"Note: {note}.\n"
     mine, its = records(first), records(second)
     assert records(tmp_path / "out") == [mine[0], mine[3], *its[1:4]]
@@ -123,7 +123,7 @@ def test_plans_that_differ_are_told_of(command: Command, tmp_path: Path) -> None
         (("a",), "joins two runs or more"),
         (("a", "a/"), "joins two runs or more"),
         (("a", "nowhere"), "nowhere holds no journal.jsonl"),
-        (("a", "other"), "a is of the suite nanogpt and other of the suite layer: a merged run is of one sweep"),
+        (("a", "other"), "a ran the suite nanogpt and other ran the suite layer: merge takes runs of one sweep"),
         (("a", "b", "--out", "b"), "b holds a journal already: choose another --out"),
         (("a", "empty"), "empty holds a journal without a plan"),
     ],

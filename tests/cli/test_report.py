@@ -30,7 +30,7 @@ def test_a_journal_cut_short_says_so(command: Command, run: Path) -> None:
     (run / JOURNAL).write_bytes(whole[: -len(lines[-1]) // 2])
     lost, total = "not run, or lost from the journal's end", len(journals.LADDER)
     torn = f"{run}: the journal ends in the middle of a line, which is not read\n"
-    missing = f"{total} planned trials have no record: {lost}; the same te-bench run again does them\n"
+    missing = f"{total} planned trials have no record: {lost}: run the same te-bench run command again\n"
     assert command("report", run).err == f"{torn}1 of {missing}"
     (run / JOURNAL).write_bytes(b"".join(lines[:-2]))
     assert command("report", run).err == f"2 of {missing}"

@@ -95,8 +95,8 @@ def test_a_journal_that_is_published_is_refused_with_its_name_and_what_is_known_
     number = len(load(run).records)
     for again, more in ((run, ()), (run, ("--name", "other")), (folder, ())):
         done = command("submit", again, *more)
-        said = f"{again}: {number} of {number} records are published already, as h200/speed (known.dirty: no git)"
-        assert (done.code, done.err) == (2, f"te-bench: {said}: submit a run of others\n"), done
+        said = f"{again}: {number} of {number} records are published already, in h200/speed (known.dirty: no git)"
+        assert (done.code, done.err) == (2, f"te-bench: {said}: submit a run with other records\n"), done
     assert listed.read_text() == before
     measured_again = {"started_at": "2026-11-21T00:00:00+00:00"}  # of the same configuration on the same machine
     part = write("part", outcome="oom", **measured_again)
@@ -120,7 +120,11 @@ ON_CPU = {"identity": journals.environment(gpu=None)["identity"]}
         ({"outcome": "failed_check"}, {}, ["trials failed the check, train_step/llama-tiny"]),
         ({"outcome": "interrupted"}, {}, ["trials were interrupted, train_step/llama-tiny"]),
         ({"check": {}}, {}, ["trials ended ok and hold no check"]),
-        ({"record": None}, details(git_dirty=None), ["uncommitted", "planned trials have no record", "No record, of"]),
+        (
+            {"record": None},
+            details(git_dirty=None),
+            ["uncommitted", "planned trials have no record", "has no record of"],
+        ),
     ],
 )
 def test_each_lack_is_a_sentence(command, results, write, first, body, said):
@@ -150,7 +154,7 @@ def test_what_was_left_out_takes_a_reason(command: Command, results: Path, write
     run = write("part", dataclasses.replace(suite, trials=suite.trials[:1], asked=(*suite.asked, "--only", "*x*")))
     refused = command("submit", run)
     assert refused.code == 4
-    assert refused.err.startswith(f"No record, of the suite fp8, of {len(suite.trials) - 1} configurations, train_step")
+    assert refused.err.startswith(f"The suite fp8 has no record of {len(suite.trials) - 1} configurations, train_step")
     assert command("submit", run, "--missing", 'only the "first" 😀').code == 0
     said = tomllib.loads((results / "published.toml").read_text())["h200/part"]
     assert said == {"suite": "fp8", "options": ASKED, "known": {"missing": 'only the "first" 😀'}}

@@ -1,4 +1,4 @@
-"""Parts of a step alone, heads, norms and activations: what each is called, and which is the fastest at each shape."""
+"""Name each part of a step that is timed alone (heads, norms, activations), and find the fastest way at each shape."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from te_bench.reports.analysis.ranking import FastestByShape, fastest_by_shape, 
 from te_bench.reports.analysis.rows import Configuration, Group, grouped
 
 SAMPLE = "kernel_s"
-PLAIN = "reference"  # a head of all the logits, a piece in plain PyTorch: the baselines
+PLAIN = "reference"  # the baselines: a head with all logits, or a part in plain PyTorch
 LIGER = "Liger"
 OF_HEADS = {PLAIN: "all logits", "liger": LIGER}
 OF_PIECES = {"triton": TE_BENCH, "liger": LIGER, "torch": "PyTorch's operator"}
@@ -18,11 +18,11 @@ KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "ge
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeAlone:
-    """A way to compute a part; seconds of a call, and how many times as fast it is as the baseline of its shape."""
+    """One way to compute a part: the seconds of a call, and its speed over the baseline of its shape."""
 
     configuration: Configuration
-    part: str  # RMSNorm forward; of a head "" or IN_FP8
-    sizes: str  # tokens x width, of heads x classes
+    part: str  # e.g. RMSNorm forward; for a head "" or IN_FP8
+    sizes: str  # tokens x width; for heads x classes
     name: str
     seconds: float | None
     speedup: Ratio | None
@@ -34,7 +34,7 @@ class TimeAlone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alone:
-    """The parts of one kind, shape after shape; a head in FP8, which computes other numbers, is not counted in `fastest`."""
+    """The parts of one kind, by shape. `fastest` leaves out heads in FP8, which compute other numbers."""
 
     what: str
     times: tuple[TimeAlone, ...]
@@ -42,7 +42,7 @@ class Alone:
 
 
 def alone(group: Group) -> dict[str, Alone]:
-    """{"heads", "pieces"} of a group, with nothing in them where it measured none."""
+    """Return {"heads": ..., "pieces": ...} of a group, empty if it measured none."""
     return {
         "heads": _alone(group, "heads", "linear_cross_entropy", ("n", "d", "vocab", "padded"), "head"),
         "pieces": _alone(group, "norms and activations", "piece", ("kind", "call", "m", "n"), "backend"),
@@ -87,7 +87,7 @@ def _backend(one: Configuration) -> str:
 
 
 def _part(one: Configuration) -> str:
-    """RMSNorm forward; sum and RMSNorm forward with the FP8 cast; SwiGLU backward."""
+    """Return a part's name: RMSNorm forward; sum and RMSNorm forward with the FP8 cast; SwiGLU backward."""
     kind, call = (str(one.trial.problem.get(key)) for key in ("kind", "call"))
     added = "sum and " if call.startswith("add_") else ""
     fp8 = " with the FP8 cast" if call.endswith("_quantized") else ""

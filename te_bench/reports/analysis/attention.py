@@ -1,4 +1,4 @@
-"""Attention alone: seconds of its two passes, which backend is the fastest on each shape, and where to scale q."""
+"""Report attention alone: seconds of both passes, the fastest backend of each shape, and where to scale q."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTime:
-    """A configuration of attention: seconds and FLOP/s of the forward and the backward pass alone, joules of both."""
+    """Attention timed alone: seconds and FLOP/s of the forward and the backward pass, joules of both."""
 
     configuration: Configuration
     forward_s: float | None = None
@@ -30,13 +30,13 @@ class AttentionTime:
     forward_flop_per_s: float | None = None
     backward_flop_per_s: float | None = None
     energy_j: float | None = None
-    #: How many times as fast as the peer: forward, backward, both.
+    #: Speed-ups over the peer: forward, backward, both.
     speedups: Mapping[str, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingErrors:
-    """Largest relative error against fp64 of each draw, q scaled before or after QK^T, and of SDPA."""
+    """The largest relative error against fp64 of each draw, with q scaled before or after QK^T, and of SDPA."""
 
     configuration: Configuration
     before: tuple[float, ...]
@@ -47,27 +47,27 @@ class ScalingErrors:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionTimes:
-    """What a group measured of attention alone; `peer` is the backend that the others are compared with."""
+    """A group's times of attention alone; `peer`: the backend that others are compared with."""
 
     times: tuple[AttentionTime, ...]
     peer: str | None
     fastest: FastestByShape
 
 
-#: What a record of attention was timed in.
+#: The timed samples of a record of attention.
 PASSES = ("forward_s", "backward_s")
-#: Attention that others ship, by which the rest is measured.
+#: Other projects' attention that te-bench's is compared with.
 PEERS = ("cudnn", "flash", "math")
 
 
 def attention_peer(group: Group) -> str | None:
-    """What a group's attention is compared with: the one of PEERS with most configurations, the first of several."""
+    """Return the one of PEERS with the most configurations in a group, the first of equals; None if there is none."""
     there = [configuration.trial.attention for configuration in group.of("attention") if configuration.ok]
     return max((name for name in PEERS if name in there), key=there.count, default=None)
 
 
 def attention_times(group: Group) -> AttentionTimes:
-    """The attention configurations, together by shape, in the plan's order."""
+    """Return the times of attention, grouped by shape, in the plan's order."""
     configurations, peer = _by_shape(group.of("attention")), attention_peer(group)
     times = tuple(_time(configuration, configurations, peer) for configuration in configurations)
     shapes = _fastest_first(times)
@@ -92,7 +92,7 @@ def _time(configuration: Configuration, configurations: Sequence[Configuration],
 
 
 def _speedups(peer: Configuration | None, configuration: Configuration) -> dict[str, Ratio]:
-    """The peer's seconds over these, paired by run and seed: forward, backward and both. Nothing of the peer itself."""
+    """Return the peer's seconds over these, paired by run and seed: forward, backward and both; {} for the peer itself."""
     if peer is None or peer.id == configuration.id:
         return {}
     passes = {"forward": PASSES[:1], "backward": PASSES[1:], "both": PASSES}
@@ -101,9 +101,9 @@ def _speedups(peer: Configuration | None, configuration: Configuration) -> dict[
 
 
 def _fastest_first(times: Sequence[AttentionTime]) -> list[list[Configuration]]:
-    """The kernels that were timed in both passes, together where all else is the same, the fastest first.
+    """Return kernels timed in both passes, grouped by equal settings, the fastest first.
 
-    Attention in FP8 stands apart from attention that is not: it computes with other numbers.
+    Attention in FP8 has groups of its own, because its numbers differ.
     """
     together: dict[tuple[str, bool], list[tuple[float, Configuration]]] = {}
     for configuration in (time.configuration for time in times):
@@ -127,7 +127,7 @@ def _by_shape(configurations: Sequence[Configuration]) -> list[Configuration]:
 
 
 def scaling_errors(group: Group) -> tuple[ScalingErrors, ...]:
-    """The attention_numerics configurations, the draws of all their repetitions together."""
+    """Return the errors of the attention_numerics configurations, each with the draws of all its repetitions."""
     return tuple(map(_scaling_errors, _by_shape(group.of("attention_numerics"))))
 
 

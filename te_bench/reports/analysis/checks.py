@@ -1,4 +1,4 @@
-"""How near each configuration came to the limits of its check."""
+"""Find how close each configuration came to the limits of its check."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorstError:
-    """What of a configuration came closest to its limit, or went furthest over it, among all its repetitions."""
+    """The checked quantity with the largest error over its limit, among all repetitions of a configuration."""
 
     configuration: Configuration
     quantity: str | None = None
@@ -22,7 +22,7 @@ class WorstError:
 
 
 def worst_errors(group: Group) -> tuple[WorstError, ...]:
-    """Every configuration that was checked, the one nearest to its limit first. Failed checks count too."""
+    """Return the worst error of every checked configuration, closest to its limit first. Failed checks count too."""
     found = [_worst(configuration) for configuration in group.configurations]
     known = [error for error in found if error is not None]
     return tuple(sorted(known, key=lambda error: -math.inf if error.ratio is None else -error.ratio))
@@ -35,7 +35,7 @@ def _worst(configuration: Configuration) -> WorstError | None:
 
 
 def worst_quantity(configuration: Configuration, check: Mapping[str, Any]) -> WorstError | None:
-    """The quantity of one check with the largest error / limit; one whose error is unknown is worse than any."""
+    """Return the quantity of one check with the largest error / limit; an unknown error counts as the worst."""
     found = []
     for quantity in check.get("quantities") or []:
         error, limit = finite(quantity.get("error")), finite(quantity.get("limit"))

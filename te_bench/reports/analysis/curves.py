@@ -1,4 +1,4 @@
-"""Loss curves: what each training of a comparison reached, and how far seeds alone move the bf16 one."""
+"""Compute loss curves: what each training of a comparison reached, and how far seeds alone move the bf16 one."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from te_bench.reports.analysis.rows import Configuration, Group, grouped, printa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossPoint:
-    """A loss at a step, `time_s` after training began, over the seeds that logged it."""
+    """A loss at a step, `time_s` after training began, over the seeds that logged the step."""
 
     step: float
     time_s: float
@@ -28,19 +28,19 @@ class LossPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One configuration of `training`: its losses by step, mean over seeds, and the best validation loss it reached."""
+    """One configuration of `training`: its losses by step, mean over seeds, and its best validation loss."""
 
     configuration: Configuration
-    drawn: tuple[Record, ...]  # whose curves `train` and `validation` are
+    drawn: tuple[Record, ...]  # records of the curves `train` and `validation`
     best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
-    deviation: float | None  # sample standard deviation of that over seeds
-    n: int  # seeds behind best
+    deviation: float | None  # sample standard deviation of these lowest losses over seeds
+    n: int  # number of seeds in best
     steps_done: float | None
-    tokens: float | None  # trained on
+    tokens: float | None  # of all its steps
     tokens_per_s: float | None
-    batch: float | None  # the batch used, also where the plan said "max"
+    batch: float | None  # the batch used, even if the plan said "max"
 
-    @cached_property  # a table needs none, and of long runs they take seconds
+    @cached_property  # takes seconds for long runs, and tables do not need it
     def train(self) -> tuple[LossPoint, ...]:
         return points(self.drawn, "step", "time_s", "loss")
 
@@ -55,27 +55,27 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingComparison:
-    """Trainings on the same data under the same budget; `reference` is the bf16 one, None when there is none."""
+    """Trainings on the same data under the same budget; `reference`: the bf16 one, None if there is none."""
 
     title: str
     trainings: tuple[Training, ...]
     reference: Training | None
-    lowest: tuple[Training, ...]  # of the lowest validation loss, and what paired seeds do not tell from it
+    lowest: tuple[Training, ...]  # with the lowest validation loss, or not distinguished from it by paired seeds
 
     @property
     def timed(self) -> bool:
-        """Whether its clocks are of one training at a time: not of those that shared a GPU."""
+        """Whether each training had its GPU alone, so that its clock counts."""
         return not any("share" in training.configuration.trial.problem for training in self.trainings)
 
     def behind(self, training: Training) -> float | None:
-        """Best validation loss less the bf16 one's: above 0 is worse."""
+        """Return the best validation loss minus the bf16 one's: above 0 is worse."""
         if self.reference is None or training.best is None or self.reference.best is None or training is self.reference:
             return None
         return training.best - self.reference.best
 
 
 def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
-    """The training configurations of a group, together where their curves may be compared; trainings in the plan's order."""
+    """Return a group's trainings, grouped where their curves may be compared, in the plan's order."""
     together = grouped(group.of("training"), lambda configuration: configuration.course)
     return tuple(_comparison(configurations, group.baseline) for configurations in together.values())
 
@@ -83,12 +83,12 @@ def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
 def _comparison(configurations: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
     trainings = tuple(_training(configuration) for configuration in configurations)
     bf16 = [one for one in trainings if one.configuration.trial.precision == "bf16" and one.validation]
-    # the training that says most about seeds; the suite's baseline among equals, then the first planned
+    # The reference has the most seeds; among equals it is the suite's baseline, else the first planned.
     reference = max(bf16, key=lambda training: (training.n, training.configuration.id == baseline), default=None)
     problem = configurations[0].trial.problem
     length = f"{problem['steps']} steps" if problem.get("steps") else f"{problem.get('budget_s')} s"
     kind, colon, name = str(problem.get("data") or "").partition(":")
-    data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # of a file, the name says enough
+    data = f"{kind}{colon}{PurePath(name).name if kind == 'text' else name}"  # a file without its folder
     title = ", ".join(str(word) for word in (problem.get("model"), data, length) if word)
     ended = sorted((training for training in trainings if training.best is not None), key=lambda t: t.best or 0.0)
     best = rank([lowest_losses(training.configuration) for training in ended]).best
@@ -99,13 +99,13 @@ def _comparison(configurations: Sequence[Configuration], baseline: str | None) -
 
 def _training(configuration: Configuration) -> Training:
     diverged = [row.record for row in configuration.rows if row.record and row.outcome == "diverged"]
-    drawn = configuration.ok or diverged  # a seed that diverged would cut the others' curves short; the tables count it
+    drawn = configuration.ok or diverged  # a diverged seed would shorten the others' curves; tables count it
     best = list(lowest_losses(configuration).values())
     work = drawn[0].work if drawn else {}
-    steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # from step 0 on
+    steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # steps begin at 0
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
     last, time, per_step = median(steps), median(times), finite(work.get("tokens"))
-    trunk = finite(configuration.trial.problem.get("branch_at")) or 0.0  # steps that no clock of a branch counts
+    trunk = finite(configuration.trial.problem.get("branch_at")) or 0.0  # a branch's clock leaves out these steps
     tokens, clocked = (
         (last - before) * per_step if last is not None and per_step is not None else None for before in (0.0, trunk)
     )
@@ -124,16 +124,16 @@ def _training(configuration: Configuration) -> Training:
 
 
 def lowest_losses(configuration: Configuration) -> dict[tuple[str, int], float]:
-    """{(run, seed): the lowest validation loss}, of the seeds that ended ok and have one."""
+    """Return {(run, seed): the lowest validation loss} for seeds that ended ok and have one."""
     done = [(row.run, row.trial.seed, row.record) for row in configuration.rows if row.record and row.outcome == "ok"]
     losses = {(run, seed): numbers(record.samples.get("val_loss")) for run, seed, record in done}
     return {pair: min(found) for pair, found in losses.items() if found}
 
 
 def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[LossPoint, ...]:
-    """Mean and spread over records at the first one's steps, as far as all of them go, interpolated between theirs.
+    """Return mean and spread over records at the first record's steps that all reach; other records are interpolated.
 
-    Under a budget of time every seed logs at steps of its own. A record without the curve does not count.
+    Under a budget of time, every seed logs at its own steps. Records without the curve do not count.
     """
     logged = [curve for record in records if (curve := _curve(record, step, time, loss))]
     if not logged:
@@ -151,7 +151,7 @@ def points(records: Sequence[Record], step: str, time: str, loss: str) -> tuple[
 
 
 def _curve(record: Record, step: str, time: str, loss: str) -> list[tuple[float, ...]]:
-    """Steps, times and losses in the order of steps, without the points that are not finite."""
+    """Return steps, times and losses in the order of steps, without points that are not finite."""
     steps, losses = (record.samples.get(name) or [] for name in (step, loss))
     times = record.samples.get(time) or [0.0] * len(steps)
     rows = zip(steps, times, losses, strict=False)

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, against the least that its FLOP and bytes would take at this device's ceilings."""
+"""Compare a training step's time by kind of kernel with its floor: its FLOP and bytes at this device's ceilings."""
 
 import dataclasses
 import re
@@ -15,8 +15,8 @@ from te_bench.reports.analysis.measures import finite, numbers
 from te_bench.reports.analysis.rows import Configuration, Group
 from te_bench.reports.analysis.steps import MeasuredStep
 
-#: Kinds by the names of kernels; the first that matches counts, and what has no pattern is elementwise: Inductor's fused
-#: kernels, norms, activations, casts, embeddings, and the driver's copies and fills.
+#: Kinds by the names of kernels; the first match counts. Unmatched kernels are elementwise: Inductor's fused kernels,
+#: norms, activations, casts, embeddings, and the driver's copies and fills.
 KINDS: tuple[tuple[str, str], ...] = (
     (cost.ATTENTION, r"cudnn|sdpa|flash|fmha|attention"),
     (cost.OPTIMIZER, r"multi_tensor|adam|^(step|numbers|squares|norm)_kernel"),
@@ -30,7 +30,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """byte/s of a copy, FLOP/s of large GEMMs; fp8 None where the device has no such unit."""
+    """The byte/s of a copy and the FLOP/s of large GEMMs; fp8 is None if the device has no FP8 unit."""
 
     bytes_per_s: float
     bf16_flop_per_s: float
@@ -39,7 +39,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindTime:
-    """The kernels of one kind: what they must compute and move, seconds that this takes at the ceilings, seconds it took."""
+    """The kernels of one kind: their FLOP and bytes, the seconds of these at the ceilings, and the measured seconds."""
 
     cost: Cost
     floor_s: float
@@ -48,7 +48,7 @@ class KindTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breakdown:
-    """A step by kind of kernel, and its kernels with their seconds, the longest first; gaps between them are left out."""
+    """A step's seconds by kind of kernel and by kernel, longest first, without the gaps between kernels."""
 
     step: MeasuredStep
     kinds: tuple[KindTime, ...]
@@ -65,14 +65,14 @@ class Breakdown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Floor:
-    """Every measured step whose kernels were timed, fastest first; none without ceilings."""
+    """All measured steps whose kernels were timed, fastest first; none without ceilings."""
 
     ceilings: Ceilings | None
     breakdowns: tuple[Breakdown, ...] = ()
 
     @property
     def compared(self) -> list[Breakdown]:
-        """Those worth seeing side by side: the baseline and the fastest step of each precision."""
+        """The steps to show side by side: the baseline, and the fastest of each precision."""
         fastest: dict[str, Breakdown] = {}
         for found in self.breakdowns:
             fastest.setdefault(found.step.configuration.trial.precision, found)
@@ -80,9 +80,9 @@ class Floor:
 
 
 def ceilings(group: Group) -> Ceilings | None:
-    """Those of the fastest call in any of the group's processes; None when it measured none.
+    """Return the ceilings by the fastest call in any of the group's processes; None if it measured none.
 
-    What a chip at its power limit does over seconds is below what a kernel between others may do: no ceiling.
+    The mean over seconds at the chip's power limit is no ceiling: a single kernel between others may be faster.
     """
 
     def rate(sample: str, work: str) -> float | None:
@@ -101,7 +101,7 @@ def ceilings(group: Group) -> Ceilings | None:
 
 
 def floor_of(group: Group, steps: Sequence[MeasuredStep]) -> Floor:
-    """The floor of a group's steps, which come fastest first."""
+    """Return the floor of a group's steps, which come fastest first."""
     at = ceilings(group)
     if at is None:
         return Floor(ceilings=None)
@@ -121,9 +121,10 @@ def _breakdown(step: MeasuredStep, at: Ceilings) -> Breakdown | None:
 
 
 def _costs(configuration: Configuration) -> tuple[Cost, ...]:
-    """What the trial's step must do; nothing where no formula is known: of a user's model, a precision, several ranks.
+    """Return what the trial's step must compute and move; () if no formula covers it.
 
-    Nor is any of a recipe that computes more than the blocks' Linears in FP8, or less.
+    No formula covers a user's model, another precision, several ranks, or a recipe that computes more or less than the
+    blocks' Linears in FP8.
     """
     trial = configuration.trial
     config, precision = configs().get(str(trial.problem.get("model"))), trial.precision
@@ -143,10 +144,10 @@ def _costs(configuration: Configuration) -> tuple[Cost, ...]:
 
 
 def _floor(c: Cost, at: Ceilings) -> float:
-    """FLOP and bytes one after the other: kernels of one kind are bound by the one or by the other."""
+    """Return the seconds of FLOP and bytes, added: each kernel of a kind is limited by one or the other."""
     return c.bf16_flop / at.bf16_flop_per_s + c.fp8_flop / (at.fp8_flop_per_s or 1.0) + c.bytes / at.bytes_per_s
 
 
 def kind_of(kernel: str) -> str:
-    """The kind that a kernel's name tells."""
+    """Return the kind of a kernel by its name."""
     return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), cost.ELEMENTWISE)

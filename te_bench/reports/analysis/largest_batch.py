@@ -1,4 +1,4 @@
-"""The largest batch that fits a device's memory."""
+"""Find the largest batch that fits a device's memory."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from te_bench.reports.analysis.rows import Configuration, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestBatch:
-    """The largest batch that fits a configuration, its peak memory in bytes, and the smallest that did not fit."""
+    """The largest batch that fits, its peak memory in bytes, and the smallest batch that does not fit."""
 
     configuration: Configuration
     max_batch: float | None = None
@@ -19,7 +19,7 @@ class LargestBatch:
 
 
 def largest_batches(group: Group) -> tuple[LargestBatch, ...]:
-    """Largest first; the smallest of a configuration's repetitions counts, for it is what fits."""
+    """Return the configurations' largest batches, largest first; the smallest over repetitions counts."""
     found = [_largest(configuration) for configuration in group.of("max_batch")]
     return tuple(sorted(found, key=lambda m: math.inf if m.max_batch is None else -m.max_batch))
 

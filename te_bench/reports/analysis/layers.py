@@ -1,4 +1,4 @@
-"""The layer benchmark: the layers of its variants, and where an iteration's time goes, kernel by kernel."""
+"""Report the layer benchmark: the layers of each variant, and the time of each kernel in an iteration."""
 
 import re
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from te_bench.reports.analysis.steps import MeasuredStep, measured_steps
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"sdpa|scaled_dot_product|flash|fmha|attention|softmax"),
     ("GEMM", r"nvjet|gemm|xmma|cutlass|cublas|splitk|::(add|b)?mm\b|scaled_mm|^(scaled|block)_kernel"),
-    # And activations, losses and optimizers: what is bound by memory. Inductor's fused kernels are named triton_...;
-    # te_bench's own as this pattern ends.
+    # Also activations, losses and optimizers: kernels that memory limits. Inductor's fused kernels are named triton_...;
+    # te_bench's own match the end of this pattern.
     (
         "norms, casts",
         r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add|joined|sum|tile)_"
@@ -23,15 +23,15 @@ KINDS: tuple[tuple[str, str], ...] = (
     ),
 )
 OTHER = "other"
-FAMILIES = ("te_", "torchao_", "transformer_engine")  # beginnings of layers' names: ours, and the peers'
+FAMILIES = ("te_", "torchao_", "transformer_engine")  # prefixes of layers' names: te-bench's, then peers'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredLayer:
-    """A layer's time, and what it is made of: {kernel: seconds an iteration}, the longest first, and by kind.
+    """A layer's time, {kernel: seconds an iteration} with the longest first, and seconds by kind.
 
-    comparable: its mask is the baseline's; another one computes another function. gemm_flop_per_s: what its Linears reach
-    in their kernels; None where attention is made of GEMMs too.
+    comparable: whether its mask is the baseline's, so that it computes the same function. gemm_flop_per_s: FLOP/s of its
+    Linears in their kernels; None if attention also consists of GEMMs.
     """
 
     step: MeasuredStep
@@ -51,12 +51,12 @@ class LayerVariant:
 
     @property
     def comparable(self) -> bool:
-        """Whether all of them are."""
+        """Whether all layers are comparable."""
         return all(layer.comparable for layer in self.layers)
 
     @property
     def compared(self) -> list[MeasuredLayer]:
-        """Those whose kernels are worth seeing side by side: the fastest of ours in FP8 and without, and of each peer."""
+        """The layers whose kernels are shown side by side: te-bench's and each peer's fastest, with and without FP8."""
         fastest: dict[tuple[str, bool], MeasuredLayer] = {}
         for layer in self.layers:
             trial = layer.step.configuration.trial
@@ -67,9 +67,9 @@ class LayerVariant:
 
 
 def layer_variants(group: Group) -> tuple[LayerVariant, ...]:
-    """The variants in the plan's order; each one's baseline is the group's, in that variant.
+    """Return the variants in the plan's order; each one's baseline is the group's baseline in that variant.
 
-    Where a run left the group's baseline out (--only), a plain layer stands in for it.
+    If a run left the group's baseline out (--only), a plain layer replaces it.
     """
     configurations = group.of("layer")
     candidates = [configuration for configuration in configurations if configuration.id == group.baseline]
@@ -107,13 +107,13 @@ def _rival(configuration: Configuration) -> tuple[object, ...]:
 
 
 def _is(configuration: Configuration, rival: tuple[object, ...]) -> bool:
-    """Whether a configuration is that rival; the MLP alone is whatever its attention."""
+    """Return whether a configuration is that rival; an MLP alone is, whatever the rival's attention."""
     layer, attention, *rest = _rival(configuration)
     return (layer, *rest) == (rival[0], *rival[2:]) and attention in (rival[1], NO_ATTENTION)
 
 
 def kernel_seconds(configuration: Configuration) -> dict[str, float]:
-    """{kernel: seconds an iteration}, the mean over processes, the longest first; empty if none was profiled."""
+    """Return {kernel: seconds an iteration}, the mean over processes, the longest first; empty if none was profiled."""
     profiles = [found for record in configuration.ok if isinstance(found := record.work.get("kernel_s"), Mapping)]
     total: dict[str, float] = {}
     for profile in profiles:
@@ -123,5 +123,5 @@ def kernel_seconds(configuration: Configuration) -> dict[str, float]:
 
 
 def kind_of(kernel: str) -> str:
-    """The kind that a kernel's name tells, "other" for copies, sums and what has no pattern."""
+    """Return the kind of a kernel by its name; "other" for copies, sums and unmatched names."""
     return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), OTHER)

@@ -1,7 +1,7 @@
-"""From records to the table of measured times: seconds of one call, forward and backward together, by backend.
+"""Turn records into the table of measured times: seconds of one call, forward and backward together, by backend.
 
-Kernels measured alone count first. Where there is no attention alone, GPT steps that differ in nothing but their attention
-tell it of the backends that they ran: the seconds of their attention kernels, over their layers.
+Kernels measured alone come first. Without them, GPT steps that differ only in their attention give the time of the backends
+that they ran: the seconds of their attention kernels over the number of their layers.
 """
 
 import json
@@ -27,12 +27,12 @@ from te_bench.reports.analysis.measures import median, typical
 from te_bench.reports.analysis.rows import Configuration, Group, Results
 
 NOTE = "derived from GPT steps that differ in their attention alone"
-#: The samples of a call, by operator, which is the name of the workload too.
+#: {operator, also the workload's name: the samples of a call}.
 SAMPLES = {"attention": PASSES, "gemm": ("kernel_s",), "linear_cross_entropy": ("kernel_s",)}
 
 
 class Candidate(NamedTuple):
-    """A row, and what decides between two of one problem: measured alone, more backends, later."""
+    """A row, and what decides between rows of one problem: measured alone, then more backends, then later."""
 
     alone: bool
     backends: int
@@ -41,9 +41,9 @@ class Candidate(NamedTuple):
 
 
 def of_results(kind: str, directories: Sequence[Path], environment: str | None = None) -> tuple[Timing, ...]:
-    """The rows that `te-bench tune KIND` fills and the runs' records hold, each from one environment, or all from this one.
+    """Return the rows of `te-bench tune KIND` from runs' records, each from one environment, or all from `environment`.
 
-    Raises ValueError where they hold none.
+    Raises ValueError if the records hold none.
     """
     results = rows.load_results(directories)
     tuned = KINDS[kind]
@@ -63,7 +63,7 @@ def of_results(kind: str, directories: Sequence[Path], environment: str | None =
 
 
 def _alone(operator: str, results: Results, group: Group) -> Iterator[Candidate]:
-    """Of trials of the operator's workload."""
+    """Yield rows from trials of the operator's workload."""
     seconds: dict[Any, dict[str, float]] = {}
     dates: dict[Any, list[str]] = {}
     for cell in group.of(operator):
@@ -79,14 +79,14 @@ def _alone(operator: str, results: Results, group: Group) -> Iterator[Candidate]
 
 
 def _seconds(cell: Configuration, samples: Iterable[str]) -> float | None:
-    """The samples' medians together; None where one is missing."""
+    """Return the sum of the samples' medians; None if one is missing."""
     found = [typical(cell.ok, sample) for sample in samples]
     known = [value for value in found if value is not None]
     return sum(known) if len(known) == len(found) else None
 
 
 def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
-    """Of trials of the workload `train_step`, where attention is all that tells some of them apart."""
+    """Yield rows from `train_step` trials that differ only in their attention."""
     compared: dict[str, dict[str, float]] = {}
     problems: dict[str, tuple[Problem, list[str]]] = {}
     for cell in group.of("train_step"):
@@ -126,13 +126,13 @@ def _of_steps(results: Results, group: Group) -> Iterator[Candidate]:
 
 
 def backend_of(trial: Trial) -> str:
-    """The backend that a trial of one of the operators measures."""
+    """Return the backend that a trial of an operator measures."""
     setting = SETTINGS.get(trial.workload)
     return trial.attention if setting is None else str(trial.problem[setting])
 
 
 def problem_of(trial: Trial) -> Any:
-    """The problem that a trial of one of the operators measures, as its table has it."""
+    """Return the problem that a trial of an operator measures, as in the operator's table."""
     settings = {name: value for name, value in trial.problem.items() if name != SETTINGS.get(trial.workload)}
     if trial.workload == "gemm":
         return gemm.read_problem(settings)

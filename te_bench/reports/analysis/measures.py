@@ -1,4 +1,4 @@
-"""Records to numbers: medians, means, ratios with intervals. A value that was not measured is None."""
+"""Turn records into numbers: medians, means, ratios with intervals. A value that was not measured is None."""
 
 import math
 import statistics
@@ -12,12 +12,12 @@ from te_bench.experiments.spec import Record
 from te_bench.reports.analysis.rows import Configuration
 
 CONFIDENCE = 0.95
-LONGEST = 1e9  # seconds: 30 years; a time beyond is no measurement
+LONGEST = 1e9  # seconds, 30 years: longer times are invalid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """Geometric mean of n paired ratios with its 95 % t-interval on the logarithms; no interval below two pairs."""
+    """The geometric mean of n paired ratios, with its 95 % t-interval on the logarithms; no interval for n < 2."""
 
     value: float
     n: int
@@ -26,28 +26,28 @@ class Ratio:
 
     @property
     def inverse(self) -> "Ratio":
-        """The ratio the other way round."""
+        """The inverse ratio, with its interval."""
         low, high = (None if end is None else 1 / end for end in (self.high, self.low))
         return Ratio(value=1 / self.value, n=self.n, low=low, high=high)
 
 
 def numbers(values: object) -> list[float]:
-    """The finite numbers among recorded values; what was not measured (None, a missing key) drops out."""
+    """Return the finite numbers among recorded values; None and a missing key drop out."""
     if not isinstance(values, Iterable):
         return []
     return [number for number in map(finite, values) if number is not None]
 
 
 def seconds_of(record: Record, sample: str) -> list[float]:
-    """The times among a record's samples of a kind: above 0, and no longer than a machine runs."""
+    """Return the valid times among a record's samples of a kind: above 0 and below LONGEST."""
     return [time for time in numbers(record.samples.get(sample)) if 0 < time < LONGEST]
 
 
 def step_seconds(samples: Mapping[str, object]) -> float | None:
-    """Seconds per step of a training curve; None where it is too short to tell.
+    """Return the seconds per step of a training curve, or None if it is too short.
 
-    The loss is read every few steps, and all steps of a read carry its time: from the end of the first read that is on the
-    clock, for compiled steps are not, to the end of the last.
+    The loss is read every few steps, and all steps of one read have its time. The clock runs from the end of the first read
+    with a time above 0, because compiling steps have none, to the end of the last read.
     """
     steps, times = (numbers(samples.get(name)) for name in ("step", "time_s"))
     first = next((time for time in times if time > 0), None)
@@ -58,7 +58,7 @@ def step_seconds(samples: Mapping[str, object]) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    if type(value) is float:  # of a page millions
+    if type(value) is float:  # first, because a page checks millions
         return value if math.isfinite(value) else None
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -74,7 +74,7 @@ def highest(values: Iterable[float | None]) -> float | None:
 
 
 def beyond_held(records: Iterable[Record]) -> float | None:
-    """The most bytes that any of these allocated beyond what it held besides; None where none says both."""
+    """Return the most bytes that a record allocated beyond what it held; None if no record has both numbers."""
     peaks = [
         peak - held
         for record in records
@@ -85,12 +85,12 @@ def beyond_held(records: Iterable[Record]) -> float | None:
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:
-    """Linear interpolation between order statistics."""
+    """Return the q-quantile, by linear interpolation between order statistics; None without values."""
     return float(np.quantile(values, q)) if values else None
 
 
 def geometric_mean(ratios: Sequence[float]) -> Ratio | None:
-    """exp(mean(log r)) with the 95 % t-interval of the mean, n - 1 degrees of freedom; None for no ratios."""
+    """Return exp(mean(log r)) with the 95 % t-interval of the mean, n - 1 degrees of freedom; None without ratios."""
     if not ratios:
         return None
     logs = [math.log(ratio) for ratio in ratios]
@@ -102,25 +102,25 @@ def geometric_mean(ratios: Sequence[float]) -> Ratio | None:
 
 
 def of_processes(records: Iterable[Record], sample: str) -> float | None:
-    """Geometric mean over processes of each process's median of one kind of sample."""
+    """Return the geometric mean over processes of each process's median of one kind of sample."""
     found = geometric_mean([value for record in records if (value := of_process(record, sample))])
     return found.value if found else None
 
 
 def typical(records: Iterable[Record], sample: str) -> float | None:
-    """Median over processes of each process's median: what one process that was disturbed does not move."""
+    """Return the median over processes of each process's median; one disturbed process does not move it."""
     return median([value for record in records if (value := of_process(record, sample))])
 
 
 def of_process(record: Record, sample: str) -> float | None:
-    """Median of one process's times of a kind; None where it has none."""
+    """Return the median of one process's times of a kind; None if it has none."""
     return median(seconds_of(record, sample))
 
 
 def speedup(baseline: Configuration, configuration: Configuration) -> Ratio | None:
-    """Baseline's median latency over the configuration's, paired by run and seed; None when they do not do the same work.
+    """Return the baseline's median latency over the configuration's, paired by run and seed; None if their work differs.
 
-    The baseline is 1 by definition and has no interval.
+    The baseline's own speed-up is 1, without an interval.
     """
     if configuration.id == baseline.id:
         return Ratio(value=1.0, n=len(configuration.ok))
@@ -130,18 +130,18 @@ def speedup(baseline: Configuration, configuration: Configuration) -> Ratio | No
 
 
 def paired_ratio(slower: Configuration, faster: Configuration, *samples: str) -> Ratio | None:
-    """Seconds of the first over those of the second, paired by run and seed; each the sum of a process's medians."""
+    """Return the seconds of `slower` over those of `faster`, paired by run and seed; each sums a process's medians."""
     ours, theirs = (seconds_by_seed(each, *samples) for each in (faster, slower))
     return geometric_mean([theirs[pair] / ours[pair] for pair in ours if pair in theirs])
 
 
 def same_work(one: Configuration, other: Configuration) -> bool:
-    """Whether two configurations' steps process as many tokens."""
+    """Return whether two configurations' steps process equally many tokens."""
     return len({record.work.get("tokens") for configuration in (one, other) for record in configuration.ok}) < 2
 
 
 def seconds_by_seed(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
-    """{(run, seed): the sum of a process's medians of these samples}, of the processes that have all of them."""
+    """Return {(run, seed): sum of the process's medians of these samples} for processes that have all of them."""
     found = {}
     for row in configuration.rows:
         if row.record and row.outcome == "ok":

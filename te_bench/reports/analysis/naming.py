@@ -1,4 +1,4 @@
-"""Plain names: whose step, its precision, and of its other choices the fewest that tell it from the rest of a report."""
+"""Give plain names: the step's project, its precision, and the fewest choices that distinguish it in a report."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,13 +9,13 @@ from te_bench.experiments.suites.speed import OWN
 from te_bench.models import rivals
 
 TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
-WHOLE = "float32 weights and states"  # of the control that fewer bits are judged against
+WHOLE = "float32 weights and states"  # those of the control, when fewer bits are judged
 SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
-STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads whose passes are somebody's
+STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads that belong to a project
 
-#: Settings that only te-bench's own fast step has, and a user's model with te-bench's kernels in it.
+#: Settings that only te-bench's own step has, or a user's model with te-bench's kernels.
 _OWN_PARTS = ("head", "optimizer", "blocks", "parts")
-#: What stands beside a name: an attention problem's shape, a layer's variant with its sizes.
+#: Settings of an attention problem's shape, which tables show beside the name.
 _SHAPE = (
     "batch",
     "heads",
@@ -28,8 +28,8 @@ _SHAPE = (
     "window_right",
     "documents",
 )
-_ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # what arm_name says
-_RANKS = ("parallel", "world", "shard", "sequence_parallel", "overlap")  # said together: ddp x4, hsdp x4 in groups of 2
+_ARM = ("arm", "perturb_ulp", "fault", *run_options.JUDGED)  # settings that arm_name names
+_RANKS = ("parallel", "world", "shard", "sequence_parallel", "overlap")  # said as: ddp x4, hsdp x4 in groups of 2
 
 _KERNELS = {
     "manual": "written-out",
@@ -44,31 +44,31 @@ _KERNELS = {
     "auto": "automatic",
     OWN_ATTENTION: "the model's own",
 }
-#: Modes of execution; what is not here is said as it is.
+#: Words for modes of execution; other modes are named as they are.
 MODES = {"compile": "compiled", "compile-reduce-overhead": "reduce-overhead", "cudagraph": "CUDA graph"}
 HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
-#: Of the quickstart's layers: whose they are, and what of Transformer Engine's interface they are made of.
+#: The quickstart's layers, by what they use of Transformer Engine's interface.
 _LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
 _PEERS = {"torchao": "torchao", "transformer_engine": "Transformer Engine"}
 _BLOCK_FORMATS = {"mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 
 
 def count_trials(number: int) -> str:
-    """1 trial, 2 trials."""
+    """Return a number of trials in words: 1 trial, 2 trials."""
     return f"{number} trial{'' if number == 1 else 's'}"
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """So many of the names, and how many more there are: a, b and 3 more."""
+    """Return at most `most` of the names, and how many more there are: a, b and 3 more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
 
 def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """A name for each of the trials that are compared with each other, by their keys; no two that differ share one.
+    """Return {key: name} for trials that are compared with each other; different trials have different names.
 
-    Said always: whose step it is, its precision, how it is divided over GPUs, and what makes its work another than the
-    others'. Of its choices, in the order of `_CHOICES`, those that tell it from what would be called the same.
+    A name always has the step's project, its precision, how it is divided over GPUs, and what makes its work differ from
+    the others'. Of its choices, in the order of `_CHOICES`, it has those that distinguish it from trials of the same name.
     """
     differing, fewer_bits = _differing(trials.values()), judges_fewer_bits(trials.values())
     precisions, protocols = ({getattr(trial, of) for trial in trials.values()} for of in ("precision", "protocol"))
@@ -88,7 +88,7 @@ def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
 
 
 def whose(trial: Trial) -> str:
-    """Whose training step or layer a trial times: te-bench's, PyTorch's, torch.compile's, another project's."""
+    """Return the project whose step or layer a trial times: te-bench, PyTorch, torch.compile, or another."""
     layer = trial.problem.get("layer")
     if layer is not None:
         peer = next((name for name in _PEERS if str(layer).startswith(name)), None)
@@ -104,40 +104,40 @@ def whose(trial: Trial) -> str:
 
 
 def rival_of(trial: Trial) -> str | None:
-    """What another project's step is called; None for te-bench's and PyTorch's."""
+    """Return the name of another project's step; None for te-bench's and PyTorch's."""
     name = str(trial.problem.get("rival") or trial.problem.get("linears") or "")
     if name in rivals.names():
         return rivals.load(name).title
-    return name or None  # of a journal, which may know more rivals than this te-bench
+    return name or None  # a journal may have rivals that this te-bench does not know
 
 
 def precision_name(trial: Trial) -> str:
-    """bf16, FP8, MXFP8, NVFP4."""
+    """Return the precision in words: bf16, FP8, MXFP8, NVFP4."""
     if trial.precision != "fp8":
         return trial.precision
     return _BLOCK_FORMATS.get(str(trial.recipe).partition("_")[0], "FP8")
 
 
 def kernel_name(attention: str) -> str:
-    """An attention backend by its plain name: cuDNN, te-bench Gluon."""
+    """Return the plain name of an attention backend: cuDNN, te-bench Gluon."""
     word = _KERNELS.get(attention, attention)
     return f"{TE_BENCH} {word}" if attention.partition("_")[0] in OWN else word
 
 
 def attention_name(attention: str) -> str:
-    """What a step is said to have: cuDNN attention, FlashAttention-4."""
+    """Return the plain name of a step's attention: cuDNN attention, FlashAttention-4."""
     word = _KERNELS.get(attention, attention)
     return printable(word if "Attention" in word else f"{word} attention")
 
 
 def recipe_name(recipe: str | None) -> str:
-    """A recipe in words: delayed scaling, current scaling; of bf16 none."""
+    """Return a recipe in words: delayed scaling, current scaling; "" for bf16."""
     words = (recipe or "").removeprefix("float8_").split("_")
     return printable(" ".join(_BLOCK_FORMATS.get(word, word) for word in words))
 
 
 def specification(trial: Trial) -> str:
-    """Every setting of a trial but its seed: what its name leaves out."""
+    """Return all settings of a trial but its seed, in words."""
     settings: dict[str, Scalar] = {"attention": trial.attention, "precision": trial.precision, "recipe": trial.recipe}
     settings |= {"mode": trial.mode, **trial.problem, "protocol": trial.protocol, "device": trial.device}
     said = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
@@ -145,9 +145,9 @@ def specification(trial: Trial) -> str:
 
 
 def arm_name(trial: Trial, fewer_bits: bool = False) -> str:
-    """What an arm of a convergence run is called: bf16, bf16 A/A, a recipe, its fused step, or one broken on purpose.
+    """Return the name of an arm of a convergence run: bf16, bf16 A/A, a recipe, its fused step, or a broken recipe.
 
-    fewer_bits: `judges_fewer_bits` of the arms that it stands beside.
+    fewer_bits: `judges_fewer_bits` of the arms in the same comparison.
     """
     kind = trial.problem.get("arm")
     name = f"{recipe_name(trial.recipe) or trial.precision}{run_options.shown(trial.problem)}"
@@ -157,18 +157,18 @@ def arm_name(trial: Trial, fewer_bits: bool = False) -> str:
 
 
 def judges_fewer_bits(trials: Collection[Trial]) -> bool:
-    """Whether all that these arms judge against the control has weights or states in fewer bits than float32."""
+    """Return whether every judged arm has weights or states in fewer bits than float32."""
     judged = [trial.problem for trial in trials if trial.problem.get("arm") == "recipe"]
     return bool(judged) and all(run_options.fewer_words(problem) for problem in judged)
 
 
 def printable(text: str) -> str:
-    """The text on one line, every character that cannot be shown replaced."""
+    """Return the text on one line, with U+FFFD for each unprintable character."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _differing(trials: Collection[Trial]) -> list[str]:
-    """What differs among these and is no choice of how the same work is done: batch, model, mask."""
+    """Return the keys of settings that make the trials' work differ, such as batch, model and mask; choices do not."""
     shaped = any(trial.workload in SHAPED for trial in trials)
     said = (*_CHOICES, *_RANKS, "weights", "states")
     chosen = {*said, "vocab", "padded_vocab", "rival", "linears", "amax_history_len", "variant"}
@@ -178,17 +178,17 @@ def _differing(trials: Collection[Trial]) -> list[str]:
 
 
 def _always(trial: Trial, differing: Collection[str], fewer_bits: bool) -> list[str]:
-    """What a name says whatever the others are; fewer_bits: as arm_name."""
+    """Return the words that every name has; fewer_bits: as in arm_name."""
     problem = trial.problem
     if {"arm", "lr_factor"} & problem.keys():
-        told = (*_ARM, "lr_factor") if "learning_rate" in differing else _ARM  # the rate itself says its factor
+        told = (*_ARM, "lr_factor") if "learning_rate" in differing else _ARM  # the rate already includes its factor
         begin, differing = arm_name(trial, fewer_bits), [key for key in differing if key not in told]
     elif trial.workload in SHAPED:
         begin = kernel_name(trial.attention)
     else:
         begin = f"{whose(trial) if trial.workload in STEPS else trial.workload} {precision_name(trial)}"
     words = [begin]
-    if begin.startswith((EAGER, COMPILED)) and trial.attention == "manual":  # nobody's choice today, and so the point
+    if begin.startswith((EAGER, COMPILED)) and trial.attention == "manual":  # rarely chosen, so it must be named
         words.append(_attention(trial))
     if "parallel" in problem:
         groups = f" in groups of {problem['shard']}" if "shard" in problem else ""
@@ -208,7 +208,7 @@ def _setting(trial: Trial, key: str) -> str:
 
 
 def _told_apart(trials: Mapping[str, Trial], choices: list[Callable[[Trial], str]]) -> dict[str, list[str]]:
-    """The words of the choices that split these, each within what the one before it has left together."""
+    """Return the words of the choices that split the trials, each choice within the parts that earlier choices left."""
     for place, choice in enumerate(choices):
         parts: dict[str, dict[str, Trial]] = {}
         for key, trial in trials.items():
@@ -242,7 +242,7 @@ def _vocabulary(trial: Trial) -> str:
 
 
 def _one_of(key: str, words: Mapping[str | None, str]) -> Callable[[Trial], str]:
-    """A choice by the words for its values; what has no word is said as it stands."""
+    """Return a choice with these words for its values; a value without a word is named as it is."""
 
     def word(trial: Trial) -> str:
         value = trial.problem.get(key)
@@ -251,7 +251,7 @@ def _one_of(key: str, words: Mapping[str | None, str]) -> Callable[[Trial], str]
     return word
 
 
-#: What a user chooses, that which matters most first, with its words. The words of two values differ.
+#: A user's choices, the most important first, with their words. Different values have different words.
 _CHOICES: dict[str, Callable[[Trial], str]] = {
     "recipe": lambda trial: recipe_name(trial.recipe),
     "layer": lambda trial: _LAYERS.get(str(trial.problem.get("layer")), ""),
@@ -268,7 +268,7 @@ _CHOICES: dict[str, Callable[[Trial], str]] = {
 
 
 def _rest(trials: Mapping[str, Trial]) -> list[Callable[[Trial], str]]:
-    """Every other setting as it stands, in case that nothing else tells two apart."""
+    """Return the other settings as choices, for trials that nothing else distinguishes."""
     keys = dict.fromkeys(key for trial in trials.values() for key in trial.problem)
     shaped = any(trial.workload in SHAPED for trial in trials.values())
     others = [key for key in keys if not (shaped and key in _SHAPE)]
@@ -276,5 +276,5 @@ def _rest(trials: Mapping[str, Trial]) -> list[Callable[[Trial], str]]:
 
 
 def _shape_of(trial: Trial) -> str:
-    """What stands beside the name of an attention problem."""
+    """Return the shape of an attention problem, which tables show beside its name; "" for other workloads."""
     return str([trial.problem.get(key) for key in _SHAPE]) if trial.workload in SHAPED else ""

@@ -1,9 +1,9 @@
-"""Which configuration is the best, as far as paired processes tell; and what they do not tell apart, with the reason.
+"""Rank configurations by paired processes: the best, those not distinguished from it with the reason, and the slower.
 
-The one with the least time on average is compared with each of the others, process by process with the same seed. Another
-counts as slower where a one-sided t-test of the mean log-ratio says so at 5 % over the comparisons, two at least; those
-that remain are not distinguished from it. The truly fastest is then among them with a probability of 95 %, whichever was
-taken for it: leaving it out needs one of its own comparisons to err (Bonferroni; multiple comparisons with the best, after
+The one with the least mean time is compared with each other one, process by process with the same seed. Another is slower
+if a one-sided t-test of the mean log-ratio says so at 5 % divided by the number of comparisons, at least two; the rest are
+not distinguished. The truly fastest is among these with a probability of 95 %, whichever was taken for the best: only an
+error in its own comparison removes it (Bonferroni; multiple comparisons with the best, after
 Gupta 1965, Technometrics 7:225, and Hsu 1984, Ann. Stat. 12:1136). Losses are compared in the same way, by differences.
 """
 
@@ -24,15 +24,15 @@ from te_bench.reports.analysis.steps import MeasuredStep
 Values = Mapping[tuple[str, int], float]  # of processes, by run and seed
 
 FASTEST, TIED, SLOWER, ALONE = WORDS = "fastest", "not distinguished", "slower", "one run"
-FEW = 5  # processes: up to so many are "only"
+FEW = 5  # up to this number of processes, words say "only"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """Places of what was compared: the best, or all that are not told apart from it, then what is shown to be worse.
+    """Places of the compared items: the best with all that are not distinguished from it, then the worse ones.
 
-    alone: of a single process, or with no two seeds in common with the best: nothing can be said of them. Where nothing can
-    be compared all are.
+    alone: items with one process, or without two seeds in common with the best, which cannot be ranked. If nothing can be
+    compared, all items are alone.
     """
 
     best: tuple[int, ...]
@@ -48,14 +48,14 @@ def rank(values: Sequence[Values]) -> Ranking:
     rivals = [place for place, found in enumerate(differences) if place != first and len(found) > 1]
     if not rivals:
         return Ranking(best=(), worse=(), alone=tuple(range(len(values))))
-    # Two at least: of a single rival the 95 % interval that is quoted beside it could hold 1, for it has two sides.
+    # At least two: with a single rival, its quoted two-sided 95 % interval could otherwise hold 1.
     worse = tuple(place for place in rivals if _above_0(differences[place], max(2, len(rivals))))
     best = tuple(sorted({first, *rivals} - {*worse}))
     return Ranking(best=best, worse=worse, alone=tuple(p for p in range(len(values)) if p not in (*best, *worse)))
 
 
 def _above_0(differences: Sequence[float], comparisons: int) -> bool:
-    """Whether the mean is, by a one-sided t-test at 5 % over the comparisons. What does not vary at all was copied: no."""
+    """Return whether the mean is above 0 by a one-sided t-test at 5 % / comparisons; equal values are copies: no."""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     least = float(stdtrit(len(differences) - 1, 1 - (1 - CONFIDENCE) / comparisons))
     return error > 0 and statistics.fmean(differences) > least * error
@@ -63,23 +63,23 @@ def _above_0(differences: Sequence[float], comparisons: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRanking:
-    """Steps, the fastest first, and what intervals say of those that were measured and do the same work; see Ranking."""
+    """Steps, the fastest first, with the Ranking of those that were measured and do the same work."""
 
     steps: tuple[MeasuredStep, ...]
     fastest: tuple[MeasuredStep, ...] = ()
     slower: tuple[MeasuredStep, ...] = ()
     alone: tuple[MeasuredStep, ...] = ()
-    reason: str = ""  # why the fastest are not told apart
+    reason: str = ""  # why the fastest are not distinguished
 
     def word(self, step: MeasuredStep) -> str | None:
-        """What is said of a step; None of one that was not ranked."""
+        """Return the word for a step's place; None if it was not ranked."""
         if step in self.fastest:
             return FASTEST if len(self.fastest) == 1 else TIED
         return SLOWER if step in self.slower else ALONE if step in self.alone else None
 
 
 def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
-    """Of steps in the order of `measured_steps`, the fastest first."""
+    """Return the ranking of steps in the order of `measured_steps`, fastest first."""
     measured = [step for step in steps if step.latency_s is not None]
     measured = [step for step in measured if same_work(measured[0].configuration, step.configuration)]
     ranking = rank([logarithms(step.configuration, "latency_s") for step in measured])
@@ -90,9 +90,9 @@ def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastestOfKind:
-    """The fastest configuration of one kind and precision, and its seconds over the fastest of all's, in pairs.
+    """The fastest configuration of one kind and precision, and its seconds over those of the fastest of all, in pairs.
 
-    name: what tells it from those of the other kinds.
+    name: distinguishes it from those of the other kinds.
     """
 
     kind: str
@@ -103,9 +103,9 @@ class FastestOfKind:
 
 
 def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, ...]:
-    """Of steps that come fastest first: one of each kind and precision, fastest first; of the baseline's kind, the baseline.
+    """Return one step of each kind and precision, fastest first, from steps in that order.
 
-    The baseline stands for its kind because the speed-ups are quoted against it.
+    Of the baseline's kind it is the baseline, because speed-ups are quoted against it.
     """
     found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
     for step in steps:
@@ -129,9 +129,9 @@ def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastestByShape:
-    """On how many shapes each way is the fastest, of shapes that have several.
+    """How many shapes each way is the fastest on, among shapes with several ways.
 
-    clear: by paired runs; tied: not distinguished, by the names of all that are not; once: by single runs.
+    clear: by paired runs. tied: by the joined names of ways that are not distinguished. once: by single runs.
     """
 
     shapes: int
@@ -141,7 +141,7 @@ class FastestByShape:
 
 
 def fastest_by_shape(shapes: Sequence[Sequence[tuple[str, Values]]]) -> FastestByShape:
-    """Of each shape the names of its ways and their logarithms, the least first."""
+    """Count the fastest ways over shapes; each shape: (name, logarithms) of its ways, the least first."""
     clear, tied, once = Counter[str](), Counter[str](), Counter[str]()
     several = [shape for shape in shapes if len(shape) > 1]
     for shape in several:
@@ -154,12 +154,12 @@ def fastest_by_shape(shapes: Sequence[Sequence[tuple[str, Values]]]) -> FastestB
 
 
 def logarithms(configuration: Configuration, *samples: str) -> dict[tuple[str, int], float]:
-    """`seconds_by_seed`, whose logarithms are what is compared: differences of them are ratios."""
+    """Return the logarithms of `seconds_by_seed`: their differences are logarithms of ratios."""
     return {pair: math.log(seconds) for pair, seconds in seconds_by_seed(configuration, *samples).items()}
 
 
 def why_tied(configurations: Sequence[Configuration]) -> str:
-    """Why these are not told apart: how few processes there were, and who disturbed them, where the records say so."""
+    """Return why these are not distinguished: the number of processes, and what disturbed the machine if recorded."""
     n = min(len(configuration.ok) for configuration in configurations)
     reasons = [f"{'only ' if n <= FEW else ''}{n} runs of each"]
     states = [record.device_state for configuration in configurations for record in configuration.ok]

@@ -1,4 +1,4 @@
-"""The commands that run again what a group of trials is of."""
+"""Write the commands that repeat a group of trials."""
 
 import os
 import shlex
@@ -9,13 +9,13 @@ from te_bench.reports.analysis.rows import Group, printable
 
 
 def commands_of(group: Group, out: Path | None = None) -> list[str]:
-    """One for each set of options that the group was asked for with, the oldest first. out: where results go on."""
+    """Return a command for each set of options that was used, the oldest first; out: the folder for new results."""
     trials = [row.trial for configuration in group.configurations for row in configuration.rows]
     devices = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
     seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}
-    alike = min(seeds) if len(seeds) == 1 else None  # else they are the suite's own numbers, or those of a study
+    alike = min(seeds) if len(seeds) == 1 else None  # differing numbers are the suite's own, or a study's
     problems = [trial.problem for trial in trials]
-    known = {"training": (None, "stdlib")}  # what is trained on where nothing is said; other steps' tokens are random
+    known = {"training": (None, "stdlib")}  # the default data of trainings; other steps' tokens are random
     own = {
         (str(trial.problem["model"]), str(trial.problem["data"]))
         for trial in trials
@@ -28,7 +28,7 @@ def commands_of(group: Group, out: Path | None = None) -> list[str]:
     lines = []
     for asked in group.asked:
         words = [shlex.quote(printable(word)) for word in (group.suite, *asked)]
-        # A study's plan says them: its planted fault has fewer runs, and a part of it fewer still.
+        # A study's plan has its number of seeds; its planted fault has fewer runs, and a part of a study has still fewer.
         planned = [number for plan in group.judged if plan.asked == asked if (number := plan.judgement.get("seeds"))]
         number = max(map(int, map(str, planned)), default=alike)
         verb = ["run", *words, *devices, *([f"--seeds {number}"] if number else []), *rest]

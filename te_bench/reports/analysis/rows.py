@@ -1,4 +1,4 @@
-"""Journals to rows (a planned trial each), configurations (their repetitions) and groups (one suite in one environment)."""
+"""Turn journals into rows (planned trials), configurations (their repetitions) and groups (one suite in one environment)."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -14,19 +14,19 @@ from te_bench.reports.analysis.naming import printable as printable
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
-#: What became of a planned trial that has no record, and what to do.
+#: The outcome of a planned trial without a record, and what to do.
 NOT_RUN, GO_ON = "not run yet", "rerun the same command to go on"
-#: Timed samples of a record, in seconds, and what each adds to its trial's name.
+#: {timed sample of a record, in seconds: what it adds to its trial's name}.
 TIMED = {"latency_s": "", "forward_s": "/forward", "backward_s": "/backward"}
 
-#: What must agree for two loss curves to be comparable. The batch may differ: each arm at the largest that fits.
+#: Settings that must agree for two loss curves to be comparable. The batch may differ: each arm has the largest that fits.
 _COURSE = ("model", "block", "data", "data_sha256", "corpus", "tokenizer", "order", "steps", "branch_at", "budget_s")
-_OF_MODEL = ("model", "batch", "sequence")  # of a layer that is not the quickstart's
+_OF_MODEL = ("model", "batch", "sequence")  # of a layer outside the quickstart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One planned trial and what came of it; `record` is None when it has not run yet."""
+    """One planned trial and its record, or None if it has not run yet."""
 
     run: str  # name of the run's directory
     suite: str
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """Repetitions of one trial, which differ in seed and run; `label` is its plain name, see naming."""
+    """Repetitions of one trial, which differ in seed and run; `label`: its plain name, see naming."""
 
     rows: tuple[Row, ...]
     label: str
@@ -60,7 +60,7 @@ class Configuration:
 
     @property
     def specification(self) -> str:
-        """Every setting, as the plan has it."""
+        """All settings, as planned."""
         return specification(self.trial)
 
     @property
@@ -69,12 +69,12 @@ class Configuration:
 
     @property
     def outcome(self) -> str:
-        """ "ok" when any repetition is, otherwise what happened to the first of them."""
+        """ "ok" if any repetition is, else the first one's outcome."""
         return "ok" if self.ok else self.rows[0].outcome
 
     @property
     def course(self) -> tuple[object, ...]:
-        """The data and the budget that a training configuration shares with those it may be compared with."""
+        """The data and the budget of a training; configurations with the same may be compared."""
         return tuple(self.trial.problem.get(key) for key in _COURSE)
 
     @property
@@ -84,7 +84,7 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The configurations of one suite in one environment: what may be compared with each other."""
+    """The configurations of one suite in one environment; they may be compared with each other."""
 
     suite: str
     title: str
@@ -93,8 +93,8 @@ class Group:
     gpu: str | None
     baseline: str | None  # id of the configuration that is 1.00x
     configurations: tuple[Configuration, ...]
-    judged: tuple[Plan, ...] = ()  # the plans that fixed what a verdict is judged by, the oldest first
-    #: The options of its plans, as the command line says them, the oldest first.
+    judged: tuple[Plan, ...] = ()  # the plans that fix how a verdict is judged, oldest first
+    #: The command-line options of its plans, oldest first.
     asked: tuple[tuple[str, ...], ...] = ((),)
     directory: Path | None = None  # of the first of its runs
 
@@ -104,7 +104,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """Everything a report says: groups in the order their suites were first planned, newest environment first."""
+    """All results of a report: groups in the order in which suites were planned, newest environment first."""
 
     groups: tuple[Group, ...]
     environments: Mapping[str, Mapping[str, Any]]
@@ -116,13 +116,13 @@ class Results:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many rows ended in each outcome, the outcomes that occur only."""
+        """{outcome: its number of rows}, without outcomes that do not occur."""
         found = [row.outcome for row in self.rows]
         return {outcome: found.count(outcome) for outcome in (*OUTCOMES, NOT_RUN) if outcome in found}
 
 
 def load_results(directories: Sequence[Path]) -> Results:
-    """Read the journals of several runs. Raises ValueError when a directory holds no journal or its journal no plan."""
+    """Return the results of several runs. Raises ValueError if a directory has no journal, or its journal no plan."""
     journals: dict[str, Journal] = {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         journal = load(directory)
@@ -133,7 +133,7 @@ def load_results(directories: Sequence[Path]) -> Results:
 
 
 def from_journals(journals: Mapping[str, Journal]) -> Results:
-    """Merge the journals of several runs, by the runs' names. A measurement that is in two of them counts once."""
+    """Return the results of {run: journal}, merged. A measurement that two journals hold counts once."""
     rows: dict[tuple[str, str], list[Row]] = {}
     plans: dict[tuple[str, str], list[Plan]] = {}
     bodies: dict[str, Mapping[str, Any]] = {}
@@ -141,7 +141,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
     for run, journal in journals.items():
         for key, planned in _planned(journal).items():
             found = _rows(run, planned, journal)
-            plans.setdefault(key, []).extend(reversed(planned))  # the latest says the title and the baseline
+            plans.setdefault(key, []).extend(reversed(planned))  # title and baseline are the latest plan's
             known = {_measurement(row) for row in rows.setdefault(key, []) if row.record}
             rows[key].extend(row for row in found if _measurement(row) not in known)
             directories.setdefault(key, journal.directory)
@@ -168,27 +168,27 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
 
 
 def gaps(directories: Sequence[Path]) -> list[str]:
-    """What the journals of these runs lack, a sentence each. Raises ValueError as `load_results` does.
+    """Return sentences about what the journals of these runs lack. Raises ValueError as `load_results` does.
 
-    A journal that lost whole lines at its end looks like that of a run which was stopped there.
+    A journal that lost whole lines at its end cannot be told from that of a stopped run.
     """
     torn = [directory for directory in directories if load(directory).torn]
     said = [f"{directory}: the journal ends in the middle of a line, which is not read" for directory in torn]
     found = load_results(directories).rows
     if missing := sum(row.record is None for row in found):
-        lost = "not run, or lost from the journal's end; the same te-bench run again does them"
+        lost = "not run, or lost from the journal's end: run the same te-bench run command again"
         said.append(f"{missing} of {len(found)} planned trials have no record: {lost}")
     return said
 
 
 def identity(environment: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of an environment that its id hashes; empty when it was not recorded."""
+    """Return the part of an environment that its id hashes; empty if it was not recorded."""
     return environment.get("identity") or {}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: str | None = None) -> tuple[str, ...]:
-    """How two identities differ, the setting `apart` from that."""
-    found = [] if before and after else ["what machine it was is not recorded on both sides"]
+    """Return how two identities differ, without the setting `apart`."""
+    found = [] if before and after else ["one of the two machines is not recorded"]
     for name in dict.fromkeys([*before, *after]):
         old, new = ("not recorded" if of.get(name) is None else str(of[name]) for of in (before, after))
         if name != apart and before.get(name) != after.get(name):
@@ -197,7 +197,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], *, apart: s
 
 
 def environment_labels(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """GPU or CPU of each environment, with the first of its settings that tell it from the others."""
+    """Return {environment: GPU or CPU, with the first settings that distinguish it from the others}."""
     machines = {key: _machine(identity(body)) for key, body in environments.items()}
     labels = dict(machines)
     for setting in ("torch", "triton", "cuda", "cudnn", "driver", "python", "code"):
@@ -217,7 +217,7 @@ def _machine(known: Mapping[str, Any]) -> str:
 
 
 def shape_of(trial: Trial) -> str:
-    """B12 H12 T1024 D64 causal, or a layer's variant, a model's with its sizes; empty for a workload that trains one."""
+    """Return B12 H12 T1024 D64 causal, or a layer's variant with its sizes; "" for workloads that train a model."""
     if trial.workload == "layer":
         model, batch, sequence = (trial.problem.get(key) for key in _OF_MODEL)
         of_model = "" if model is None else f"{model} {batch} x {sequence}, "
@@ -226,7 +226,7 @@ def shape_of(trial: Trial) -> str:
 
 
 def shape_label(problem: Mapping[str, Any]) -> str:
-    """B12 H12 T1024 D64 causal: the shape of an attention problem."""
+    """Return the shape of an attention problem: B12 H12 T1024 D64 causal."""
     keys = {"B": "batch", "H": "heads", "T": "length", "D": "head_dim"}
     words = [f"{letter}{problem[key]}" for letter, key in keys.items() if key in problem]
     if "kv_heads" in problem:
@@ -243,9 +243,9 @@ def shape_label(problem: Mapping[str, Any]) -> str:
 
 
 def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
-    """The plans of each suite and environment, oldest first: suites as first planned, the newest environment first.
+    """Return {(suite, environment): its plans, oldest first}: suites as first planned, the newest environment first.
 
-    What an older environment planned and did not measure is left out: a rerun would measure it in the newest.
+    Of older environments, trials without a record are left out, because a rerun measures them in the newest environment.
     """
     by_suite: dict[str, dict[str, list[Plan]]] = {}
     for plan in journal.plans:
@@ -263,13 +263,13 @@ def _planned(journal: Journal) -> dict[tuple[str, str], list[Plan]]:
 
 
 def _measured(plan: Plan, journal: Journal) -> Plan:
-    """The plan with those of its trials that have a record."""
+    """Return the plan with only its trials that have a record."""
     trials = tuple(value for value in plan.trials if (trial_of(value).id, plan.environment) in journal.records)
     return dataclasses.replace(plan, trials=trials)
 
 
 def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
-    """One row for each trial that any of the plans of one suite and environment names, where it was first named."""
+    """Return one row for each trial of the plans of one suite and environment, in the order of first mention."""
     planned: dict[str, Trial] = {}
     for plan in plans:
         for trial in map(trial_of, plan.trials):
@@ -282,18 +282,18 @@ def _rows(run: str, plans: Sequence[Plan], journal: Journal) -> list[Row]:
 
 
 def trial_of(value: Mapping[str, Any]) -> Trial:
-    """A plan's trial."""
+    """Return a plan's trial."""
     with understood("a plan's trial"):
         return Trial.from_json({key: content for key, content in value.items() if key != "id"})
 
 
 def _measurement(row: Row) -> tuple[str, str | None]:
-    """What tells one measurement from another in the same environment."""
+    """Return the key of a measurement in its environment."""
     return row.trial.id, row.record.started_at if row.record else None
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their keys, keys and items in order."""
+    """Return {key: its items}, both in the order of the items."""
     found: dict[Key, list[Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -307,7 +307,7 @@ def _configurations(rows: Iterable[Row]) -> tuple[Configuration, ...]:
 
 
 def names(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """The plain name of each of these trials, by their keys, among those that a report compares with it."""
+    """Return {key: plain name} of the trials; a name is unique among trials that a report compares."""
     comparable: dict[tuple[object, ...], dict[str, Trial]] = {}
     for key, trial in trials.items():
         together = {"training": _COURSE, "layer": ("variant", *_OF_MODEL)}.get(trial.workload, ())
@@ -317,7 +317,7 @@ def names(trials: Mapping[str, Trial]) -> dict[str, str]:
 
 
 def unique(name: str, taken: Collection[object]) -> str:
-    """The name, with the least number behind it that makes it one of its own."""
+    """Return the name, with the smallest number that makes it unique if it is taken."""
     number, candidate = 1, name
     while candidate in taken:
         number += 1

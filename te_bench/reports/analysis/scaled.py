@@ -1,4 +1,4 @@
-"""Steps over several GPUs beside the same on one: tokens a second of each GPU, efficiency, a rank's memory."""
+"""Compare steps over several GPUs with the same step on one: tokens a second of each GPU, efficiency, a rank's memory."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,62 +13,62 @@ from te_bench.reports.analysis.measures import Ratio, finite, median, numbers, o
 from te_bench.reports.analysis.naming import TE_BENCH, rival_of
 from te_bench.reports.analysis.rows import Configuration, Group
 
-#: What a rank's memory is counted in, as its record has it.
+#: The kinds of a rank's memory, as records name them.
 KINDS = ("weights", "gradients", "states", "fp8_copies", "fp8_operands")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledStep:
-    """A configuration's step over `world` GPUs: throughput of one GPU in 1/s, seconds, joules and bytes in SI units."""
+    """A step over `world` GPUs: throughput of one GPU in 1/s; seconds, joules and bytes."""
 
     configuration: Configuration
     world: int
     latency_s: float | None = None
     tokens_per_s: float | None = None
-    efficiency: Ratio | None = None  # of a GPU's throughput, against the same step on one
-    predicted_s: float | None = None  # by `plan scaling`, of the same step on one GPU
-    # Of a step, the mean over ranks (instruments.communication).
+    efficiency: Ratio | None = None  # a GPU's throughput over that of the same step on one GPU
+    predicted_s: float | None = None  # by `plan scaling`, from the same step on one GPU
+    # Seconds of one step, mean over ranks (instruments.communication).
     compute_s: float | None = None
     collectives_s: float | None = None
     exposed_s: float | None = None
-    waiting_s: float | None = None  # None where the other two have it within them
+    waiting_s: float | None = None  # None if collectives_s and exposed_s include it
     energy_per_token: float | None = None  # of all GPUs
     busbw: float | None = None
-    memory: Mapping[str, float] = field(default_factory=dict)  # of the rank with the most, by KINDS, and its "peak"
+    memory: Mapping[str, float] = field(default_factory=dict)  # of the rank with the highest peak, by KINDS and "peak"
 
     @property
     def parallel(self) -> str | None:
-        """How it is divided; None on one GPU."""
+        """The kind of parallelism; None on one GPU."""
         mode = self.configuration.trial.problem.get("parallel")
         return mode if isinstance(mode, str) and self.world > 1 else None
 
     @property
     def project(self) -> str:
-        """Whose step it is."""
+        """The project that the step belongs to."""
         return rival_of(self.configuration.trial) or TE_BENCH
 
     @property
     def sequences(self) -> float | None:
-        """Of each rank."""
+        """Sequences of each rank."""
         batch = finite(self.configuration.trial.problem.get("batch"))
         return None if batch is None else batch / self.world
 
     @property
     def idle_s(self) -> float | None:
-        """Of a step, in which a GPU neither computes nor sends: it waits for its host's launches or for another rank."""
+        """Seconds of a step in which a GPU neither computes nor sends: it waits for its host's launches or another rank."""
         if self.latency_s is None or self.compute_s is None or self.exposed_s is None:
             return None
         return max(0.0, self.latency_s - self.compute_s - self.exposed_s)
 
     @property
     def rest(self) -> float | None:
-        """Bytes of the peak that are of none of the kinds."""
+        """Bytes of the peak that belong to none of KINDS."""
         peak = self.memory.get("peak")
         return None if peak is None else peak - sum(self.memory.get(kind, 0.0) for kind in KINDS)
 
 
 def scaled_steps(group: Group) -> tuple[ScaledStep, ...]:
-    """As they were planned, those of one GPU first."""
+    """Return the steps as planned, those on one GPU first."""
     configurations = group.of("scaling")
     alone = {_work(one): one for one in configurations if world_of(one.trial) == 1}
     found = [_scaled(one, alone.get(_work(one))) for one in configurations]
@@ -76,7 +76,7 @@ def scaled_steps(group: Group) -> tuple[ScaledStep, ...]:
 
 
 def _work(configuration: Configuration) -> str:
-    """What the same steps on more and fewer GPUs share: all but how they are divided, and each rank's sequences."""
+    """Return a key of the step without how it is divided over GPUs: all settings, and each rank's sequences."""
     trial, world = configuration.trial, world_of(configuration.trial)
     divided = ("parallel", "world", "sequence_parallel", "overlap", "batch")
     problem = {key: value for key, value in trial.problem.items() if key not in divided}
@@ -111,14 +111,14 @@ def _scaled(configuration: Configuration, alone: Configuration | None) -> Scaled
 
 
 def _efficiency(alone: Configuration, configuration: Configuration) -> Ratio | None:
-    """Every rank has the sequences that one GPU has, so that it is the time on one over the time on all."""
+    """Return the time on one GPU over that on all: each rank has as many sequences as the one GPU."""
     if configuration.id == alone.id:
         return Ratio(value=1.0, n=len(alone.ok))
     return paired_ratio(alone, configuration, "latency_s")
 
 
 def _predicted(alone: Configuration, configuration: Configuration) -> float | None:
-    """Seconds that are expected of the step; None where the arithmetic knows no such step."""
+    """Return the step's expected seconds; None if the model of `plan scaling` does not cover the step."""
     trial, world = configuration.trial, world_of(configuration.trial)
     problem, seconds = trial.problem, of_processes(alone.ok, "latency_s")
     name, mode, batch, tokens = (problem.get(key) for key in ("model", "parallel", "batch", "block"))
@@ -134,7 +134,7 @@ def _predicted(alone: Configuration, configuration: Configuration) -> float | No
     work = layout.Work(config=shapes.model(name, tokens), **asked)
     try:
         return predict(work, over, one.rate, math.inf).seconds
-    except ValueError:  # no GPU's time
+    except ValueError:  # the time on one GPU is impossible
         return None
 
 
@@ -144,13 +144,13 @@ def _ranks(record: Record) -> list[Mapping[str, Any]]:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """None where any was not measured."""
+    """Return the sum; None if a value is None or there are none."""
     known = list(values)
     return sum(value for value in known if value is not None) if known and None not in known else None
 
 
 def _mean(records: Iterable[Record], name: str) -> float | None:
-    """Over ranks, the median over repetitions."""
+    """Return the mean over ranks, and its median over repetitions."""
     means = []
     for record in records:
         values = [finite(rank.get(name)) for rank in _ranks(record)]

@@ -1,4 +1,4 @@
-"""Training steps and layers: seconds, speed-up over the baseline, throughput, MFU and memory of each configuration."""
+"""Compute each training step's and layer's seconds, speed-up over the baseline, throughput, MFU and memory."""
 
 import math
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ OWN_GRAPHS = "compile-reduce-overhead"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredStep:
-    """A configuration's training step, or iteration of a layer: throughput in 1/s, energy in joules, memory in bytes."""
+    """The figures of a training step or a layer's iteration: throughput in 1/s, energy in joules, memory in bytes."""
 
     configuration: Configuration
     is_baseline: bool
-    #: The baseline's over the speed-up; without one, geometric mean of the processes' medians.
+    #: The baseline's seconds over the speed-up; without a baseline, the geometric mean of the processes' medians.
     latency_s: float | None = None
     low_s: float | None = None  # 5th and 95th percentile of all timed steps
     high_s: float | None = None
@@ -45,13 +45,13 @@ class MeasuredStep:
 def measured_steps(
     configurations: Iterable[Configuration], baseline: Configuration | None, gpu: str | None
 ) -> tuple[MeasuredStep, ...]:
-    """The configurations with their figures, fastest first, then those that were not measured in the order given."""
+    """Return the configurations' figures, fastest first, then the unmeasured ones in the given order."""
     found = [_measured(configuration, baseline, gpu) for configuration in configurations]
     return tuple(sorted(found, key=lambda step: math.inf if step.latency_s is None else step.latency_s))
 
 
 def emulates_blocks(configuration: Configuration) -> bool:
-    """Whether its Linears were cast to MXFP8 or NVFP4 and multiplied in bf16: its time is no GPU's that multiplies them."""
+    """Return whether Linears were cast to MXFP8 or NVFP4 and multiplied in bf16; no GPU's MXFP8 time can be read off."""
     return any(record.work.get("ran", {}).get("block_format_casts") for record in configuration.ok)
 
 
@@ -60,7 +60,7 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
     latency, ratio = of_processes(configuration.ok, "latency_s"), speedup(baseline, configuration) if baseline else None
     if not latency:
         return MeasuredStep(configuration=configuration, is_baseline=is_baseline)
-    if ratio and baseline and not is_baseline:  # one estimate, whichever seeds are missing
+    if ratio and baseline and not is_baseline:  # so that time and speed-up agree if seeds are missing
         latency = (of_processes(baseline.ok, "latency_s") or math.nan) / ratio.value
     steps = [step for record in configuration.ok for step in seconds_of(record, "latency_s")]
     tokens, flop = (finite(configuration.ok[0].work.get(key)) for key in ("tokens", "flop"))
@@ -82,7 +82,7 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
         flop_per_s=reached,
         mfu=reached / peak if reached and peak else None,
         mfu_peak=of_peak if reached and peak else None,
-        # torch's own graphs allocate nothing when they are replayed: what early records have there is no peak.
+        # torch's own graphs allocate nothing in a replay, so early records hold no peak of theirs.
         peak_allocated=None if configuration.trial.mode == OWN_GRAPHS else _peak(configuration, "peak_allocated_bytes"),
         peak_reserved=_peak(configuration, "peak_reserved_bytes"),
         peak_rss=_peak(configuration, "peak_rss_bytes"),
@@ -90,10 +90,10 @@ def _measured(configuration: Configuration, baseline: Configuration | None, gpu:
 
 
 def peak_precision(configuration: Configuration) -> str:
-    """The precision whose peak an MFU is quoted against.
+    """Return the precision whose peak an MFU is a fraction of.
 
-    An FP8 step does part of its work in bf16, so its ideal time is not that of either peak alone: quoted against bf16.
-    fp32 is quoted against TF32 when the problem says that TF32 was allowed ("tf32": true).
+    For an FP8 step it is bf16: part of its work is in bf16, so neither peak alone gives its ideal time.
+    For fp32 it is TF32 if the problem allowed TF32 ("tf32": true).
     """
     trial = configuration.trial
     if trial.precision == "fp8":

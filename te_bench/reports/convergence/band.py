@@ -1,4 +1,4 @@
-"""A band that holds the whole difference curve at once, over the last quarter of training."""
+"""Compute a band that holds the whole difference curve at once, over the last quarter of training."""
 
 import math
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from te_bench.reports.analysis.measures import CONFIDENCE
 
 Array = NDArray[np.float64]
 
-LAST = 0.25  # the share of training that counts: before, the learning rate still hides what the precision costs
+LAST = 0.25  # the share of training that counts: earlier, the high learning rate hides the cost of the precision
 FEWEST_SEEDS = 3
-FEWEST_FLIPPED = 5  # 4 runs have 7 sign patterns that tell them apart: too few for a 95 % quantile
-PATTERNS = 4096  # every pattern up to 12 seeds, as many drawn ones beyond
+FEWEST_FLIPPED = 5  # 4 runs have only 7 distinct sign patterns: too few for a 95 % quantile
+PATTERNS = 4096  # all patterns up to 12 seeds; this many random ones beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """By step, between what the mean of candidate - control lies everywhere at once."""
+    """The limits by step between which the mean of candidate - control lies at all steps at once."""
 
     step: tuple[float, ...]
     low: tuple[float, ...]
@@ -31,11 +31,11 @@ class Band:
 def band(
     steps: Sequence[float], candidate: Sequence[Sequence[float]], control: Sequence[Sequence[float]]
 ) -> Band | None:
-    """mean +- c sd / sqrt(n) over the steps of the last quarter, c the 95 % quantile of max |t|; None below 3 pairs.
+    """Return mean +- c sd / sqrt(n) over the steps of the last quarter, c the 95 % quantile of max |t|; None below 3 pairs.
 
-    steps rise. candidate and control: (n, steps) losses, row i of both with the same seed. c comes from flipping the signs
-    of whole centred difference curves, each t studentised anew, so neighbouring steps stay as correlated as they are;
-    never more than Bonferroni's, which alone serves 3 and 4 pairs.
+    steps rise. candidate and control: (n, steps) losses; row i of both has the same seed. c comes from flipping the signs
+    of whole centred difference curves and studentising each t anew, which keeps the correlation of neighbouring steps.
+    c is at most Bonferroni's, which alone serves 3 and 4 pairs.
     """
     if len(candidate) < FEWEST_SEEDS:
         return None
@@ -48,14 +48,14 @@ def band(
 
 
 def _critical(residuals: Array) -> float:
-    """The 95 % quantile of max |t| over steps, under sign flips of whole curves; at most Bonferroni's."""
+    """Return the 95 % quantile of max |t| over steps, under sign flips of whole curves; at most Bonferroni's."""
     n, steps = residuals.shape
     bonferroni = float(stdtrit(n - 1, 1 - (1 - CONFIDENCE) / (2 * steps)))
     varies = residuals[:, np.ptp(residuals, axis=0) > 0]
     if n < FEWEST_FLIPPED or not varies.size:
         return bonferroni
     means = _signs(n) @ varies / n
-    # flipping signs keeps the squares, so the variance follows from the mean
+    # Flipping signs keeps the squares, so the variance follows from the mean.
     variances = np.maximum((varies**2).sum(axis=0) - n * means**2, 0) / (n - 1)
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(variances > 0, np.abs(means) / np.sqrt(variances / n), np.inf)
@@ -63,7 +63,7 @@ def _critical(residuals: Array) -> float:
 
 
 def _signs(n: int) -> Array:
-    """(patterns, n) of +-1. The first is + throughout: a pattern and its opposite have the same |t|."""
+    """Return (patterns, n) of +-1. The first column is +, because a pattern and its opposite have the same |t|."""
     if 2 ** (n - 1) <= PATTERNS // 2:
         return np.array([(1, *rest) for rest in product((1.0, -1.0), repeat=n - 1)])
-    return np.random.default_rng(0).choice(np.array([1.0, -1.0]), (PATTERNS, n))  # the same curves give the same band
+    return np.random.default_rng(0).choice(np.array([1.0, -1.0]), (PATTERNS, n))  # seeded: equal curves, equal bands

@@ -1,4 +1,4 @@
-"""How many seeds a convergence run has time for, and the pilot to run where no record tells."""
+"""Choose the number of seeds of a convergence run by its time, and name the pilot to run if records lack times."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from te_bench.reports.convergence.skewed import FEWEST
 
 
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
-    """As many seeds as --budget holds, or rounds of a pool; those of a run that has begun.
+    """Return how many seeds, or rounds of a pool, fit into --budget; those of the plan if a run has begun.
 
-    Raises ValueError for a budget that is too small for a verdict or for the --seeds that were asked for, and for
-    configurations whose time neither a record nor an assumption says.
+    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an assumption
+    gives the time of a configuration.
     """
     machine = earlier.machine
     first = first_judgement(one, earlier.journal)
@@ -53,12 +53,12 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
 
 
 def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path, missing: Sequence[str]) -> str:
-    """What to run first, where nothing says how long a seed takes."""
-    pooled = "pool" in one.judgement  # a pool's pilot tells the spread too, and its rounds are the first of the plan
+    """Return a message with the pilot to run first, because the time of a seed is unknown."""
+    pooled = "pool" in one.judgement  # a pool's pilot also gives the spread, and its rounds begin the plan
     folder = str(out) if pooled else f"{out}-pilot"
     words = ["te-bench", "run", one.suite, "--device", asked.device]
     words += [] if machine.asked is None else ["--gpus", machine.asked]
-    # A pilot of pairs is shorter than the run: a schedule costs no time, nor does where FP8 begins and ends.
+    # A pilot of pairs is shorter than the run: its time does not depend on the schedule or on when FP8 begins.
     less = {"as_pilot": None} | (
         {} if pooled else dict.fromkeys(("steps", "tokens", "warmup", "branch_at", "bf16_from"))
     )
@@ -66,7 +66,7 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     for model, data in asked.data.items():
         words += ["--data", f"{model}={data}" if model else data]
     words += [] if asked.cache is None else ["--cache", str(asked.cache)]
-    # As many beside each other as in the run.
+    # As many runs at the same time as in the run.
     seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
     short = ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem))]
     words += ["--as-pilot"] if pooled else short

@@ -1,7 +1,7 @@
-"""The design of a run whose recipes share a pool of bf16 runs: what it can conclude, what that costs, and what more would.
+"""Design a run whose recipes share a pool of bf16 runs: what it can conclude, what it costs, what would show more.
 
-Of earlier runs, a pilot's among them, it reads how far runs of one configuration vary about their own mean, and nothing else
-of their losses: who knows a gap chooses the plan by it, and no error rate holds. Losses, margins and gaps are in nat.
+It reads only the spread of each configuration's losses about their own mean in earlier runs, such as a pilot's. A plan
+chosen by a known gap would be biased, and no error rate would hold. Losses, margins and gaps are in nat.
 """
 
 import dataclasses
@@ -19,41 +19,41 @@ from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, fami
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study
 
-#: True gaps that a power is said for, as shares of the margin. FP8's gaps on record are about 0.12 % of the loss: 0.0025 nat
+#: True gaps to give the power for, as shares of the margin. FP8's recorded gaps are about 0.12 % of the loss: 0.0025 nat
 #: at 2.13, half of a margin of 0.005.
 GAPS = (0.0, 1 / 3, 1 / 2)
-FEWEST_FREEDOM = 6  # of a spread: of fewer its 80 % bound is 1.4 times the estimate or more
+FEWEST_FREEDOM = 6  # of a spread; with fewer its 80 % bound is at least 1.4 times the estimate
 MOST_ROUNDS = 200
 _STEPS = (4, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # rounds of the table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpread:
-    """Standard deviation of the final losses of one configuration's runs, and the degrees of freedom it is known with."""
+    """The standard deviation of the final losses of one configuration's runs, and its degrees of freedom."""
 
     sd: float
     df: float
-    assumed: str | None = None  # whose it is, where it is not of the user's own records
+    assumed: str | None = None  # the source, if it is not the user's records
 
     @property
     def at_most(self) -> float:
-        """Its upper bound of 80 % confidence."""
+        """The upper bound with 80 % confidence."""
         return power.at_most(self.sd, self.df)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumption:
-    """What a plan is made with where no pilot tells: a spread, and seconds of a run on one GPU."""
+    """The assumptions of a plan without a pilot: a spread, and the seconds of a run on one GPU."""
 
-    of: Mapping[str, Scalar]  # what of the problem must agree
-    schedule: Mapping[str, Scalar]  # what must besides, for the spread
+    of: Mapping[str, Scalar]  # settings of the problem that must agree
+    schedule: Mapping[str, Scalar]  # settings that must also agree for the spread
     spread: RunSpread
     trial_s: float | None = None
-    fixed_s: float = 0.0  # of these, what is beside the steps
+    fixed_s: float = 0.0  # of trial_s, the part beside the steps
     trial_from: str = ""
 
     def seconds(self, trial: Trial) -> float | None:
-        """Of a run on a GPU of its own, that may be a branch; None of others."""
+        """Return the seconds of a run or branch on a GPU of its own; None for other runs."""
         steps, all_steps = planning.steps_of(trial), trial.problem.get("steps")
         if trial.device != "cuda" or {"share", "parallel"} & trial.problem.keys():
             return None
@@ -84,16 +84,16 @@ ASSUMED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A number of rounds, what it costs and what it shows; None where nothing is known of time or spread."""
+    """A number of rounds, its cost and its power; None if time or spread is unknown."""
 
     rounds: int
     runs: int
-    seconds: float | None  # of one run at a time
-    power: tuple[float, ...] | None  # at GAPS, by the spread that is planned for
+    seconds: float | None  # if one run follows another
+    power: tuple[float, ...] | None  # at GAPS, by the planned spread
 
 
 def power_table(rows: Iterable[Option], machine: Machine, *, margin: float, planned: int, unit: str) -> list[str]:
-    """Lines of numbers of rounds, or of seeds, with runs, hours of the device and power at GAPS; * marks what is planned."""
+    """Return table lines: rounds or seeds, runs, hours of the device, and power at GAPS; * marks the plan."""
     hours = "GPU h" if machine.device == "cuda" else "CPU h"
     heads = [f"{share * margin:.4f}".rstrip("0").rstrip(".") for share in GAPS]
     lines = [f"  {unit:>8} {'runs':>6} {hours:>7}  " + " ".join(f"{head:>7}" for head in heads)]
@@ -107,23 +107,23 @@ def power_table(rows: Iterable[Option], machine: Machine, *, margin: float, plan
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What is planned and what else could be."""
+    """The plan, and its alternatives."""
 
     rounds: int
     ratio: int
     recipes: int
-    family: int  # of Holm's procedure: more recipes where this is a part of a plan that has begun
+    family: int  # recipes in Holm's procedure: more if this is a part of a plan that has begun
     margin: float
     alpha: float
     spread: RunSpread | None
-    unused: str | None  # why records that are there tell no spread
+    unused: str | None  # why existing records do not give a spread
     broken: int  # runs of the planted fault
-    takes: planning.SeedSeconds | None  # rounds, the planted fault's in the first of them
-    time_from: str | None  # where the seconds are assumed from
+    takes: planning.SeedSeconds | None  # of rounds; the planted fault's runs are in the first rounds
+    time_from: str | None  # the source of assumed seconds
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     pilot: bool
-    fixed: str | None = None  # what was asked otherwise, and that the first plan counts
+    fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
 
     def option(self, rounds: int) -> Option:
         runs = rounds * (self.recipes + self.ratio) + min(rounds, self.broken)
@@ -133,11 +133,11 @@ class Design:
         return Option(rounds=rounds, runs=runs, seconds=self.seconds(rounds), power=shown)
 
     def seconds(self, rounds: int) -> float | None:
-        """Of one run at a time."""
+        """Return the seconds of these rounds, one run at a time."""
         return None if self.takes is None else self.takes.of(rounds)
 
     def power(self, rounds: int, gap: float, *, draws: int = pooled.DRAWS // 2) -> float:
-        """Of a recipe after Holm, the mean over all, by the spread that is planned for."""
+        """Return the power after Holm, the mean over all recipes, by the planned spread."""
         assert self.spread is not None
         return pooled.power(
             rounds,
@@ -155,7 +155,7 @@ class Design:
         return self.option(self.rounds)
 
     def needed(self, gap: float = 0.0) -> int | None:
-        """Rounds with a power of 80 %; None where MOST_ROUNDS have less."""
+        """Return the rounds for a power of 80 %; None if MOST_ROUNDS have less."""
         assert self.spread is not None
         return pooled.rounds_needed(
             self.spread.at_most,
@@ -170,7 +170,7 @@ class Design:
 
     @property
     def refused(self) -> str | None:
-        """Why a run that would probably conclude nothing is not begun unless it is asked for, or None."""
+        """Why a run that would probably end without a verdict needs --underpowered, or None."""
         if self.pilot:
             return self._pilot_refused
         if self.alpha / self.family < pooled.LEAST_ALPHA:
@@ -197,8 +197,8 @@ class Design:
         ways = ways or [f"{FEWEST} rounds or more"]
         return (
             f"{self.rounds} rounds would show a true gap of 0 to lie within {self.margin:g} nat with a power of {shown:.0%} "
-            f"only, by the spread that is planned for. It takes {', or '.join(ways)}; te-bench run takes it all the same "
-            "with --underpowered"
+            f"only, by the planned spread. It takes {', or '.join(ways)}; te-bench run begins such a run only with "
+            "--underpowered"
         )
 
     @property
@@ -208,7 +208,7 @@ class Design:
             return None
         return (
             f"--seeds {self.rounds}: so short a pilot leaves {freedom} of the {FEWEST_FREEDOM} degrees of freedom that a "
-            f"spread takes; leave --seeds out for {PILOT} rounds"
+            f"spread needs; leave --seeds out for {PILOT} rounds"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Design:
 
     @property
     def options(self) -> list[Option]:
-        """The plan between others, so far as their power tells them apart."""
+        """The plan among alternatives, up to the number of rounds where the power is almost 1."""
         found = []
         for rounds in sorted({*_STEPS, self.rounds}):
             if rounds >= FEWEST:
@@ -238,7 +238,7 @@ class Design:
         return found
 
     def sentences(self) -> list[str]:
-        """What is said of it, a line each, those of details indented."""
+        """Return the design in words, one line each; details are indented."""
         bf16, looks = self.ratio * self.rounds, ", ".join(map(str, pooled.looks(max(self.rounds, FEWEST))))
         what = "pilot" if self.pilot else "design"
         said = [
@@ -247,30 +247,30 @@ class Design:
             + (" with the planted fault's" if self.broken else ""),
         ]
         if self.pilot:
-            said.append("  its losses tell the spread alone; te-bench plan with --pilot DIR then plans by it")
+            said.append("  only the spread of its losses is shown; te-bench plan with --pilot DIR then uses it")
         else:
             said.append(
                 f"  looks after {looks} rounds by O'Brien-Fleming bounds, Holm over {self.family}, alpha {self.alpha:g}"
             )
         if self.spread is None and not self.pilot:
             said.append(
-                "  power: not known, for no record says how far runs of this training vary. A pilot tells: run the same "
-                "with --as-pilot --out DIR, then plan with --pilot DIR"
+                "  power: not known, because no record shows how far runs of this training vary. Run a pilot first: run the "
+                "same with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         elif self.spread is not None:
             of = f"assumed: {self.spread.assumed}" if self.spread.assumed else f"measured, {self.spread.df:g} df"
             said += [
-                f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned for {self.spread.at_most:.2g}, which "
-                "it does not exceed with 80 % confidence",
+                f"  spread of single runs: sd {self.spread.sd:.2g} nat, {of}; planned with its 80 % upper bound, "
+                f"{self.spread.at_most:.2g}",
                 f"  power to call a recipe EQUIVALENT within {self.margin:g} nat, where the true gap of all is:",
             ]
             said += power_table(self.options, self.machine, margin=self.margin, planned=self.rounds, unit="rounds")
-        said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
+        said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         assumed = f" (assumed: {self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:
-            said.append("  time: not known; --pilot DIR would tell")
+            said.append("  time: not known; --pilot DIR gives it")
         else:
             elapsed = planning.duration(seconds / self.machine.slots)
             longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
@@ -281,10 +281,10 @@ class Design:
 
 
 def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:
-    """Pooled over the configurations of the study whose control is this trial but for its seed; else None.
+    """Return the pooled spread of the study whose control is this trial, seeds aside; None if there is none.
 
-    sd^2 is the sum of squared deviations from each configuration's own mean over their degrees of freedom: a constant that
-    is added to a configuration's losses changes nothing.
+    sd^2 is the sum of squared deviations from each configuration's own mean over their degrees of freedom. It does not
+    depend on a configuration's mean.
     """
     found = []
     for study in studies:
@@ -300,7 +300,7 @@ def run_spread(studies: Iterable[Study], control: Trial) -> RunSpread | None:
 
 
 def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
-    """The design of an experiment with a pool, by what earlier runs recorded."""
+    """Return the design of an experiment with a pool, by what earlier runs recorded."""
     judged = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds", "pool")}
     trials = experiment.trials
     control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
@@ -343,7 +343,7 @@ def assumption_of(control: Trial) -> Assumption | None:
 
 
 def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
-    """{Trial.name: seconds}, by the records or else as assumed, and where those are from that no record tells."""
+    """Return {Trial.name: seconds}, by records or else by assumption, and the source of the assumed ones."""
     taken = planning.seconds(trials, earlier.records)
     assumption = assumption_of(next((t for t in trials if t.problem.get("arm") == "control"), trials[0]))
     untold = [trial for trial in trials if taken[trial.name] is None]
@@ -360,7 +360,7 @@ def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:
 
 
 def _cells(trials: Sequence[Trial]) -> list[Trial]:
-    """The first trial of each configuration."""
+    """Return the first trial of each configuration."""
     return list({trial.cell: trial for trial in reversed(trials)}.values())
 
 

@@ -1,4 +1,4 @@
-"""What earlier runs recorded of a training, on the machine that a run is planned for."""
+"""Read what earlier runs recorded of a training, on the machine that a run is planned for."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,51 +14,51 @@ from te_bench.reports.convergence.study import Study, studies
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What is planned for: `chip` is a GPU's or a CPU's name, None for a GPU that is not here."""
+    """The machine to plan for; chip: the name of its GPU or CPU, None for a GPU that is not in this machine."""
 
     device: str
     chip: str | None
-    slots: int  # trials that run side by side: on GPUs, `share` on each, or on their cores
-    asked: str | None = None  # --gpus as it was said
+    slots: int  # trials at the same time: on GPUs, `share` on each; or on CPU cores
+    asked: str | None = None  # the value of --gpus
     share: int = 1
 
     @property
     def on(self) -> str:
-        """Said after a time that a run takes."""
+        """The words that follow the time of a run."""
         if self.share > 1:
             number = self.slots // self.share
             return f" on {number} GPU{'s' * (number > 1)}, {self.share} at a time on each"
         return f" on {self.slots} {'GPUs' if self.device == 'cuda' else 'cores'}" if self.slots > 1 else ""
 
     def device_s(self, seconds: float) -> float:
-        """Of the device, of so many seconds of one trial at a time."""
+        """Return the seconds of the device for so many seconds of trials that run one at a time."""
         return seconds / self.share
 
     def hours(self, seconds: float) -> str:
-        """The same in words."""
+        """Return device_s in words."""
         unit, own = "GPU" if self.device == "cuda" else "CPU", self.device_s(seconds)
         return f"{own / 3600:.3g} {unit} hours" if own >= 3600 else f"{own / 60:.3g} {unit} minutes"
 
     def estimate(self, seconds: float | None) -> dict[str, float | None]:
-        """What so many seconds of one trial at a time take of the device, and of the wall."""
+        """Return the device's and the elapsed seconds for so many seconds of trials that run one at a time."""
         device, elapsed = (None if seconds is None else seconds / n for n in (self.share, self.slots))
         return {"device_s": device, "elapsed_s": elapsed, "at_once": self.slots}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRuns:
-    """What earlier runs recorded, and what is planned for."""
+    """What earlier runs recorded, and the machine to plan for."""
 
     machine: Machine
-    records: tuple[Record, ...]  # on the chip that is planned for
+    records: tuple[Record, ...]  # of the machine's chip
     studies: tuple[Study, ...]
-    journal: Journal | None  # of the run itself, which may have begun
+    journal: Journal | None  # of the planned run, if it has begun
     timings: bool = False  # --pilot was given
-    other_chips: str | None = None  # what the records are of, where none is of the chip that is planned for
+    other_chips: str | None = None  # a sentence with the records' chips, if none is the machine's
 
 
 def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machine) -> EarlierRuns:
-    """Read each DIR of --pilot, and --out where a run has begun. Raises ValueError for a DIR that holds no journal."""
+    """Read each DIR of --pilot, and --out if a run has begun there. Raises ValueError for a DIR without a journal."""
     own = load(out) if out is not None and written(out) else None
     journals = {"out": own} if own else {}
     for directory in timings:
@@ -81,11 +81,11 @@ def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machin
 
 
 def _one_chip(chips: Sequence[str | None]) -> str | None:
-    """The GPU that all records are of. Raises ValueError where there are several and none of them is here."""
+    """Return the GPU of all records. Raises ValueError if there are several and this machine has no GPU."""
     found = sorted({chip for chip in chips if chip})
     if len(found) > 1:
         raise ValueError(
-            f"--pilot: its records are of {', '.join(found)}, and no GPU is here to say which is planned for"
+            f"--pilot: its records are of {', '.join(found)}, and this machine has no GPU to say which one to plan for"
         )
     return found[0] if found else None
 
@@ -96,28 +96,28 @@ def chip_of(identity: Mapping[str, Any]) -> str | None:
 
 
 def has_begun(one: Experiment, journal: Journal | None) -> bool:
-    """Whether a run of this very experiment has begun in --out with every configuration that it has."""
+    """Return whether this experiment has begun in --out with all of its configurations."""
     begun = {trial_of(value).cell for plan in journal.plans for value in plan.trials} if journal else set()
     return bool(first_judgement(one, journal)) and begun >= {trial.cell for trial in one.trials}
 
 
 def first_judgement(one: Experiment, journal: Journal | None) -> Mapping[str, Scalar]:
-    """What this very experiment was first planned with in --out, by which it will be judged; empty for another."""
+    """Return the judgement of this experiment's first plan in --out, which counts; {} if it has not begun."""
     plan = first_plan(one, journal)
     return {} if plan is None else plan.judgement
 
 
 def family(one: Experiment, journal: Journal | None) -> set[str]:
-    """Trial.cell of the recipes that are judged together: its own, and those of the plan by which it will be judged."""
+    """Return Trial.cell of the recipes that are judged together: the experiment's, and those of its first plan."""
     first = first_plan(one, journal)
     planned = map(trial_of, first.trials) if first else one.whole.trials if one.whole else ()
     return {trial.cell for trial in (*one.trials, *planned) if trial.problem.get("arm") == "recipe"}
 
 
 def first_plan(one: Experiment, journal: Journal | None, environment: str | None = None) -> Plan | None:
-    """The plan by which this very experiment will be judged, if it has begun; a pilot's only for one as short.
+    """Return the first plan of this experiment, which its verdict uses; a pilot's only for a pilot that is not longer.
 
-    environment: by its id the only one that is looked at, as a verdict is of one; of None all are.
+    environment: the id of the only environment to look at; None for all.
     """
     seeds = int(str(one.judgement["seeds"])) if one.judgement.get("pilot") else math.inf
     for plan in journal.plans if journal else ():

@@ -1,7 +1,7 @@
-"""Does a candidate end where its control ends: two one-sided tests of final losses, and Holm over the candidates.
+"""Test whether a candidate ends where its control ends: two one-sided tests of final losses, Holm over the candidates.
 
-The gap is candidate - control in the unit of the losses (nat): above 0 is worse. A claim is made only where its own test
-rejects; that a difference was not significant is no claim. After Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657, with
+The gap is candidate - control in the unit of the losses (nat): above 0 is worse. A claim is made only if its own test
+rejects; a difference that is not significant is no claim. After Schuirmann 1987, J. Pharmacokinet. Biopharm. 15:657, with
 tests that hold for skewed gaps too (`skewed`).
 """
 
@@ -19,14 +19,14 @@ from te_bench.reports.convergence.skewed import FEWEST, Mean, mean_of
 
 Array = NDArray[np.float64]
 
-SAME = 1e-12  # a spread below this share of the losses is rounding of the subtraction
-LARGEST = 1e60  # a loss whose cube is a number still
-ROUNDED = 5  # decimals: losses that are written with so few may meet by chance, others are one run
-FAR = 0.01  # the chance that any gap of a normal sample is called far off
+SAME = 1e-12  # a spread below this share of the losses is rounding error
+LARGEST = 1e60  # the cube of a larger loss overflows
+ROUNDED = 5  # losses with at most so many decimals may be equal by chance; others are then one run
+FAR = 0.01  # the probability that a normal sample has any outlier
 
 
 class Verdict(StrEnum):
-    """What the runs carry: within the margin either way, not worse by it, worse by it, broken, or too little to say."""
+    """What the runs show: within the margin, not worse than it, worse than it, diverged, or too little to tell."""
 
     EQUIVALENT = "EQUIVALENT"
     NON_INFERIOR = "NON_INFERIOR"
@@ -35,18 +35,18 @@ class Verdict(StrEnum):
     INCONCLUSIVE = "INCONCLUSIVE"
 
 
-#: What a verdict says of the candidate's final loss, `margin` filled in.
+#: What a verdict says about the candidate's final loss, with `margin` to fill in.
 CLAIMS = {
     Verdict.EQUIVALENT: "within {margin:g} of the control",
     Verdict.NON_INFERIOR: "less than {margin:g} above the control",
     Verdict.INFERIOR: "more than {margin:g} above the control",
-    Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
+    Verdict.INCONCLUSIVE: "not distinguished from the margin {margin:g}",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """p-values: of -margin < gap < margin (the larger of its two one-sided), gap < margin, and gap > margin."""
+    """The p-values of -margin < gap < margin (the larger of its two one-sided ones), gap < margin, and gap > margin."""
 
     equivalent: float
     non_inferior: float
@@ -65,42 +65,42 @@ UNCLAIMED = Claims(1.0, 1.0, 1.0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossComparison:
-    """One candidate against its control. None is what gaps that do not vary, or too few, cannot tell."""
+    """One candidate against its control. A field is None if the gaps are too few or do not vary."""
 
-    n: int  # pairs; unpaired, runs of the candidate
+    n: int  # pairs; runs of the candidate if unpaired
     n_control: int
     paired: bool
     margin: float
     alpha: float
     gap: float  # mean of candidate - control
     sd: float = 0.0  # of the gap of one pair
-    df: float = 0.0  # that it is known with
-    interval: tuple[float, float] | None = None  # 1 - 2 alpha, of the tests that the verdict is made by
-    interval_95: tuple[float, float] | None = None  # by the tests of `compare`, two-sided, whatever alpha is
-    t_interval: tuple[float, float] | None = None  # 1 - 2 alpha, Student's or Welch's: too narrow where gaps are skewed
+    df: float = 0.0  # degrees of freedom of sd
+    interval: tuple[float, float] | None = None  # 1 - 2 alpha, by the verdict's tests
+    interval_95: tuple[float, float] | None = None  # two-sided, by the tests of `compare`, whatever alpha is
+    t_interval: tuple[float, float] | None = None  # 1 - 2 alpha, Student's or Welch's: too narrow for skewed gaps
     claims: Claims = UNCLAIMED
-    correlation: float | None = None  # of the pairs
+    correlation: float | None = None  # between the losses of a pair
     power: float | None = None  # to show equivalence with these n and sd at a true gap of 0
-    detectable: float | None = None  # the smallest margin that has 80 % power with these n and sd
+    detectable: float | None = None  # the smallest margin with 80 % power, with these n and sd
     seeds_needed: int | None = None  # for 80 % power with this sd at a true gap of 0
-    seeds_needed_at_gap: int | None = None  # to show what the gap as measured is: within the margin, or beyond it
-    outliers: tuple[int, ...] = ()  # places of the pairs whose gap lies far from the others'
+    seeds_needed_at_gap: int | None = None  # to show that the measured gap is within the margin, or beyond it
+    outliers: tuple[int, ...] = ()  # places of pairs with a gap far from the others'
     verdict: Verdict
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateVerdict:
-    """One candidate among a family of them: p-values after Holm; nothing but the reason for one that diverged."""
+    """One candidate of a family, with p-values after Holm; a diverged one has only a reason."""
 
     verdict: Verdict
     reason: str
-    family: int  # candidates judged together: 1 of one that is judged first, the others without it
+    family: int  # number of candidates judged together: 1 for the primary, the others without the primary
     comparison: LossComparison | None = None
     claims: Claims | None = None
-    #: To show what the gap as measured is, whatever the other candidates do; None where it waits for the one judged first.
+    #: Seeds to show that the measured gap is within the margin, or beyond it; None while it waits for the primary.
     seeds_needed: int | None = None
-    waits: bool = False  # its own claim is shown, and that of the one judged first is not
+    waits: bool = False  # its own claim is shown, but the primary's is not
 
 
 def compare(
@@ -111,18 +111,18 @@ def compare(
     alpha: float = 0.05,
     paired: bool = True,
 ) -> LossComparison:
-    """EQUIVALENT when the tests of gap < margin and of gap > -margin reject at alpha: TOST; n losses an arm.
+    """Return the comparison of n losses an arm: EQUIVALENT if the tests of gap < margin and gap > -margin reject (TOST).
 
-    Paired, run i of both arms shares its seed (initial weights, data order): the test of the differences. Unpaired,
-    Welch's with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
+    Paired: run i of both arms shares its seed (initial weights, data order), and the differences are tested. Unpaired:
+    Welch's test with Satterthwaite's degrees of freedom. EQUIVALENT and NON_INFERIOR both need the test of gap < margin to
     reject, so a candidate that is worse by the margin or more gets either in at most alpha of cases, for gaps as
     `skewed.ASSUMPTION` says.
 
-    Too little to say how sure it is, and so INCONCLUSIVE: 2 runs; gaps that do not vary; an arm that counts one run
-    several times. But where every pair ended on the very same loss though the seeds differ, both computed the same:
-    EQUIVALENT.
+    INCONCLUSIVE without a test: 2 runs; gaps that do not vary; an arm that counts one run several times. But if every pair
+    ended on the same loss and the seeds differ, both computed the same: EQUIVALENT.
 
-    Two runs an arm at least, of finite losses, and when paired as many of both. Raises ValueError for a loss above 1e60.
+    Needs at least two runs an arm, with finite losses, and equally many in both if paired. Raises ValueError for a loss
+    above 1e60.
     """
     arms = _arm(candidate, "candidate"), _arm(control, "control")
     gaps = arms[0] - arms[1] if paired else None
@@ -169,21 +169,21 @@ def judge(
     diverged: Mapping[str, str] | None = None,
     primary: str | None = None,
 ) -> dict[str, CandidateVerdict]:
-    """Verdicts over a family of candidates {name: (candidate, control)} from p-values after Holm, a claim at a time.
+    """Return verdicts over a family {name: (candidate, control)}, by p-values after Holm for each claim.
 
-    Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. What
-    must not happen, a candidate called EQUIVALENT or NON_INFERIOR though its gap is the margin or more, happens
-    for any of them with a probability of at most alpha: equivalent >= non_inferior for every candidate, Holm's
-    adjusted p-values rise with each p-value, so whatever is EQUIVALENT has also been rejected by the Holm procedure of
-    the non-inferiority claims, and that one holds the family at alpha (Holm 1979; no independence needed, so a
-    shared control is no matter). Likewise EQUIVALENT outside of the margin on either side, and INFERIOR within it.
+    Holm is applied three times, over the candidates' p-values of each claim: equivalent, non-inferior, inferior. The
+    probability that any candidate with a gap of the margin or more is called EQUIVALENT or NON_INFERIOR is at most alpha:
+    each candidate's p-value of equivalent is at least that of non_inferior, and Holm's adjusted p-values rise with each
+    p-value. So Holm's procedure for non-inferiority also rejects every EQUIVALENT candidate, and it holds the family at
+    alpha (Holm 1979; candidates need not be independent, so they may share a control). Likewise for EQUIVALENT outside of
+    the margin on either side, and INFERIOR within it.
 
-    `primary` is judged first, at the whole of alpha: that no other is EQUIVALENT or NON_INFERIOR unless it is too holds the
-    family at alpha (serial gatekeeping, Westfall and Krishen 2001, J. Stat. Plan. Inference 99:25). INFERIOR stays Holm's
-    over all of them.
+    `primary` is judged first, at the whole of alpha. Others are EQUIVALENT or NON_INFERIOR only if it is too, which holds
+    the family at alpha (serial gatekeeping, Westfall and Krishen 2001, J. Stat. Plan. Inference 99:25). INFERIOR is by
+    Holm over all candidates.
 
-    `diverged` gives candidates that broke, with the reason: DIVERGED whatever losses they have, for the runs that
-    survived are a biased choice. They stay in the family, with p = 1: its size was fixed before the first step.
+    `diverged`: {candidate: reason}. They are DIVERGED whatever their losses, because the surviving runs are a biased
+    choice. They stay in the family with p = 1, because its size was fixed before the first step.
     Raises what `compare` and `check_test` raise.
     """
     broken = dict(diverged or {})
@@ -214,10 +214,10 @@ def judge(
 def _judged(
     c: LossComparison, claims: Claims, own: Claims, family: int, every: int, first: str | None
 ) -> CandidateVerdict:
-    """own: claims as they were but for `first`, the candidate that it passes only after; every: all, as INFERIOR counts."""
+    """Return the verdict; own: claims without the gate `first`; every: the number of all candidates, for INFERIOR."""
     verdict, held, reason, needed = claims.verdict(c.alpha), own.verdict(c.alpha), c.reason, None
     if c.interval is not None:
-        # Holm's hardest step, so enough whichever rank the candidate takes
+        # Holm's hardest step: these seeds suffice at any rank.
         level = c.alpha / (every if c.gap >= c.margin else family)
         needed = _seeds_to_show(c.gap, c.sd, c.margin, level, c.paired)
         cautious = _seeds_to_show(c.gap, at_most(c.sd, c.df), c.margin, level, c.paired)
@@ -228,8 +228,8 @@ def _judged(
         over = every if c.verdict is Verdict.INFERIOR else family
         reason = f"{c.verdict} on its own, not after Holm over {over} candidates: {reason}"
     if held is not verdict:
-        needed = None  # more seeds of its own would not do
-        reason = f"would be {held}, but is that only where {first}, which is judged first, is too: {reason}"
+        needed = None  # more of its own seeds do not help
+        reason = f"would be {held}, but only if {first}, which is judged first, is too: {reason}"
     return CandidateVerdict(
         verdict=verdict,
         reason=reason,
@@ -242,20 +242,20 @@ def _judged(
 
 
 def check_test(margin: float, alpha: float) -> None:
-    """Raises ValueError for a margin that is not positive and finite, and an alpha outside of (0, 0.5)."""
+    """Raise ValueError for a margin that is not positive and finite, or an alpha outside of (0, 0.5)."""
     if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin {margin}: give the largest gap in loss that you would accept, above 0, such as 0.003")
     check_alpha(alpha)
 
 
 def check_alpha(alpha: float) -> None:
-    """Raises ValueError for an alpha outside of (0, 0.5)."""
+    """Raise ValueError for an alpha outside of (0, 0.5)."""
     if not 0 < alpha < 0.5:
         raise ValueError(f"alpha {alpha}: give an error rate between 0 and 0.5, such as 0.05")
 
 
 def level(alpha: float) -> str:
-    """The confidence of the interval that one-sided tests at alpha go by, either way: 90 %."""
+    """Return the confidence of the interval that one-sided tests at alpha use in both directions: 90 %."""
     return f"{100 * (1 - 2 * alpha):.3g} %"
 
 
@@ -264,16 +264,16 @@ def in_words(gap: float, interval: tuple[float, float], alpha: float) -> str:
 
 
 def claims_of(mean: Mean, margin: float) -> Claims:
-    """One-sided p-values of a mean gap against the margin, either way."""
+    """Return the one-sided p-values of a mean gap against the margin, in both directions."""
     below, above = mean.p_below(margin), mean.p_above(-margin)
     return Claims(max(below, above), below, mean.p_above(margin))
 
 
 def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
-    """Places of gaps that lie far from the others: in a normal sample there is any in FAR of cases.
+    """Return the places of outlying gaps; a normal sample has any with a probability of FAR.
 
-    Each gap is held to mean and spread of those without it: a t-test with n - 2 degrees of freedom (Grubbs 1950), Bonferroni
-    over the gaps. Below 4 gaps none can be told.
+    Each gap is compared with the mean and spread of the others: a t-test with n - 2 degrees of freedom (Grubbs 1950),
+    Bonferroni over the gaps. Fewer than 4 gaps have none.
     """
     x = np.asarray(gaps, dtype=np.float64)
     if x.size < FEWEST + 1:
@@ -285,9 +285,9 @@ def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
 
 
 def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
-    """Places of two runs of an arm that are one run under two seeds, or None.
+    """Return the places of two runs that are one run under two seeds, or None.
 
-    Losses of more than ROUNDED decimals do not meet by chance; rounded ones may, but not half of them.
+    Losses with more than ROUNDED decimals are not equal by chance; rounded ones may be, but not half of them.
     """
     seen: dict[float, int] = {}
     met = [(seen[x], i) for i, x in enumerate(map(float, losses)) if seen.setdefault(x, i) != i]
@@ -299,15 +299,15 @@ def _arm(losses: Sequence[float], arm: str) -> Array:
     values = np.asarray(losses, dtype=np.float64)
     for place in np.flatnonzero(np.abs(values) > LARGEST):
         raise ValueError(
-            f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is no loss; write nan where it diverged"
+            f"{arm}, run {place + 1} of {values.size}: {values[place]:g} is not a loss; write nan if the run diverged"
         )
     return values
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted: max over the i-th smallest at most as large of (m - i) p_i, i from 0, at most 1 (Holm 1979).
+    """Return adjusted p-values: the running max of (m - i) p_i over sorted p-values, i from 0, at most 1 (Holm 1979).
 
-    statsmodels' multipletests, which the tests hold it to, takes a second to import and collects garbage at each call.
+    Tests compare it with statsmodels' multipletests, which takes a second to import and collects garbage at each call.
     """
     p = np.asarray(p_values, dtype=np.float64)
     order = np.argsort(p)
@@ -317,14 +317,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def after_holm(found: Mapping[str, Claims]) -> dict[str, Claims]:
-    """Adjusted over the candidates, a claim at a time."""
+    """Return the claims with p-values adjusted over the candidates, for each claim."""
     names = ("equivalent", "non_inferior", "inferior")
     adjusted = (holm([getattr(claims, name) for claims in found.values()]) for name in names)
     return {candidate: Claims(*p) for candidate, *p in zip(found, *adjusted, strict=True)}
 
 
 def _welch(candidate: Array, control: Array) -> Mean:
-    """Welch 1947, Biometrika 34:28, with Satterthwaite's degrees of freedom; third cumulants add up with their signs."""
+    """Return the gap by Welch 1947, Biometrika 34:28, with Satterthwaite's df; third cumulants add with their signs."""
     means = [mean_of(arm) for arm in (candidate, control)]
     se = math.hypot(*(mean.se for mean in means))
     shares = [mean.se / se for mean in means]
@@ -341,7 +341,7 @@ def _correlation(candidate: Array, control: Array) -> float | None:
 
 
 def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool) -> tuple[str | None, bool]:
-    """Why no test can be made, or None; and whether both arms ended on the very same losses, over seeds that differ."""
+    """Return why no test is possible, or None; and whether both arms ended on equal losses, over different seeds."""
     one = next((arm for arm in arms if np.ptp(arm) == 0), None)
     if one is not None:
         return (
@@ -368,7 +368,7 @@ def _why_untested(arms: tuple[Array, Array], gap: float, sd: float, paired: bool
 
 
 def _seeds_to_show(gap: float, sd: float, margin: float, alpha: float, paired: bool) -> int | None:
-    """Seeds to show EQUIVALENT with 80 % power if that is the true gap; beyond the margin INFERIOR, or NON_INFERIOR."""
+    """Return the seeds for 80 % power at this true gap: for EQUIVALENT, or beyond the margin INFERIOR or NON_INFERIOR."""
     if abs(gap) < margin:
         return seeds_needed(sd, margin, gap=gap, alpha=alpha, paired=paired)
     excess = gap - margin if gap > 0 else margin - gap
@@ -383,7 +383,7 @@ def _reason(
     alpha: float,
     needed: tuple[int | None, int | None],
 ) -> str:
-    """`needed`: seeds by the spread as measured, and by its upper bound."""
+    """Return the reason for a verdict; needed: seeds by the measured spread, and by its upper bound."""
     assert interval is not None
     measured = in_words(gap, interval, alpha)
     if verdict is not Verdict.INCONCLUSIVE:

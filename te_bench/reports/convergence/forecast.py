@@ -1,4 +1,4 @@
-"""What a convergence run can conclude in the time it is given, said before its first step."""
+"""Forecast before the first step what a convergence run can conclude in its time."""
 
 import dataclasses
 import math
@@ -21,30 +21,30 @@ from te_bench.reports.convergence.power import power, two_figures
 from te_bench.reports.convergence.study import scope_of
 
 _SEEDS = (3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 65, 80, 100)  # of the table
-TRUNK_BYTES = 12  # a parameter's: float32, with its two moments
+TRUNK_BYTES = 12  # for each parameter: float32, with two moments
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What an experiment can conclude and what it costs; `seconds` of one trial at a time, None where no record tells."""
+    """What an experiment can conclude and costs; seconds: of one trial at a time, None if no record gives them."""
 
-    outlook: Outlook | None  # None where nothing is known of the spread
-    unused: str | None  # why records that are there tell no spread
+    outlook: Outlook | None  # None if the spread is unknown
+    unused: str | None  # why existing records do not give a spread
     seeds: int
     runs: int
     margin: float
     seconds: float | None
-    broken: int  # of these runs, those of the planted fault, and their seconds
+    broken: int  # runs of the planted fault, included in `runs`; broken_s: their seconds
     broken_s: float | None
-    faults: int  # seeds that have one, of as many or more
+    faults: int  # the number of seeds with a planted fault, if there are so many
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
-    fixed: str | None = None  # what was asked otherwise, and that the first plan counts
-    scope: str | None = None  # of branches: what part of training they are of
-    trunk_bytes: int | None = None  # of a branch's trunk on disk; None where nothing tells
-    time_from: str | None = None  # where the seconds are assumed from
+    fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
+    scope: str | None = None  # of branches: the part of training that they judge
+    trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
+    time_from: str | None = None  # the source of assumed seconds
     pilot: bool = False
-    primary: str | None = None  # the name of the recipe that is judged before the others
+    primary: str | None = None  # name of the recipe that is judged before the others
 
     def to_json(self) -> dict[str, Any]:
         conclusion = None
@@ -57,7 +57,7 @@ class Forecast:
 
     @property
     def refused(self) -> str | None:
-        """Why a run of so little power is not begun unless it is asked for, or None."""
+        """Why a run of so little power needs --underpowered, or None."""
         outlook = self.outlook
         if self.scope is not None and self.seeds < TRUNKS:
             what = "plan of branches" if not self.pilot else "pilot of branches"
@@ -80,23 +80,23 @@ class Forecast:
         return (
             f"{seeds} would show {whose} of 0 to lie within {outlook.margin:g} nat with a power of "
             f"{weakest.power or 0:.0%} only ({_source(outlook.spread)}; 80 % bound, alpha {weakest.alpha:.3g}). It takes "
-            f"{', or '.join(ways)}; te-bench run takes it all the same with --underpowered"
+            f"{', or '.join(ways)}; te-bench run begins such a run only with --underpowered"
         )
 
     def sentences(self) -> list[str]:
-        """What is said of it, a line each, those of details indented."""
+        """Return the forecast in words, one line each; details are indented."""
         outlook = self.outlook
         said = [f"What {self.seeds} seed{'s' * (self.seeds > 1)} can conclude, margin {self.margin:g} nat:"]
         if self.scope is not None:
             said += self._of_branches()
         if self.pilot:
             said.append(
-                "  a pilot, whose losses tell the spread alone; te-bench plan with --pilot DIR then plans by it"
+                "  a pilot, of whose losses only the spread is shown; te-bench plan with --pilot DIR then uses it"
             )
         elif outlook is None:
             said.append(
-                "  power: not known, for no record says how far gaps of this training vary. A pilot tells: run the same "
-                "with --as-pilot --out DIR, then plan with --pilot DIR"
+                "  power: not known, because no record shows how far gaps of this training vary. Run a pilot first: run the "
+                "same with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         else:
             spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
@@ -105,8 +105,8 @@ class Forecast:
                 for one in (outlook.alone, outlook.hardest, outlook.cautious, outlook.aa)
             )
             said += [
-                f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned for "
-                f"{spread.gap_sd_at_most:.2g}, which it does not exceed with 80 % confidence",
+                f"  spread of a pair's gap: sd {spread.gap_sd:.2g} nat, {_source(spread)}; planned with its 80 % "
+                f"upper bound, {spread.gap_sd_at_most:.2g}",
                 f"  {self.primary or 'one recipe on its own'} (alpha {outlook.alone.alpha:g}): {alone}",
             ]
             step = f"the hardest of {outlook.recipes} recipes (Holm, alpha {outlook.hardest.alpha:.3g})"
@@ -116,20 +116,20 @@ class Forecast:
                 step = f"{rest}, which pass only where it does"
             said += [f"  {step}: {hardest}"] if outlook.recipes > 1 else []
             said += [
-                f"  {'the first' if self.primary else 'the same'} by the spread that is planned for: {cautious}",
+                f"  {'the first' if self.primary else 'the same'} by the planned spread: {cautious}",
                 *([f"  A/A, without which no verdict counts, by that spread: {aa}"] if outlook.aa_is_weaker else []),
                 f"  chance that {'it' if self.primary else 'a recipe'} and A/A are called EQUIVALENT, by that spread, where "
                 "its true gap in nat is:",
                 *self._table(outlook),
             ]
             said += [f"  {_pool_instead(outlook)}"] if spread.correlation and outlook.recipes else []
-        said += [f"  --pilot tells nothing of the spread: {self.unused}"] if self.unused else []
+        said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
         said.append(f"  time: {self._time()}")
         return said
 
     def _options(self, outlook: Outlook) -> list[Option]:
-        """What other numbers of seeds cost and show, by the spread that is planned for, on Holm's hardest step."""
+        """Return the cost and power of other numbers of seeds, by the planned spread, at Holm's hardest step."""
         fewest = planning.FEWEST_SEEDS if self.scope is None else TRUNKS
         most = max(self.seeds, outlook.cautious.seeds_needed or 0, outlook.aa.seeds_needed or 0)
         options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
@@ -140,20 +140,20 @@ class Forecast:
         return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
     def _option(self, seeds: int, outlook: Outlook) -> Option:
-        faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # of the plan's runs of the planted fault
+        faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # as a share of the plan's
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
         seconds = None
         if self.seconds is not None and self.broken_s is not None:
             seconds = (self.seconds - self.broken_s) / self.seeds * seeds + self.broken_s * faults
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
-        # Of normal losses b - a is independent of (a + b) / 2, and so is A/A's gap of a recipe's; beside one bf16 run the
-        # two go together, and the chance is a little larger.
+        # For normal losses, b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one
+        # bf16 run the two correlate, and the chance is a little larger.
         shown = (aa * power(seeds, sd, self.margin, gap=share * self.margin, alpha=alpha) for share in GAPS)
         return Option(rounds=seeds, runs=runs, seconds=seconds, power=tuple(shown))
 
     def _of_branches(self) -> list[str]:
-        """What they are, what they prove and what they leave on the disk, a line each."""
+        """Return lines on branches: what they are, what they prove, and what they leave on the disk."""
         megabytes = 0.0 if self.trunk_bytes is None else self.trunk_bytes / 1e6
         size = f"{megabytes / 1000:.2g} GB" if megabytes >= 1000 else f"{megabytes:.2g} MB"
         each = f", {size} each" if megabytes else ""
@@ -165,7 +165,7 @@ class Forecast:
 
     def _time(self) -> str:
         if self.seconds is None:
-            return "not known; --pilot DIR of a pilot would tell"
+            return "not known; --pilot DIR of a pilot gives it"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
         return f"about {machine.hours(self.seconds)}{elapsed}" + (
@@ -174,7 +174,7 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
-    """Power and minimum detectable gap of the experiment's seeds, and its time where the records of all arms tell it."""
+    """Return the power and minimum detectable gap of the experiment's seeds, and its time if records give it."""
     judgement = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds")}
     control = next((t for t in experiment.trials if t.problem.get("arm") == "control"), experiment.trials[0])
     seeds, spread = int(judgement["seeds"]), planning.spread(earlier.studies, control)
@@ -219,25 +219,25 @@ def _primary(experiment: Experiment, journal: Journal | None) -> str | None:
 
 
 def fewest_seeds(experiment: Experiment) -> int:
-    """That a verdict takes."""
+    """Return the fewest seeds for a verdict."""
     branches = any(trial.problem.get("branch_at") is not None for trial in experiment.trials)
     return TRUNKS if branches else planning.FEWEST_SEEDS
 
 
 def _trunk_bytes(control: Trial) -> int | None:
-    """Of one of te-bench's own models."""
+    """Return the bytes of a trunk; None for a user's model."""
     model, width = control.problem["model"], control.problem["padded_vocab"]
     known = configs()
     return TRUNK_BYTES * cost.parameters(known[model], int(str(width))) if model in known else None
 
 
 def _pool_instead(outlook: Outlook) -> str:
-    """How many runs a pool of bf16 runs takes for the same standard error of a gap, beside pairs."""
+    """Return a sentence that compares the runs of a bf16 pool with those of pairs, for the same standard error of a gap."""
     spread, recipes = outlook.spread, outlook.recipes
     ratio = best_ratio(recipes)
-    pairs = spread.gap_sd**2 * (recipes + 2)  # runs of a seed: each recipe's, bf16's and A/A's
+    pairs = spread.gap_sd**2 * (recipes + 2)  # runs of a seed: one for each recipe, bf16 and A/A
     times = spread.sd**2 * (1 + 1 / ratio) * (recipes + ratio) / pairs
-    said = f"{times:.1f}" if times < 10 else f"{times:.0f}" if times < 100 else "over 100"  # a few pairs tell no more
+    said = f"{times:.1f}" if times < 10 else f"{times:.0f}" if times < 100 else "over 100"  # few pairs are imprecise
     cheaper = ": --design pool" if times < 1 else ""
     return (
         f"two runs of one seed correlate by {spread.correlation:.2f}: a pool of bf16 runs takes {said} times as many runs "

@@ -1,4 +1,4 @@
-"""Two arms of a user's own losses against each other: paired, diverged or not, and whether their gap had settled."""
+"""Compare two arms of a user's losses: pair them, check for divergence, and check that their gap had settled."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from te_bench.reports.logs.names import alike, is_loss
 
 Array = NDArray[np.float64]
 
-SURE = 2.0  # standard errors: what single training batches make of a gap is no move of it
-FEWEST_POINTS = 3  # the first is often that of the initial weights
+SURE = 2.0  # standard errors: a smaller move of a gap of training losses may be noise of single batches
+FEWEST_POINTS = 3  # the first is often the loss of the initial weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """Two arms ready to be compared; paired, place i of both has the seed `seeds[i]`."""
+    """Two arms to compare; if paired, place i of both has the seed `seeds[i]`."""
 
     seeds: tuple[str, ...]
     baseline: tuple[float, ...]
@@ -27,12 +27,11 @@ class Matched:
 
 
 def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> Matched:
-    """The two arms' final losses, paired by seed, or by row where neither source names its seeds.
+    """Return the two arms' final losses, paired by seed, or by row if neither source names its seeds.
 
-    `paired` None: paired where both sources name the same seeds. Raises ValueError for a file that is in both arms,
-    an arm that holds runs of both, losses of different names, a baseline that broke, seeds that only one arm has, names
-    that runs share or numbers of runs that differ when paired, and runs that end at different steps, for they have not
-    seen the same data.
+    paired: None pairs if both sources name the same seeds. Raises ValueError for a file that is in both arms, an arm
+    with runs of both precisions, losses of different names, a diverged baseline, and runs that end at different steps,
+    which have not seen the same data; in pairs also for seeds of only one arm, repeated names, and unequal numbers of runs.
     """
     arms = baseline, candidate
     if baseline.digests & candidate.digests:
@@ -50,8 +49,8 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
         )
     if broke := broken(baseline):
         raise ValueError(
-            f"{baseline.source}: the baseline itself broke, {_named(baseline, broke)}. Nothing can be concluded from a "
-            "control that does not train: mend it, and run both again"
+            f"{baseline.source}: the baseline itself diverged, {_named(baseline, broke)}. Nothing can be concluded from a "
+            "control that does not train: fix it, and run both again"
         )
     ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
@@ -65,7 +64,7 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     for arm in arms:
         if arm.repeated:
             raise ValueError(
-                f"{arm.source}: several runs are called {', '.join(arm.repeated)}, so pairs cannot be told: rename them, "
+                f"{arm.source}: several runs have the name {', '.join(arm.repeated)}, so they have no pairs: rename them, "
                 "with their seeds (bf16-seed3), or compare unpaired"
             )
     if baseline.seeded != candidate.seeded:
@@ -91,13 +90,13 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
 
 
 def why_diverged(candidate: Losses) -> str | None:
-    """How many of the candidate's runs broke, which, and why the first did; None where all ended on a loss."""
+    """Return how many of the candidate's runs diverged, which, and why the first did; None if none did."""
     broke = broken(candidate)
     return f"{len(broke)} of {len(candidate.final)} runs, {_named(candidate, broke)}" if broke else None
 
 
 def note_outlying(arm: Losses) -> str | None:
-    """What to note of a run that ends RISE or more above the median of its runs: had it diverged, a mean would hide it."""
+    """Return a note on runs that end more than RISE above the median of the arm, in case they diverged, or None."""
     middle = float(np.median(list(arm.final.values())))
     far = {seed: final for seed, final in arm.final.items() if final > middle + RISE}
     if not far:
@@ -110,19 +109,19 @@ def note_outlying(arm: Losses) -> str | None:
 
 
 def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None:
-    """None when the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
+    """Return None if the gap has settled, else why not: over the last tenth of training it moved by `margin` or more.
 
-    The gap is that of the arms' mean curves, which for pairs is their mean gap; its move is that of a line through the
-    last tenth, or from the last evaluation but one where that is earlier. A gap of training losses moves where its line
-    does by SURE standard errors, too. `margin` in the unit of the losses.
+    The gap is that of the arms' mean curves, for pairs their mean gap. Its move is that of a line through the last tenth,
+    or from the second last evaluation on if that is earlier. A gap of training losses moves only if its line does by SURE
+    standard errors, too. `margin` has the unit of the losses.
     """
     curves = [*baseline.curves.values(), *candidate.curves.values()]
     if not (baseline.curves and candidate.curves):
-        return "no curves of both configurations: whether the gap had settled cannot be told from final losses"
+        return "a configuration has no curves: final losses do not show whether the gap had settled"
     if (fewest := min(len(curve.step) for curve in curves)) < FEWEST_POINTS:
         points = "1 point" if fewest == 1 else f"{fewest} points"
         other = "" if baseline.training else ", or judge a loss that was logged more often (--metric)"
-        return f"{points} a curve: too few to tell whether the gap had settled; log {FEWEST_POINTS} at least{other}"
+        return f"{points} a curve: too few to show whether the gap had settled; log at least {FEWEST_POINTS}{other}"
     at = _late(curves)
     move, error = _moved(at, _mean(candidate, at) - _mean(baseline, at))
     if abs(move) < margin or (baseline.training and abs(move) < SURE * error):
@@ -134,7 +133,7 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
 
 
 def why_overfitted(baseline: Losses, margin: float) -> str | None:
-    """Why final losses prove nothing, where the baseline's mean curve ends above its least by more than `margin`."""
+    """Return why final losses prove nothing if the baseline's mean curve ends more than `margin` above its minimum."""
     if baseline.training or min((len(curve.step) for curve in baseline.curves.values()), default=0) < FEWEST_POINTS:
         return None
     first = max(curve.step[0] for curve in baseline.curves.values())
@@ -149,7 +148,7 @@ def why_overfitted(baseline: Losses, margin: float) -> str | None:
 
 
 def note_far(arms: Matched, place: int) -> str:
-    """What to note of a pair whose gap lies far from the others'."""
+    """Return a note on a pair whose gap lies far from the others'."""
     gap = arms.candidate[place] - arms.baseline[place]
     return (
         f"seed {arms.seeds[place]}: its gap {gap:+.2g} lies far from the others; where such outliers are common the error "
@@ -158,18 +157,18 @@ def note_far(arms: Matched, place: int) -> str:
 
 
 def note_unpaired(baseline: Losses, candidate: Losses) -> str:
-    """What to note where nobody asked for pairs and there are none: why."""
+    """Return a note that says why runs are not paired, for users who did not ask for pairs."""
     if not (baseline.seeded and candidate.seeded):
-        return "the runs are not paired, for their seeds are not named: --paired pairs row by row"
+        return "the runs are not paired, because their seeds have no names: --paired pairs them row by row"
     for one, other in ((baseline, candidate), (candidate, baseline)):
         if only := [seed for seed in one.final if seed not in other.final]:
             what = "seed " if only[0].isdecimal() else ""
-            return f"the runs are not paired, for {what}{only[0]} of {one.source} is not in {other.source}"
-    return "the runs are not paired, for several have one name"
+            return f"the runs are not paired, because {what}{only[0]} of {one.source} is not in {other.source}"
+    return "the runs are not paired, because several have the same name"
 
 
 def note_names(baseline: Losses, candidate: Losses) -> str | None:
-    """What to note of two losses whose names do not tell that they are one."""
+    """Return a note on two losses whose names do not show that they are the same, or None."""
     names = baseline.metric, candidate.metric
     if None in names or alike(*names) is not None:
         return None
@@ -177,13 +176,13 @@ def note_names(baseline: Losses, candidate: Losses) -> str | None:
 
 
 def note_measure(baseline: Losses, candidate: Losses) -> str | None:
-    """What to note of a value that is called no loss: more of it is taken for worse."""
+    """Return a note on a metric whose name is not a loss's, or None."""
     called = next((arm.metric for arm in (baseline, candidate) if arm.metric and not is_loss(arm.metric)), None)
     return f"{called} is judged as a loss is: more is worse" if called else None
 
 
 def note_intervals(baseline: Losses, candidate: Losses) -> str | None:
-    """What to note of training losses that were logged at other steps: a mean over them is of other batches."""
+    """Return a note on training losses that were logged at different steps, so that their means have other batches."""
     late = [_late_steps(arm) for arm in (baseline, candidate)]
     if not baseline.training or not all(late) or late[0] == late[1]:
         return None
@@ -197,14 +196,14 @@ def _late_steps(arm: Losses) -> set[float]:
 
 
 def note_order(baseline: Losses, candidate: Losses) -> str | None:
-    """What to note of a baseline that is called FP8 and a candidate that is called bf16."""
+    """Return a note if the baseline's name says FP8 and the candidate's bf16, or None."""
     if [_precision(arm.source) for arm in (baseline, candidate)] != ["low", "high"]:
         return None
     return f"the baseline is {baseline.source} and the candidate {candidate.source}: is that the right way round?"
 
 
 def _precision(name: str) -> str | None:
-    """What a name says of its precision, where it says one thing."""
+    """Return the precision in a name, low or high; None if it has none or both."""
     low, high = (
         re.search(words, name.lower()) is not None for words in (r"fp[48]|float[48]|e4m3", r"bf16|bfloat|fp16|fp32")
     )
@@ -212,7 +211,7 @@ def _precision(name: str) -> str | None:
 
 
 def note_falling(arm: Losses, margin: float) -> str | None:
-    """What to note of an arm whose mean loss fell by `margin` or more over the stretch that `why_moving` looks at."""
+    """Return a note on an arm whose mean loss fell by `margin` or more over the steps of `why_moving`, or None."""
     if min((len(curve.step) for curve in arm.curves.values()), default=0) < FEWEST_POINTS:
         return None
     at = _late(list(arm.curves.values()))
@@ -234,7 +233,7 @@ def _mean(arm: Losses, at: Array) -> Array:
 
 
 def _moved(at: Array, values: Array) -> tuple[float, float]:
-    """The rise from end to end of the least-squares line, of two points their difference, and its standard error."""
+    """Return the rise of the least-squares line from end to end, and its standard error."""
     off, reach = at - at.mean(), float(at[-1] - at[0])
     slope = float(off @ values / (off @ off))
     rest = values - values.mean() - slope * off

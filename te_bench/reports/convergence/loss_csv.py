@@ -1,6 +1,6 @@
-"""A user's own losses from one CSV: final losses, curves by seed, and Weights & Biases' export of several runs.
+"""Read a user's losses from one CSV: final losses, curves by seed, or Weights & Biases' export of several runs.
 
-A CSV of one run, its history, is a log like others: `reports/logs/formats/csv.py`.
+A CSV of one run is a log: `reports/logs/formats/csv.py` reads it.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
 from te_bench.reports.logs.rows import STEP
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
 
-LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is the loss
-LAST = 0.1  # the share of training that a training loss is the mean of, and over which a gap must have settled
-TELLING = 3  # losses: seeds that differ may share one or two of them, rounded
-WIDE = r"(?:s|seed)?[-_ ]?\d+"  # a column a seed
+LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is its loss
+LAST = 0.1  # the last share of training: training losses are its mean, and a gap must not move in it
+TELLING = 3  # equal losses that show a copied run; one or two rounded losses may be equal by chance
+WIDE = r"(?:s|seed)?[-_ ]?\d+"  # the header of a seed's column
 
 _Point = tuple[int, float, float]  # line, step, loss
 
@@ -36,42 +36,42 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """One arm by seed: final losses, and curves where the source has them. Seeds that the source does not name are rows."""
+    """One arm by seed: final losses, and curves if the source has them. Seeds without names are numbered by row."""
 
     source: str
     final: Mapping[str, float]
     curves: Mapping[str, Curve]
-    seeded: bool  # the seeds are the source's own, so two arms can be paired by them
-    notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
-    repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
+    seeded: bool  # whether the source names its seeds, by which arms can be paired
+    notes: tuple[str, ...] = ()  # assumptions, for the user
+    repeated: tuple[str, ...] = ()  # names of several runs, which are numbered here
     digests: frozenset[str] = frozenset()  # of the files' bytes
     judged: str = "final loss"  # what `final` holds
-    metric: str | None = None  # what the source calls the loss, where it calls it anything
-    stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
-    training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
-    broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
+    metric: str | None = None  # the source's name of the loss, if any
+    stops: frozenset[float] = frozenset()  # the last steps, if the source has no curves
+    training: bool = False  # whether the losses are of training batches: noisy, and blind to overfitting
+    broke: Mapping[str, str] = field(default_factory=dict)  # {run that the source shows to have diverged: reason}
 
 
 def read(file: LogFile) -> Losses:
-    """One arm's losses, in whichever of these layouts the file has; comments (#) and blank lines are skipped.
+    """Return one arm's losses from a file in one of these layouts; comments (#) and blank lines are skipped.
 
-    One column of final losses, with or without a header, beside it a label (text) or a seed column. Whole curves:
-    columns step, loss, seed, or step and a column a seed, called by its number.
-    Weights & Biases: "Step" and a column "run - metric" a run, its __MIN and __MAX left out. "Step" counts what was logged:
-    a column "run - train/global_step" or the like beside it is the run's steps. The final loss of a curve
-    is its last, but of one that is called a training loss the mean over the last tenth of the steps: the last is that of
-    one batch. Losses may be NaN or infinite (`broken` tells the runs); leave empty what was not logged.
+    Final losses: one column, with or without a header, and optionally a label (text) or a seed column. Curves: columns
+    step, loss, seed, or a step and a column for each seed, named by its number. Weights & Biases: "Step" and a column
+    "run - metric" for each run, without its __MIN and __MAX. Its "Step" counts log calls; a column "run -
+    train/global_step" or similar has the run's steps. The final loss of a curve is its last, but a training loss is the
+    mean over the last tenth of the steps, because the last is that of one batch. Losses may be NaN or infinite (`broken`
+    finds these runs); leave cells empty that were not logged.
 
-    Raises ValueError, with file and line, for what is not a number, a step or seed given twice, fewer than two
-    seeds, runs of unequal lengths, several columns that could be meant or none, and a file that is no text.
+    Raises ValueError, with file and line, for text instead of a number, a repeated step or seed, fewer than two seeds,
+    runs of unequal lengths, an ambiguous or missing column, and a file that is not text.
     """
     found = table_of(file)
     return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
 
 
 def late_mean(curve: Curve) -> float:
-    """The mean over the last tenth of the steps."""
-    start = curve.step[-1] - LAST * abs(curve.step[-1])  # some write steps below 0
+    """Return the mean loss over the last tenth of the steps."""
+    start = curve.step[-1] - LAST * abs(curve.step[-1])  # steps may be negative
     late = [loss for step, loss in zip(curve.step, curve.loss, strict=True) if step >= start]
     return sum(late) / len(late)
 
@@ -93,7 +93,7 @@ def _losses(source: str, table: Table) -> Losses:
 
 
 def broken(arm: Losses) -> dict[str, str]:
-    """Why each run that diverged did, by seed: a loss that is not finite, or a rise that had not come back at the end."""
+    """Return {seed: why its run diverged}: a loss is not finite, or a rise lasts until the end."""
     found = dict(arm.broke)
     for seed, final in arm.final.items():
         if seed in found:
@@ -158,7 +158,7 @@ def _finals(source: str, table: Table) -> Losses:
     if 1 < len(kinds) < len(final):
         notes.append(f"{table.path} mixes {len(kinds)} labels ({', '.join(kinds[:3])}), taken as one configuration")
     _two(table.path, len(final))
-    metric = table.header[loss] if table.header and is_loss(table.header[loss]) else None  # else the arm's name, say
+    metric = table.header[loss] if table.header and is_loss(table.header[loss]) else None  # it may be the arm's name
     found = Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes), metric=metric)
     return replace(found, training=metric is not None and is_trained(metric))
 
@@ -190,7 +190,7 @@ def _long(source: str, table: Table) -> Losses:
     points: dict[str, list[_Point]] = {}
     for line, row in table.rows:
         run = points.setdefault(row[seed], [])
-        if row[loss] or len(others) == 1:  # beside other columns, a row that logged something else has no loss
+        if row[loss] or len(others) == 1:  # with other columns, a row without a loss logged something else
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
     _two(source, len(curves))
@@ -199,7 +199,7 @@ def _long(source: str, table: Table) -> Losses:
 
 
 def _called(metric: str, found: Losses) -> Losses:
-    """The arm with the name of its loss: a training loss is a mean, for the last is that of one batch."""
+    """Return the arm with the name of its loss; a training loss becomes a mean, because the last is that of one batch."""
     if not is_trained(metric):
         return replace(found, metric=metric, judged=f"the last {metric}")
     final = {seed: late_mean(curve) for seed, curve in found.curves.items()}
@@ -220,7 +220,7 @@ def _wandb(source: str, table: Table) -> Losses:
 
 
 def _training_steps(table: Table, runs: Mapping[int, str]) -> dict[int, int]:
-    """The column of each run's training steps, by that of its losses; none unless all runs have one beside each loss."""
+    """Return {column of a run's losses: column of its training steps}; {} unless all runs have a step with each loss."""
     for name in STEP if len(set(runs.values())) == len(runs) else ():
         columns = {c: table.column([f"{run}{WANDB}{name}".lower()]) for c, run in runs.items()}
         found = {c: column for c, column in columns.items() if column is not None}
@@ -231,14 +231,14 @@ def _training_steps(table: Table, runs: Mapping[int, str]) -> dict[int, int]:
 
 
 def _wide(source: str, table: Table, runs: Mapping[int, str], steps: Mapping[int, int] | None = None) -> Losses:
-    """steps: the column of a run's steps, by that of its losses, where it is not the table's."""
+    """Return an arm by its columns; steps: {column of a run's losses: column of its steps}, if not the table's."""
     common = table.column(STEP)
     assert common is not None
     step = {c: (steps or {}).get(c, common) for c in runs}
     points: dict[int, list[_Point]] = {c: [] for c in runs}
     for line, row in table.rows:
         for c in runs:
-            if row[c]:  # runs that logged at other steps leave the cell empty
+            if row[c]:  # empty where a run logged at other steps
                 points[c].append(_point(table, line, row[step[c]], row[c]))
     seeds = seeds_of(list(runs.values()))
     counts = Counter(seeds)
@@ -251,7 +251,7 @@ def _wide(source: str, table: Table, runs: Mapping[int, str], steps: Mapping[int
 
 
 def seeds_of(runs: Sequence[str]) -> list[str]:
-    """The seed in each run's name ("fp8-seed3", "bf16_s3": 3), so that arms pair; the names where they do not tell."""
+    """Return the seed in each run's name ("fp8-seed3", "bf16_s3": 3), which pairs arms; else the names."""
     hits = [re.search(r"(?<![a-z])s(?:eed)?[-_= ]?(\d+)(?!\d)", run.lower()) for run in runs]
     seeds = [str(int(hit.group(1))) for hit in hits if hit]
     return seeds if len(set(seeds)) == len(runs) else list(runs)
@@ -270,14 +270,14 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
 def of_curves(
     source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = (), broke: Mapping[str, str] | None = None
 ) -> Losses:
-    """One arm by its runs' curves; the final loss is the last. Raises ValueError for copies and runs that ended early.
+    """Return one arm by its runs' curves; the final loss is the last. Raises ValueError for copied or shorter runs.
 
-    `broke`: runs that are known to have diverged by other losses than these, and why.
+    broke: {run that diverged by other losses than these: reason}.
     """
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
     found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))
-    told = broken(found)  # such a run may have been stopped for it
+    told = broken(found)  # a diverged run may have been stopped early
     ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
         short = min(ends, key=ends.__getitem__)
@@ -289,7 +289,7 @@ def of_curves(
 
 
 def _apart(source: str, curves: Mapping[str, Curve]) -> None:
-    """Raises ValueError for two seeds with one and the same curve: a run that counts twice hides how far seeds vary."""
+    """Raise ValueError for two seeds with equal curves: a run that counts twice hides how far seeds vary."""
     seen: dict[Curve, str] = {}
     for seed, curve in curves.items():
         if (first := seen.setdefault(curve, seed)) != seed and len(curve.step) >= TELLING:

@@ -1,6 +1,6 @@
-"""Two arms of somebody else's trainings, from logs of any kind in `reports/logs/formats`, or from one CSV with several runs.
+"""Read two arms of a user's trainings, from logs of any kind in `reports/logs/formats`, or from a CSV of several runs.
 
-A file is one run; a folder is one run where a format says so, else whatever runs lie below it.
+A file is one run. A folder is one run if a format says so, else it holds the runs below it.
 """
 
 import glob
@@ -20,12 +20,12 @@ from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, d
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_held_out, is_loss, plain
 
-LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
-NAMED = 5  # losses, files or runs that a message names
-PRINTED = b"loss': "  # of a dictionary in Python
-#: What makes the names of one run's logs differ, and what such logs are.
+LARGEST = 2**30  # bytes: a larger file beside logs is taken for a corpus
+NAMED = 5  # losses, files or runs that a message names at most
+PRINTED = b"loss': "  # a Python dictionary, printed
+#: What may differ in the names of one run's logs, and what such logs are.
 PARTS = (
-    # W&B's folders; a file of such a name is a run that is told by its time.
+    # W&B's folders. A file with such a name is a run of its own.
     (re.compile(r"(?<=run-)\d{8}_\d{6}(?=-[^/.]+(?:/|$))"), "one run, which was resumed: name the last of them"),
     (
         re.compile(r"(?<![a-z])(?:rank[-_]?\d+|(?<=attempt_\d/)\d+)(?![a-z\d])"),
@@ -40,7 +40,7 @@ PARTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """The files of one run, or a table of several (`format` None)."""
+    """The files of one run, or a table of several runs (`format` None)."""
 
     place: Path
     files: tuple[LogFile, ...]
@@ -57,7 +57,7 @@ class _Log:
 
     @property
     def called(self) -> dict[str, str]:
-        """The names of its values by what they are plainly."""
+        """{plain name: name in the log} of its values."""
         return {plain(name): name for name in reversed(list(self.series.losses))}
 
 
@@ -67,8 +67,8 @@ class _Loss:
 
     name: str
     curve: Curve
-    again: bool = False  # some was logged a second time, as by a resumed run
-    several: bool = False  # each step had several, which are averaged
+    again: bool = False  # a resumed run logged some steps twice
+    several: bool = False  # steps have several losses, which are averaged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,17 +83,17 @@ class _Arm:
     source: str
     logs: tuple[_Log, ...]
     digests: frozenset[str]
-    table: Losses | None = None  # of a CSV that holds several runs, which has chosen its loss itself
+    table: Losses | None = None  # of a CSV of several runs, which has one loss
     notes: tuple[str, ...] = ()
 
 
 def read_arms(
     baseline: Sequence[Path | str], candidate: Sequence[Path | str], metric: str | None = None
 ) -> tuple[Losses, Losses]:
-    """Both arms by one loss: `metric` where given, else the validation loss where every arm has one, else the training loss.
+    """Return both arms by one loss: `metric` if given, else the validation loss if every arm has one, else training.
 
-    The validation loss is the last; the training loss the mean over the last tenth of the steps. Raises ValueError for
-    what is no log, arms of mixed kinds, logs that are damaged, and arms that have no loss in common.
+    The validation loss is the last one, the training loss the mean over the last tenth of the steps. Raises ValueError for
+    a file that is no log, arms of mixed kinds, damaged logs, and arms without a common loss.
     """
     arms = [_read_arm(paths, metric) for paths in (baseline, candidate)]
     logs = [log for arm in arms for log in arm.logs]
@@ -116,15 +116,15 @@ def read_arms(
 
 
 def _common_first(names: Sequence[str], logs: Sequence[_Log]) -> list[str]:
-    """The names, first the one that every log has which has any: both sides are to be judged by one loss."""
+    """Return the names, those first that all logs with any of them have: both arms need one loss."""
     found = [had for log in logs if (had := {name for name in names if name in log.called})]
     return sorted(names, key=lambda name: not all(name in had for had in found))
 
 
 def _passed_over(arm: _Arm, validated: bool) -> str | None:
-    """What to note of validation losses where the training loss is judged: of one side only, or of other names."""
+    """Return a note on validation losses that are not judged: only one arm has them, or their names are unknown."""
     if validated:
-        return f"the validation loss of {arm.source} is not judged, for the other side has none"
+        return f"the validation loss of {arm.source} is not judged, because the other side has none"
     others = list(dict.fromkeys(name for log in arm.logs for name in log.series.losses if is_held_out(name)))
     return f"{arm.source} has {_listed(others)}, of which --metric judges one" if others else None
 
@@ -137,20 +137,20 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     tables = [one for one in found if one.format is None]
     if tables and len(found) > 1:
         raise ValueError(
-            f"{tables[0].place} holds several runs, or final losses: such a file is a whole arm, give it alone"
+            f"{tables[0].place} holds several runs, or final losses: give this file alone, as the whole arm"
         )
     kinds = {one.format.title: one for one in found if one.format is not None}
     if len(kinds) > 1:
         (one, this), (other, that), *_ = kinds.items()
         raise ValueError(
-            f"{source} mixes logs of several kinds: {one} ({this.place}) and {other} ({that.place}); name those of one kind"
+            f"{source} mixes logs of several kinds: {one} ({this.place}) and {other} ({that.place}); give logs of one kind"
         )
     for place, count in Counter(os.path.realpath(one.place) for one in found).items():
         if count > 1:
             raise ValueError(f"{place} is given {count} times: a run counts once")
     digests = frozenset(digest(file) for one in found for file in one.files if file.content)
     if tables and metric is not None:
-        raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns say the loss")
+        raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns name the loss")
     if tables:
         return _Arm(source=source, logs=(), digests=digests, table=_table(tables[0].files[0]))
     _of_one_run([str(one.place) for one in found])
@@ -168,13 +168,11 @@ def _table(file: LogFile) -> Losses:
             raise ValueError(
                 f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json"
             ) from error
-        raise ValueError(
-            f"{file.path} is none of the logs that are read here ({_known()}); as a CSV: {error}"
-        ) from error
+        raise ValueError(f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}") from error
 
 
 def _of_one_run(places: Sequence[str]) -> None:
-    """Raises ValueError for logs of one run, which would count as several seeds."""
+    """Raise ValueError for several logs of one run, which would count as several seeds."""
     for part, what in PARTS:
         first: dict[str, str] = {}
         for place in places:
@@ -183,8 +181,8 @@ def _of_one_run(places: Sequence[str]) -> None:
 
 
 def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str, ...]:
-    """What to say of files beside the logs, of text and named as a log is, in which no format finds a loss."""
-    suffixes = {file.path.suffix for one in found for file in one.files} - {".json"}  # configurations are that, too
+    """Return a note on text files beside the logs, with a log's suffix, in which no format finds a loss."""
+    suffixes = {file.path.suffix for one in found for file in one.files} - {".json"}  # JSON may be a configuration
     silent = [str(path) for path in others if path.suffix in suffixes and not _begun(path).binary]
     if not silent:
         return ()
@@ -195,7 +193,7 @@ def _without_loss(found: Sequence[_Found], others: Sequence[Path]) -> tuple[str,
 
 
 def _expanded(path: Path | str) -> list[Path]:
-    """The paths that a pattern matches; a path itself."""
+    """Return the paths that a pattern matches, or the path itself. Raises ValueError if nothing matches."""
     one = Path(path)
     if one.exists() or not glob.has_magic(str(path)):
         return [one]
@@ -206,7 +204,7 @@ def _expanded(path: Path | str) -> list[Path]:
 
 
 def _found(path: Path, others: list[Path]) -> list[_Found]:
-    """others: is added the files of a folder that are no logs."""
+    """Return the runs at a path; add a folder's files that are no logs to `others`."""
     if not path.is_dir():
         file = _file(path)
         return [_Found(place=path, files=(file,), format=_format_of(file))]
@@ -216,7 +214,7 @@ def _found(path: Path, others: list[Path]) -> list[_Found]:
 
 
 def _below(folder: Path, seen: set[str], others: list[Path]) -> Iterator[_Found]:
-    """The runs of a folder, each folder once, whatever links lead to it (W&B has its latest run under two names)."""
+    """Yield the runs of a folder, each folder once even if links lead to it (W&B links its latest run)."""
     seen.add(os.path.realpath(folder))
     claims = [(form, files) for form in _formats() if (files := form.run_files(folder))]
     if len(claims) > 1:
@@ -227,7 +225,7 @@ def _below(folder: Path, seen: set[str], others: list[Path]) -> Iterator[_Found]
     if claims:
         return
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_symlink(), path)):
-        if path.name.startswith(".") or os.path.realpath(path) in seen:  # unlike resolve, silent on a loop of links
+        if path.name.startswith(".") or os.path.realpath(path) in seen:  # resolve() fails on a loop of links
             continue
         if path.is_dir():
             yield from _below(path, seen, others)
@@ -239,9 +237,9 @@ def _below(folder: Path, seen: set[str], others: list[Path]) -> Iterator[_Found]
 
 
 def _log_below(path: Path) -> _Found | None:
-    """A file that was not named: a log, a CSV of several runs, or None.
+    """Return the log or CSV in a file that was not named, or None.
 
-    A binary file is told by its beginning: checkpoints beside logs have gigabytes.
+    A binary file is recognised by its beginning, because checkpoints beside logs have gigabytes.
     """
     if path.stat().st_size > LARGEST:
         return None
@@ -266,27 +264,27 @@ def _file(path: Path) -> LogFile:
 
 
 def _formats() -> list[LogFormat]:
-    """CSV last: nothing but its first line tells it."""
+    """Return all formats, CSV last, because only its first line identifies it."""
     return [FORMATS.load(name) for name in sorted(FORMATS.names(), key=lambda name: (name == "csv", name))]
 
 
 def _kind(file: LogFile) -> LogFormat | None:
-    """The first format that takes the file; one of text takes no binary."""
+    """Return the first format that recognises the file, or None; text formats are not asked about binary files."""
     return next((one for one in _formats() if (one.binary or not file.binary) and one.recognises(file)), None)
 
 
 def _format_of(file: LogFile) -> LogFormat | None:
-    """The format of a file that was named; None for a table of several runs. Raises ValueError for what is neither."""
+    """Return the format of a named file; None for a table of several runs. Raises ValueError if it is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
     if not file.binary and len(file.content) > LARGEST:
         raise ValueError(
-            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text: no log that is read here has so much"
+            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text, which is too large for a log that te-bench reads"
         )
     if (kind := _kind(file)) is not None:
         return kind
     if file.binary:
-        raise ValueError(f"{file.path} is none of the logs that are read here: {_known()}")
+        raise ValueError(f"{file.path} is not a log that te-bench reads: {_known()}")
     return None
 
 
@@ -295,7 +293,7 @@ def _known() -> str:
 
 
 def _names(found: Sequence[_Found]) -> list[str]:
-    """The runs' places below the folder that they share."""
+    """Return the runs' paths below the folder that they share."""
     if len(found) == 1:
         return [found[0].place.name]
     shared = os.path.commonpath([one.place.absolute().parent for one in found])
@@ -308,19 +306,19 @@ def _log(found: _Found, name: str) -> _Log:
     if not series.losses:
         folders = found.place.is_dir() and any(path.is_dir() for path in found.place.iterdir())
         below = ". Are its losses in folders below? Name those" if folders else ""
-        raise ValueError(f"{found.place} has no number in it: it was read as {found.format.title}{below}")
+        raise ValueError(f"{found.place} contains no numbers: it was read as {found.format.title}{below}")
     return _Log(name=name, place=found.place, series=series)
 
 
 def _run(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> _Run:
-    """The run's losses: of validation and of training, each the first of its order that the log has."""
+    """Return the run's validation loss and training loss, each the first of its order that the log has."""
     names = _chosen(log, metric, orders)
     validation, training = (name if name is None else _loss(log, name) for name in names)
     return _Run(log=log, validation=validation, training=training if log.series.whole else None)
 
 
 def _chosen(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> tuple[str | None, str | None]:
-    """The names of the validation and of the training loss; a metric that was asked for stands in the first place."""
+    """Return the names of the validation and of the training loss; `metric` takes the place of its kind."""
     series, by_name = log.series, log.called
     if metric is not None:
         if plain(metric) not in by_name:
@@ -337,15 +335,15 @@ def _chosen(log: _Log, metric: str | None, orders: Sequence[Sequence[str]]) -> t
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names, those of losses before others."""
+    """Return the first names in words, losses before others."""
     return first_of(sorted(names, key=lambda name: not is_loss(name)), NAMED)
 
 
 def _loss(log: _Log, name: str) -> _Loss:
-    """The points in order of their steps.
+    """Return the points in order of steps.
 
-    A resumed run goes back to its checkpoint: what it logs again counts. A log of several ranks, or of micro-batches, has
-    several losses at every step: their mean counts.
+    A resumed run goes back to its checkpoint; the values that it logs again count. Logs of several ranks or micro-batches
+    have several losses at every step; their mean counts.
     """
     points, again = _unfiltered(log, name), False
     met = [two for one, two in pairwise(points) if one[0] == two[0] and one[1] != two[1]]
@@ -364,7 +362,7 @@ def _loss(log: _Log, name: str) -> _Loss:
 
 
 def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
-    """The points; a 0 beside a gradient norm that is not finite is a NaN, which Hugging Face's Trainer leaves out."""
+    """Return the points. Hugging Face's Trainer writes 0 for NaN; a 0 with a non-finite gradient norm becomes NaN again."""
     norms = (points for norm, points in log.series.losses.items() if plain(norm).endswith("grad_norm"))
     broke = {step for points in norms for step, value in points if not math.isfinite(value)}
     return [(step, math.nan if loss == 0 and step in broke else loss) for step, loss in log.series.losses[name]]
@@ -391,7 +389,7 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
     judged = f"the last {named}" if validated else f"the mean {named} over the last tenth of the steps"
     final = found.final if validated else {seed: late_mean(curve) for seed, curve in curves.items()}
     whole = all(run.log.series.whole for run in runs)
-    ended = curves.keys() - broken(found).keys()  # one that broke may have been stopped for it
+    ended = curves.keys() - broken(found).keys()  # a diverged run may have been stopped early
     told = _notes(arm, chosen, validated)
     return replace(
         found,
@@ -407,13 +405,13 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
 
 
 def _called(names: Sequence[str], which: str) -> str:
-    """What the arm calls its loss; a loss without a word more is that of training."""
+    """Return the arm's name of its loss, or `which` if names differ or say only "loss"."""
     told = {plain(name): name for name in names}
     return which if len(told) != 1 or "loss" in told else next(iter(told.values()))
 
 
 def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> list[str]:
-    """What was taken for granted of the losses that are judged."""
+    """Return notes on the assumptions about the judged losses."""
 
     def those(holds: Callable[[_Run, _Loss], bool]) -> str | None:
         names = [run.log.name for run, loss in chosen if holds(run, loss)]
@@ -436,6 +434,6 @@ def _ends_early(validation: Curve, training: _Loss | None) -> bool:
 
 
 def _seeds(logs: Sequence[_Log]) -> list[str]:
-    """The seeds that the logs say, else those in the runs' names, else the names."""
+    """Return the seeds in the logs, else those in the runs' names, else the names."""
     said = [log.series.seed for log in logs if log.series.seed is not None]
     return said if len(set(said)) == len(logs) else seeds_of([log.name for log in logs])

@@ -1,4 +1,4 @@
-"""The answer on two arms of somebody else's losses: the verdict, how sure it is, and what more certainty costs."""
+"""Answer for two arms of a user's losses: the verdict, how sure it is, and what more certainty costs."""
 
 import math
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ PLAIN = {
     Verdict.DIVERGED: "The candidate diverged",
     Verdict.INCONCLUSIVE: "These runs do not show whether the candidate trains like the baseline",
 }
-SEEDS = (3, 5, 8, 12, 20, 40)  # that the price of certainty is told for
-#: Where the runs themselves do not tell: 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
+SEEDS = (3, 5, 8, 12, 20, 40)  # numbers of seeds in the table of prices
+#: The standard deviation if the runs do not give one: of 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
 TYPICAL_SD = 0.0024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossVerdict:
-    """What two arms carry. `comparison` is None for a candidate that diverged, and for one run a side."""
+    """The verdict on two arms; comparison: None if the candidate diverged, or a side has one run."""
 
     verdict: Verdict
     reason: str
@@ -49,13 +49,13 @@ class LossVerdict:
 
     @property
     def judged(self) -> str:
-        """Which loss of the two sides was compared."""
+        """The name of the compared loss."""
         ours, theirs = self.candidate.judged, self.baseline.judged
         return ours if ours == theirs else f"{ours}; of the baseline {theirs}"
 
     @property
     def runs(self) -> int:
-        """Of the side that has fewer."""
+        """The number of runs of the side with fewer."""
         return min(len(self.matched.baseline), len(self.matched.candidate))
 
     @property
@@ -65,17 +65,17 @@ class LossVerdict:
 
     @property
     def level(self) -> float:
-        """The mean final loss of the baseline, which per cent are of."""
+        """The baseline's mean final loss; percentages are shares of it."""
         return sum(self.matched.baseline) / len(self.matched.baseline)
 
     def relative(self, gap: float) -> float:
-        """A gap as a share of the baseline's loss."""
+        """Return a gap as a share of the baseline's loss."""
         return gap / self.level if self.level else math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What so many seeds a side can show with 80 % power where there is no gap, by the measured spread."""
+    """What so many seeds a side can show with 80 % power at a true gap of 0, by the measured spread."""
 
     seeds: int
     margin: float
@@ -85,9 +85,9 @@ class Price:
 def judge_losses(
     baseline: Losses, candidate: Losses, *, margin: float, alpha: float = 0.05, paired: bool | None = None
 ) -> LossVerdict:
-    """The verdict on the candidate's final losses by `compare`, unless the candidate diverged or the curves forbid one.
+    """Return the verdict on the candidate's final losses by `compare`, unless it diverged or the curves forbid a verdict.
 
-    `paired` None: by seed where both arms name the same ones. Raises what `match_runs` and `compare` raise.
+    paired: None pairs by seed if both arms name the same ones. Raises what `match_runs` and `compare` raise.
     """
     check_test(margin, alpha)
     matched = loss_arms.match_runs(baseline, candidate, paired=paired)
@@ -96,7 +96,7 @@ def judge_losses(
     notes = [note for find in of_both if (note := find(*arms))]
     notes += [note for arm in arms for note in arm.notes]
     verdict, comparison = Verdict.DIVERGED, None
-    reason = loss_arms.why_diverged(candidate)  # whatever the others end on: the runs that survived are a biased choice
+    reason = loss_arms.why_diverged(candidate)  # comes first, because the surviving runs are a biased choice
     if reason is None and min(len(matched.baseline), len(matched.candidate)) < 2:
         verdict, reason = Verdict.INCONCLUSIVE, "one run says nothing of how far seeds alone move the loss"
     elif reason is None:
@@ -129,7 +129,7 @@ def judge_losses(
 
 
 def prices(found: LossVerdict) -> list[Price]:
-    """The smallest margins that SEEDS, and as many as there are, can show; none where the spread is not known."""
+    """Return the smallest margins that SEEDS and the given number can show; [] if the spread is unknown."""
     c = found.comparison
     if c is None or c.interval is None:
         return []
@@ -137,7 +137,7 @@ def prices(found: LossVerdict) -> list[Price]:
 
 
 def _price(seeds: int, c: LossComparison) -> Price:
-    df = seeds - 1 if c.paired else (2 * seeds - 2) * c.df / (c.n + c.n_control - 2)  # Welch's: less of unequal spreads
+    df = seeds - 1 if c.paired else (2 * seeds - 2) * c.df / (c.n + c.n_control - 2)  # fewer with unequal spreads
     margins = [
         power.detectable(se=sd / math.sqrt(seeds), df=df, alpha=c.alpha) or math.inf
         for sd in (c.sd, power.at_most(c.sd, c.df))
@@ -146,7 +146,7 @@ def _price(seeds: int, c: LossComparison) -> Price:
 
 
 def answers(found: LossVerdict) -> list[str]:
-    """How sure the verdict is and what more certainty costs, in sentences for whoever has not seen the runs."""
+    """Return sentences on how sure the verdict is and what more certainty costs, for a reader who has not seen the runs."""
     c = found.comparison
     if found.verdict is Verdict.DIVERGED:
         return [
@@ -174,7 +174,7 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     size = f"{abs(gap):.2g} nat ({100 * abs(found.relative(gap)):.2g} %)"
     said = f"The candidate ends {size} {where} the baseline's {found.level:.4f} ({runs})"
     if c is None or c.interval_95 is None:
-        return f"{said}; how sure that is cannot be told."
+        return f"{said}; these runs do not show how sure that is."
     low, high = c.interval_95
     said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
     assert c.interval is not None
@@ -189,11 +189,11 @@ def _nat(gap: float, found: LossVerdict) -> str:
 def _needed(found: LossVerdict, c: LossComparison) -> str:
     if found.verdict is not Verdict.INCONCLUSIVE:
         return f"No more seeds are needed for the margin {c.margin:g}."
-    if found.reason != c.reason:  # the curves forbid a verdict, whatever their ends show
+    if found.reason != c.reason:  # the curves forbid a verdict
         return f"More seeds alone do not help: {found.reason}."
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
-        return f"No number of seeds would tell this gap from the margin {c.margin:g}: it is as large as that."
+        return f"No number of seeds would distinguish this gap from the margin {c.margin:g}: it is about as large."
     if (more := few - min(c.n, c.n_control)) <= 0:
         return (
             f"{few} {each} decide it in 80 % of cases by the gap and spread as measured; these did not. Run some more."

@@ -1,6 +1,6 @@
-"""What a convergence run can conclude and what it costs, before its first step: power, minimum detectable gap, GPU time.
+"""Compute before the first step what a convergence run can conclude and costs: power, minimum detectable gap, GPU time.
 
-Spread and seconds come from records of earlier runs, a pilot's or the run's own; losses, margins and gaps are in nat.
+Spread and seconds come from records of earlier runs, a pilot's or the run's own. Losses, margins and gaps are in nat.
 """
 
 import math
@@ -15,48 +15,48 @@ from te_bench.reports.analysis.measures import median, numbers, step_seconds
 from te_bench.reports.convergence import power
 from te_bench.reports.convergence.study import Study
 
-FEWEST_PAIRS = 3  # of 2 the standard deviation is wrong by a factor of 2 or more in two cases of five
-FEWEST_SEEDS = 3  # two pairs carry no claim, for they do not show how skewed gaps are
-ROUNDING = 0.005  # of a simulated power
-PILOT_STEPS = 30  # three reads of the loss: the first tells when the clock starts, the others what steps take
+FEWEST_PAIRS = 3  # with 2, the standard deviation is wrong by a factor of 2 or more in two cases of five
+FEWEST_SEEDS = 3  # two pairs allow no claim, because they do not show how skewed gaps are
+ROUNDING = 0.005  # tolerance of a simulated power
+PILOT_STEPS = 30  # three reads of the loss: the first starts the clock, the others give the time of steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How far final losses vary between the seeds of one arm, and how far two runs of a seed vary together."""
+    """The spread of final losses between seeds of one arm, and the correlation of two runs of a seed."""
 
     sd: float
-    correlation: float  # 0 where only the gaps are known
-    pairs: int  # that it is known from
-    bf16_runs: int = 1  # of a seed, to whose mean the gap is
-    assumed: str | None = None  # whose it is, where it is not of the user's own records
+    correlation: float  # 0 if only the gaps are known
+    pairs: int  # number of pairs behind it
+    bf16_runs: int = 1  # of a seed; a gap is to their mean
+    assumed: str | None = None  # the source, if it is not the user's records
 
     @property
     def gap_sd(self) -> float:
-        """Standard deviation of a recipe's loss less the mean of bf16's in one pair."""
+        """The standard deviation of a pair's gap: a recipe's loss minus the mean of bf16's."""
         return self.aa_sd * math.sqrt((1 + 1 / self.bf16_runs) / 2)
 
     @property
     def aa_sd(self) -> float:
-        """Standard deviation of one run less one other of its seed, as A/A's gap is."""
+        """The standard deviation of A/A's gap: one run minus one other of its seed."""
         return power.gap_sd(self.sd, self.correlation)
 
     @property
     def gap_sd_at_most(self) -> float:
-        """Its upper bound of 80 % confidence: trusting 5 pairs' estimate gives the power in half of cases."""
+        """The upper bound of gap_sd with 80 % confidence; by the estimate itself, half of plans would have less power."""
         return power.at_most(self.gap_sd, self.pairs - 1)
 
     @property
     def aa_sd_at_most(self) -> float:
-        """The same bound of A/A's."""
+        """The upper bound of aa_sd with 80 % confidence."""
         return power.at_most(self.aa_sd, self.pairs - 1)
 
 
-#: 22 runs on four seeds in bf16, FP8 with E5M2 gradients and with E4M3's, about the sum of a seed's and a format's mean: a
-#: run has 0.00142 (sd, 16 degrees of freedom), and so its gap to the mean of two 0.00174.
+#: By 22 runs on four seeds in bf16, FP8 with E5M2 gradients and FP8 with E4M3, about the sum of a seed's and a format's
+#: mean: a run has an sd of 0.00142 (16 degrees of freedom), and its gap to the mean of two has 0.00174.
 _FIRST = "a gap to two bf16 runs, by GPT-2's 22 runs in results/h200/convergence-e4m3, -first, -parts and -pilot"
 
-#: Spreads of gaps that published records have, of preset and machine: {what of the problem must agree: spread}.
+#: Spreads of gaps in published records: (settings of the problem that must agree, spread).
 ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
     (
         {"model": "gpt2", "steps": 300, "batch": 12, "accumulate": 1, "learning_rate": 6e-4, "warmup": 60},
@@ -99,19 +99,19 @@ ASSUMED: tuple[tuple[Mapping[str, Scalar], Spread], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prospect:
-    """What an equivalence test at one alpha can show; None for fewer seeds than a verdict needs."""
+    """What an equivalence test at one alpha can show; a field is None if a verdict needs more seeds."""
 
     alpha: float
-    power: float | None  # to show equivalence at a true gap of 0
+    power: float | None  # at a true gap of 0
     detectable: float | None  # the smallest margin with a power of 80 %
-    seeds_needed: int | None  # for a power of 80 %; None where no number would do
+    seeds_needed: int | None  # for a power of 80 %; None if no number suffices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What so many seeds can conclude: of one recipe on its own, and after Holm's hardest step, alpha / recipes.
+    """What so many seeds can conclude: about one recipe alone, and after Holm's hardest step, alpha / recipes.
 
-    primary: one recipe is judged on its own before the others, which Holm's procedure then has without it.
+    primary: one recipe is judged alone before the others; Holm's procedure is then over the others.
     """
 
     seeds: int
@@ -121,26 +121,24 @@ class Outlook:
     primary: bool
     alone: Prospect
     hardest: Prospect
-    cautious: (
-        Prospect  # by the upper bound of the spread, what a plan must do with: the primary recipe or the hardest step
-    )
-    aa: Prospect  # A/A by that bound, on its own; without it EQUIVALENT there is no verdict
+    cautious: Prospect  # by the upper bound of the spread, as plans must: of the primary recipe, or the hardest step
+    aa: Prospect  # of A/A by that bound; unless A/A is EQUIVALENT there is no verdict
 
     @property
     def aa_is_weaker(self) -> bool:
-        """Whether A/A has less power than a recipe: it is held to one bf16 run, a recipe perhaps to the mean of two."""
+        """Whether A/A has less power than a recipe: A/A is compared with one bf16 run, a recipe perhaps with two."""
         return (self.aa.power or 0.0) < (self.cautious.power or 0.0)
 
     @property
     def underpowered(self) -> bool:
-        """Whether these seeds would probably end INCONCLUSIVE, or the verdict void."""
+        """Whether these seeds would probably end INCONCLUSIVE, or with a void verdict."""
         least = min(self.aa.power or 0.0, self.cautious.power or 0.0)
         return self.recipes > 0 and least < power.POWER - ROUNDING
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """Seconds that a training takes for each step, and beside its steps: start, check and evaluations."""
+    """The seconds of a training for each step, and beside its steps: start, check and evaluations."""
 
     step_s: float
     fixed_s: float
@@ -159,9 +157,9 @@ def outlook(
     fewest: int = FEWEST_SEEDS,
     primary: bool = False,
 ) -> Outlook:
-    """Power at a true gap of 0 and minimum detectable gap of `seeds` pairs, by the power of two one-sided tests.
+    """Return the power at a true gap of 0 and the minimum detectable gap of `seeds` pairs, for two one-sided tests.
 
-    fewest: seeds that a verdict takes, whatever the spread.
+    fewest: the seeds that a verdict needs, whatever the spread.
     """
     family = max(recipes - primary, 1)
     alone, hardest = (_prospect(seeds, margin, level, spread.gap_sd, fewest) for level in (alpha, alpha / family))
@@ -189,13 +187,13 @@ def _prospect(seeds: int, margin: float, alpha: float, sd: float, fewest: int) -
 
 
 def largest_sd(seeds: int, margin: float, alpha: float) -> float | None:
-    """The largest standard deviation of a pair's gap with which so many seeds have a power of 80 %; None of 2 seeds."""
+    """Return the largest standard deviation of a pair's gap for which so many seeds have 80 % power; None for 2 seeds."""
     one = power.detectable(se=1 / math.sqrt(seeds), df=seeds - 1, alpha=alpha)
     return None if one is None else margin / one
 
 
 def unlike(studies: Iterable[Study], control: Trial) -> str | None:
-    """Why studies that are on record tell nothing of this control's spread, or None where there are none."""
+    """Return why recorded studies do not give this control's spread, or None if there are none."""
     said = None
     for study in studies:
         if study.control is None or not study.recipes:
@@ -217,12 +215,11 @@ def unlike(studies: Iterable[Study], control: Trial) -> str | None:
 
 
 def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
-    """Pooled over the recipes of the study with most pairs whose control is this trial but for its seed; else one of
-    ASSUMED for the same training; else None.
+    """Return the spread of the study with most pairs whose control is this trial, seeds aside; else ASSUMED's; else None.
 
-    sd^2 is the mean variance of the recipe's runs and of bf16's over the paired seeds, correlation
-    1 - var(gap) / ((1 + 1 / bf16_runs) sd^2), so that gap_sd is that of the measured gaps. Another length, batch or
-    learning rate has another spread: not counted.
+    sd^2 is the mean variance of the recipe's runs and of bf16's over the paired seeds, pooled over recipes. correlation is
+    1 - var(gap) / ((1 + 1 / bf16_runs) sd^2), so that gap_sd is that of the measured gaps. Trainings of another length,
+    batch or learning rate have another spread, and do not count.
     """
     found = [
         known
@@ -235,13 +232,13 @@ def spread(studies: Iterable[Study], control: Trial) -> Spread | None:
 
 def _assumed(control: Trial) -> Spread | None:
     held = control.problem
-    branch = "branch_at"  # whose gaps are others than those of a training from the first step
+    branch = "branch_at"  # must agree too: gaps of branches differ from those of whole trainings
     alike = (known for of, known in ASSUMED if all(held.get(key) == of.get(key) for key in (*of, branch)))
     return next(alike, None)
 
 
 def _spread(study: Study) -> Spread | None:
-    """None for fewer than FEWEST_PAIRS, and for gaps that do not vary, which carry no standard error."""
+    """Return a study's spread; None for fewer than FEWEST_PAIRS, or gaps that do not vary."""
     losses, gaps, freedom, pairs, bf16_runs = 0.0, 0.0, 0, 0, 1
     for arm in study.recipes:
         finals, base, sides = arm.finals, study.base(arm), study.beside(arm)
@@ -261,9 +258,9 @@ def _spread(study: Study) -> Spread | None:
 
 
 def pace(record: Record) -> Pace | None:
-    """The pace of one training; None for one that failed, or was too short to tell what a step takes.
+    """Return the pace of one training; None if it failed, or was too short to measure a step.
 
-    What is unsupported takes no steps.
+    An unsupported training has no steps.
     """
     if record.outcome == "unsupported":
         return Pace(step_s=0.0, fixed_s=record.wall_s)
@@ -276,12 +273,12 @@ def pace(record: Record) -> Pace | None:
 
 
 def steps_of(trial: Trial) -> int | None:
-    """Those that a plan counts for it: a branch's own, and its trunk's for the control, which comes first."""
+    """Return the trial's steps in a plan: a branch's own, and for the control, which runs first, also the trunk's."""
     p = TrainingProblem.of(trial)
     return p.steps if p.steps is None or p.arm == "control" else p.steps - (p.branch_at or 0)
 
 
-#: Of the problem, what a training's seconds depend on beside the number of its steps.
+#: Settings of the problem that a training's time depends on, beside the number of steps.
 _SIZES = (
     *("model", "batch", "block", "accumulate", "padded_vocab", "threads", "share"),
     *("blocks", "head", "optimizer", "weights", "states"),
@@ -290,13 +287,13 @@ _SIZES = (
 
 
 def _work(trial: Trial) -> tuple[object, ...]:
-    """What trials of the same cost share: a planted fault and another seed cost what a sound run does."""
+    """Return the key of trials that cost the same; a planted fault or another seed changes no cost."""
     settings = (trial.workload, trial.device, trial.mode, trial.attention, trial.precision, trial.recipe)
     return settings + tuple(trial.problem.get(key) for key in _SIZES)
 
 
 def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, float | None]:
-    """Seconds that each trial will take, by its name: the median over records of the same work; None where none tells."""
+    """Return {Trial.name: its expected seconds}, the median over records of the same work; None if there are none."""
     paces: dict[tuple[object, ...], list[Pace]] = {}
     for record in records:
         if known := pace(record):
@@ -307,7 +304,7 @@ def seconds(trials: Iterable[Trial], records: Iterable[Record]) -> dict[str, flo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeedSeconds:
-    """What seeds, or rounds, take, one trial at a time: each seed_s, and each of the first `faults` fault_s besides."""
+    """The time of seeds or rounds, one trial at a time: seed_s each, and fault_s more for the first `faults`."""
 
     seed_s: float
     fault_s: float = 0.0
@@ -317,20 +314,20 @@ class SeedSeconds:
         return seeds * self.seed_s + min(seeds, self.faults) * self.fault_s
 
     def within(self, seconds: float) -> int:
-        """The most seeds that take no longer."""
+        """Return the most seeds that fit into so many seconds."""
         seeds = int((seconds - self.faults * self.fault_s) / self.seed_s)
         return seeds if seeds >= self.faults else int(seconds / (self.seed_s + self.fault_s))
 
 
 def pilot_steps(problem: Mapping[str, object]) -> int:
-    """Steps of a short run with as many evaluations as the whole one, so that what is beside the steps costs the same."""
+    """Return the steps of a short run with as many evaluations as the whole one, so that its time beside steps is equal."""
     steps, every = (int(str(problem[key])) for key in ("steps", "eval_every"))
     shorter = -(-PILOT_STEPS * every // steps)  # steps between the pilot's evaluations
     return min(steps, max(PILOT_STEPS, -(-shorter * steps // every)))
 
 
 def duration(seconds: float) -> str:
-    """48 s, 12 min, 3.4 h: rounded up in its last figure, for it says what to allow."""
+    """Return seconds in words, rounded up, because they say how much time to allow: 48 s, 12 min, 3.4 h."""
     if seconds < 120:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{math.ceil(seconds / 360) / 10:g} h"

@@ -1,7 +1,7 @@
-"""A study whose recipes share a pool of bf16 runs: what its looks have shown of each configuration, by `pooled`'s test.
+"""Judge a study whose recipes share a pool of bf16 runs: what its looks show of each configuration, by `pooled`'s test.
 
-Round r has one run of every recipe, of seed r * pool, and `pool` runs of bf16, of this seed and those that follow: the last
-of them is A/A's, an ulp away. Runs are compared unpaired, so that a common seed makes the test a little too careful.
+Round r has one run of every recipe, of seed r * pool, and `pool` runs of bf16, of this seed and the following; the last
+one is A/A's, an ulp away. Runs are compared unpaired; the common seed makes the test slightly conservative.
 """
 
 import math
@@ -27,18 +27,18 @@ from te_bench.reports.convergence.equivalence import (
 from te_bench.reports.convergence.skewed import FEWEST
 from te_bench.reports.convergence.study import Study, StudyArm
 
-HOPELESS = 0.05  # the chance of a verdict, by the gap so far, below which the rounds to come are not worth running
+HOPELESS = 0.05  # if the chance of a verdict, by the gap so far, is below this, more rounds are not worth running
 
 
 def _of_rounds(study: Study, arm: StudyArm) -> list[float]:
-    """One final loss a round."""
+    """Return one final loss for each round."""
     ratio = study.pool or 1
     first = ratio - 1 if arm.kind == "aa" else 0
     return _in_order(arm.finals, range(first, ratio * study.rounds, ratio))
 
 
 def _in_order(finals: dict[int, float], seeds: Sequence[int]) -> list[float]:
-    """Up to the first seed without a loss: a later run that ended first stands in for none."""
+    """Return the losses up to the first seed without one; later runs that ended earlier do not replace it."""
     found = []
     for seed in seeds:
         if seed not in finals:
@@ -50,7 +50,7 @@ def _in_order(finals: dict[int, float], seeds: Sequence[int]) -> list[float]:
 def judge_recipes(
     study: Study, margin: float, alpha: float, unfit: dict[str, CandidateVerdict]
 ) -> dict[str, CandidateVerdict]:
-    """A judgement of every recipe after Holm; those that are `unfit` for a test stay in the family with p = 1."""
+    """Return a verdict on every recipe after Holm; those `unfit` for a test stay in the family with p = 1."""
     assert study.pool is not None
     bf16 = {**(study.control.finals if study.control else {}), **(study.aa.finals if study.aa else {})}
     pool, names = _in_order(bf16, range(study.pool * study.rounds)), [arm.name for arm in study.recipes]
@@ -64,7 +64,7 @@ def judge_recipes(
 
 
 def judge_aa(study: Study, margin: float, alpha: float) -> CandidateVerdict:
-    """A/A against the control's runs, on its own."""
+    """Return A/A's own verdict against the control's runs."""
     assert study.aa is not None
     assert study.control is not None
     assert study.pool is not None
@@ -104,7 +104,7 @@ def _compared(
     alpha: float,
     family: int,
 ) -> LossComparison | None:
-    """What the looks that were reached show; None before the first."""
+    """Return what the looks so far show; None before the first."""
     looked = pooled.looks_at(candidate, pool, study.rounds, ratio)
     if not looked:
         return None
@@ -142,7 +142,7 @@ def _compared(
 
 
 def _needed(c: LossComparison, ratio: int, alpha: float) -> int | None:
-    """Rounds that would show 80 % of the time what the measured gap is, if that is the true one."""
+    """Return the rounds for 80 % power if the measured gap is the true one; None if it is not within the margin."""
     if not c.sd or abs(c.gap) >= c.margin:
         return None
     sd = c.sd / math.sqrt(2)
@@ -155,7 +155,7 @@ def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | Non
     measured = f"{in_words(c.gap, c.interval, c.alpha)}, after {c.n} of {study.rounds} rounds"
     if verdict is not Verdict.INCONCLUSIVE:
         return f"ends {CLAIMS[verdict].format(margin=c.margin)}: {measured}"
-    said = f"not told from the margin {c.margin:g}: {measured}"
+    said = f"not distinguished from the margin {c.margin:g}: {measured}"
     if needed is None:
         return said
     return f"{said}; {needed} rounds would show it EQUIVALENT in 80 % of cases if that is its true gap"
@@ -165,7 +165,7 @@ def _reason(study: Study, c: LossComparison, verdict: Verdict, needed: int | Non
 
 
 def why_decided(study: Study, judged: CandidateVerdict, *, recipe: bool) -> str | None:
-    """What the looks so far have settled, as a sentence, or None while the rounds to come may change it."""
+    """Return a sentence that says what the looks have decided, or None while more rounds may change it."""
     c, said = judged.comparison, f"{judged.verdict} {judged.reason}"
     if judged.verdict in (Verdict.EQUIVALENT, Verdict.INFERIOR, Verdict.DIVERGED):
         return said
@@ -179,9 +179,9 @@ def why_decided(study: Study, judged: CandidateVerdict, *, recipe: bool) -> str 
 
 
 def _chance(c: LossComparison, rounds: int, ratio: int, family: int) -> float:
-    """Probability, by the gap so far, that the last look shows EQUIVALENT or INFERIOR at Holm's easiest step.
+    """Return the probability, by the gap so far, that the last look shows EQUIVALENT or INFERIOR at Holm's easiest step.
 
-    The gap of all rounds is predicted around that of the first n, with variance sd^2 (1 / n - 1 / rounds) (1 + 1 / ratio).
+    The final gap is predicted around that of the first n rounds, with variance sd^2 (1 / n - 1 / rounds) (1 + 1 / ratio).
     """
     one = c.sd / math.sqrt(2) * math.sqrt(1 + 1 / ratio)
     off, reach = one * math.sqrt(1 / c.n - 1 / rounds), -pooled.critical(rounds, ratio, c.alpha)[-1] * one

@@ -1,9 +1,9 @@
-"""Runs of a recipe against a pool of bf16 runs that all recipes share, looked at while they arrive.
+"""Test runs of a recipe against a pool of bf16 runs that all recipes share, with looks while runs arrive.
 
-The statistic is (gap - margin) / se. A spread is that of both sides pooled, or a side's own where that is larger: of pooling
-always, pooling unless Brown and Forsythe's test objects, and Welch's test, this one shows the smallest margin once each is
-held to its error rate for every shape below. Looks spend alpha as O'Brien and Fleming's bounds do, by Lan and DeMets 1983,
-Biometrika 70:659. Critical values are of simulated runs: `pooled.json` has them, and `python -m
+The statistic is (gap - margin) / se. Each side's spread is the pooled one, or its own if that is larger. With every test
+held to its error rate for every shape below, this one shows smaller margins than always pooling, pooling unless Brown and
+Forsythe's test objects, or Welch's test. Looks spend alpha like O'Brien and Fleming's bounds, by Lan and DeMets 1983,
+Biometrika 70:659. Critical values come from simulated runs: `pooled.json` holds them, and `python -m
 te_bench.reports.convergence.pooled` writes it.
 """
 
@@ -24,33 +24,33 @@ from te_bench.reports.convergence.skewed import FEWEST, Shape, exponential, norm
 
 Array = NDArray[np.float64]
 
-#: What is printed beside every claim of this design.
+#: The text that accompanies every claim of this design.
 ASSUMPTION = (
     "The error rate holds where a recipe's runs are normal, vary twice as much as bf16's, are as skewed as an exponential "
     "distribution, or lie 4 standard deviations off in one case of ten, whether or not bf16's do"
 )
-#: Of all rounds. Earlier looks hold hardly any alpha; these cost 3 % more runs at the most (O'Brien-Fleming, normal runs).
+#: Shares of all rounds. Earlier looks get almost no alpha; these cost at most 3 % more runs (O'Brien-Fleming, normal runs).
 LOOKS = (0.4, 0.7, 1.0)
 RATIOS = (1, 2, 3, 4)  # bf16 runs for each run of a recipe
-MOST = 100  # of more rounds the critical values of so many are used, which are a little too large
+MOST = 100  # more rounds use the critical values of so many, which are a little too large
 TABLE = Path(__file__).with_name("pooled.json")
 
 _NUMBERS = (*range(3, 25), 27, 30, 35, 40, 50, 60, 80, MOST)  # rounds
 _LEVELS = (1e-4, 2e-4, 5e-4, 1e-3, 0.0025, 0.005, 0.00714, 0.00833, 0.01, 0.0125, 0.0167, 0.025, 0.05, 0.1, 0.2, 0.4)
-LEAST_ALPHA = _LEVELS[0]  # no claim at a smaller one
-_TABLED = 400_000  # cases: a level of 0.05 / 7 is off by 2 % of itself
+LEAST_ALPHA = _LEVELS[0]  # no claims at smaller levels
+_TABLED = 400_000  # cases, which give a level of 0.05 / 7 within 2 % of itself
 _CHUNK = 20_000
-DRAWS = 20_000  # of a power: 80 % is known within 0.6 points
+DRAWS = 20_000  # gives a power of 80 % within 0.6 points
 
 
 def looks(rounds: int) -> tuple[int, ...]:
-    """The rounds after which a plan of so many is looked at: two fifths of them, seven tenths, and all."""
+    """Return the rounds after which a plan is looked at: two fifths of all, seven tenths, and all."""
     return tuple(sorted({min(rounds, max(FEWEST, round(share * rounds))) for share in LOOKS}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """The first n runs of one side: their mean and the sum of their squared deviations, of one case or of many."""
+    """The mean and the sum of squared deviations of the first n runs of one side, of one case or many."""
 
     n: int
     mean: Array
@@ -58,12 +58,12 @@ class Side:
 
 
 def side(runs: Array) -> Side:
-    """Of the last axis."""
+    """Return the side of these runs, over the last axis."""
     return Side(n=runs.shape[-1], mean=runs.mean(axis=-1), squares=runs.var(axis=-1) * runs.shape[-1])
 
 
 def standard_error(one: Side, other: Side) -> Array:
-    """Of the difference of both means: a side's variance is the pooled one, or its own where that is larger."""
+    """Return the standard error of the gap, with each side's variance the pooled one, or its own if that is larger."""
     pooled = (one.squares + other.squares) / (one.n + other.n - 2)
     parts = [np.maximum(each.squares / max(each.n - 1, 1), pooled) / each.n for each in (one, other)]
     return np.asarray(np.sqrt(parts[0] + parts[1]))
@@ -71,16 +71,16 @@ def standard_error(one: Side, other: Side) -> Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Gap and standard error after so many rounds, of one study or of many."""
+    """The gap and its standard error after so many rounds, of one study or many."""
 
     gap: Array
     se: Array
 
 
 def looks_at(candidate: Sequence[float] | Array, pool: Sequence[float] | Array, rounds: int, ratio: int) -> list[Look]:
-    """The looks that the runs have reached; both in the order of their rounds, the pool `ratio` runs a round.
+    """Return the looks that the runs have reached; runs are in the order of rounds, `ratio` pool runs for each round.
 
-    A plan of fewer rounds than FEWEST has none.
+    A plan of fewer rounds than FEWEST has no looks.
     """
     if rounds < FEWEST:
         return []
@@ -94,10 +94,10 @@ def looks_at(candidate: Sequence[float] | Array, pool: Sequence[float] | Array, 
 
 
 def claims(looked: Sequence[Look], margin: float, rounds: int, ratio: int) -> Claims:
-    """p-values over all looks so far: the least alpha whose bounds one of them crosses; 1 before the first look.
+    """Return p-values over all looks so far: the least alpha whose bounds one of them crosses; 1 before the first.
 
-    What a look has shown stays shown, so that Holm over such p-values of several recipes holds at any time and with each
-    recipe at a look of its own (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311).
+    A claim that a look has shown stays shown. So Holm over such p-values of several recipes holds at any time, with each
+    recipe at its own look (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311).
     """
     below, above = p_below(looked, margin, rounds, ratio), p_below(_mirrored(looked), margin, rounds, ratio)
     worse = p_below(_mirrored(looked), -margin, rounds, ratio)
@@ -109,7 +109,7 @@ def _mirrored(looked: Sequence[Look]) -> list[Look]:
 
 
 def p_below(looked: Sequence[Look], bound: float, rounds: int, ratio: int) -> Array:
-    """p-values of the claim that the true gap lies below `bound`."""
+    """Return p-values of the claim that the true gap lies below `bound`."""
     p = np.ones(np.shape(looked[0].gap) if looked else ())
     levels = np.log(_LEVELS)
     for look, values in zip(looked, _tabled(rounds, ratio), strict=False):
@@ -121,7 +121,7 @@ def p_below(looked: Sequence[Look], bound: float, rounds: int, ratio: int) -> Ar
 
 
 def critical(rounds: int, ratio: int, alpha: float) -> tuple[float, ...]:
-    """What (gap - margin) / se must not exceed at each look for a claim at the level alpha; -inf: no claim there."""
+    """Return what (gap - margin) / se must not exceed at each look for a claim at the level alpha; -inf: no claim."""
     if alpha < LEAST_ALPHA:
         return (-math.inf,) * len(looks(rounds))
     log = math.log(alpha)
@@ -134,7 +134,7 @@ def critical(rounds: int, ratio: int, alpha: float) -> tuple[float, ...]:
 
 
 def _tabled(rounds: int, ratio: int) -> Array:
-    """(looks, levels): of the next smaller number of rounds, FEWEST at least, that the table has; ratio: one of RATIOS."""
+    """Return (looks, levels) of the table's next smaller number of rounds, FEWEST at least; ratio: one of RATIOS."""
     return _table()[max(n for n in _NUMBERS if n <= rounds), ratio]
 
 
@@ -152,7 +152,7 @@ def _table() -> dict[tuple[int, int], Array]:
 
 @functools.lru_cache(maxsize=32)
 def _simulated(rounds: int, ratio: int, recipes: int, draws: int) -> list[list[Look]]:
-    """Of each recipe the looks of as many studies: normal runs of variance 1, all true gaps 0, one pool for all."""
+    """Return each recipe's looks in `draws` studies: normal runs of variance 1, all true gaps 0, one common pool."""
     draw, at = np.random.default_rng(3), looks(rounds)
     pool = _normal_sides(draw, [ratio * n for n in at], draws)
     arms = [_normal_sides(draw, at, draws) for _ in range(recipes)]
@@ -172,9 +172,9 @@ def power(
     alpha: float = 0.05,
     draws: int = DRAWS,
 ) -> float:
-    """Probability that a recipe is EQUIVALENT after Holm, where all of them have this true gap and single runs vary by sd.
+    """Return P(EQUIVALENT after Holm), if all recipes have this true gap and single runs vary by sd.
 
-    The mean over the recipes. Runs are normal: their shape costs the error rate nothing, and the power little.
+    It is the mean over the recipes. Runs are normal; their shape does not affect the error rate, and the power only little.
     """
     if rounds < FEWEST:
         return 0.0
@@ -189,7 +189,7 @@ def power(
 
 @functools.lru_cache(maxsize=256)
 def least_margin(rounds: int, ratio: int, alpha: float, share: float) -> float:
-    """The smallest margin, in standard deviations of a run, that holds a true gap of 0 with a power of `share`."""
+    """Return the smallest margin, in standard deviations of a run, with a power of `share` at a true gap of 0."""
     [looked] = _simulated(rounds, ratio, 1, DRAWS)
     bounds = critical(rounds, ratio, alpha)
     sides = [
@@ -210,7 +210,7 @@ def rounds_needed(
     alpha: float = 0.05,
     most: int = 1000,
 ) -> int | None:
-    """The fewest rounds with a power of `share`; None where `most` would not do."""
+    """Return the fewest rounds with a power of `share`; None if `most` do not suffice."""
     if abs(gap) >= margin:
         return None
 
@@ -224,14 +224,14 @@ def rounds_needed(
 # ---- the table, by simulation
 
 
-#: Of a recipe's runs beside normal ones of bf16. Where bf16's have the same shape, or another, fewer claims are wrong, but
-#: for FEW rounds beside bf16 runs with a long tail below.
+#: Shapes of a recipe's runs against normal bf16 runs. If bf16's have the same shape or another, fewer claims are wrong,
+#: except in FEW rounds against bf16 runs with a long lower tail.
 SHAPES: tuple[Shape, ...] = (normal, lambda draw, size: 2 * normal(draw, size), exponential, one_in_ten)
 FEW = 12
 
 
 def _normal_sides(draw: np.random.Generator, at: Sequence[int], draws: int) -> list[Side]:
-    """The first n normal runs, n in `at`, of as many cases: means and sums of squares of the runs between two looks."""
+    """Return the first n normal runs, n in `at`, of `draws` cases, by means and sums of squares between two looks."""
     found, n = [], 0
     mean, squares = np.zeros(draws), np.zeros(draws)
     for look in at:
@@ -259,7 +259,7 @@ def _sides(shape: Shape, draw: np.random.Generator, at: Sequence[int], draws: in
 
 
 def tabulate(rounds: int, ratio: int, draws: int = _TABLED) -> list[list[float | None]]:
-    """Critical values at each look by level: the least over the SHAPES, so that none is claimed wrongly more often."""
+    """Return the critical values at each look by level: the least over the SHAPES, so that none exceeds its error rate."""
     draw, at = np.random.default_rng([rounds, ratio]), looks(rounds)
     found = np.full((len(at), len(_LEVELS)), math.inf)
 
@@ -279,7 +279,7 @@ def tabulate(rounds: int, ratio: int, draws: int = _TABLED) -> list[list[float |
                 limit = float(np.partition(statistics[k][~gone], left - 1)[left - 1]) if left > 0 else -math.inf
                 gone |= statistics[k] <= limit
                 found[k, place] = min(found[k, place], limit)
-    found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]  # a larger level is never the stricter one
+    found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]  # larger levels are never stricter
     return [[None if math.isinf(x) else round(float(x), 3) for x in look] for look in found]
 
 

@@ -1,9 +1,9 @@
-"""What an equivalence test of n seeds can show: its power for normal gaps, and the margins and seeds that have enough.
+"""Compute the power of an equivalence test of n seeds for normal gaps, and the margins and seeds with enough power.
 
-The test is that of `skewed`. Its power is counted in simulated gaps; where it is searched for, a `typical_reach` stands for
-one that varies with the gaps' skewness, which is right at a power of 80 % and a true gap of 0. sd is always that of the gap
-(candidate - control): of the pairs' differences, or, unpaired, sqrt(sd_a^2 + sd_b^2) of one run an arm. Losses, gaps,
-margins and standard deviations share one unit, nat as a rule.
+The test is that of `skewed`. Its power is counted in simulated gaps. Searches use one `typical_reach` in place of a reach
+that varies with the gaps' skewness, which is right at a power of 80 % and a true gap of 0. sd is always that of the gap
+(candidate - control): of the pairs' differences or, unpaired, sqrt(sd_a^2 + sd_b^2) of one run an arm. Losses, gaps,
+margins and standard deviations have one unit, usually nat.
 """
 
 import bisect
@@ -19,35 +19,35 @@ from te_bench.reports.convergence import skewed
 
 Array = NDArray[np.float64]
 
-POWER = 0.8  # the field's habit (Cohen 1988, Statistical Power Analysis, 2.4): four claims in five succeed
-CAUTION = 0.8  # the confidence that a spread is no larger than what is planned for
-MOST_SEEDS = 1_000_000  # beyond this no number of seeds is said to do
+POWER = 0.8  # the usual choice (Cohen 1988, Statistical Power Analysis, 2.4): four claims in five succeed
+CAUTION = 0.8  # the confidence that the true spread is at most the planned one
+MOST_SEEDS = 1_000_000  # searches for a number of seeds stop here
 
-DRAWS = 20_000  # a power of 80 % is known within 0.6 points
+DRAWS = 20_000  # gives a power of 80 % within 0.6 points
 
 _ORDER = 128  # agrees with adaptive quadrature to 1e-11, from 1 degree of freedom to 1000
-_TAIL = 1e-12  # of the chi distribution, left out at either end
+_TAIL = 1e-12  # of the chi distribution, left out at both ends
 
 
 @functools.cache
 def legendre(order: int) -> tuple[Array, Array]:
-    """(nodes, weights) of Gauss-Legendre quadrature over [-1, 1], worked out once: of 400 it takes seconds on a busy CPU."""
+    """Return (nodes, weights) of Gauss-Legendre quadrature over [-1, 1], cached: order 400 takes seconds on a busy CPU."""
     nodes, weights = np.polynomial.legendre.leggauss(order)
     return nodes, weights
 
 
 def gap_sd(sd: float, correlation: float = 0.0) -> float:
-    """sd sqrt(2 (1 - rho)): the standard deviation of candidate - control where each arm's runs vary by sd."""
+    """Return sd sqrt(2 (1 - rho)): the standard deviation of candidate - control if each arm's runs vary by sd."""
     return sd * math.sqrt(2 * (1 - correlation))
 
 
 def at_most(sd: float, df: float) -> float:
-    """The upper CAUTION bound of a standard deviation that was estimated with df degrees of freedom."""
+    """Return the upper bound, with confidence CAUTION, of a standard deviation estimated with df degrees of freedom."""
     return sd * math.sqrt(df / float(chdtri(df, CAUTION)))
 
 
 def tost_power(margin: float, *, se: float, df: float, gap: float = 0.0, alpha: float = 0.05) -> float:
-    """Probability of EQUIVALENT where the estimate is N(gap, se^2) and its error known from df degrees of freedom."""
+    """Return the probability of EQUIVALENT for an estimate N(gap, se^2) whose error has df degrees of freedom."""
     if int(df) + 1 < skewed.FEWEST:
         return 0.0
     below, above = _shown(min(int(df) + 1, skewed.MOST), alpha)
@@ -56,18 +56,18 @@ def tost_power(margin: float, *, se: float, df: float, gap: float = 0.0, alpha: 
 
 @functools.lru_cache(maxsize=64)
 def _shown(n: int, alpha: float) -> tuple[Array, Array]:
-    """Of simulated normal gaps of mean 0: the least bounds, in standard errors, that they are shown to lie within."""
+    """Return the least bounds, in standard errors, that simulated normal gaps of mean 0 are shown to lie within."""
     return skewed.shown(n, skewed.critical(n - 1, alpha), DRAWS)
 
 
 def exact_power(margin: float, *, reach: float, df: float, gap: float = 0.0) -> float:
-    """Probability that |estimate| + reach se < margin, the estimate N(gap, 1), se^2 chi^2_df / df; all in standard errors.
+    """Return P(|estimate| + reach se < margin) for an estimate N(gap, 1) and se^2 chi^2_df / df, all in standard errors.
 
-    The integral over the chi distribution of se of the normal probability of an estimate between the two bounds: with
-    Student's t for the reach what Owen's Q computes (Phillips 1990, J. Pharmacokinet. Biopharm. 18:137).
+    It integrates over the chi distribution of se the normal probability of an estimate between both bounds. If reach is a
+    quantile of Student's t, this is Owen's Q (Phillips 1990, J. Pharmacokinet. Biopharm. 18:137).
     """
     low = math.sqrt(chdtri(df, 1 - _TAIL) / df)
-    high = min(math.sqrt(chdtri(df, _TAIL) / df), margin / reach)  # beyond it no estimate is called equivalent
+    high = min(math.sqrt(chdtri(df, _TAIL) / df), margin / reach)  # with a larger se no estimate is equivalent
     if high <= low:
         return 0.0
     nodes, weights = legendre(_ORDER)
@@ -78,20 +78,20 @@ def exact_power(margin: float, *, reach: float, df: float, gap: float = 0.0) -> 
 
 
 def power(n: int, sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> float:
-    """Probability of EQUIVALENT with n pairs, or n runs an arm, at a true `gap`: n - 1 or 2 n - 2 degrees of freedom."""
+    """Return P(EQUIVALENT) of n pairs, or n runs an arm, at a true `gap`: n - 1 or 2 n - 2 degrees of freedom."""
     return tost_power(margin, se=sd / math.sqrt(n), df=_freedom(n, paired), gap=gap, alpha=alpha)
 
 
 def detectable(*, se: float, df: float, alpha: float = 0.05) -> float | None:
-    """The smallest margin that a true gap of 0 is shown to lie within with a probability of POWER; None of 2 gaps."""
+    """Return the smallest margin with a power of POWER at a true gap of 0; None for 2 gaps."""
     if int(df) + 1 < skewed.FEWEST:
         return None
     return se * _detectable(df, alpha)
 
 
-@functools.lru_cache(1024)  # with equal numbers of seeds there are few
+@functools.lru_cache(1024)  # arms with equal numbers of seeds share entries
 def _detectable(df: float, alpha: float) -> float:
-    """In standard errors."""
+    """Return the detectable margin in standard errors."""
     reach = skewed.typical_reach(df, alpha)
     if math.isinf(reach):
         return math.inf
@@ -100,18 +100,18 @@ def _detectable(df: float, alpha: float) -> float:
 
 
 def reach_of(margin: float, df: float) -> float:
-    """The reach with which `margin`, in standard errors, is detectable."""
+    """Return the reach for which `margin`, in standard errors, is detectable."""
     return _root(lambda reach: exact_power(margin, reach=reach, df=df) - POWER, 1e-9, 2 * margin)
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    from scipy.optimize import brentq  # a quarter of a second to import, which a report without a verdict spares
+    from scipy.optimize import brentq  # here, because the import takes 0.25 s and not every report has a verdict
 
     return float(brentq(function, low, high))
 
 
 def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0.05, paired: bool = True) -> int | None:
-    """The fewest pairs (runs an arm) with a power of POWER at a true `gap`; None when no number would do."""
+    """Return the fewest pairs (runs an arm) with a power of POWER at a true `gap`; None if no number suffices."""
     if abs(gap) >= margin:
         return None
 
@@ -125,7 +125,7 @@ def seeds_needed(sd: float, margin: float, *, gap: float = 0.0, alpha: float = 0
 
 
 def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool = True) -> int | None:
-    """The fewest pairs (runs an arm) whose one-sided test sees a true `excess` over a bound with a power of POWER."""
+    """Return the fewest pairs (runs an arm) whose one-sided test detects a true `excess` over a bound with power POWER."""
     if excess <= 0:
         return None
 
@@ -139,7 +139,7 @@ def seeds_beyond(sd: float, excess: float, *, alpha: float = 0.05, paired: bool 
 
 
 def two_figures(value: float, rounded: Callable[[float], int]) -> str:
-    """Of a value above 0: math.ceil for what is enough, so that it is when given again, math.floor for what is at most."""
+    """Return a value above 0 with two figures: rounded by math.ceil if it is a minimum, by math.floor if a maximum."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return f"{rounded(round(value / unit, 6)) * unit:.2g}"
 
@@ -149,7 +149,7 @@ def _freedom(n: int, paired: bool) -> int:
 
 
 def fewest(enough: Callable[[int], bool], least: int, most: int) -> int | None:
-    """The least number from `least` on that is enough, as every larger one is then; None where `most` is not."""
+    """Return the least number from `least` on that is enough, if all larger ones are too; None if `most` is not."""
     low = high = least
     while not enough(high):
         if high >= most:

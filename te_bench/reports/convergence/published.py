@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """A verdict of docs/convergence-records.md, as its records in results/ have it; tests hold the two together."""
+    """A verdict of docs/convergence-records.md and of its records in results/; tests check that both agree."""
 
     recipe: str
     fused: bool
     fp8_head: bool
     verdict: str
     records: str  # below results/
-    arm: str  # what the report calls it
+    arm: str  # its name in the report
 
     def in_words(self) -> str:
         return f"{self.verdict} for GPT-2 124M, {IN_WORDS[self.verdict]} (results/{self.records})"
@@ -37,6 +37,6 @@ IN_WORDS = {"EQUIVALENT": "within 0.02 nat of bf16 after 300 steps", "INCONCLUSI
 
 
 def nearest(recipe: str | None, *, fused: bool, fp8_head: bool) -> Published | None:
-    """The verdict on te-bench's own kernels of this recipe, in fused blocks or without them, with either head."""
+    """Return the verdict on te-bench's kernels with this recipe, with or without fused blocks and an FP8 head."""
     wanted = (recipe, fused, fp8_head)
     return next((one for one in PUBLISHED if (one.recipe, one.fused, one.fp8_head) == wanted), None)

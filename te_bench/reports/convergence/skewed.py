@@ -1,9 +1,10 @@
-"""A one-sided test of a mean whose error rate holds for skewed gaps too: t, less where the sample leans the wrong way, at
-critical values that hold for an exponential distribution and for one gap in ten that lies 4 standard deviations off.
+"""Test a mean one-sidedly with an error rate that holds for skewed gaps: a t-test, cautious if the sample is skewed.
 
-Student's t calls 13 to 16 % of exponential gaps that end at the margin good, at alpha 0.05: where the long tail is not in
-the sample, mean and spread are both too small. Here t is divided by 1 + g / 4 where the sample's skewness g is above 0. As
-few gaps hardly show theirs, critical values come from simulated gaps of the SHAPES in place of a normal distribution:
+Critical values hold for an exponential distribution, and for one gap in ten that lies 4 standard deviations off.
+
+Student's t at alpha 0.05 calls 13 to 16 % of exponential gaps at the margin good: if the long tail is not in the sample,
+its mean and spread are both too small. So t is divided by 1 + g / 4 if the sample's skewness g is above 0. Few gaps hardly
+show their skewness, so critical values come from simulated gaps of the SHAPES, not from a normal distribution:
 `skewed.json` holds them, and `python -m te_bench.reports.convergence.skewed` writes it.
 """
 
@@ -19,20 +20,20 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
-Shape = Callable[[np.random.Generator, tuple[int, ...]], Array]  # gaps of mean 0, a row a case
+Shape = Callable[[np.random.Generator, tuple[int, ...]], Array]  # draws gaps of mean 0, a row for each case
 
-#: What is printed beside every claim.
+#: The text that accompanies every claim.
 ASSUMPTION = (
     "The error rate holds for gaps that are normal, heavy on both sides, as skewed as an exponential distribution, or of "
     "which one in ten lies 4 standard deviations off. Larger outliers can hide from so few runs"
 )
-#: Of 0, 0.25, 0.5, 1 and 2 the one with which 3 to 13 normal gaps need the smallest margin at a power of 80 %.
+#: Among 0, 0.25, 0.5, 1 and 2, this needs the smallest margin at a power of 80 % for 3 to 13 normal gaps.
 LEAN = 0.25
 FEWEST = 3  # two gaps have no skewness
-MOST = 100  # of more gaps the critical values of so many are used, which are a little too large
+MOST = 100  # more gaps use the critical values of so many, which are a little too large
 TABLE = Path(__file__).with_name("skewed.json")
 
-# Of the table: numbers of gaps, levels, and how many simulated cases it is made of. A level of 5 % is off by 0.04 points.
+# The table's numbers of gaps and levels, and its number of simulated cases, by which a level of 5 % is off by 0.04 points.
 _NUMBERS = (*range(3, 21), 24, 30, 40, 60, MOST)
 _LEVELS = (*(10 ** (k / 5 - 5) for k in range(19)), 0.05, *(k / 10 for k in range(1, 10)), 0.97, 0.99, 0.999)
 _TABLED = 400_000
@@ -51,12 +52,12 @@ def normal(draw: np.random.Generator, size: tuple[int, ...]) -> Array:
     return draw.standard_normal(size)
 
 
-SHAPES: tuple[Shape, ...] = (exponential, one_in_ten)  # what is far off is above, which hides how high the mean is
+SHAPES: tuple[Shape, ...] = (exponential, one_in_ten)  # both with rare high gaps, which hide a high mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mean:
-    """An estimated mean: its standard error, the skewness of the gaps behind it, and degrees of freedom."""
+    """An estimated mean, its standard error, the skewness of its gaps, and its degrees of freedom."""
 
     value: float
     se: float
@@ -64,7 +65,7 @@ class Mean:
     df: float
 
     def p_below(self, bound: float) -> float:
-        """p-value of the claim that the true mean lies below `bound`."""
+        """Return the p-value of the claim that the true mean lies below `bound`."""
         levels, (values, _) = np.log(_LEVELS), _tabled(self.df)
         found = np.arcsinh(float(worse((self.value - bound) / self.se, self.skewness)))
         return float(np.exp(np.interp(found, np.arcsinh(values), levels, right=0.0)))
@@ -73,7 +74,7 @@ class Mean:
         return self._mirrored.p_below(-bound)
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """What the tests of both directions at alpha leave: the claims hold for every bound outside of it."""
+        """Return the interval of bounds that the tests in both directions at alpha do not exclude."""
         limit = critical(self.df, alpha)
         return -self._mirrored._upper(limit), self._upper(limit)
 
@@ -86,7 +87,7 @@ class Mean:
 
 
 def mean_of(gaps: Sequence[float] | Array) -> Mean:
-    """The mean of 3 gaps or more, which vary; of 2 without skewness."""
+    """Return the mean of 3 or more gaps, which vary; of 2, without skewness."""
     x = np.asarray(gaps, dtype=np.float64)
     n, sd = x.size, float(x.std(ddof=1))
     skewness = float(np.sum(((x - x.mean()) / sd) ** 3)) * n / ((n - 1) * (n - 2)) if n >= FEWEST else 0.0
@@ -94,12 +95,12 @@ def mean_of(gaps: Sequence[float] | Array) -> Mean:
 
 
 def worse(t: Array | float, skewness: Array | float) -> Array:
-    """t / (1 + g / 4) for a t below 0 and a skewness g above 0; else t."""
+    """Return t / (1 + g / 4) if t < 0 and the skewness g > 0; else t."""
     return np.asarray(np.where(np.asarray(t) < 0, t / _longer(skewness), t))
 
 
 def reach(skewness: Array | float, limit: float) -> Array:
-    """How many standard errors below its bound an estimate must lie for `worse` to be `limit`."""
+    """Return how many standard errors below its bound an estimate must lie for `worse` to equal `limit`."""
     return np.asarray(-limit * _longer(skewness) if limit < 0 else np.full_like(skewness, -limit, dtype=np.float64))
 
 
@@ -108,23 +109,23 @@ def _longer(skewness: Array | float) -> Array:
 
 
 def critical(df: float, alpha: float) -> float:
-    """What `worse` must not exceed for a claim at the level alpha, whichever of the SHAPES the gaps have."""
+    """Return what `worse` must not exceed for a claim at the level alpha, for gaps of any of the SHAPES."""
     return _level(_tabled(df)[0], alpha)
 
 
 def typical_reach(df: float, alpha: float) -> float:
-    """The `reach` in standard errors that has the test's own power for normal gaps, whose skewness varies by chance."""
+    """Return the `reach`, in standard errors, with the test's own power for normal gaps, whose skewness varies."""
     return -_level(_tabled(df)[1], alpha)
 
 
 def _level(values: Array, alpha: float) -> float:
     if alpha < _LEVELS[0]:
-        return -math.inf  # so rare a case was not simulated: no claim
+        return -math.inf  # too rare to simulate: no claim
     return float(np.sinh(np.interp(math.log(alpha), np.log(_LEVELS), np.arcsinh(values))))
 
 
 def _tabled(df: float) -> tuple[Array, Array]:
-    """Critical values and typical reaches by level: of the next smaller number of gaps that the table has, of FEWEST on."""
+    """Return critical values and typical reaches by level, for the table's next smaller number of gaps, from FEWEST on."""
     return _table()[max(n for n in _NUMBERS if n <= int(df) + 1)]
 
 
@@ -137,13 +138,13 @@ def _table() -> dict[int, tuple[Array, Array]]:
 
 
 def simulated(shape: Shape, looks: Sequence[int], draws: int, *, seed: int) -> Array:
-    """(looks, draws): `worse` of the first n gaps, n in `looks`, of as many cases."""
+    """Return (looks, draws): `worse` of the first n gaps, n in `looks`, of `draws` cases."""
     mean, se, skewness = _means(shape, looks, draws, seed)
     return worse(mean / se, skewness)
 
 
 def _means(shape: Shape, looks: Sequence[int], draws: int, seed: int) -> tuple[Array, Array, Array]:
-    """(looks, draws) each: mean, standard error and skewness of the first n gaps."""
+    """Return three (looks, draws): mean, standard error and skewness of the first n gaps."""
     draw, n = np.random.default_rng(seed), np.array(looks)[:, None]
     parts = []
     for first in range(0, draws, _CHUNK):
@@ -158,14 +159,14 @@ def _means(shape: Shape, looks: Sequence[int], draws: int, seed: int) -> tuple[A
 
 
 def tabulate(n: int) -> tuple[list[float], list[float]]:
-    """Critical values of n gaps by level, the worse of the SHAPES, and typical reaches with the sign of a t."""
+    """Return the critical values of n gaps by level, the strictest over SHAPES, and typical reaches with a t's sign."""
     from te_bench.reports.convergence.power import reach_of
 
     shapes = [np.quantile(simulated(s, (n,), _TABLED, seed=1), _LEVELS) for s in SHAPES]
-    values = np.min([*shapes, stdtrit(n - 1, _LEVELS)], axis=0)  # and not below Student's, which holds for normal gaps
+    values = np.min([*shapes, stdtrit(n - 1, _LEVELS)], axis=0)  # normal gaps need Student's at least
     typical = []
     for limit in values:
-        if limit > -0.5:  # no level that a claim is made at
+        if limit > -0.5:  # nobody makes a claim at such a level
             typical.append(float(limit))
         else:
             typical.append(-reach_of(float(np.quantile(np.maximum(*shown(n, limit, _TABLED // 4)), 0.8)), n - 1))
@@ -173,9 +174,10 @@ def tabulate(n: int) -> tuple[list[float], list[float]]:
 
 
 def shown(n: int, limit: float, draws: int) -> tuple[Array, Array]:
-    """Of n normal gaps of mean 0, so many cases: the least bound that they are shown to lie below, and above its negative.
+    """Return two (draws,), for cases of n normal gaps of mean 0: the least bound that the mean is shown to lie below, and
+    the least one whose negative it is shown to lie above.
 
-    In true standard errors of their mean.
+    In true standard errors of the mean.
     """
     mean, se, skewness = (part[0] for part in _means(normal, (n,), draws, seed=2))
     return math.sqrt(n) * (se * reach(skewness, limit) + mean), math.sqrt(n) * (se * reach(-skewness, limit) - mean)

@@ -1,4 +1,4 @@
-"""Capability-matched speed-up: how much less time a candidate takes to the loss at which its control ends."""
+"""Compute the capability-matched speed-up: how much less time a candidate takes to the control's final loss."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from te_bench.reports.analysis.measures import CONFIDENCE, Ratio, geometric_mean
 
 Array = NDArray[np.float64]
 
-LAST = 0.25  # the share of training that the slope is fitted over, and the longest way that it is followed
-FEWEST_POINTS = 3  # two would fit any line
+LAST = 0.25  # the last share of training, where the slope is fitted, and the farthest that it is extrapolated
+FEWEST_POINTS = 3  # any two points fit a line
 APART = "no pair shares a host"
 
 Interval = tuple[float, float]
@@ -22,13 +22,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speedup:
-    """What the gap costs in steps and what faster steps save; `reason` says why a figure is None.
+    """What the gap costs in steps, and what faster steps save; `reason` says why a field is None.
 
     Intervals are 95 %. `less_time` is a share of the control's time: 0.05 is 5 % less, below 0 is more. `step_time` leaves
-    out `across_hosts`, the pairs whose two runs were timed on hosts that differ.
+    out pairs whose two runs were timed on different hosts; `across_hosts` is their number.
     """
 
-    more_steps: float | None = None  # mean gap / |slope|: steps that the candidate needs on top; below 0, can spare
+    more_steps: float | None = None  # mean gap / |slope|: steps that the candidate needs more; below 0, fewer
     more_steps_interval: Interval | None = None
     step_time: Ratio | None = None  # candidate's seconds per step over the control's
     less_time: float | None = None
@@ -38,7 +38,7 @@ class Speedup:
 
     @property
     def within_hosts(self) -> str | None:
-        """How many pairs the step time is of, in words; None where it is of all."""
+        """How many pairs the step time uses, in words; None if it uses all."""
         if not self.across_hosts:
             return None
         if self.step_time is None:
@@ -47,7 +47,7 @@ class Speedup:
 
     @property
     def to_equal_loss(self) -> Ratio | None:
-        """How many times as fast the candidate comes to the control's final loss: step speed-up over step penalty."""
+        """How many times as fast the candidate reaches the control's final loss: step speed-up over step penalty."""
         if self.less_time is None or self.step_time is None or self.less_time >= 1:
             return None
         low, high = (None, None) if self.less_time_interval is None else self.less_time_interval
@@ -65,19 +65,19 @@ def capability_matched(
     candidate_step_s: Sequence[float],
     across_hosts: int = 0,
 ) -> Speedup:
-    """1 - r (1 + gap / (|slope| N)): time saved to the control's final loss, N steps, r the ratio of the step times.
+    """Return 1 - r (1 + gap / (|slope| N)): the time saved to the control's final loss, N steps, r the ratio of step times.
 
     control: (n, steps) validation losses, in nat, of the control's runs; candidate_final: the candidate's losses at the
-    last of these steps, run i of both with the same seed. The step times are in seconds, one a process (its median:
-    steps of one process are no repetitions), pair by pair measured side by side; as many as there are. Pairs that were
-    timed on hosts that differ are not among them, and are counted by across_hosts.
+    last of these steps; run i of both has the same seed. Step times are in seconds, one for each process (its median,
+    because steps of one process are no repetitions), in pairs measured side by side. Pairs that were timed on different
+    hosts are left out; across_hosts is their number.
 
-    The slope is a line through the control's last quarter, a run at a time. A schedule that decays the learning rate
-    flattens towards its end, and a longer run would have decayed later, so that slope is an approximation of what
-    more steps would bring: read the step penalty as a size, not to the last digit.
+    The slope is that of a line through the last quarter of each control run. A schedule that decays the learning rate
+    flattens its end, and a longer run would decay later. So the slope only approximates the effect of more steps, and the
+    step penalty is a rough number.
 
-    gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). Step time's
-    interval is combined with it by their recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
+    gap / slope is a ratio of means over the same seeds: Fieller's interval (1954, J. R. Stat. Soc. B 16:175). The interval
+    of the step time is combined with it by recovered variances (MOVER: Zou & Donner 2008, Stat. Med. 27:1693).
     """
     at, losses = np.asarray(steps, dtype=np.float64), np.asarray(control, dtype=np.float64)
     step_time = geometric_mean([ours / theirs for ours, theirs in zip(candidate_step_s, control_step_s, strict=True)])
@@ -118,7 +118,7 @@ def capability_matched(
 def _less_time(
     more: float, interval: Interval | None, steps: float, step_time: Ratio | None
 ) -> tuple[float | None, Interval | None, str | None]:
-    """The share of time saved, its interval, and why one of them is None."""
+    """Return the share of time saved, its interval, and why one of them is None."""
     if step_time is None:
         return None, None, "no step times were measured"
     factor = 1 + more / steps  # the candidate's steps over the control's
@@ -128,7 +128,7 @@ def _less_time(
     factors, ratios = (1 + interval[0] / steps, 1 + interval[1] / steps), (step_time.low, step_time.high)
     if factors[0] <= 0:
         return less, None, "no interval: the slope may be so small that the candidate needs no step at all"
-    # independent of each other: distances on the logarithms add as squares
+    # Both are independent, so distances of their logarithms add as squares.
     centre = math.log(factor) + math.log(step_time.value)
     down = math.hypot(math.log(factor / factors[0]), math.log(step_time.value / ratios[0]))
     up = math.hypot(math.log(factors[1] / factor), math.log(ratios[1] / step_time.value))
@@ -136,9 +136,9 @@ def _less_time(
 
 
 def fieller(numerators: Sequence[float] | Array, denominators: Sequence[float] | Array) -> Interval | None:
-    """95 % interval of mean(x) / mean(y) over n pairs: all r for which x - r y is not told from 0, n - 1 degrees of freedom.
+    """Return the 95 % interval of mean(x) / mean(y) over n pairs: all r for which x - r y does not differ from 0 (df n - 1).
 
-    None when that is unbounded, the denominator's mean itself not told from 0, and below 2 pairs.
+    None if it is unbounded, because the denominator's mean does not differ from 0, and below 2 pairs.
     """
     x, y = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if x.size < 2:

@@ -1,4 +1,4 @@
-"""When a convergence run needs no more runs of a configuration: by its plan's looks, asked before each trial."""
+"""Decide before each trial whether a convergence run still needs it, by the looks of its plan."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from te_bench.reports.convergence.verdict import judge_pool
 
 
 def stopping_rule(suite: str, journal: Journal, environment_id: str) -> Callable[[Trial], str | None]:
-    """needless(trial) for the runner, by the records so far; never a reason where the plan has no looks."""
+    """Return needless(trial) for the runner, by the records so far; it returns None if the plan has no looks."""
     plans = [p for p in journal.plans if (p.suite, p.environment) == (suite, environment_id)]
     if not any("pool" in plan.judgement for plan in plans):
         return lambda trial: None
@@ -24,10 +24,10 @@ def stopping_rule(suite: str, journal: Journal, environment_id: str) -> Callable
 
 
 def why_needless(study: Study, trial: Trial) -> str | None:
-    """Why this trial of the study need not be run, or None.
+    """Return why the study does not need this trial, or None.
 
-    A recipe is spared the rounds after the look that decided it. bf16's runs go on until every recipe and A/A are
-    decided; the broken recipe has few anyway. A pilot has no look: its means stay hidden from the run as well.
+    A recipe needs no more rounds after the look that decided it. bf16 needs more runs until every recipe and A/A are
+    decided. The broken recipe has few runs and needs them all. A pilot has no looks: its means stay hidden from the run.
     """
     arm = next((arm for arm in study.arms if arm.trial.cell == trial.cell), None)
     if arm is None or not study.whole or study.pool is None or study.pilot or arm.kind == "broken":
@@ -41,7 +41,7 @@ def why_needless(study: Study, trial: Trial) -> str | None:
 
 
 def _study(suite: str, journal: Journal, environment_id: str, trial: Trial) -> Study | None:
-    """The study that the trial is part of, as te-bench verdict would read it."""
+    """Return the study of the trial, as te-bench verdict reads it."""
     groups = from_journals({"": journal}).groups
     here = [group for group in groups if (group.suite, group.environment) == (suite, environment_id)]
     for study in (study for group in here for study in studies(group)):

@@ -1,4 +1,4 @@
-"""The learning-rate ladder: at which rate each precision breaks, with an interval over seeds."""
+"""Report the learning-rate ladder: the rate at which each precision breaks, with an interval over seeds."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,20 +10,20 @@ from te_bench.reports.analysis.rows import Configuration, Group, grouped, printa
 from te_bench.reports.convergence.study import Run
 
 REFERENCE = "bf16"
-#: A run that did not diverge is broken, too, when it ends so much of what bf16 learnt at its best rate above bf16.
+#: A run is also broken if it ends above bf16 by this share of what bf16 learnt at its best rate.
 LOST = 0.1
 
-Bracket = tuple[float, float]  # factors: the last that held, 0 for none, and the first that broke, infinity for none
+Bracket = tuple[float, float]  # the last factor that held, or 0, and the first that broke, or infinity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StressResult:
-    """One precision at one learning rate: its final losses by run, of those that got there, and their mean."""
+    """One precision at one learning rate: the final losses of the runs that ended, and their mean."""
 
     runs: int
     diverged: int
-    whole: int  # runs whose seed ran at every rate
-    broke: int  # of these; those that diverged among them
+    whole: int  # runs whose seed has a result at every rate
+    broke: int  # of these, including diverged ones
     finals: tuple[float, ...]
     final: float | None
     outcome: str
@@ -31,12 +31,12 @@ class StressResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Breaking:
-    """Between which factors of the learning rate the median seed breaks, and an interval of that median."""
+    """The factors of the learning rate between which the median seed breaks, and an interval of that median."""
 
     seeds: int
     median: Bracket
     interval: Bracket
-    confidence: float  # that the interval has: below 95 % for fewer than 6 seeds
+    confidence: float  # of the interval: below 95 % for fewer than 6 seeds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,17 +48,17 @@ class StressLadder:
     factors: tuple[float, ...]
     results: Mapping[str, Mapping[float, StressResult]]
     breaking: Mapping[str, Breaking]
-    planted: frozenset[str]  # those that were broken on purpose
-    limits: Mapping[float, float]  # by factor, the final loss above which a run is broken: the mean over bf16's seeds
+    planted: frozenset[str]  # precisions broken on purpose
+    limits: Mapping[float, float]  # {factor: final loss above which a run is broken, mean over bf16's seeds}
 
     @property
     def unseen(self) -> tuple[str, ...]:
-        """Those that were broken on purpose and did not break."""
+        """Precisions that were broken on purpose and did not break."""
         return tuple(name for name in self.results if name in self.planted and self._held(name))
 
     @property
     def earlier(self) -> tuple[str, ...]:
-        """The precisions that are shown to break at a lower rate than bf16: their interval ends where bf16's begins."""
+        """Precisions that break at a lower rate than bf16: their interval ends where bf16's begins, or before."""
         bf16 = self.breaking.get(REFERENCE)
         if bf16 is None or bf16.confidence < CONFIDENCE:
             return ()
@@ -68,7 +68,7 @@ class StressLadder:
         )
 
     def rates(self, factors: Bracket) -> str:
-        """Two factors as learning rates."""
+        """Return two factors as learning rates in words."""
         low, high = factors
         if not low:
             return f"below {high * self.rate:g}"
@@ -79,7 +79,7 @@ class StressLadder:
 
 
 def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
-    """A ladder for each model, length, batch and schedule."""
+    """Return a ladder for each model, length, batch and schedule."""
     rungs = [one for one in group.of("training") if "lr_factor" in one.trial.problem]
     settings = "batch", "accumulate", "warmup"
     together = grouped(rungs, lambda one: (*one.course, _rate(one), *map(one.trial.problem.get, settings)))
@@ -87,10 +87,11 @@ def stress_ladders(group: Group) -> tuple[StressLadder, ...]:
 
 
 def breaking_point(brackets: Sequence[Bracket]) -> Breaking:
-    """The median's interval from order statistics: the k-th least of n seeds to the k-th largest, k as large as 95 % allow.
+    """Return the median's interval from order statistics: the k-th least of n seeds to the k-th largest, k as large as 95 %
+    allow.
 
-    It holds for any distribution over seeds, and for factors that are known between two rungs only. Of n seeds it misses
-    the median in 2 sum_{i<k} C(n, i) / 2^n of cases (David & Nagaraja 2003, Order Statistics, 7.1).
+    It holds for any distribution over seeds, and for factors that are only known between two rungs. With n seeds it misses
+    the median with probability 2 sum_{i<k} C(n, i) / 2^n (David & Nagaraja 2003, Order Statistics, 7.1).
     """
     n = len(brackets)
     lows, highs = (sorted(ends) for ends in zip(*brackets, strict=True))
@@ -131,13 +132,13 @@ def _ladder(configurations: list[Configuration]) -> StressLadder:
 
 
 def _rate(configuration: Configuration) -> float:
-    """The learning rate at factor 1."""
+    """Return the learning rate at factor 1."""
     problem = configuration.trial.problem
     return float(problem["learning_rate"] or 0) / float(str(problem["lr_factor"]))
 
 
 def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run]]:
-    """{seed: {factor: run}}, of the seeds whose every run ended or diverged."""
+    """Return {seed: {factor: run}} for seeds whose every run ended or diverged."""
     found: dict[int, dict[float, Run]] = {}
     for factor in sorted(by_factor):
         for row in by_factor[factor].rows:
@@ -150,7 +151,7 @@ def _runs(by_factor: Mapping[float, Configuration]) -> dict[int, dict[float, Run
 def _broke(
     by_seed: Mapping[int, Mapping[float, Run]], reference: Mapping[int, Mapping[float, Run]]
 ) -> dict[int, set[float]]:
-    """The factors at which each seed broke, held to bf16 on that seed, or to itself where there is no bf16."""
+    """Return the factors at which each seed broke, compared with bf16 on that seed, or with itself without bf16."""
     return {
         seed: {
             factor
@@ -167,10 +168,10 @@ def _bracket(factors: set[float], broke: set[float]) -> Bracket:
 
 
 def _limit(runs: Mapping[float, Run], factor: float) -> float:
-    """The final loss above which a run at this factor is broken.
+    """Return the final loss above which a run at this factor is broken.
 
-    It is the best at that rate or a lower one, and LOST of what was learnt at the best rate of all: a rate that is too low
-    to learn much breaks nothing.
+    It is the best loss at that rate or a lower one, plus LOST of what was learnt at the best rate of all: a rate too low to
+    learn much does not count as broken.
     """
     finals = {at: run.final for at, run in runs.items() if run.final is not None and not run.diverged}
     begun = [losses[0] for run in runs.values() if run.record and (losses := numbers(run.record.samples.get("loss")))]
@@ -181,7 +182,7 @@ def _limit(runs: Mapping[float, Run], factor: float) -> float:
 
 
 def _mean_limits(reference: Mapping[int, Mapping[float, Run]], factors: Iterable[float]) -> dict[float, float]:
-    """{factor: the mean of its limits over seeds}, of factors where every seed has one."""
+    """Return {factor: mean limit over seeds} for factors where every seed has one."""
     limits = {factor: [_limit(runs, factor) for runs in reference.values()] for factor in factors}
     return {f: sum(found) / len(found) for f, found in limits.items() if found and all(map(math.isfinite, found))}
 

@@ -1,4 +1,4 @@
-"""Records of a convergence run to arms: what each seed of each arm ended on, and whether it ended at all."""
+"""Turn records of a convergence run into arms: the final loss of each seed, or why it has none."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ from te_bench.reports.analysis.rows import NOT_RUN, Configuration, Group, Row, g
 from te_bench.reports.convergence import pooled, skewed
 from te_bench.reports.convergence.stability import Stability, stability
 
-#: What a verdict on one recipe says after a pilot. Source: docs/convergence-statistics.md.
+#: The note on a verdict on one recipe after a pilot. Source: docs/convergence-statistics.md.
 AFTER_PILOT = (
     "A pilot's spread may have chosen the number of seeds. Then a single recipe whose gaps are as skewed as an exponential "
     "distribution is called good in 7 of 100 studies at the margin where alpha is 5 %, and in 10 where fewer than 8 seeds "
     "were chosen"
 )
-LATE = 0.1  # the share of training whose mean is its end
-LEFT = (NOT_RUN, "interrupted")  # outcomes of trials that the command does when it is given again
+LATE = 0.1  # the last share of training, over which a final training loss is the mean
+LEFT = (NOT_RUN, "interrupted")  # outcomes of trials that a rerun of the command measures
 KINDS = ("control", "aa", "recipe", "broken")
-#: Settings beside the course that a study's arms share, and how a title says them.
+#: {setting that a study's arms share, beside the course: its words in a title}.
 SETTINGS = {"batch": "batch", "accumulate": "micro-batches", "learning_rate": "learning rate", "warmup": "warm-up"}
 
 
@@ -47,32 +47,32 @@ class Run:
 
     @property
     def samples(self) -> Mapping[str, Any]:
-        """What it logged; empty of a trial without a record."""
+        """What the run logged; empty without a record."""
         return self.record.samples if self.record else {}
 
     @cached_property
     def curve(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(steps, validation losses): of every arm by one bf16 path."""
+        """(steps, validation losses); every arm is evaluated by the same bf16 path."""
         pairs = zip(self.samples.get("val_step") or [], self.samples.get("val_loss") or [], strict=False)
         known = [(at, loss) for at, loss in pairs if finite(at) is not None and finite(loss) is not None]
         return tuple(at for at, _ in known), tuple(loss for _, loss in known)
 
     @cached_property
     def stability(self) -> Stability | None:
-        """What the training loss and the gradient norm went through; None for a run that logged nothing."""
+        """The stability of the training loss and the gradient norm; None if the run logged nothing."""
         samples = self.samples
         if not samples.get("step"):
             return None
-        steps, losses, norms = (  # of a branch with its trunk's, by which a rise is seen
+        steps, losses, norms = (  # of a branch with its trunk's, which are needed to see a rise
             [*(samples.get(f"trunk_{name}") or []), *(samples.get(name) or [])]
             for name in ("step", "loss", "grad_norm")
         )
-        norms = [float("nan") if x is None else x for x in norms]  # what was not finite is null in the journal
+        norms = [float("nan") if x is None else x for x in norms]  # the journal has null for non-finite values
         return stability(steps, losses, norms if len(norms) == len(steps) else ())
 
     @property
     def diverged(self) -> str | None:
-        """Why this run counts as diverged, or None. Where a trunk broke, in bf16, the control did, and nobody else."""
+        """Why this run counts as diverged, or None. If a trunk diverged, in bf16, only the control counts as diverged."""
         if self.row.outcome == "diverged":
             p = TrainingProblem.of(self.row.trial)
             in_trunk = p.branch_at is not None and self.record is not None and self.trunk is None
@@ -81,20 +81,20 @@ class Run:
 
     @property
     def final(self) -> float | None:
-        """The validation loss after the last step; None for a run that did not get there."""
+        """The validation loss after the last step; None if the run did not get there."""
         steps, losses = self.curve
         reached = self.row.outcome == "ok" and steps and steps[-1] == self.row.trial.problem.get("steps")
         return losses[-1] if reached else None
 
     @property
     def native(self) -> float | None:
-        """The same, evaluated as the arm trains: in FP8."""
+        """The final loss, evaluated as the arm trains: in FP8."""
         losses = self.samples.get("val_loss_native")
         return finite(losses[-1]) if losses and self.final is not None else None
 
     @property
     def trained(self) -> float | None:
-        """The mean training loss over the last tenth of the steps; None for a run that did not get there."""
+        """The mean training loss over the last tenth of the steps; None if the run did not get there."""
         steps, losses = self.samples.get("step") or [], self.samples.get("loss") or []
         late = [
             x for at, x in zip(steps, losses, strict=False) if finite(x) is not None and at >= (1 - LATE) * steps[-1]
@@ -103,21 +103,21 @@ class Run:
 
     @property
     def trunk(self) -> str | None:
-        """The SHA-256 of the weights that a branch began with; None of a training from the first step."""
+        """The SHA-256 of a branch's initial weights; None for a training from the first step."""
         told = self.record.work.get("trunk") if self.record else None
         return None if told is None else str(told["sha256"])
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step, by the training clock; None of a run on a CPU, which emulates, or on a shared GPU."""
+        """Seconds per step by the training clock; None on a CPU, which emulates, and on a shared GPU."""
         timed = "share" not in self.row.trial.problem and self.row.trial.device != "cpu"
         return step_seconds(self.samples) if timed else None
 
     @property
     def host(self) -> tuple[object, ...]:
-        """By what hosts are told apart, of which a study may have several: step times are compared within one.
+        """The key of the run's host: step times are compared only within one host.
 
-        Records that say none of it are of an environment whose identity does, and so of hosts alike.
+        Records without these fields are of an environment whose identity has them, and so of equal hosts.
         """
         state = self.record.device_state if self.record else {}
         return tuple(state.get(name) for name in ("host", *OF_TIMES, "host_cores"))
@@ -125,7 +125,7 @@ class Run:
 
 @dataclass(frozen=True)
 class StudyArm:
-    """One arm: its runs by seed, in the order of the seeds."""
+    """One arm: its runs by seed, in order."""
 
     kind: str
     name: str
@@ -154,13 +154,13 @@ class StudyArm:
 
     @property
     def ended(self) -> set[int]:
-        """The seeds with a result: a final loss, or a divergence."""
+        """Seeds with a result: a final loss or a divergence."""
         return set(self.finals) | set(self.diverged)
 
 
 @dataclass(frozen=True)
 class Study:
-    """The arms of one convergence run that share data, schedule and seeds, and what the plan fixed beforehand."""
+    """The arms of one convergence run with the same data, schedule and seeds, and what the plan fixed."""
 
     title: str
     control: StudyArm | None
@@ -170,22 +170,22 @@ class Study:
     judgement: Mapping[str, Scalar]
     notes: tuple[str, ...]
     unjudged: int = 0  # trials of seeds that were added after the first plan
-    fewer_bits: bool = False  # weights and states are judged against float32's, and not FP8 against bf16
-    again: str = ""  # the command that runs what is left
+    fewer_bits: bool = False  # judges fewer bits of weights and states against float32, not FP8 against bf16
+    again: str = ""  # the command that runs the remaining trials
 
     @property
     def to_go(self) -> int:
-        """Planned runs that have not ended, or had been begun when te-bench was stopped."""
+        """The number of planned runs that did not start, or were interrupted."""
         return sum(run.row.outcome in LEFT for arm in self.arms for run in arm.runs.values())
 
     @property
     def reference(self) -> str:
-        """What the rest is held to."""
+        """What the recipes are compared with."""
         return WHOLE if self.fewer_bits else "bf16"
 
     @property
     def whose(self) -> str:
-        """The same, short, before a loss."""
+        """The reference as a short genitive."""
         return "float32's" if self.fewer_bits else "bf16's"
 
     @property
@@ -194,89 +194,89 @@ class Study:
 
     @property
     def whole(self) -> bool:
-        """Whether there is something to judge: a control and a recipe."""
+        """Whether there is a control and a recipe."""
         return self.control is not None and bool(self.recipes)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Every seed that any arm was planned with."""
+        """All planned seeds."""
         return tuple(sorted({seed for arm in self.arms for seed in arm.runs}))
 
     @property
     def pool(self) -> int | None:
-        """bf16 runs for each run of a recipe, where all recipes share them; None where runs are compared by pairs."""
+        """bf16 runs for each run of a recipe, if all recipes share them; None if runs are compared in pairs."""
         ratio = self.number("pool")
         return None if ratio is None else int(ratio)
 
     @property
     def primary(self) -> StudyArm | None:
-        """The recipe that is judged before the others, where the plan names one."""
+        """The recipe that is judged before the others, if the plan names one."""
         return next((arm for arm in self.recipes if arm.trial.cell == self.judgement.get("primary")), None)
 
     @property
     def two_bf16_runs(self) -> bool:
-        """Whether A/A's run of a seed counts beside the control's in what recipes are held to."""
+        """Whether recipes are compared with the mean of the control's run and A/A's."""
         return self.number("bf16_runs") == 2
 
     def beside(self, arm: StudyArm) -> tuple[StudyArm, ...]:
-        """The bf16 arms whose mean, seed by seed, an arm is held to: of a recipe A/A's too, where the plan says so."""
+        """Return the bf16 arms whose mean an arm is compared with, by seed: for a recipe also A/A if the plan says so."""
         assert self.control is not None
         return (self.control, self.aa) if self.aa and self.two_bf16_runs and arm.kind == "recipe" else (self.control,)
 
     def base(
         self, arm: StudyArm, losses: Callable[[StudyArm], Mapping[int, float]] = lambda side: side.finals
     ) -> dict[int, float]:
-        """By seed, the mean of the losses of these arms, the final ones; only seeds that all of them have."""
+        """Return {seed: mean of the losses of these arms, by default the final ones} for seeds that all of them have."""
         sides = [losses(side) for side in self.beside(arm)]
         return {seed: fmean(side[seed] for side in sides) for seed in sides[0] if all(seed in side for side in sides)}
 
     @property
     def rounds(self) -> int:
-        """Planned runs of each recipe."""
+        """The number of planned runs of each recipe."""
         return int(self.number("seeds") or len(self.seeds))
 
     @property
     def branch_at(self) -> int | None:
-        """The steps in bf16 that each pair has in common, its trunk; None where FP8 trains from the first step on."""
+        """The number of bf16 steps, the trunk, that each pair shares; None if FP8 trains from the first step on."""
         return None if self.control is None else TrainingProblem.of(self.control.trial).branch_at
 
     @property
     def scope(self) -> str | None:
-        """What part of training the verdict is of; None where it is of all."""
+        """The part of training that the verdict is about; None if it is all of it."""
         return None if self.control is None else scope_of(self.control.trial)
 
     @property
     def assumption(self) -> str:
-        """What the error rate of its verdicts rests on."""
+        """The assumption behind the error rate of the verdicts."""
         return skewed.ASSUMPTION if self.pool is None else pooled.ASSUMPTION
 
     @property
     def pilot(self) -> bool:
-        """Whether no plan is there yet but that of a pilot, of which the spread is looked at and nothing else."""
+        """Whether only a pilot is planned yet, whose spread alone is shown."""
         return bool(self.judgement.get("pilot"))
 
     def number(self, setting: str) -> float | None:
-        """A number of the plan's judgement."""
+        """Return a number of the plan's judgement, or None."""
         return finite(self.judgement.get(setting))
 
 
 def scope_of(trial: Trial) -> str | None:
-    """What part of training the trial's study judges FP8 in: "in the last 41 % of training (from step 1,200 of 2,035)"."""
+    """Return the part of training that a study judges: "in the last 41 % of training (from step 1,200 of 2,035)"."""
     p = TrainingProblem.of(trial)
     if p.branch_at is None or p.steps is None:
         return None
     share = 100 * (1 - p.branch_at / p.steps)
-    said = f"{share:.0f}" if 1 <= share <= 99 else f"{share:.4g}"  # nobody judges the last 0 %
+    said = f"{share:.0f}" if 1 <= share <= 99 else f"{share:.4g}"  # never "the last 0 %"
     return f"in the last {said} % of training (from step {p.branch_at:,} of {p.steps:,})"
 
 
 def studies(group: Group) -> tuple[Study, ...]:
-    """The convergence arms of a group, those that share data, schedule and batch together.
+    """Return the studies of a group: convergence arms with the same data, schedule and batch.
 
-    Studies of one title say in it which settings they have. Raises ValueError for two control arms where one is wanted.
+    Studies with the same title add their differing settings to it. Raises ValueError for two control arms in one study.
     """
     trainings = ((one, one.trial.problem) for one in group.of("training"))
-    # a rung of the stress ladder is no arm
+    # Runs of the stress ladder are not arms.
     arms = [one for one, problem in trainings if problem.get("arm") in KINDS and "lr_factor" not in problem]
     together = grouped(arms, lambda one: (*one.course, *map(one.trial.problem.get, SETTINGS)))
     titles = _titles([configurations[0].trial.problem for configurations in together.values()])
@@ -329,7 +329,7 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         )
     piloted = any(plan.judgement.get("pilot") for plan in _all_plans(group, configurations))
     by_spread = piloted and not {"pilot", "pool"} & judgement.keys()
-    # By --only a pilot may be of one recipe, whose gaps alone then chose.
+    # With --only, a pilot may have one recipe, whose gaps alone then chose the number of seeds.
     chose = (
         [arm for arm in found["recipe"] if len(found["recipe"]) == 1 or _ran_before(plans[0], arm)] if by_spread else []
     )
@@ -353,12 +353,12 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
 
 
 def _ran_before(plan: Plan, arm: StudyArm) -> bool:
-    """Whether a run of it had begun before the plan was made."""
+    """Return whether a run of the arm had begun before the plan was made."""
     return any(run.record is not None and run.record.started_at < plan.started_at for run in arm.runs.values())
 
 
 def _again(group: Group, configurations: Sequence[Configuration], plans: Sequence[Plan]) -> str:
-    """The command of the newest plan of these configurations that has most of what is left."""
+    """Return the command of these configurations' newest plan with the most remaining trials."""
     left = {row.trial.id for one in configurations for row in one.rows if row.outcome in LEFT}
     has = [(len(left & {trial_of(value).id for value in plan.trials}), number) for number, plan in enumerate(plans)]
     asked = (plans[max(has)[1]].asked,) if has else group.asked
@@ -372,10 +372,9 @@ def _all_plans(group: Group, configurations: Sequence[Configuration]) -> list[Pl
 
 
 def _plans(group: Group, configurations: Sequence[Configuration]) -> list[Plan]:
-    """The plans with a trial of these configurations, the oldest first.
+    """Return the plans with a trial of these configurations, oldest first.
 
-    A pilot's plan counts where there is no other, the longest: it shows nothing but the spread, by which the plan may then
-    be made.
+    If all are pilots' plans, only the longest counts. A pilot shows only the spread, which may then decide the plan.
     """
     plans = _all_plans(group, configurations)
     longest = sorted(plans, key=lambda plan: -(finite(plan.judgement.get("seeds")) or 0.0))[:1]
@@ -383,7 +382,7 @@ def _plans(group: Group, configurations: Sequence[Configuration]) -> list[Plan]:
 
 
 def _added(plans: Sequence[Plan], configurations: Sequence[Configuration]) -> list[Configuration]:
-    """The recipes that the first plan with a recipe, which could have a verdict, did not have."""
+    """Return the recipes that were missing in the first plan with a recipe, which could have a verdict."""
     recipes = {one.trial.cell: one for one in configurations if one.trial.problem.get("arm") == "recipe"}
     for plan in plans:
         if planned := recipes.keys() & {trial_of(value).cell for value in plan.trials}:
@@ -392,7 +391,7 @@ def _added(plans: Sequence[Plan], configurations: Sequence[Configuration]) -> li
 
 
 def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
-    """What the first plan fixed, and how later ones differ from it."""
+    """Return what the first plan fixed, and how later plans differ."""
     if not plans:
         return {}, []
     first = plans[0].judgement
@@ -408,7 +407,7 @@ def _judgement(plans: Sequence[Plan]) -> tuple[Mapping[str, Scalar], list[str]]:
 
 
 def _arm(configuration: Configuration, fewer_bits: bool, notes: list[str], judged: range | None) -> StudyArm:
-    """The runs of the planned seeds. Of a seed that was run twice a divergence counts, whatever the other run ended on."""
+    """Return the arm with runs of the planned seeds. If a seed was run twice, a divergence counts before other results."""
     name, runs = printable(arm_name(configuration.trial, fewer_bits)), {}
     ranks = {"diverged": 0, "ok": 1}
     for row in sorted(configuration.rows, key=lambda row: (row.trial.seed, ranks.get(row.outcome, 2))):

@@ -1,4 +1,4 @@
-"""The verdict on a convergence study: what is known of each configuration against bf16, and what it adds up to."""
+"""The verdict on a convergence study: each configuration's against bf16, and the verdict on all of them."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,16 +17,16 @@ CAUGHT = (Verdict.INFERIOR, Verdict.DIVERGED)
 
 @dataclass(frozen=True, kw_only=True)
 class ArmVerdict:
-    """What is known of one arm against the control."""
+    """The verdict on one arm against the control."""
 
     arm: StudyArm
-    seeds: tuple[int, ...]  # that ended in both
+    seeds: tuple[int, ...]  # that ended in both arms
     judgement: CandidateVerdict
-    native_gap: float | None = None  # of the arm's losses evaluated as it trains; says nothing of the verdict
-    trained_gap: float | None = None  # of the training loss over the last tenth of the steps; likewise
+    native_gap: float | None = None  # of losses evaluated as the arm trains; the verdict does not use it
+    trained_gap: float | None = None  # of training losses over the last tenth of the steps; likewise
     speedup: Speedup | None = None
     band: Band | None = None
-    # Steps that every pair was evaluated at, mean gaps.
+    # Steps at which every pair was evaluated, and the mean gaps there.
     gap_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     missing: str | None = None  # planned seeds without a result
 
@@ -37,7 +37,7 @@ class ArmVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyVerdict:
-    """The verdicts on one study's configurations and what they add up to."""
+    """The verdicts on one study's configurations, and the verdict on all of them."""
 
     study: Study
     margin: float
@@ -45,39 +45,39 @@ class StudyVerdict:
     recipes: tuple[ArmVerdict, ...]
     aa: ArmVerdict | None
     broken: ArmVerdict | None
-    void: str | None  # why none of it counts
+    void: str | None  # why no verdict counts
     exploration: bool  # margin or alpha were chosen after the plan
     notes: tuple[str, ...]
-    unfinished: bool = False  # void because of what has not run yet
+    unfinished: bool = False  # void because runs are missing
 
     @property
     def findings(self) -> tuple[ArmVerdict, ...]:
         return tuple(found for found in (*self.recipes, self.aa, self.broken) if found is not None)
 
     def gap_percent(self, finding: ArmVerdict) -> float | None:
-        """The gap in per cent of the mean of bf16's final losses."""
+        """Return the gap in per cent of the mean of bf16's final losses."""
         c, control = finding.judgement.comparison, self.study.control
         if c is None or control is None or not control.finals:
             return None
         return 100 * c.gap / fmean(control.finals.values())
 
     def label(self, finding: ArmVerdict) -> str:
-        """The verdict as tables show it."""
+        """Return the verdict as shown in tables."""
         if self.unfinished and finding.missing:
             return "not finished"
         return f"{finding.verdict}{' (void)' if self.void and finding in self.recipes else ''}"
 
     def reason(self, finding: ArmVerdict) -> str | None:
-        """Why its verdict is what it is; None if all that it lacks is trials that have not run yet."""
+        """Return the reason for an arm's verdict; None if only trials that have not run yet are missing."""
         if self.unfinished and (finding.missing or "").endswith(f"({NOT_RUN})"):
             return None
         return finding.missing or finding.judgement.reason
 
     @property
     def exit_code(self) -> int:
-        """4 void or incomplete, 1 a recipe is INFERIOR or DIVERGED, 3 one is INCONCLUSIVE, 0 all are as good as bf16.
+        """4: void or incomplete; 1: a recipe is INFERIOR or DIVERGED; 3: one is INCONCLUSIVE; 0: all are as good as bf16.
 
-        Exploration passes nothing: 3 in place of 0.
+        An exploration returns 3 instead of 0.
         """
         if self.void:
             return INCOMPLETE
@@ -90,7 +90,7 @@ class StudyVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence; of an unfinished run the command that goes on ends it."""
+        """The verdict in one sentence; for an unfinished run it ends with the command that continues it."""
         if self.unfinished:
             return f"Unfinished: {self.void} to go. Go on: {self.study.again}"
         if self.void:
@@ -107,7 +107,7 @@ class StudyVerdict:
         for verdict, (one, several, what) in words.items():
             names = [self._named(f) for f in self.recipes if f.verdict is verdict]
             if names:
-                verb = several if len(names) > 1 or self.study.fewer_bits else one  # weights train
+                verb = several if len(names) > 1 or self.study.fewer_bits else one  # "weights" is plural
                 parts.append(f"{verdict}: {_all(names)} {verb}{what}")
         if (first := self.study.primary) is not None and any(found.judgement.waits for found in self.recipes):
             parts.append(f"{first.name} is judged first, and the others pass only where it does")
@@ -116,7 +116,7 @@ class StudyVerdict:
 
     def _named(self, found: ArmVerdict) -> str:
         needed, name = found.judgement.seeds_needed, found.arm.name
-        if self.study.fewer_bits and found.arm.trial.recipe is None:  # what else it is, bf16, the reference is, too
+        if self.study.fewer_bits and found.arm.trial.recipe is None:  # bf16 is also the reference's, so leave it out
             name = " and ".join(fewer_words(found.arm.trial.problem))
         if found.verdict is Verdict.INCONCLUSIVE and needed:
             return f"{name} (at least {needed} seeds needed)"
@@ -124,7 +124,7 @@ class StudyVerdict:
 
 
 def _all(names: list[str]) -> str:
-    """A, B and C; names that have commas of their own stay apart by semicolons."""
+    """Return A, B and C; names with commas are separated by semicolons."""
     if len(names) == 1 or any("," in name for name in names):
         return "; ".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"

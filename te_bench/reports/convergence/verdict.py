@@ -1,8 +1,8 @@
-"""The convergence verdict: does each FP8 recipe train like bf16, and would this experiment have noticed if it did not?
+"""Judge convergence: does each FP8 recipe train like bf16, and would this experiment have detected it if not?
 
 Every claim is about final validation losses, evaluated in bf16: of runs that share seeds with the bf16 control, or of runs
-against a pool of bf16 runs that all recipes share (`pool_study`). It is void unless the A/A arm (bf16 again, one ulp away)
-is EQUIVALENT and the recipe broken on purpose is caught.
+against a pool of bf16 runs that all recipes share (`pool_study`). A verdict is void unless the A/A arm (bf16 again, one ulp
+away) is EQUIVALENT and the recipe broken on purpose is caught.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,16 +21,16 @@ from te_bench.reports.convergence.stability import overfitting
 from te_bench.reports.convergence.study import Study, StudyArm
 from te_bench.reports.convergence.study_verdict import CAUGHT, ArmVerdict, StudyVerdict
 
-MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (facts: modded-nanogpt, 0.0019)
-DECAYED = 0.1  # the share of its peak that the learning rate must have come down to
-EVALUATED_FULLY = 0.75  # of the steps: before, a preset with early_eval_tokens evaluates that many only
+MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (modded-nanogpt, 0.0019)
+DECAYED = 0.1  # the learning rate must have decayed to this share of its peak
+EVALUATED_FULLY = 0.75  # of the steps; earlier evaluations of a preset with early_eval_tokens are shorter
 FEWEST_POINTS = 3
 
 
 def judge_study(study: Study, *, margin: float | None = None, alpha: float | None = None) -> StudyVerdict:
-    """Judge a study by the margin and alpha of its plan, or by others, which is then said.
+    """Return a study's verdict by the margin and alpha of its plan, or by others, which the notes then say.
 
-    Raises ValueError for a margin or alpha that is not possible, and a study without a control or without recipes.
+    Raises ValueError for an invalid margin or alpha, and for a study without a control or recipes.
     """
     control = study.control
     if control is None or not study.recipes:
@@ -65,7 +65,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
 
 
 def _of_pilot(study: Study, margin: float, alpha: float) -> StudyVerdict:
-    """No mean of a pilot is shown, for who has seen one chooses the plan by it."""
+    """Return a pilot's verdict, which hides its means: a plan chosen by a mean would be biased."""
     why = "these runs are a pilot: te-bench plan convergence reads their spread, and their means stay hidden"
     recipes = tuple(
         ArmVerdict(arm=arm, seeds=(), judgement=_inconclusive("a pilot", len(study.recipes))) for arm in study.recipes
@@ -96,7 +96,7 @@ def _note_trunks(study: Study) -> list[str]:
 
 
 def _note_outliers(study: Study, findings: Sequence[ArmVerdict | None]) -> list[str]:
-    """A note of each gap, or beside a pool each loss, that lies far from the others of its arm: the mean rests on it."""
+    """Return a note for each outlier: a gap, or beside a pool a loss, far from the others of its arm."""
     said = []
     for finding in findings:
         if finding is None or (c := finding.judgement.comparison) is None:
@@ -119,7 +119,7 @@ def _note_outliers(study: Study, findings: Sequence[ArmVerdict | None]) -> list[
 
 
 def judge_noise(study: Study, *, margin: float | None = None, alpha: float | None = None) -> CandidateVerdict | None:
-    """A/A against the control, which needs no recipe: whether these seeds could tell a margin. None without either."""
+    """Return A/A's verdict against the control: whether these seeds could show a margin. None if either is missing."""
     if study.control is None or study.aa is None:
         return None
     bar, level = (_setting(study, *setting, []) for setting in (("margin", margin, MARGIN), ("alpha", alpha, ALPHA)))
@@ -127,7 +127,7 @@ def judge_noise(study: Study, *, margin: float | None = None, alpha: float | Non
 
 
 def _setting(study: Study, name: str, asked: float | None, default: float, notes: list[str]) -> float:
-    """What was asked for, else the plan's, else the default; a note where the plan said otherwise."""
+    """Return the asked value, else the plan's, else the default; add a note if the plan has another."""
     planned = study.number(name)
     if asked is None:
         return default if planned is None else planned
@@ -137,27 +137,27 @@ def _setting(study: Study, name: str, asked: float | None, default: float, notes
 
 
 def paired_seeds(study: Study, arm: StudyArm) -> tuple[int, ...]:
-    """The seeds on which it and bf16 ended, none diverged on the way and, of branches, all went on from the same weights."""
+    """Return the seeds whose runs of the arm and of bf16 ended, did not diverge, and share their trunk if they branch."""
     sides = study.beside(arm)
     apart = {*arm.diverged, *(seed for side in sides for seed in (*side.diverged, *_of_two_trunks(arm, side)))}
     return tuple(seed for seed in arm.finals if all(seed in side.finals for side in sides) and seed not in apart)
 
 
 def _of_two_trunks(arm: StudyArm, control: StudyArm) -> list[int]:
-    """The seeds whose runs went on from other weights: a trunk that was lost and trained again is another on a GPU."""
+    """Return the seeds whose runs continued different weights: a lost trunk that a GPU trains again differs."""
     both = [seed for seed in arm.finals if seed in control.finals]
     return [seed for seed in both if arm.runs[seed].trunk != control.runs[seed].trunk]
 
 
 def why_diverged(arm: StudyArm) -> str | None:
-    """Why the arm counts as diverged."""
+    """Return why the arm counts as diverged, or None."""
     if not arm.diverged:
         return None
     return f"{len(arm.diverged)} of {len(arm.ended)} runs, {_seeds(arm.diverged)}: {next(iter(arm.diverged.values()))}"
 
 
 def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float) -> dict[str, CandidateVerdict]:
-    """A judgement for every recipe. Holm's family is all of them, those that diverged or cannot be tested with p = 1."""
+    """Return a verdict for every recipe. Holm's family is all recipes; a diverged or untestable one has p = 1."""
     found: dict[str, CandidateVerdict] = {}
     arms, diverged = {}, {}
     family = len(study.recipes)
@@ -179,7 +179,7 @@ def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float)
 
 
 def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerdict | None]:
-    """Every recipe and A/A of a study with a pool, by the plan's margin and alpha."""
+    """Return the verdicts of every recipe and of A/A, in a study with a pool, by the plan's margin and alpha."""
     assert study.control is not None
     margin, alpha = study.number("margin") or MARGIN, study.number("alpha") or ALPHA
     aa = None if study.aa is None else _judge_alone(study, study.control, study.aa, margin, alpha)
@@ -187,20 +187,20 @@ def judge_pool(study: Study) -> tuple[dict[str, CandidateVerdict], CandidateVerd
 
 
 def _pair(study: Study, arm: StudyArm) -> tuple[list[float], list[float]]:
-    """Its final losses and bf16's, by the seeds that they share."""
+    """Return the arm's final losses and bf16's, by the seeds that they share."""
     seeds, base = paired_seeds(study, arm), study.base(arm)
     return [arm.finals[seed] for seed in seeds], [base[seed] for seed in seeds]
 
 
 def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, alpha: float) -> CandidateVerdict:
-    """An arm that is no candidate: A/A and the broken recipe are tested on their own."""
+    """Return the verdict of A/A or the broken recipe, which are tested outside of Holm's family."""
     if reason := why_diverged(arm):
         return CandidateVerdict(verdict=Verdict.DIVERGED, reason=reason, family=1)
     if reason := _why_untestable(study, arm, control):
         return _inconclusive(reason, 1)
     if study.pool is not None and arm.kind == "aa":
         return pool_study.judge_aa(study, margin, alpha)
-    if study.pool is not None:  # the broken recipe has few runs, and no look
+    if study.pool is not None:  # the broken recipe has few runs and no looks
         pair, paired = (list(arm.finals.values()), list(control.finals.values())), False
     else:
         pair, paired = _pair(study, arm), True
@@ -208,7 +208,7 @@ def _judge_alone(study: Study, control: StudyArm, arm: StudyArm, margin: float, 
 
 
 def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | None:
-    """Why no verdict may be given whatever the losses are."""
+    """Return why an arm cannot be tested, whatever its losses are, or None."""
     p = arm.trial.problem
     peak, least = float(p.get("learning_rate") or 0), float(p.get("min_learning_rate") or 0)
     if least > DECAYED * peak:
@@ -232,7 +232,7 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | Non
 
 
 def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
-    """The planned seeds whose pair has no result though no run of it diverged, as a sentence."""
+    """Return a sentence about planned seeds whose pair has no result and did not diverge, or None."""
     planned = study.number("seeds")
     for side in (arm, *study.beside(arm)):
         lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
@@ -251,12 +251,12 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
-    """Rounds of a pool's plan without a result, while no look has decided the configuration."""
+    """Return a sentence about rounds of a pool's plan without a result, or None once a look has decided the arm."""
     if arm.kind == "broken" or pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
     lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
     if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
-        return None  # the plan's margin was decided, and this is a tighter one
+        return None  # a look decided the plan's margin, and this verdict is by a tighter one
     why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
     return f"{why} ({_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
 
@@ -266,9 +266,9 @@ def _inconclusive(reason: str, family: int) -> CandidateVerdict:
 
 
 def why_overfitted(control: StudyArm, margin: float) -> str | None:
-    """Why final losses prove nothing, where the control's own ends above its least by more than the margin.
+    """Return why final losses prove nothing if the control's loss ends above its minimum by more than the margin.
 
-    Of its mean curve over the seeds, at evaluations of as many tokens as the last: early ones of a preset may be shorter.
+    The loss is the mean curve over seeds, at evaluations with as many tokens as the last: early ones may be shorter.
     """
     seeds = list(control.finals)
     at = common_steps((control,), seeds)
@@ -286,7 +286,7 @@ def why_overfitted(control: StudyArm, margin: float) -> str | None:
 
 
 def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | None, margin: float) -> str | None:
-    """Why the experiment could not have told: bf16 breaks or overfits, its noise is too large, a fault is not seen."""
+    """Return why the experiment proves nothing: bf16 diverges or overfits, is too noisy, or a fault is not caught."""
     if control.diverged:
         why = next(iter(control.diverged.values()))
         return f"bf16 itself diverged on {_seeds(control.diverged)} ({why}), and the seeds that are left are a biased choice"
@@ -311,7 +311,7 @@ def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | Non
 
 
 def _more_steps(control: Trial) -> str:
-    """What makes the fault's gap larger, a sentence."""
+    """Return a sentence that says how to make the fault's gap larger."""
     p = TrainingProblem.of(control)
     if p.branch_at is None or p.steps is None:
         return ". More steps make its gap larger"
@@ -321,7 +321,7 @@ def _more_steps(control: Trial) -> str:
 def _is_open(
     control: StudyArm, recipes: Sequence[ArmVerdict], aa: ArmVerdict | None, broken: ArmVerdict | None
 ) -> bool:
-    """Whether the runs that are left may decide something: every recipe, A/A or the fault has no verdict without them."""
+    """Return whether the remaining runs may decide something: A/A, the fault, or all recipes have no verdict yet."""
     if control.diverged or aa is None or broken is None:
         return False
     undecided = Verdict.INCONCLUSIVE
@@ -343,7 +343,7 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         judgement=judgement,
         native_gap=native_gap,
         trained_gap=trained_gap,
-        # Survivors are a biased choice; and what faster steps save, a branch has in a part of its training alone.
+        # Survivors of a divergence are a biased choice. For branches, steps are faster in only a part of the training.
         speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), tuple(np.mean(np.subtract(ours, theirs), axis=0).tolist()) if at else ()),
@@ -354,7 +354,7 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
 def _gap_beside(
     ours: Mapping[int, float], theirs: Mapping[int, float], seeds: Sequence[int], *, paired: bool
 ) -> float | None:
-    """The mean gap of other losses, which says nothing of the verdict; None of fewer than two pairs or runs."""
+    """Return the mean gap of other losses, which the verdict does not use; None for fewer than two pairs or runs."""
     if paired:
         both = [seed for seed in seeds if seed in ours and seed in theirs]
         return float(np.mean([ours[seed] - theirs[seed] for seed in both])) if len(both) > 1 else None
@@ -365,7 +365,7 @@ def _gap_beside(
 def _speedup(
     control: StudyArm, curves: Sequence[Sequence[float]], arm: StudyArm, seeds: Sequence[int], at: Sequence[float]
 ) -> Speedup | None:
-    """curves: bf16's losses at these steps, by seed."""
+    """Return the speed-up of an arm's steps; curves: bf16's losses at these steps, by seed."""
     timed = [s for s in seeds if control.runs[s].step_s and arm.runs[s].step_s]
     if not timed:
         return None
@@ -381,7 +381,7 @@ def _speedup(
 
 
 def common_steps(arms: Sequence[StudyArm], seeds: Sequence[int]) -> list[float]:
-    """The steps at which every run of these was evaluated, the first (before which nothing was learnt) to the last."""
+    """Return the steps at which every run was evaluated, in order. The first is before training."""
     steps = [set(arm.runs[seed].curve[0]) for arm in arms for seed in seeds]
     return sorted(set.intersection(*steps)) if steps else []
 

@@ -1,4 +1,4 @@
-"""Several journals as one: a sweep of which machines of one make, or days, did a part each."""
+"""Merge journals of one sweep, whose parts were run on several machines of one kind or on several days."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from te_bench.reports.analysis.rows import differences, identity, printable, tri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Merged:
-    """What came of a merge. Nothing was written where `mismatch` is not allowed."""
+    """The result of a merge. If `mismatch` is not empty and not allowed, nothing was written."""
 
     mismatch: tuple[str, ...]  # how the environments differ
     notes: tuple[str, ...] = ()
-    records: int = 0  # trials that have one
+    records: int = 0  # planned trials with a record
     planned: int = 0
 
 
@@ -25,7 +25,7 @@ class _Run:
     name: str
     journal: Journal
     lines: list[Line]
-    tries: Mapping[Key, list[bytes]]  # all that it says of a trial
+    tries: Mapping[Key, list[bytes]]  # {trial: all its lines}
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -37,14 +37,14 @@ class _Run:
 
     @property
     def environment(self) -> str:
-        """The one that was planned in last, in which a rerun goes on."""
+        """The last plan's environment, in which a rerun continues."""
         return self.journal.plans[-1].environment
 
 
 def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: bool = False) -> Merged:
-    """Write the lines of several runs' journals to one in `out`, byte by byte, each trial from one run.
+    """Write the lines of several runs' journals to one in `out`, byte by byte, with each trial from one run.
 
-    A run that diverged goes before one that ended, and that before one that was interrupted; else the first one named.
+    A diverged trial goes before an ended one, and an ended one before an interrupted one; otherwise the first run counts.
     Raises ValueError for fewer than two runs, runs of different suites, a journal without a plan, and an `out` that
     holds a journal.
     """
@@ -60,7 +60,7 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
             raise ValueError(f"{run.name} holds a journal without a plan: te-bench run --out {run.name} writes one")
         if _suites(run) != _suites(first):
             raise ValueError(
-                f"{first.name} is of {_suites(first)} and {run.name} of {_suites(run)}: a merged run is of one sweep. "
+                f"{first.name} ran {_suites(first)} and {run.name} ran {_suites(run)}: merge takes runs of one sweep. "
                 f"te-bench report {first.name} {run.name} shows both."
             )
     mismatch = tuple(dict.fromkeys(said for run in others for said in _environment_differences(first, run)))
@@ -80,13 +80,13 @@ def merge(directories: Sequence[Path], out: Path, *, allow_environment_change: b
 
 
 def _suites(run: _Run) -> str:
-    """The suite, or the suites, that a run is of."""
+    """Return the suites of a run in words."""
     names = sorted({plan.suite for plan in run.journal.plans})
     return printable(f"the suite{'s' if len(names) > 1 else ''} {', '.join(names)}")
 
 
 def _environment_differences(first: _Run, run: _Run) -> tuple[str, ...]:
-    """How the environments differ in which two runs would go on."""
+    """Return how the environments differ in which two runs would continue."""
     if run.environment == first.environment:
         return ()
     before, after = (identity(each.journal.environments.get(each.environment, {})) for each in (first, run))
@@ -94,10 +94,12 @@ def _environment_differences(first: _Run, run: _Run) -> tuple[str, ...]:
 
 
 def _choose_runs(runs: Sequence[_Run]) -> dict[Key, _Run]:
-    """The run that each trial is taken from."""
+    """Return {trial: the run to take it from}."""
 
     def rank(run: _Run, key: Key) -> int:
-        if any(b'"outcome":"diverged"' in line for line in run.tries[key]):  # a result, which no second try may replace
+        if any(
+            b'"outcome":"diverged"' in line for line in run.tries[key]
+        ):  # a result that a second try may not replace
             return 0
         return 1 if run.journal.done(key) else 2
 
@@ -106,7 +108,7 @@ def _choose_runs(runs: Sequence[_Run]) -> dict[Key, _Run]:
 
 
 def _join_lines(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
-    """The runs' lines in turn: of a trial those of the run that it is taken from, of others each once."""
+    """Return the runs' lines in order: a trial's from its chosen run, other lines once each."""
     found: dict[bytes, Line] = {}
     for run in runs:
         found |= {line.raw: line for line in run.lines if line.key is None or chosen[line.key] is run}
@@ -114,7 +116,7 @@ def _join_lines(runs: Iterable[_Run], chosen: dict[Key, _Run]) -> list[Line]:
 
 
 def _note_plan_differences(first: _Run, run: _Run) -> list[str]:
-    """How what two runs set out to do differs."""
+    """Return sentences about how the plans of two runs differ."""
     said = []
     for what in ("title", "baseline", "judgement"):
         before, after = (
@@ -137,7 +139,7 @@ def _note_plan_differences(first: _Run, run: _Run) -> list[str]:
 
 
 def _plan_field(run: _Run, plan: Plan, what: str) -> str:
-    """A field of a plan; of its baseline, which is a hash, a trial that some plan of the run has."""
+    """Return a field of a plan; for its baseline, a hash, the name of a trial in the run's plans."""
     if what != "baseline":
         return str(getattr(plan, what))
     trials = (trial_of(value) for each in run.journal.plans for value in each.trials)
@@ -145,7 +147,7 @@ def _plan_field(run: _Run, plan: Plan, what: str) -> str:
 
 
 def _note_repeats(runs: Sequence[_Run]) -> list[str]:
-    """How many trials ended in several runs, each differently: one of them counts."""
+    """Return a sentence about trials that ended differently in several runs, of which one counts."""
     measured: dict[Key, set[tuple[bytes, ...]]] = {}
     for run in runs:
         for key in filter(run.journal.done, run.tries):
@@ -153,5 +155,5 @@ def _note_repeats(runs: Sequence[_Run]) -> list[str]:
     if not (number := sum(len(different) > 1 for different in measured.values())):
         return []
     return [
-        f"{count_trials(number)} ended in several runs: what the run named first says counts, a divergence before all"
+        f"{count_trials(number)} ended in several runs: a divergence counts first, then the run that is named first"
     ]

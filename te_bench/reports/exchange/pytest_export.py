@@ -1,10 +1,10 @@
-"""Records as pytest-benchmark's JSON, which its own `compare`, github-action-benchmark and Bencher read.
+"""Write records as pytest-benchmark's JSON, which its own `compare`, github-action-benchmark and Bencher read.
 
-One benchmark a record and timed quantity, in seconds. Beside them, under the key "te_bench" which others ignore, goes
-what is needed to have the journal back (pytest_import.py).
+There is one benchmark for each record and timed quantity, in seconds. The key "te_bench", which other tools ignore, holds
+what pytest_import.py needs to restore the journal.
 
-What the readers need: github-action-benchmark (tool: pytest) of each benchmark fullname, stats.ops, .stddev, .mean and
-.rounds (its src/extract.ts); Bencher (adapter python_pytest) objects machine_info and commit_info, a fullname of 1 to
+github-action-benchmark (tool: pytest) needs of each benchmark fullname, stats.ops, .stddev, .mean and .rounds (its
+src/extract.ts). Bencher (adapter python_pytest) needs objects machine_info and commit_info, a fullname of 1 to
 1024 characters, and stats.median with .iqr or stats.mean with .stddev (its adapters/python/pytest.rs).
 """
 
@@ -21,18 +21,18 @@ from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
 from te_bench.reports.files import write_file
 
-FORMAT = "5.3.1"  # the pytest-benchmark whose JSON this is
-SCHEMA = 1  # of what is under "te_bench"
+FORMAT = "5.3.1"  # the version of pytest-benchmark that writes such JSON
+SCHEMA = 1  # of the value under "te_bench"
 FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
-_LONGEST = 1024  # characters: Bencher's limit of a benchmark's name
+_LONGEST = 1024  # characters of a benchmark's name: Bencher's limit
 
 
 def write(
     directory: Path, file: Path, *, only: str | None = None, environment: str | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Write DIR's records as pytest-benchmark's JSON; how many benchmarks, and the environments that are left out.
+    """Write DIR's records as pytest-benchmark's JSON; return the number of benchmarks, and the environments left out.
 
-    Raises ValueError as `export`, and for a file that cannot be written.
+    Raises ValueError as `export` does, and if the file cannot be written.
     """
     journal = load(directory)
     found = export(journal, only=only, environment=environment)
@@ -42,9 +42,9 @@ def write(
 
 
 def export(journal: Journal, *, only: str | None = None, environment: str | None = None) -> dict[str, Any]:
-    """The JSON value of the records of one environment: the newest planned in, or the one whose id starts as given.
+    """Return the JSON value of one environment's records: the last plan's, or the one whose id begins with `environment`.
 
-    only: a glob over trial names. Raises ValueError for an environment that is not there and where nothing was timed.
+    only: a glob over trial names. Raises ValueError for an unknown environment, and if no record has timed samples.
     """
     chosen = _environment(journal, environment)
     body = journal.environments.get(chosen, {"id": chosen})
@@ -67,13 +67,13 @@ def export(journal: Journal, *, only: str | None = None, environment: str | None
             "environment": body,
             "plans": [{name: getattr(plan, name) for name in Plan.__slots__} for plan in plans],
             "records": [replace(one, samples=_beside(one)).to_json() for one in records],
-            "timed": {record.trial.id: list(_timed(record)) for record in records},  # what the benchmarks hold of them
+            "timed": {record.trial.id: list(_timed(record)) for record in records},  # samples that benchmarks hold
         },
     }
 
 
 def machine_info(body: Mapping[str, Any]) -> dict[str, Any]:
-    """pytest-benchmark's machine_info of an environment; what was not recorded is null."""
+    """Return pytest-benchmark's machine_info of an environment; null for what was not recorded."""
     known, details = identity(body), body.get("details") or {}
     return {
         "node": None,
@@ -93,7 +93,7 @@ def machine_info(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_info(body: Mapping[str, Any]) -> dict[str, Any]:
-    """pytest-benchmark's commit_info of an environment: "unversioned" where no commit was recorded, as it says itself."""
+    """Return pytest-benchmark's commit_info of an environment; its "unversioned" if no commit was recorded."""
     details = body.get("details") or {}
     return {
         "id": details.get("git_commit") or "unversioned",
@@ -106,7 +106,7 @@ def commit_info(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment(journal: Journal, asked: str | None) -> str:
-    """The id of the environment to export."""
+    """Return the id of the environment to export."""
     known = list(dict.fromkeys([*(plan.environment for plan in journal.plans), *(key[1] for key in journal.records)]))
     if not known:
         raise ValueError("the journal holds no plan and no record: there is nothing to export")
@@ -114,7 +114,9 @@ def _environment(journal: Journal, asked: str | None) -> str:
         return journal.plans[-1].environment if journal.plans else known[-1]
     found = [key for key in known if asked and key.startswith(asked)]
     if len(found) != 1:
-        raise ValueError(f"--environment {asked}: {'several' if found else 'none'} begin so; known: {', '.join(known)}")
+        raise ValueError(
+            f"--environment {asked}: {'several' if found else 'no'} ids begin so; known: {', '.join(known)}"
+        )
     return found[0]
 
 
@@ -125,7 +127,7 @@ def _kept(plan: Plan, trials: set[str] | None) -> Plan:
 
 
 def _timed(record: Record) -> dict[str, list[float]]:
-    """The timed samples of a record that ended ok, where they are seconds throughout."""
+    """Return the timed samples of a record that ended ok, if all their values are numbers."""
     if record.outcome != "ok":
         return {}
     samples = {quantity: record.samples.get(quantity) or [] for quantity in TIMED}
@@ -133,20 +135,20 @@ def _timed(record: Record) -> dict[str, list[float]]:
 
 
 def _beside(record: Record) -> dict[str, Any]:
-    """The samples that are no benchmark's data."""
+    """Return the samples that no benchmark holds."""
     timed = _timed(record)
     return {name: values for name, values in record.samples.items() if name not in timed}
 
 
 def _benchmarks(records: Sequence[Record], plans: Sequence[Plan], body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One benchmark for each timed quantity of each record that ended ok, in the order of the records."""
+    """Return one benchmark for each timed quantity of each record that ended ok, in the order of the records."""
     suites = {trial_of(value).id: plan.suite for plan in plans for value in plan.trials}
     names = [record.trial.name for record in records]
     found = []
     for record in records:
         trial = record.trial
         words = (trial.attention, trial.precision, trial.recipe, trial.mode, f"s{trial.seed}")
-        same = names.count(trial.name) > 1  # settings that the name does not show: the id tells them apart
+        same = names.count(trial.name) > 1  # the names hide a difference in settings, so ids are added
         for quantity, values in _timed(record).items():
             name = trial.name + (f"#{trial.id[:8]}" if same else "") + TIMED[quantity]
             found.append(
@@ -171,7 +173,7 @@ def _params(trial: Trial) -> dict[str, Any]:
 
 
 def _as_it_was(trial: Trial) -> dict[str, Any]:
-    """Names and parameters of a benchmark that came from pytest-benchmark; {} of any other."""
+    """Return the original names and parameters of a benchmark from pytest-benchmark; {} for any other."""
     if trial.workload != FOREIGN:
         return {}
     given = {key.removeprefix("param:"): value for key, value in trial.problem.items() if key.startswith("param:")}
@@ -185,7 +187,7 @@ def _as_it_was(trial: Trial) -> dict[str, Any]:
 
 
 def _extra(record: Record, quantity: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """What pytest-benchmark has no field for: the GPU, memory, work, and the record that this is a part of."""
+    """Return what pytest-benchmark has no field for: the GPU, memory, work, and the record's ids."""
     known = identity(body)
     sampled = {name: record.samples.get(f"peak_{name}_bytes") for name in ("allocated", "reserved", "rss")}
     peaks = {f"peak_{name}_bytes": measures.highest(measures.numbers(s)) for name, s in sampled.items() if s}

@@ -1,4 +1,4 @@
-"""pytest-benchmark's JSON as a journal: our own exports come back as they were, anybody's file as one trial a benchmark."""
+"""Read pytest-benchmark's JSON into a journal: te-bench's own exports as they were, other files as a trial a benchmark."""
 
 import json
 import math
@@ -14,15 +14,15 @@ from te_bench.reports.exchange.pytest_export import FOREIGN, SCHEMA
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The JSON value of a file that pytest-benchmark, or te-bench export, wrote.
+    """Return the JSON value of a file that pytest-benchmark or te-bench export wrote.
 
-    Raises ValueError for a file that is missing, not JSON, or without benchmarks, and for a fullname that is there twice.
+    Raises ValueError if the file is missing, is not JSON, has no benchmarks, or has a fullname twice.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+    except ValueError as error:  # covers UnicodeDecodeError and JSONDecodeError
         raise ValueError(f"{file} is not JSON ({error}): give a file of pytest --benchmark-json") from error
     benchmarks = value.get("benchmarks") if isinstance(value, dict) else None
     if not isinstance(benchmarks, list) or not all(map(_is_benchmark, benchmarks)):
@@ -30,7 +30,7 @@ def read(file: Path) -> dict[str, Any]:
     names = [benchmark["fullname"] for benchmark in benchmarks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{file}: {', '.join(twice)} is there more than once; a name must stand for one benchmark")
+        raise ValueError(f"{file}: {', '.join(twice)} occurs more than once; each benchmark needs a name of its own")
     assert isinstance(value, dict)
     return value
 
@@ -42,9 +42,9 @@ def _is_benchmark(value: object) -> bool:
 
 
 def write(file: Path, directory: Path) -> tuple[int, int]:
-    """Write the benchmarks of a file into DIR's journal; (records added, records that were there already).
+    """Write the benchmarks of a file into DIR's journal; return (records added, records that were there).
 
-    Raises ValueError as `read` does, for benchmarks without raw rounds, and where DIR cannot be written or is in use.
+    Raises ValueError as `read` does, for benchmarks without raw rounds, and if DIR cannot be written or is in use.
     """
     environment, plans, records = journal(read(file), file.name)
     added = 0
@@ -63,7 +63,7 @@ def write(file: Path, directory: Path) -> tuple[int, int]:
 
 
 def describe(file: Path) -> list[str]:
-    """What a file holds, a line for each of its plans: how many trials of what, measured where, on which code and when."""
+    """Return a line for each plan of a file: its number of trials, the machine, the commit, and the date."""
     environment, plans, _ = journal(read(file), file.name)
     where = environment_labels({environment["id"]: environment})[environment["id"]]
     details = environment["details"]
@@ -76,15 +76,15 @@ def describe(file: Path) -> list[str]:
 
 
 def journal(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Plan], list[Record]]:
-    """(environment, plans, records) of a pytest-benchmark JSON value; `name` is the file's, for messages.
+    """Return (environment, plans, records) of a pytest-benchmark JSON value; `name`: the file's, for messages.
 
-    Raises ValueError for benchmarks without stats.data, and for an export of another te-bench's schema.
+    Raises ValueError for benchmarks without stats.data, and for an export with another version of te-bench's schema.
     """
     own = value.get("te_bench")
     if own is None:
         return _foreign(value, name)
     if own.get("schema") != SCHEMA:
-        raise ValueError(f"{name}: te-bench export schema {own.get('schema')}; this te-bench reads schema {SCHEMA}")
+        raise ValueError(f"{name} has te-bench export schema {own.get('schema')}; this te-bench reads schema {SCHEMA}")
     timed: dict[str, dict[str, list[float]]] = {}
     for benchmark in value["benchmarks"]:
         part = (benchmark.get("extra_info") or {}).get("te_bench") or {}
@@ -97,7 +97,7 @@ def journal(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[P
 def _whole(
     body: Mapping[str, Any], quantities: Sequence[str], timed: Mapping[str, Mapping[str, list[float]]]
 ) -> Record | None:
-    """The record with its timed samples back in place; None when a benchmark of it was taken out of the file."""
+    """Return the record with its timed samples, or None if one of its benchmarks was removed from the file."""
     found = timed.get(body["trial"]["id"], {})
     if any(quantity not in found for quantity in quantities):
         return None
@@ -105,7 +105,7 @@ def _whole(
 
 
 def _data(benchmark: Mapping[str, Any], name: str) -> list[float]:
-    """The rounds of a benchmark in seconds."""
+    """Return the rounds of a benchmark in seconds."""
     values = benchmark["stats"].get("data")
     if not values:
         raise ValueError(
@@ -118,7 +118,7 @@ def _data(benchmark: Mapping[str, Any], name: str) -> list[float]:
 
 
 def _foreign(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[Plan], list[Record]]:
-    """One environment, one plan and a record a benchmark of a file that te-bench did not write."""
+    """Return one environment, one plan and a record for each benchmark, of a file that te-bench did not write."""
     benchmarks = value["benchmarks"]
     if not benchmarks:
         raise ValueError(f"{name} holds no benchmark: there is nothing to import")
@@ -148,16 +148,16 @@ def _foreign(value: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[
 
 
 def _time(value: Mapping[str, Any], name: str) -> str:
-    """When the file says that it was measured, as UTC; older versions of pytest-benchmark write no zone and mean UTC."""
+    """Return the file's time of measurement in UTC; older versions of pytest-benchmark write UTC without a zone."""
     try:
         found = datetime.fromisoformat(str(value.get("datetime")))
     except ValueError as error:
-        raise ValueError(f"{name}: datetime {value.get('datetime')!r} is no ISO 8601 time") from error
+        raise ValueError(f"{name}: datetime {value.get('datetime')!r} is not an ISO 8601 time") from error
     return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
 
 
 def _environment(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The environment of a foreign file. The commit is its code: files of two commits are two environments."""
+    """Return the environment of a foreign file. Its code is the commit: two commits are two environments."""
     machine, commit = value.get("machine_info") or {}, value.get("commit_info") or {}
     cpu = machine.get("cpu") or {}
     gpu = _common(value["benchmarks"], "gpu")
@@ -187,14 +187,14 @@ def _environment(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _common(benchmarks: Sequence[Mapping[str, Any]], key: str) -> Any:
-    """What the extra_info of all benchmarks that say anything of `key` says; None where they disagree or are silent."""
+    """Return the value of `key` that all benchmarks' extra_info agree on; None if they disagree or lack it."""
     found = [(benchmark.get("extra_info") or {}).get(key) for benchmark in benchmarks]
     said = {str(v): v for v in found if v is not None}
     return next(iter(said.values())) if len(said) == 1 else None
 
 
 def _trial(benchmark: Mapping[str, Any], device: str) -> Trial:
-    """A benchmark as a trial of one repetition; parameters that are JSON scalars are settings of its problem."""
+    """Return a benchmark as a trial of one repetition; its parameters that are JSON scalars become settings."""
     params = benchmark.get("params") or {}
     problem: dict[str, Scalar] = {
         "variant": benchmark["fullname"],

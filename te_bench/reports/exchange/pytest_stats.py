@@ -1,10 +1,9 @@
-"""pytest-benchmark's `stats` of a benchmark's rounds, and its --benchmark-compare-fail between two of them, with decimals.
+"""Compute pytest-benchmark's `stats` of a benchmark's rounds, and its --benchmark-compare-fail, with decimals.
 
 STAT:N%   STAT may grow by N percent.      median:2.5%
 STAT:N    STAT may grow by N seconds.      min:0.001, mean:5e-4
 
-Of ops, calls in a second, it is the fall that counts. No statistics: a threshold alone, as those who come from
-pytest-benchmark know it.
+For ops (calls a second) a fall counts. There are no statistics: only a threshold, as in pytest-benchmark.
 """
 
 import math
@@ -16,13 +15,13 @@ from typing import Any
 
 #: Fields of `stats` that can be judged. Source: pytest-benchmark 5.3.1, whose own grammar takes the first six.
 STATS = ("min", "max", "mean", "median", "stddev", "iqr", "q1", "q3", "ld15iqr", "hd15iqr", "total", "ops")
-_FALLS = ("ops",)  # what is better the larger it is
+_FALLS = ("ops",)  # statistics that are better if larger
 _GRAMMAR = re.compile(r"(?P<stat>[a-z0-9]+):(?P<limit>(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?P<percent>%?)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """How far a statistic may get worse: by `limit` percent, or by `limit` seconds (of ops: 1/s)."""
+    """How much worse a statistic may become: by `limit` percent, or by `limit` seconds (for ops: 1/s)."""
 
     stat: str
     limit: float
@@ -33,7 +32,7 @@ class Limit:
 
 
 def parse(expression: str) -> Limit:
-    """The limit that STAT:N% or STAT:N states, such as median:2.5%. Raises ValueError for anything else."""
+    """Return the limit that STAT:N% or STAT:N states, such as median:2.5%. Raises ValueError for anything else."""
     found = _GRAMMAR.fullmatch(expression.strip())
     if found is None or found["stat"] not in STATS or not math.isfinite(float(found["limit"])):
         raise ValueError(
@@ -44,13 +43,13 @@ def parse(expression: str) -> Limit:
 
 
 def why_exceeded(limit: Limit, baseline: Mapping[str, float], candidate: Mapping[str, float]) -> str | None:
-    """By how much the limit's statistic got worse, where that is more than it may; both are `pytest_stats.summary`'s."""
+    """Return by how much the statistic exceeds its limit, in words, or None; both are `pytest_stats.summary`'s."""
     old, new = baseline[limit.stat], candidate[limit.stat]
     worse = old - new if limit.stat in _FALLS else new - old
     if not limit.percent:
         change = worse
     elif old == 0:
-        change = math.copysign(math.inf, worse) if worse else 0.0  # from nothing to anything is no percentage
+        change = math.copysign(math.inf, worse) if worse else 0.0  # a percentage of 0 is undefined
     else:
         change = 100 * worse / old
     if change <= limit.limit:
@@ -61,13 +60,13 @@ def why_exceeded(limit: Limit, baseline: Mapping[str, float], candidate: Mapping
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """The `stats` of a benchmark of one round at least in pytest-benchmark's JSON; seconds, ops in 1/s, one call a round.
+    """Return pytest-benchmark's JSON `stats` of one round or more; in seconds, ops in 1/s, one call a round.
 
-    Quartiles are medians of the lower and the upper half of an even number of rounds and weighted order statistics of an
-    odd one; stddev is the sample's, 0 of one round; outliers are "n beyond mean +- stddev;n beyond 1.5 IQR".
+    Quartiles are the medians of the lower and upper half if the number of rounds is even, else weighted order statistics.
+    stddev is the sample's, and 0 for one round. outliers are "n beyond mean +- stddev;n beyond 1.5 IQR".
     Source: pytest-benchmark 5.3.1, stats.py.
     """
-    import numpy as np  # which `te-bench gate --help` should not wait for
+    import numpy as np  # here, because `te-bench gate --help` must not wait for it
 
     ordered = sorted(float(value) for value in seconds)
     mean = statistics.mean(ordered)

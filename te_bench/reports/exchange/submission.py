@@ -1,4 +1,4 @@
-"""A run that is offered for results/: what it lacks, a sentence each, and what is entered beside it if it lacks nothing."""
+"""Submit a run to results/: say in one sentence each what it lacks, and enter it there if it lacks nothing."""
 
 import json
 import re
@@ -16,43 +16,43 @@ from te_bench.experiments.store import JOURNAL, PACKED, Journal, Plan, load, und
 from te_bench.reports.analysis.rows import gaps, identity, trial_of
 
 LISTED = "published.toml"
-#: Of the user's text, not of the suite.
+#: Settings of a problem that come from the user's text, not from the suite.
 DATA = ("data", "tokenizer", "corpus", "data_sha256", "vocab", "padded_vocab")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """A run, the folder below results/ that it would have, and what stands against that."""
+    """A run, the folder below results/ that it would get, and what it lacks."""
 
     run: Path
     folder: str  # h200/speed-b64
     gpu: str
     journal: Journal
-    missing: str | None  # why trials of the suite were not run
+    missing: str | None  # why some of the suite's trials were not run
     lacks: tuple[str, ...]  # a sentence each
 
 
 def is_clean(environment: Mapping[str, Any]) -> bool:
-    """Whether a commit is known and no file differed from it."""
+    """Return whether the commit is known and no file differed from it."""
     details = environment.get("details") or {}
     return bool(details.get("git_commit")) and details.get("git_dirty") is False
 
 
 def is_published(folder: Path) -> bool:
-    """Whether it lies below the results/ of a checkout, whose pages a repository keeps."""
+    """Return whether the folder lies below the results/ of a checkout, whose pages are committed."""
     return any((parent / LISTED).is_file() for parent in folder.resolve().parents)
 
 
 def settled(trial: Trial) -> str:
-    """What a suite fixes about a trial: not its seed, and of a training not the user's text."""
+    """Return a trial's settings that a suite fixes: without its seed, and for a training without the user's text."""
     drop = DATA if trial.workload == "training" else ()
     problem = {key: value for key, value in trial.problem.items() if key not in drop}
     return str(sorted({**trial.to_json(), "problem": sorted(problem.items()), "seed": None}.items()))
 
 
 def against_the_suite(journal: Journal, today: Experiment) -> tuple[list[str], list[str]]:
-    """Of measured trials those that today's suite would not run, and of its own those without a record: a name for each,
-    seeds aside."""
+    """Return the names of measured trials that today's suite would not run, and of its trials without a record; seeds are
+    ignored."""
     planned = {settled(trial): trial.name for trial in today.trials}
     measured = {settled(record.trial): record.trial.name for record in journal.records.values()}
     old = sorted(name for key, name in measured.items() if key not in planned)
@@ -60,9 +60,9 @@ def against_the_suite(journal: Journal, today: Experiment) -> tuple[list[str], l
 
 
 def examine(run: Path, results: Path, *, name: str | None = None, missing: str | None = None) -> Submission:
-    """What a run lacks for `results`.
+    """Return the run with what it lacks for `results`.
 
-    Raises ValueError for a folder without a journal, one that this te-bench cannot read, and records published there.
+    Raises ValueError for a folder without a journal that this te-bench can read, and for records that are published.
     """
     journal = load(run)
     _check_is_new(run, journal, results)
@@ -81,7 +81,7 @@ def examine(run: Path, results: Path, *, name: str | None = None, missing: str |
 
 
 def _check_is_new(run: Path, journal: Journal, results: Path) -> None:
-    """Raise ValueError, with the name, for records that are published, which are never to stand in two tables."""
+    """Raise ValueError, with the folder's name, if records are published already: no record may stand in two tables."""
     listed = tomllib.loads((results / LISTED).read_text(encoding="utf-8"))
     for folder in sorted(listed.keys() - {"disagreements"}):
         if not written(results / folder):
@@ -92,15 +92,15 @@ def _check_is_new(run: Path, journal: Journal, results: Path) -> None:
         if shared:
             known = "; ".join(f"known.{what}: {why}" for what, why in listed[folder].get("known", {}).items())
             raise ValueError(
-                f"{run}: {len(shared)} of {len(journal.records)} records are published already, as {folder}"
-                f"{f' ({known})' if known else ''}: submit a run of others"
+                f"{run}: {len(shared)} of {len(journal.records)} records are published already, in {folder}"
+                f"{f' ({known})' if known else ''}: submit a run with other records"
             )
 
 
 def enter(submission: Submission, results: Path, command: str) -> Path:
-    """Copy the journal to its folder in `results`, and enter it in README.md and published.toml there; the folder.
+    """Copy the journal to its folder in `results`, add it to README.md and published.toml there, and return the folder.
 
-    Raises ValueError where something was published under this name.
+    Raises ValueError if the folder exists.
     """
     folder, journal, plan = results / submission.folder, submission.journal, submission.journal.plans[-1]
     if folder.exists():
@@ -123,21 +123,21 @@ def enter(submission: Submission, results: Path, command: str) -> Path:
         f"`{command}`",
         f"{submission.gpu}, {day}, clean tree of commit `{'`, `'.join(commits)}`",
     )
-    with (results / "README.md").open("a", encoding="utf-8") as readme:  # whose end is the table
+    with (results / "README.md").open("a", encoding="utf-8") as readme:  # it ends with the table
         readme.write(f"| {' | '.join(row)} |\n")
     return folder
 
 
 def _toml(value: Any) -> str:
-    """A string, number or list as TOML has it, which knows no surrogates."""
+    """Return a string, number or list in TOML, which has no surrogates."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
-    """What is wrong with the machine, the code and the records."""
+    """Yield a sentence for each fault of the machine, the code and the records."""
     if gpu == "None":
         yield "This run is of a CPU; only runs on a GPU are published."
-        return  # whatever else it lacks, mending that would not help
+        return  # mending other faults would not help
     if " and " in gpu:
         yield f"This run is of {gpu}; only runs on GPUs of one kind are published."
     for key, body in journal.environments.items():
@@ -156,7 +156,7 @@ def _of_records(journal: Journal, gpu: str) -> Iterator[str]:
 
 
 def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
-    """How the plans differ from what the suite makes today."""
+    """Yield a sentence for each difference between the run and today's suite."""
     suite, asked = journal.plans[0].suite, _options(journal.plans[0])
     if any((plan.suite, _options(plan)) != (suite, asked) for plan in journal.plans):
         yield "The journal's plans are of several suites or options: publish each in a folder of its own."
@@ -165,9 +165,9 @@ def _of_plan(journal: Journal, missing: str | None) -> Iterator[str]:
     data = {"": "random"} if _trains(journal) else {}
     old, absent = against_the_suite(journal, plans.resolve(suite, Options(device="cuda", data=data, **options)))
     if old:
-        yield f"Not of today's suite {suite}, {_count(old)}: run today's code."
+        yield f"Today's suite {suite} does not have {_count(old)}: run today's code."
     if absent and not missing:
-        yield f"No record, of the suite {suite}, of {_count(absent)}: run it, or say by --missing why it was not run."
+        yield f"The suite {suite} has no record of {_count(absent)}: run it, or give the reason with --missing."
     if missing and not absent:
         yield "Nothing of the suite is missing: leave out --missing."
 
@@ -181,7 +181,7 @@ def _trains(journal: Journal) -> bool:
 
 
 def _options(plan: Plan) -> dict[str, Any]:
-    """The options that a plan's words and trials tell, as published.toml has them: without --only, tuples as lists."""
+    """Return the options of a plan's command and trials, as in published.toml: without --only, tuples as lists."""
     flags = {option.flag: (name, option) for name, option in run_options.OPTIONS.items()}
     budgets = {trial_of(value).problem.get("budget_s") for value in plan.trials} - {None}
     found: dict[str, Any] = {"budget_s": budgets.pop()} if len(budgets) == 1 else {}

@@ -1,8 +1,8 @@
-"""The times of a configuration over commits and environments: series in order of time, and where their level changed.
+"""Order a configuration's times over commits and environments, and find where their level changed.
 
-A series is one configuration (a trial without its seed) and one timed quantity on one kind of machine. A point of it is what
-one run measured in one environment: the median over processes of each process's median. Code, driver and packages may
-differ from point to point: that is what a history shows.
+A series is one configuration (a trial without its seed) and one timed quantity on one kind of machine. A point is the
+measurement of one run in one environment: the median over processes of each process's median. Code, driver and packages
+may differ between points.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,22 +18,22 @@ from te_bench.reports.analysis.rows import TIMED, grouped, identity, printable
 from te_bench.reports.exchange.pytest_export import FOREIGN
 from te_bench.reports.history.change_points import ALPHA, ChangePoint, Segmentation, segment
 
-#: What makes a machine of its own, and so a series of its own.
+#: The fields of an environment that identify a machine; each machine has its own series.
 _MACHINE = ("device", "gpu", "cpu", "cores", "threads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPoint:
-    """What one run measured of a series in one environment. Times are UTC, ISO 8601.
+    """The measurement of one run in one environment. Times are UTC, ISO 8601.
 
-    at: what it is ordered by: the commit's time where all points of the series have one, else the measurement's.
+    at: the time that orders points: the commit's if all points of the series have one, else the measurement's.
     """
 
     run: str
     environment: str
     at: str
     measured_at: str
-    commit: str  # its first 10 digits, + where there were changes; ~ and the code's hash where no commit was recorded
+    commit: str  # its first 10 digits, + if files were changed; ~ and the code's hash if no commit was recorded
     seconds: float
 
     @property
@@ -42,16 +42,16 @@ class HistoryPoint:
 
     @property
     def place(self) -> tuple[str, str]:
-        """What tells points of one series apart."""
+        """The key of the point in its series."""
         return self.run, self.environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSeries:
-    """A configuration's times in order, and their segments."""
+    """The ordered times of a configuration, and their segments."""
 
     name: str
-    family: str  # what it is drawn with: the workload and its problem
+    family: str  # the workload and its problem; a family shares one figure
     where: str  # the machine
     points: tuple[HistoryPoint, ...]
     found: Segmentation
@@ -61,7 +61,7 @@ class TimeSeries:
         return self.found.changes
 
     def commits(self, change: ChangePoint) -> str:
-        """The first commit of the new level, with those that it may also have been."""
+        """Return the first commit of the new level, with the range of those that it may be."""
         names = [point.commit for point in self.points]
         if change.first == change.last:
             return names[change.index]
@@ -70,35 +70,35 @@ class TimeSeries:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """Every series of several runs, those of a family beside each other; `alpha` is the false-alarm rate of each."""
+    """All series of several runs, ordered by family; `alpha` is the false-alarm rate of each series."""
 
     series: tuple[TimeSeries, ...]
     runs: tuple[str, ...]
     alpha: float
 
     def families(self) -> dict[tuple[str, str], list[TimeSeries]]:
-        """{(family, machine): series}, in order."""
+        """Return {(family, machine): series}, in order."""
         return grouped(self.series, lambda one: (one.family, one.where))
 
 
 def load_history(directories: Sequence[Path], *, only: str | None = None, alpha: float = ALPHA) -> History:
-    """Read the journals of several runs. only: a glob over series' names, which are trials' names without their seed.
+    """Return the history of several runs' journals.
 
-    Raises ValueError for a directory without a journal, where no record is timed and matches, and for an alpha outside
-    [0.0001, 0.5].
+    only: a glob over the names of series, which are trials' names without the seed. Raises ValueError for a directory
+    without a journal, if no timed record matches, and for an alpha outside [0.0001, 0.5].
     """
     journals = {_run(path, directories): load(path) for path in dict.fromkeys(map(Path.resolve, directories))}
     return from_journals(journals, only=only, alpha=alpha)
 
 
 def _run(path: Path, among: Iterable[Path]) -> str:
-    """A directory's name, with its parent's where another is called so too."""
+    """Return a directory's name, with its parent's if another directory has the same name."""
     same = {other.resolve() for other in among if other.resolve().name == path.name}
     return path.name if len(same) == 1 else f"{path.parent.name}/{path.name}"
 
 
 def from_journals(journals: Mapping[str, Journal], *, only: str | None = None, alpha: float = ALPHA) -> History:
-    """The history of the journals of several runs, by the runs' names. A measurement that is in two of them counts once."""
+    """Return the history of {name of a run: journal}. A measurement that two journals hold counts once."""
     measured: dict[tuple[str, str, tuple[Any, ...]], dict[tuple[str, str], list[Record]]] = {}
     bodies: dict[tuple[str, str], Mapping[str, Any]] = {}
     trials: dict[str, Trial] = {}
@@ -144,13 +144,13 @@ def _points(
     bodies: Mapping[tuple[str, str], Mapping[str, Any]],
     quantity: str,
 ) -> tuple[HistoryPoint, ...]:
-    """The points of one series in order of their commits' times, or of the measurements' where one has no such time."""
+    """Return the points of one series in order of commit times, or of measurement times if a commit time is missing."""
     times = {place: (bodies[place].get("details") or {}).get("git_commit_time") for place in found}
     dated = all(times.values())
     points = []
     for place, records in found.items():
         seconds = measures.typical(records, quantity)
-        if not seconds:  # a clock that saw no time pass tells nothing of a level
+        if not seconds:  # a coarse clock measured 0
             continue
         measured_at = _utc(min(record.started_at for record in records))
         points.append(
@@ -167,7 +167,7 @@ def _points(
 
 
 def _utc(stamp: Any) -> str:
-    """The time in UTC, so that texts sort as times do."""
+    """Return the time in UTC, so that strings sort like times."""
     found = datetime.fromisoformat(str(stamp))
     return found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC).isoformat()
 
@@ -181,7 +181,7 @@ def _commit(body: Mapping[str, Any]) -> str:
 
 
 def _names(trials: Mapping[str, Trial]) -> dict[str, str]:
-    """What each configuration is called: its trials' name without the seed, and its id's start where two share one."""
+    """Return {configuration: name}: its trials' name without the seed, with the start of its id if two share a name."""
     plain = {cell: _name(trial) for cell, trial in trials.items()}
     shared = [name for name in plain.values() if list(plain.values()).count(name) > 1]
     return {cell: f"{name}#{cell[:8]}" if name in shared else name for cell, name in plain.items()}
@@ -194,14 +194,14 @@ def _name(trial: Trial) -> str:
 
 
 def _family(trial: Trial) -> str:
-    """The workload and its problem; of a foreign benchmark its group, or its file."""
+    """Return the workload and its problem; for a foreign benchmark its group, or its file."""
     if trial.workload == FOREIGN:
         return printable(str(trial.problem.get("group") or str(trial.problem.get("variant")).split("::")[0]))
     return printable("/".join(trial.name.split("/")[:2]))
 
 
 def _where(machine: Sequence[Any]) -> str:
-    """GPU, or CPU with its cores and threads, of a machine as _MACHINE lists it."""
+    """Return the name of a machine given by _MACHINE: its GPU, or its CPU with cores and threads."""
     _, gpu, cpu, cores, threads = machine
     if gpu:
         return printable(str(gpu))

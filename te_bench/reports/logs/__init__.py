@@ -1,6 +1,6 @@
-"""Logs of other people's trainings: a file in formats/ reads one kind, from the files of one run to its losses by step.
+"""Read the logs of other trainers. A file in formats/ reads one kind of log: from the files of a run to its losses by step.
 
-A format is a file with FORMAT. It tells its logs by what they hold or how their folder is laid out, not by their names.
+A format is a file with FORMAT. It recognises its logs by their content or the layout of their folder, not by their names.
 """
 
 import codecs
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from te_bench import plugins
 
-HEAD = 4096  # bytes that tell text from others
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
+HEAD = 4096  # bytes to look at to tell text from binary files
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's > and Excel's "Unicode text" write UTF-16
 _NO_FILES: tuple[Path, ...] = ()
 
 
@@ -28,29 +28,29 @@ class LogFile:
 
     @property
     def text(self) -> str:
-        """The bytes as UTF-8, or as UTF-16 where they say so; what is none becomes a mark that no pattern matches."""
+        """The bytes as UTF-16 if they begin with its mark, else as UTF-8; invalid bytes become U+FFFD."""
         return self.content.decode("utf-16" if self.content[:2] in UTF_16 else "utf-8", errors="replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """The values of one run by name, each (step, value) in the order in which they were logged; losses in nat as a rule."""
+    """The values of one run, {name: (step, value) in the order of logging}; losses usually in nat."""
 
     losses: Mapping[str, Sequence[tuple[float, float]]]
-    seed: str | None = None  # where the log says it
-    notes: tuple[str, ...] = ()  # what was left out, to be shown
-    whole: bool = True  # False for one value a name, the last
+    seed: str | None = None  # if the log has it
+    notes: tuple[str, ...] = ()  # what was left out, for the user
+    whole: bool = True  # False if there is only the last value of each name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogFormat:
-    """How one kind of log is told and read. `read` raises ValueError, with file and place, for a log that is damaged."""
+    """How to recognise and read one kind of log. `read` raises ValueError, with file and place, for a damaged log."""
 
     title: str
     recognises: Callable[[LogFile], bool]
     read: Callable[[Sequence[LogFile]], Series]
-    binary: bool = False  # whether its files may be other than text; such a one is told by its first bytes
-    #: The files that make a folder one run, the earliest first; none where the format has no folders.
+    binary: bool = False  # whether its files may be binary, and are recognised by their first bytes
+    #: The files of a folder that make it one run, earliest first; empty if the format has no folders.
     run_files: Callable[[Path], Sequence[Path]] = lambda folder: _NO_FILES
 
 

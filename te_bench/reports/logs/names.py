@@ -1,13 +1,13 @@
-"""Which of a log's losses is the validation loss and which the training loss, by the names that trainers give them."""
+"""Find a log's validation loss and its training loss by the names that trainers give them."""
 
 import re
 
-#: The first of these that a log has is its validation loss. Every mark between words is read as one underscore.
+#: A log's validation loss is the first of these names that it has. Any other mark between words is read as an underscore.
 VALIDATION = (
     "val_loss", "valid_loss", "validation_loss", "eval_loss", "dev_loss", "loss_val", "loss_valid", "loss_validation",
     "loss_eval", "lm_loss_validation", "validation_metrics_loss", "val_loss_epoch",
 )  # fmt: skip
-#: The same of the training loss.
+#: The same for the training loss.
 TRAINING = (
     "loss", "train_loss", "training_loss", "loss_train", "loss_training", "lm_loss", "loss_metrics_global_avg_loss",
     "train_loss_step", "train_loss_epoch", "reduced_train_loss",
@@ -15,27 +15,27 @@ TRAINING = (
 
 
 def plain(name: str) -> str:
-    """The name in lower case, its words joined by one underscore: "Eval/Loss" is eval_loss."""
+    """Return the name in lower case, its words joined by underscores: "Eval/Loss" is eval_loss."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def is_loss(name: str) -> bool:
-    """Whether the name speaks of a loss."""
+    """Return whether the name is a loss's."""
     return "loss" in name.lower()
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the name speaks of a loss on data that is not trained on, be it one of VALIDATION or of several sets."""
+    """Return whether the name is a validation loss's, of one set (as in VALIDATION) or of one of several."""
     return is_loss(name) and re.search(r"(?:^|_)(?:val|valid|validation|eval|dev)(?:_|$)", plain(name)) is not None
 
 
 def is_trained(name: str) -> bool:
-    """Whether the name says that the loss is of training batches; "loss" does not."""
+    """Return whether the name is clearly a training loss's; "loss" alone is not."""
     return plain(name) in TRAINING and plain(name) != "loss"
 
 
 def alike(one: str | None, other: str | None) -> bool | None:
-    """Whether two names, None where a source has none, mean one loss; None where they do not tell."""
+    """Return whether two names mean the same loss, or None if that is unknown; a source without a name has None."""
     if one is None or other is None or "value" in (names := {plain(one), plain(other)}):
         return None
     if len(names) == 1 or names <= set(VALIDATION) or (is_trained(one) and is_trained(other)):

@@ -1,11 +1,11 @@
-"""Rows of named numbers, as Weights & Biases logs them, to values by step."""
+"""Turn rows of named numbers, as Weights & Biases logs them, into values by step."""
 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-#: What counts training steps, the best first; W&B's own _step counts calls of its log function.
+#: Names of the training step, best first. W&B's own _step counts calls of its log function.
 STEP = (
     "step",
     "iter",
@@ -18,9 +18,9 @@ STEP = (
 
 
 def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """{name: (step, value) in the rows' order} of every column of numbers.
+    """Return {name: (step, value) in the rows' order} for every column of numbers.
 
-    The step is the first of STEP that every row with that value has, or the row's number where none is.
+    The step is the first of STEP that all rows with that column have; if there is none, it is the row's number.
     """
     found: dict[str, list[tuple[int, Mapping[str, float]]]] = {}
     for n, row in enumerate(rows):
@@ -32,7 +32,7 @@ def series_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[float, 
 
 
 def of_json(text: str | bytes) -> Any:
-    """What the text says. Raises ValueError for what is no JSON, and for what is nested too deeply."""
+    """Return the text's JSON value. Raises ValueError for invalid JSON and for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -45,7 +45,7 @@ def _points(name: str, logged: Sequence[tuple[int, Mapping[str, float]]]) -> lis
 
 
 def _number(value: Any) -> float | None:
-    """A number; W&B writes what is not finite as the words NaN, Infinity and -Infinity."""
+    """Return the value as a float, or None. W&B writes non-finite numbers as NaN, Infinity and -Infinity."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):

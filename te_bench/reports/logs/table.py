@@ -1,4 +1,4 @@
-"""Tables of text: a CSV's header and cells, with the line of each for messages."""
+"""Read tables of text: a CSV's header and cells, with line numbers for messages."""
 
 import csv
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from te_bench.reports.logs import UTF_16, LogFile
 from te_bench.reports.logs.rows import STEP
 
 SEED = ("seed", "run", "run_id")
-WANDB = " - "  # between the run's name and the metric's
+WANDB = " - "  # between the run's name and the metric's in W&B's columns
 TIMES = ("relative time", "wall time", "_runtime", "_timestamp", "tokens", "epoch")  # x-axes other than the step
-SPAN = ("__min", "__max")  # companions of a W&B column: the extremes of the points that one row stands for
+SPAN = ("__min", "__max")  # W&B's companion columns: the extremes of the points that a row stands for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Table:
     path: Path
     header: tuple[str, ...] | None
     rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
-    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
+    gap: int | None = None  # the number of a line between rows that is empty, or is a commented-out loss
 
     def column(self, names: Sequence[str]) -> int | None:
         lower = [name.lower() for name in self.header or ()]
@@ -29,7 +29,7 @@ class Table:
 
 
 def table_of(file: LogFile) -> Table:
-    """The cells of a file. Raises ValueError, with its line, for what is no table of text."""
+    """Return the cells of a file. Raises ValueError, with the line, if the file is not a table of text."""
     path, content = file.path, file.content
     try:
         text = content.decode("utf-16" if content[:2] in UTF_16 else "utf-8-sig")
@@ -42,11 +42,11 @@ def table_of(file: LogFile) -> Table:
     ]
     if not lines:
         raise ValueError(f"{path} is empty: give one loss a line, or columns step, loss, seed")
-    # of two as many not the comma, which may be a decimal one
+    # If two marks are equally frequent, not the comma: it may be a decimal comma.
     delimiter = max("\t;,", key=lambda mark: (lines[0][1].count(mark), mark == "," and mark not in lines[0][1]))
     rows = _cells(path, lines, delimiter)
     head = rows[0][1]
-    wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # numbers that name seeds
+    wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # columns named by seeds
     header = rows.pop(0)[1] if wide or not any(map(numeric, head)) else None
     width = len(header or rows[0][1])
     for n, row in rows:
@@ -78,7 +78,7 @@ def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list
 
 
 def number(cell: str) -> float | None:
-    """The cell as a number, None where it is none."""
+    """Return the cell as a number, or None if it is not one."""
     try:
         return None if "_" in cell else float(cell)  # Python reads 3_28 as 328
     except ValueError:
@@ -86,12 +86,12 @@ def number(cell: str) -> float | None:
 
 
 def numeric(cell: str) -> bool:
-    """A number, be it with a decimal comma, which no number read here may have: it is told as such, not taken for text."""
+    """Return whether the cell is a number, even with a decimal comma, which messages then mention."""
     return number(cell.replace(",", ".")) is not None
 
 
 def number_at(table: Table, line: int, cell: str) -> float:
-    """The cell as a number. Raises ValueError, with the line, for an empty one and for text."""
+    """Return the cell as a number. Raises ValueError, with the line, if it is empty or text."""
     value = number(cell)
     if not cell:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The tables of what was timed alone: attention and where to scale its q; heads, norms, activations by their baselines."""
+"""Make the tables of parts timed alone: attention, where to scale its q, heads, norms and activations."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from te_bench.reports.page.table import (
 
 
 def times(result: GroupResult) -> Table | None:
-    """Seconds and TFLOP/s, forward and backward, and millijoules of both."""
+    """Return the table of attention's time and TFLOP/s, forward and backward, and millijoules of both."""
     measured = result.attention.times
     shown = [
         {
@@ -42,7 +42,7 @@ def times(result: GroupResult) -> Table | None:
 
 
 def ratios(result: GroupResult) -> Table | None:
-    """How many times as fast as its peer each attention is."""
+    """Return the table of each attention's speed-up over its peer."""
     found = [time for time in result.attention.times if time.speedups]
     shown = [
         {"Shape": word(time.configuration.shape), "Kernel": label(time.configuration)}
@@ -55,7 +55,7 @@ def ratios(result: GroupResult) -> Table | None:
 
 
 def scaling_errors(result: GroupResult) -> Table | None:
-    """Error of attention when q is scaled before or after QK^T."""
+    """Return the table of attention's errors with q scaled before or after QK^T."""
     shown = [
         {
             "Shape": word(found.configuration.shape),
@@ -73,7 +73,7 @@ def scaling_errors(result: GroupResult) -> Table | None:
 
 
 def heads(result: GroupResult) -> Table | None:
-    """Time, rate, memory beyond the operands and energy of each head, loss and both gradients."""
+    """Return the table of heads, loss and both gradients: time, rate, memory beyond the operands, and energy."""
     times = result.alone["heads"].times
     shown = [
         {
@@ -95,7 +95,7 @@ def heads(result: GroupResult) -> Table | None:
 
 
 def pieces(result: GroupResult) -> Table | None:
-    """Time, rate and energy of each norm and activation."""
+    """Return the table of norms and activations: time, rate and energy."""
     times = result.alone["pieces"].times
     shown = [
         {
@@ -127,7 +127,7 @@ def _joules(time: TimeAlone) -> float | None:
 
 
 def _rate(time: TimeAlone, work: str) -> Value:
-    """TFLOP/s or TB/s."""
+    """Return TFLOP/s or TB/s."""
     found = finite(time.configuration.ok[0].work.get(work)) if time.seconds else None
     return number(found / time.seconds if found and time.seconds else None, text.tera)
 

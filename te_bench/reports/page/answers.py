@@ -1,4 +1,4 @@
-"""One question about a run, answered for a terminal: a sentence, and bars of characters below it, the best first."""
+"""Answer one question about a run on a terminal: a sentence, and bars of characters, the best first."""
 
 import textwrap
 from collections import Counter
@@ -19,15 +19,15 @@ from te_bench.reports.page import text
 from te_bench.reports.page.headlines import headlines
 
 WIDTH, HEIGHT = 80, 24  # characters of a terminal
-LEAST_BAR = 8  # characters of the longest bar where names are long
+LEAST_BAR = 8  # characters of the longest bar, if names are long
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-#: What a terminal shows that has ASCII alone.
+#: Replacements for a terminal with ASCII only.
 PLAIN = str.maketrans({"×": "x", "—": "-", "±": "+-", "−": "-"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextBar:
-    """A name, the length of its bar in any unit, and what stands at its end."""
+    """A name, the length of its bar in any unit, and the text at its end."""
 
     name: str
     value: float
@@ -36,16 +36,16 @@ class TextBar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Bars under a heading that says their unit."""
+    """Bars under a heading with their unit."""
 
     heading: str
     bars: tuple[TextBar, ...]
 
 
 def answer(report: ReportResult, question: str | None, *, run: str = "RUN", ascii_only: bool = False) -> list[str]:
-    """At most 24 lines of 80 characters; `question` is one of QUESTIONS, None for the whole answer of the folder `run`."""
+    """Return at most 24 lines of 80 characters; question: one of QUESTIONS, or None for all answers of the folder `run`."""
     lines = _whole(report, run) if question is None else _answered(report, question, ascii_only)
-    if ascii_only:  # before they are counted: a sign may take two characters
+    if ascii_only:  # before lines are counted, because a sign may become two characters
         plain = [line.translate(PLAIN).encode("ascii", "replace").decode() for line in lines]
         lines = [part for line in plain for part in (textwrap.wrap(line, WIDTH) if len(line) > WIDTH else [line])]
     if len(lines) > HEIGHT:
@@ -55,7 +55,7 @@ def answer(report: ReportResult, question: str | None, *, run: str = "RUN", asci
 
 
 def specifications(report: ReportResult) -> list[str]:
-    """What each name stands for, of as many lines as it takes."""
+    """Return all settings behind each name, in as many lines as needed."""
     found = []
     for result in report.groups:
         for configuration in result.group.configurations:
@@ -89,7 +89,7 @@ def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str
 
 
 def drawn(chart: Chart, ascii_only: bool = False) -> list[str]:
-    """The heading, and a line for each bar; a name that is longer than its room goes on below."""
+    """Return the heading, and a line for each bar; a long name continues below."""
     shown = max(len(bar.shown) for bar in chart.bars)
     names = min(max(len(bar.name) for bar in chart.bars), WIDTH - shown - LEAST_BAR - 2)
     longest, most = WIDTH - shown - names - 2, max(bar.value for bar in chart.bars) or 1.0
@@ -102,7 +102,7 @@ def drawn(chart: Chart, ascii_only: bool = False) -> list[str]:
 
 
 def _filled(characters: float, ascii_only: bool) -> str:
-    """A bar so many characters long, to an eighth of one."""
+    """Return a bar of so many characters, to an eighth of one."""
     if ascii_only:
         return "#" * max(1, round(characters))
     eighths = max(1, round(8 * characters))
@@ -137,13 +137,13 @@ def _fastest(result: GroupResult) -> list[Chart | str]:
 
 
 def _chart(heading: str, bars: Iterable[TextBar]) -> list[Chart]:
-    """A chart of the bars; none without any."""
+    """Return a chart of the bars; [] without bars."""
     shown = tuple(bars)
     return [Chart(heading=heading, bars=shown)] if shown else []
 
 
 def _by_variant(result: GroupResult) -> list[LayerVariant]:
-    """Those of which all layers are comparable first."""
+    """Return the layer variants, those with only comparable layers first."""
     return sorted(result.layers, key=lambda one: not one.comparable)
 
 
@@ -155,7 +155,7 @@ def _step_bar(step: MeasuredStep) -> TextBar:
 
 
 def _attention(result: GroupResult) -> list[Chart]:
-    """The fastest kernel of each shape, both passes; apart from it those that compute in FP8, with other numbers."""
+    """Return the fastest kernel of each shape, both passes; kernels in FP8, whose numbers differ, have their own chart."""
     times: dict[tuple[bool, str], list[tuple[float, TextBar]]] = {}
     for time in result.attention.times:
         total = geometric_mean(list(seconds_by_seed(time.configuration, *PASSES).values()))
@@ -177,7 +177,7 @@ def _attention(result: GroupResult) -> list[Chart]:
 
 
 def _alone(result: GroupResult) -> list[Chart]:
-    """The fastest head, and norm or activation, of each shape."""
+    """Return the fastest head, and norm or activation, of each shape."""
     charts: list[Chart] = []
     for part in result.alone.values():
         best: dict[str, TimeAlone] = {}
@@ -226,7 +226,7 @@ def _least_first(
     show: Callable[[float | None], str],
     of_baseline: float | None = None,
 ) -> list[Chart | str]:
-    """Which takes least, and how that compares with the baseline, in a sentence; all in bars. 0 is not counted."""
+    """Return a sentence about the least, compared with the baseline, and bars of all; zeros are left out."""
     held = sorted((value, name) for value, name in counted if value)
     if not held:
         return []
@@ -238,7 +238,7 @@ def _least_first(
 
 
 def _errors(result: GroupResult) -> list[Chart | str]:
-    """The worst first: what is beyond its limit has failed its check."""
+    """Return the errors over their limits, worst first; above its limit, a check has failed."""
     if not result.errors:
         return []
     worst = result.errors[0]
@@ -247,7 +247,7 @@ def _errors(result: GroupResult) -> list[Chart | str]:
     named = Counter(_named(one.configuration) for one in result.errors)
 
     def name(configuration: Configuration) -> str:
-        plain = _named(configuration)  # a step and a training may have the same
+        plain = _named(configuration)  # a step and a training may have the same name
         return plain if named[plain] == 1 else f"{plain}, {configuration.trial.workload.replace('_', ' ')}"
 
     said: list[Chart | str] = [f"{where} its limit: {name(worst.configuration)}, {worst.quantity}: {how}."]
@@ -257,7 +257,7 @@ def _errors(result: GroupResult) -> list[Chart | str]:
 
 
 def _unsupported(result: GroupResult) -> list[Chart | str]:
-    """What did not end ok, by outcome and reason."""
+    """Return the configurations that did not end ok, by outcome and reason."""
     ended: dict[tuple[str, str], dict[str, None]] = {}
     for configuration in result.group.configurations:
         for row in configuration.rows:
@@ -272,7 +272,7 @@ def _energy(result: GroupResult) -> list[Chart | str]:
     of_tokens = [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
     baseline = next((1e3 * (s.energy_per_token or 0.0) for s in result.steps.steps if s.is_baseline), None)
     found = _least_first("mJ a token, of all GPUs", of_tokens, text.plain, baseline)
-    for one in _by_variant(result):  # of which each computes another function
+    for one in _by_variant(result):  # apart, because variants compute different functions
         of_layers = [(s.energy_j, s.configuration.label) for s in one.ranking.steps]
         baseline = next((s.energy_j for s in one.ranking.steps if s.is_baseline), None)
         found += _least_first(f"J forward and backward of a layer, {one.name}", of_layers, text.plain, baseline)
@@ -284,7 +284,7 @@ def _energy(result: GroupResult) -> list[Chart | str]:
     return found
 
 
-#: What can be asked, how it is answered of a group, and what is said where nothing was recorded.
+#: {question: (the function that answers it for a group, the answer if nothing was recorded)}.
 QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], str]] = {
     "fastest": (_fastest, "Nothing was timed."),
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),

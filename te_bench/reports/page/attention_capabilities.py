@@ -1,4 +1,4 @@
-"""Which attention backend does what, asked of the backends themselves: the table of docs/attention.md."""
+"""Make the table of docs/attention.md: what each attention backend can do, by the backends' own answers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from te_bench.kernels import attention
 from te_bench.kernels.attention import Backend, Problem
 from te_bench.reports.page.table import Table, filled, word
 
-#: GPT-2's shape on an H200, of which the others differ in one thing.
+#: GPT-2's shape on an H200; the other problems differ from it in one setting.
 H200 = Problem(
     batch=12,
     heads=12,
@@ -24,7 +24,7 @@ DTYPES = ("bf16", "fp16", "fp32", "fp64")
 
 
 def table() -> Table:
-    """A row a backend: yes, no, or what takes its place."""
+    """Return a row for each backend: yes, no, or what it does instead."""
     rows = []
     for name in attention.names():
         if name == attention.AUTO:
@@ -52,7 +52,7 @@ def table() -> Table:
 
 
 def _asker(backend: Backend) -> Callable[[Problem], bool]:
-    """Whether the backend can do a problem, its package being there."""
+    """Return a function that says whether the backend can do a problem, if its package is installed."""
 
     def can(problem: Problem) -> bool:
         reason = backend.unsupported(problem)
@@ -62,7 +62,7 @@ def _asker(backend: Backend) -> Callable[[Problem], bool]:
 
 
 def _gpus(can: Callable[[Problem], bool]) -> str:
-    """The least compute capability that will do, of some."""
+    """Return the least compute capability that suffices; "only" if later ones do not."""
     asked = [replace(H200, dtype=dtype) for dtype in ("bf16", "fp32")]
     named = {"any": (7, 5), "8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "more": (10, 0)}
     enough = [name for name, capability in named.items() if any(can(replace(p, capability=capability)) for p in asked)]
@@ -70,7 +70,7 @@ def _gpus(can: Callable[[Problem], bool]) -> str:
 
 
 def _instead(backend: Backend, can: Callable[[Problem], bool], problem: Problem, otherwise: str) -> str:
-    """Whether the backend does the problem itself, or posed otherwise."""
+    """Return yes if the backend does the problem itself, `otherwise` if it can pose it so, else no."""
     posed = attention.posed(backend, problem)
     if not can(posed):
         return "no"

@@ -1,4 +1,4 @@
-"""The figures of attention alone: its rates by shape, and the errors by where q is scaled."""
+"""Draw the figures of attention alone: rates by shape, and errors by where q is scaled."""
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -13,7 +13,7 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, bl
 
 
 def times(result: GroupResult, way: str) -> Figure | None:
-    """TFLOP/s of the forward or the backward pass, the kernels of a shape together, the fastest first."""
+    """Return TFLOP/s of the forward or the backward pass, grouped by shape, the fastest first; None if unmeasured."""
 
     def rate(time: AttentionTime) -> float | None:
         return time.forward_flop_per_s if way == "forward" else time.backward_flop_per_s
@@ -39,7 +39,7 @@ def times(result: GroupResult, way: str) -> Figure | None:
 
 
 def scaling_errors(result: GroupResult) -> Figure | None:
-    """Every draw's largest relative error: q scaled before QK^T, after it, and SDPA."""
+    """Return every draw's largest relative error with q scaled before or after QK^T, and SDPA's; None if unmeasured."""
     found = [n for n in result.scaling_errors if n.before or n.after or n.sdpa]
     if not found:
         return None

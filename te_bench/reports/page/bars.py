@@ -1,4 +1,4 @@
-"""Horizontal bars, plain or stacked, with their names above them and a remark at their ends."""
+"""Draw horizontal bars, plain or stacked, with names above them and remarks at their ends."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,22 +12,22 @@ from matplotlib.patches import Patch
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, LINE, NAME, blank, legend_below, without_y
 
-#: Inches of a bar with its name; what else takes, in such rows.
+#: ROW: inches of a bar with its name. The others are in rows.
 ROW, NAME_LINE, HEADING, NAMELESS = 0.42, 0.36, 0.72, 0.6
 HATCHES = ("", "//", "..", "xx")
-REST = "rest"  # the time as measured, less the kernels under the profiler: gaps, and clocks that sink under load
+REST = "rest"  # the measured time minus the profiled kernels: gaps, and clocks that fall under load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One bar with its name above it, "" for a remark that names it; `value` None draws the remark alone."""
+    """One bar with its name above it; name: "" if the remark has the name; value: None draws only the remark."""
 
     name: str
     value: float | None
     remark: str
     low: float | None = None
     high: float | None = None
-    outline: float | None = None  # a second, larger quantity, drawn as an empty bar around
+    outline: float | None = None  # a second, larger quantity, drawn as an empty bar around the first
     colour: str = COLOURS[0]
     hatch: str = ""
     heading: str = ""  # starts a block of bars
@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
-    """One bar: milliseconds of its kinds and of the rest, and a remark at its end."""
+    """One stacked bar: milliseconds of its kinds and of the rest, and a remark at its end."""
 
     name: str
     parts: Mapping[str, float]
@@ -44,7 +44,7 @@ class Stack:
 
 
 def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figure:
-    """Horizontal bars, names above, remarks after; whiskers where low and high are known."""
+    """Return horizontal bars, names above, remarks after; bars with low and high have whiskers."""
     columns = 2 if len(legend) < 7 else 3
     places, rows = places_of([bar.name for bar in drawn], [bar.heading for bar in drawn])
     figure = blank(0.55 + ROW * rows + 0.22 * math.ceil(len(legend) / columns))
@@ -64,7 +64,7 @@ def bars(drawn: Sequence[Bar], unit: str, legend: Sequence[Patch] = ()) -> Figur
 
 
 def places_of(names: Sequence[str], headings: Sequence[str] = ()) -> tuple[list[float], float]:
-    """Where the names of bars begin, one below the other, and where the last bar ends; in rows of ROW inches."""
+    """Return where the names of bars begin, one below the other, and where the last bar ends; in rows of ROW inches."""
     places, top = [], 0.0
     for name, heading in zip(names, headings or [""] * len(names), strict=True):
         top += HEADING if heading else 0.0
@@ -74,7 +74,7 @@ def places_of(names: Sequence[str], headings: Sequence[str] = ()) -> tuple[list[
 
 
 def write_name(axes: Axes, name: str, place: float) -> float:
-    """Write a name from `place` down; how far below is its bar's middle."""
+    """Write a name from `place` down, and return how far below its bar's middle is."""
     if not name:
         return 0.05
     lines = text.folded(name, NAME)
@@ -102,16 +102,16 @@ def _end(bar: Bar) -> float:
 def _write_remark(axes: Axes, remark: str, end: float, y: float) -> None:
     shown = axes.annotate(remark, (end, y), xytext=(5, 0), textcoords="offset points", va="center")
     shown.set_fontsize(8.8)
-    shown.set_in_layout(False)  # set_xlim has left room for it
+    shown.set_in_layout(False)  # set_xlim leaves room for it
 
 
 def _with_remark(end: float, remark: str) -> float:
-    """How far the frame must reach for a remark at `end`."""
+    """Return how far the frame must reach for a remark at `end`."""
     return end / (1 - (len(remark) + 2) / LINE)
 
 
 def stacked_bars(stacks: Sequence[Stack], kinds: Sequence[str], unit: str) -> Figure:
-    """Parts in the order of `kinds`, the rest as an empty box."""
+    """Return stacked bars: parts in the order of `kinds`, the rest as an empty box."""
     places, rows = places_of([one.name for one in stacks])
     figure = blank(0.95 + ROW * rows)
     axes = figure.subplots()

@@ -1,7 +1,7 @@
-"""Figures as SVG and PNG, the same bytes for the same records; colours that colour-blind readers can tell.
+"""Draw figures as SVG and PNG, with equal bytes for equal records, in colours that colour-blind readers can distinguish.
 
-A figure is 5.2 inches wide, so that its text can still be read when a telephone shows it 370 pixels wide: names stand
-above their bars, not beside them. Hatches and markers say again what colours say.
+A figure is 5.2 inches wide, so that its text is readable when a telephone shows it 370 pixels wide: names stand above
+their bars, not beside them. Hatches and markers repeat what colours say.
 """
 
 import io
@@ -17,17 +17,17 @@ from matplotlib.figure import Figure
 
 WIDTH = 5.2  # inches
 LINE = 68  # characters that fit in the width
-NAME = 64  # of a line of a configuration's name above its bar
-INK = "#1b1f24"  # text and axes; becomes currentColor where the SVG is inlined
-WHITE = "fill: #ffffff"  # the ground of a file, first of all that is drawn
-FAINT = "#8a9099"  # lines and bars that are secondary, seen on white and on the page's dark ground; too faint for text
+NAME = 64  # characters of a line of a name above its bar
+INK = "#1b1f24"  # text and axes; becomes currentColor in an inlined SVG
+WHITE = "fill: #ffffff"  # the background of a file, drawn first
+FAINT = "#8a9099"  # secondary lines and bars, visible on white and on the page's dark background; too faint for text
 
-# Okabe and Ito, Color Universal Design (2008), without the yellow, which vanishes on white.
+# Okabe and Ito, Color Universal Design (2008), without yellow, which is invisible on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a9099")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
-STYLE: Any = {  # matplotlib 3.11 types the keys, 3.9 does not
-    "font.family": "DejaVu Sans",  # matplotlib brings it: the same widths on every machine
+STYLE: Any = {  # Any, because matplotlib 3.11 types the keys and 3.9 does not
+    "font.family": "DejaVu Sans",  # comes with matplotlib: equal widths on every machine
     "font.size": 9.5,
     "text.color": INK,
     "axes.edgecolor": INK,
@@ -39,13 +39,13 @@ STYLE: Any = {  # matplotlib 3.11 types the keys, 3.9 does not
     "hatch.linewidth": 0.7,
     "svg.fonttype": "none",
     "svg.hashsalt": "te-bench",
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # names may have a $
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """A figure by name: `inline` is the SVG for a page, `svg` and `png` are files; `alt` says what is to be seen."""
+    """A named figure; inline: the SVG for a page; svg, png: files; alt: a description of what it shows."""
 
     name: str
     kind: str
@@ -56,12 +56,12 @@ class Drawing:
     png: bytes
 
 
-styled = mpl.rc_context(STYLE)  # decorates what makes figures: an artist keeps the colours of its making
+styled = mpl.rc_context(STYLE)  # decorates functions that make figures: artists take their colours when made
 
 
 @styled
 def draw(name: str, kind: str, caption: str, where: str, figure: Figure) -> Drawing:
-    """Render a figure for the page (transparent, text in the page's colour) and as files (on white)."""
+    """Return a figure rendered for the page (transparent, text in the page's colour) and as files (on white)."""
     alt = f"{caption}: {where}"
     svg, png = (_saved(figure, kind_of_file) for kind_of_file in ("svg", "png"))
     inline = _inlined(svg.decode().replace(f'style="{WHITE}"', 'style="fill: none"', 1), name, alt)
@@ -78,10 +78,10 @@ def _saved(figure: Figure, file_format: str) -> bytes:
 
 
 def _inlined(svg: str, name: str, alt: str) -> str:
-    """The svg element alone, its ids made the page's only ones, its ink the page's text colour."""
+    """Return only the svg element, with ids unique in the page, and its ink in the page's text colour."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
-    body = re.sub(r"<style type=\"text/css\">.*?</style>", "", body, flags=re.DOTALL)  # the page's own says it
+    body = re.sub(r"<style type=\"text/css\">.*?</style>", "", body, flags=re.DOTALL)  # the page has this style
     body = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', body)
     body = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', body)
     body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
@@ -91,12 +91,12 @@ def _inlined(svg: str, name: str, alt: str) -> str:
 
 
 def blank(height: float) -> Figure:
-    """A figure of the page's width, `height` inches high, to draw on."""
+    """Return an empty figure of the page's width, `height` inches high."""
     return Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
 
 
 def without_y(axes: Axes) -> None:
-    """No ticks and no line at the left, where names stand above what they name."""
+    """Remove ticks and line at the left, where names stand above their bars."""
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
 

@@ -1,9 +1,9 @@
-"""Tables and a headline in hand-written Markdown, generated from a journal: a README's numbers are the records' numbers.
+"""Generate tables and a headline in hand-written Markdown from a journal, so that its numbers are the records' numbers.
 
 <!-- te-bench:table ../results/h200/nanogpt ladder -->
 <!-- /te-bench:table -->
 
-The table "headline" is a sentence and a picture, which is written into the folder; "sentence" is the sentence alone.
+"headline" is a sentence and a picture, which is written into the folder. "sentence" is only the sentence.
 """
 
 import functools
@@ -27,26 +27,26 @@ _START = re.compile(r"^<!-- te-bench:table (?P<directory>\S+) (?P<name>\S+) -->[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headline:
-    """An answer in a sentence, which is Markdown, and a picture."""
+    """An answer as a sentence in Markdown, and a picture."""
 
     sentence: str
     picture: "Drawing"
 
 
-#: Tables and headlines of folders, by name.
+#: {name: function that makes a table or headline of a folder}.
 More = Mapping[str, Callable[[Path], Table | Sequence[Table] | Headline]]
 CAPABILITIES, GPUS, HEADLINE, SENTENCE = "capabilities", "gpus", "headline", "sentence"
 _END = "<!-- /te-bench:table -->"
 
 
 def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool:
-    """Bring every generated table of a Markdown file up to date; True when it is, False when `check` finds it is not.
+    """Update every generated table of a Markdown file. Return True, or with `check` whether the file was up to date.
 
-    With `check` nothing is written. `more` makes tables of folders that hold no journal, by name; those of a list have
-    captions and notes.
+    With `check` nothing is written. more: tables of folders without a journal, by name; those of a list have captions and
+    notes.
 
-    Raises ValueError for an unknown table, a marker without its end, a journal that
-    cannot be read, and a file without any marker.
+    Raises ValueError for an unknown table, a marker without its end, a journal that cannot be read, and a file without any
+    marker.
     """
     try:
         before = page.read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool
         raise ValueError(f"cannot read {page}: {error}") from error
     after, position = "", 0
     pictures: dict[Path, bytes] = {}
-    load = functools.cache(lambda directory: load_report([directory]).groups)  # several tables are of one run
+    load = functools.cache(lambda directory: load_report([directory]).groups)  # several tables may use one run
     for marker in _START.finditer(before):
         if marker.start() < position:
             raise ValueError(f"{page}: a te-bench:table begins inside another one: add {_END} between them")
@@ -83,7 +83,7 @@ def embed(page: Path, *, check: bool, more: More = MappingProxyType({})) -> bool
 
 
 def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: str, more: More) -> str | Headline:
-    """A headline, or all tables of one name of a run as Markdown, each under its group's title when there are several."""
+    """Return a headline, or all tables of one name of a run as Markdown, with their groups' titles if there are several."""
     if name in (HEADLINE, SENTENCE):
         from te_bench.reports.page import readme_headline
 
@@ -96,7 +96,7 @@ def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: 
         if isinstance(made, Headline):
             return made
         return tables.markdown(made) if isinstance(made, Table) else "\n".join(map(_captioned, made))
-    if name in (CAPABILITIES, GPUS):  # which the backends say themselves
+    if name in (CAPABILITIES, GPUS):  # from backends, not from a run
         from te_bench.reports.page import attention_capabilities, gpus
 
         return tables.markdown({CAPABILITIES: attention_capabilities, GPUS: gpus}[name].table())

@@ -1,4 +1,4 @@
-"""Environments for reading: settings, the state of the devices during a run, packages, and how to run again."""
+"""Show environments: settings, the state of devices during a run, packages, and the commands to repeat it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from te_bench.reports.analysis.repeat import commands_of
 from te_bench.reports.analysis.rows import Results, identity, printable
 from te_bench.reports.page import text
 
-#: nvml.h, nvmlClocksEventReasons*: why a clock was held down. 0x1, an idle GPU, says nothing of the run.
+#: nvml.h, nvmlClocksEventReasons*: why a clock was held down. 0x1, an idle GPU, is left out: it is not about the run.
 _THROTTLING = {
     0x2: "application clocks",
     0x4: "software power cap",
@@ -35,11 +35,11 @@ _STATE = (
 
 
 def shown_environment(results: Results, key: str) -> dict[str, Any]:
-    """An environment for reading: its settings, the state of its devices during the run, its packages."""
+    """Return an environment's settings, the state of its devices during the run, and its packages, for a page."""
     body = results.environments[key]
     details = body.get("details") or {}
     states = [row.record.device_state for row in results.rows if row.record and row.environment == key]
-    several = not details.keys().isdisjoint(OF_TIMES)  # hosts, of which the details are one's
+    several = not details.keys().isdisjoint(OF_TIMES)  # there may be several hosts; the details are of one
     hidden = ("packages", "gpus", *(_OF_A_HOST if several else ()))
     known = {**identity(body), **{k: v for k, v in details.items() if k not in hidden}}
     known |= {name: _listed(states, name) for name in OF_TIMES} if several else {}
@@ -61,7 +61,7 @@ def shown_environment(results: Results, key: str) -> dict[str, Any]:
 
 
 def _listed(states: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    """What the hosts of the records have, the range of numbers; None where no record says it."""
+    """Return the values of the records' hosts, as a range for numbers; None if no record has one."""
     words = {str(state[name]) for state in states if state.get(name) is not None}
     return _range(states, name, 1.0) or "; ".join(sorted(words)) or None
 
@@ -86,6 +86,6 @@ def _setting(name: str, value: object) -> str:
 
 
 def commands(results: Results) -> list[str]:
-    """The commands that measure the same again, one for each suite, device and set of options that were asked for."""
+    """Return the commands that repeat the measurements, one for each suite, device and set of options."""
     lines = [line for group in results.groups for line in commands_of(group)]
     return list(dict.fromkeys(lines))

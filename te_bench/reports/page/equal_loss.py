@@ -1,4 +1,4 @@
-"""Time to equal loss: what a faster step is worth once the steps that it costs are taken too, as a table and a figure."""
+"""Show the time to equal loss as a table and a figure: what a faster step is worth after the steps that it costs."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, blank, lege
 from te_bench.reports.page.table import Table, Value, number, speedup, table_of, word
 from te_bench.reports.page.verdict_tables import within_hosts
 
-SHOWN = 0.6  # the last share of bf16's training time: before it both fall too steeply for a gap to be seen
+SHOWN = 0.6  # the last share of bf16's training time; earlier, curves fall too steeply to show a gap
 
 
 def times(found: StudyVerdict) -> Table | None:
-    """Speed-up to equal loss of every recipe with its interval, and the two factors that it is made of."""
+    """Return the table of each recipe's speed-up to equal loss with its interval, and its two factors."""
     rows = [_row(finding, found) for finding in _timed(found)]
     whose = found.study.whose
     note = (
@@ -46,12 +46,12 @@ def _row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
 
 
 def _timed(found: StudyVerdict) -> list[ArmVerdict]:
-    """The recipes whose seconds were measured; of trials that shared a GPU there are none."""
+    """Return the recipes with measured seconds; trials that shared a GPU have none."""
     return [finding for finding in found.recipes if finding.speedup is not None]
 
 
 def figure(found: StudyVerdict) -> Figure | None:
-    """Validation loss against training time, bf16 beside each recipe, the seeds as bands."""
+    """Return validation loss against training time, each recipe beside bf16, seeds as bands; None without times."""
     drawn = [finding for finding in _timed(found) if finding.speedup and finding.speedup.step_time]
     if not drawn:
         return None
@@ -105,7 +105,7 @@ def _seeds(axes: Axes, curve: Sequence[LossPoint], place: int) -> None:
 
 
 def _reached(axes: Axes, finding: ArmVerdict, end: LossPoint) -> None:
-    """When the recipe comes to bf16's final loss, with the interval of that."""
+    """Mark when the recipe reaches bf16's final loss, with the interval."""
     speed = finding.speedup
     if speed is None or speed.less_time is None:
         return

@@ -1,4 +1,4 @@
-"""Every figure of a group, in the order of the report."""
+"""Draw every figure of a group, in the order of the report."""
 
 from matplotlib.figure import Figure
 
@@ -20,7 +20,7 @@ Named = tuple[str, str, Figure | None]  # name, caption
 
 @styled
 def figures_of(result: GroupResult, suffix: str) -> list[Drawing]:
-    """Every figure of a group; names end in `suffix`, which sets groups apart."""
+    """Return every figure of a group; names end in `suffix`, which distinguishes groups."""
     where = f"{result.group.title} on {result.group.where}"
     figures: list[Named] = [
         ("ladder", "Time per training step", step_figures.ladder(result)),
@@ -70,7 +70,7 @@ def _layers(result: GroupResult) -> list[Named]:
 
 
 def _verdicts(result: GroupResult) -> list[Named]:
-    """The figures of each convergence study, and the numerics of each of its FP8 configurations."""
+    """Return the figures of each convergence study, and the numerics of each of its FP8 configurations."""
     found: list[Named] = []
     for number, verdict in enumerate(result.studies, start=1):
         place, title, like = _place(number), verdict.study.title, verdict.study.reference
@@ -87,5 +87,5 @@ def _verdicts(result: GroupResult) -> list[Named]:
 
 
 def _place(number: int) -> str:
-    """What sets the figures of a kind apart, but for the first."""
+    """Return the suffix that distinguishes figures of a kind; "" for the first."""
     return "" if number == 1 else f"-{number}"

@@ -1,4 +1,4 @@
-"""What te-bench runs on which GPU, as `te-bench doctor --gpu` says it: the table of docs/gpus.md."""
+"""Make the table of docs/gpus.md: what te-bench runs on which GPU, by the answers of `te-bench doctor --gpu`."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ CPU = "CPU"
 HEADS = ("attention, bf16, heads of 64", "attention, bf16, heads of 128")
 NORMS = ("norm: layernorm", "norm: rmsnorm", "activation")
 
-#: {row: ((operator and what is asked of it, backend), ...)}, as doctor has them; those of a row have one answer.
+#: {row: ((operator with the case, backend), ...)}, as doctor names them; all cases of a row have the same answer.
 ROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "attention: flash, PyTorch's": tuple((heads, "flash") for heads in HEADS),
     "attention: triton": tuple((heads, "triton") for heads in HEADS),
@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def table() -> Table:
-    """A row a backend, a column for all GPUs that have the same answers; the reasons are doctor's alone."""
+    """Return a row for each backend, a column for all GPUs with the same answers; doctor alone gives the reasons."""
     from te_bench.experiments import gpu_support
     from te_bench.kernels.architecture import GPUS
 
@@ -69,7 +69,7 @@ def table() -> Table:
 
 
 def _answers(said: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
-    """By row, without the reasons."""
+    """Return the answer of each row, without the reason."""
     by_question = {(operator, backend): answer.partition(":")[0] for operator, backend, answer in said}
     found = []
     for row, questions in ROWS.items():

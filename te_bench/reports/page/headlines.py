@@ -1,4 +1,4 @@
-"""The answers of a report in a sentence each. What intervals do not tell apart is said to be so, with the reason."""
+"""Put each answer of a report into a sentence. It says what intervals do not distinguish, with the reason."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,11 +14,11 @@ from te_bench.reports.page import text
 
 BLOCK_FORMATS = "MXFP8 and NVFP4 are emulated by bf16 GEMMs: these times say nothing about a GPU that multiplies them."
 EMULATED = "On a CPU FP8 and fused blocks are emulated: these times say nothing about a GPU."
-NAMED = 4  # configurations that a sentence names; of more, the number of the rest
+NAMED = 4  # configurations that a sentence names at most; it counts the rest
 
 
 def headlines(report: ReportResult) -> list[str]:
-    """The most important answers first; what ended how, when nothing ended ok."""
+    """Return the answers, most important first; if nothing ended ok, how trials ended."""
     found = []
     for result in report.groups:
         where = result.group.where
@@ -57,7 +57,7 @@ def headlines(report: ReportResult) -> list[str]:
 
 
 def _breaking(ladder: StressLadder) -> str | None:
-    """At which learning rates each precision breaks, and whether one is shown to break before bf16."""
+    """Return at which learning rates each precision breaks, and whether one breaks before bf16; None if unknown."""
     known = {name: found for name, found in ladder.breaking.items() if name not in ladder.planted}
     if not known:
         return None
@@ -74,18 +74,18 @@ def _breaking(ladder: StressLadder) -> str | None:
 
 
 def _unproven(result: GroupResult) -> Trial | None:
-    """Of a training step that is, or may be, the fastest, and has a part in fewer bits."""
+    """Return the trial of a step that is, or may be, the fastest and has a part in fewer bits; None if there is none."""
     found = result.steps.fastest or [step for step in result.steps.steps if step.latency_s is not None][:1]
     return next((trial for step in found if _in_fewer_bits(trial := step.configuration.trial)), None)
 
 
 def _in_fewer_bits(trial: Trial) -> int:
-    """How many of its products, weights and states have fewer bits than bf16 training's, on which its loss may depend."""
+    """Return how many of products, weights and states have fewer bits than in bf16 training, which may change the loss."""
     return (trial.precision == "fp8") + len(run_options.fewer_words(trial.problem))
 
 
 def _what_is_proven(trial: Trial) -> str:
-    """The published verdict on a step in fewer bits, and what judges it."""
+    """Return the published verdict on a step in fewer bits, and the command that judges it."""
     fused, problem = trial.problem.get("blocks") == "fused", trial.problem
     if words := run_options.fewer_words(problem):
         asked = [f"--{name} {problem[name]}" for name in ("weights", "states") if problem.get(name)]
@@ -102,7 +102,7 @@ def _what_is_proven(trial: Trial) -> str:
 
 
 def _emulated(result: GroupResult) -> bool:
-    """Whether a CPU's time of a step in FP8 is among the results."""
+    """Return whether the results have a CPU's time of an FP8 step."""
     rankings = [result.steps, *(variant.ranking for variant in result.layers)]
     timed = [step.configuration.trial for found in rankings for step in found.steps if step.latency_s is not None]
     timed += [step.configuration.trial for step in result.scaled if step.latency_s is not None]
@@ -110,7 +110,7 @@ def _emulated(result: GroupResult) -> bool:
 
 
 def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
-    """What to use, or those that are not told apart, then what is to be said of the others; nothing of none."""
+    """Return what to use, or the steps that are not distinguished, then the others; [] if nothing was measured."""
     measured = [step for step in found.steps if step.latency_s is not None]
     if not measured:
         return []
@@ -134,7 +134,7 @@ def _fastest(found: StepRanking, what: str, where: str) -> list[str]:
 
 
 def _of_the_tied(found: StepRanking, what: str, where: str) -> list[str]:
-    """What to use where times do not tell: what one has, else the fewest parts in fewer bits, else the least memory."""
+    """Return what to use if times do not decide: the baseline, else the fewest parts in fewer bits, then least memory."""
     bits = [_in_fewer_bits(step.configuration.trial) for step in found.fastest]
     some = [step for step, parts in zip(found.fastest, bits, strict=True) if parts == min(bits)]
     peaks = [step.peak_allocated or step.peak_reserved or step.peak_rss for step in some]
@@ -164,7 +164,7 @@ def _time(step: MeasuredStep) -> str:
 
 
 def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> str:
-    """A configuration, the first by default, with its speed-up over the baseline and its memory beside it."""
+    """Return a configuration, by default the first, with its speed-up over the baseline and its memory."""
     best = best or steps[0]
     baseline = next((step for step in steps if step.is_baseline and step.latency_s is not None), None)
     if best.is_baseline:
@@ -176,7 +176,7 @@ def _quoted(steps: Sequence[MeasuredStep], best: MeasuredStep | None = None) -> 
 
 
 def _less_memory(step: MeasuredStep, baseline: MeasuredStep) -> str:
-    """The peak as a part of the baseline's, by what both have: allocated, else reserved."""
+    """Return the peak as a share of the baseline's, by a kind that both have: allocated, else reserved."""
     pairs = [(step.peak_allocated, baseline.peak_allocated), (step.peak_reserved, baseline.peak_reserved)]
     known = next(((ours, theirs) for ours, theirs in pairs if ours and theirs), None)
     part = round(100 * known[0] / known[1]) if known else 100
@@ -184,7 +184,7 @@ def _less_memory(step: MeasuredStep, baseline: MeasuredStep) -> str:
 
 
 def _scaled(result: GroupResult) -> list[str]:
-    """The most tokens a second and GPU on the most GPUs, with the link between them."""
+    """Return the most tokens a second and GPU on the most GPUs, with the bandwidth of their link."""
     measured = [step for step in result.scaled if step.world > 1 and step.tokens_per_s is not None]
     if not measured:
         return []
@@ -199,8 +199,8 @@ def _scaled(result: GroupResult) -> list[str]:
 
 
 def _lowest_losses(result: GroupResult) -> list[str]:
-    """The lowest validation loss of each comparison, where several seeds tell it from the others."""
-    if result.group.judged or result.stress:  # of what is judged against each other the lowest loss is no answer
+    """Return the lowest validation loss of each comparison, if several seeds distinguish it from the others."""
+    if result.group.judged or result.stress:  # verdicts and ladders do not ask for the lowest loss
         return []
     answers = []
     for comparison in result.trainings:
@@ -216,7 +216,7 @@ def _lowest_losses(result: GroupResult) -> list[str]:
 
 
 def _by_shape(result: GroupResult) -> list[str]:
-    """On how many shapes each attention is the fastest, forward and backward together, and each way of a part alone."""
+    """Return on how many shapes each attention and each way of a part alone is the fastest, both passes together."""
     asked = [("attention, forward and backward", result.attention.fastest)]
     asked += [(f"{part.what} alone", part.fastest) for part in result.alone.values()]
     return [said for what, fastest in asked for said in _of_shapes(what, fastest, result.group.where)]

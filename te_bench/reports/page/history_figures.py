@@ -1,4 +1,4 @@
-"""The figure of a family's history: a panel a series, over the same commits, its levels and where they changed."""
+"""Draw the history of each family: a panel for each series, over the same commits, with levels and changes."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from te_bench.reports.history.series import History, HistoryPoint, TimeSeries
 from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, NAME, Drawing, blank, draw, styled
 
-PANELS = 8  # of one figure; more go to a further one
-_LABELS = 12  # commits that fit below the axis
+PANELS = 8  # of one figure; more series get further figures
+_LABELS = 12  # labels of commits that fit below the axis
 
 
 @styled
 def of_history(history: History) -> list[Drawing]:
-    """The figures of every family, eight series each; names are history-1, history-2 and so on."""
+    """Return the figures of every family, with at most eight series each; names are history-1, history-2 and so on."""
     drawings: list[Drawing] = []
     for (family, where), series in history.families().items():
         parts = [series[at : at + PANELS] for at in range(0, len(series), PANELS)]
@@ -28,7 +28,7 @@ def of_history(history: History) -> list[Drawing]:
 
 
 def figure(series: Sequence[TimeSeries]) -> Figure:
-    """Milliseconds over commits, a panel a series; lines are levels, an arrow with its size marks each change."""
+    """Return milliseconds over commits, a panel for each series; lines are levels, dashes with sizes are changes."""
     order = _order(series)
     drawn = blank(0.9 + 1.15 * len(series))
     panels = drawn.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]
@@ -51,7 +51,7 @@ def figure(series: Sequence[TimeSeries]) -> Figure:
 
 
 def _order(series: Sequence[TimeSeries]) -> list[HistoryPoint]:
-    """The points of all series in order of time, one for each run and environment."""
+    """Return the points of all series in order of time, one for each run and environment."""
     points = {point.place: point for one in series for point in one.points}
     return sorted(points.values(), key=lambda point: point.order)
 
@@ -81,5 +81,5 @@ def _panel(axes: Axes, one: TimeSeries, order: Sequence[HistoryPoint]) -> None:
 
 
 def percent_change(ratio: float) -> str:
-    """+5.1 %: how much longer it takes after a change."""
+    """Return how much longer it takes after a change: +5.1 %."""
     return f"{100 * (ratio - 1):+.1f} %".replace("-", "−")

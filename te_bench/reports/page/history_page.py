@@ -1,4 +1,4 @@
-"""The history as tables, and as a page: history.html (one file, nothing fetched), history.md and figures/."""
+"""Show the history as tables, and as a page: history.html (one file that loads nothing), history.md and figures/."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from te_bench.reports.page.render import figure_files
 from te_bench.reports.page.table import Column, Table, Value, number, word
 from te_bench.reports.page.template import rendered
 
-_WIDE = ("Machine", "Commits", "First level, ms")  # columns that a terminal has no room for
+_WIDE = ("Machine", "Commits", "First level, ms")  # columns that do not fit on a terminal
 
 
 def changes(history: History) -> Table:
-    """Every change of level, the greatest slow-down first."""
+    """Return the table of all changes of level, the greatest slow-down first."""
     found = [(one, change) for one in history.series for change in one.changes]
     found.sort(key=lambda pair: -pair[1].ratio)
     rows = [
@@ -34,7 +34,7 @@ def changes(history: History) -> Table:
 
 
 def _table(name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str) -> Table:
-    """A table of rows {title: value} with every column, the first three of them text."""
+    """Return a table of rows {title: value}; all columns are kept, and the first three are text."""
     columns = tuple(Column(title=title, numeric=place > 2) for place, title in enumerate(rows[0] if rows else ()))
     values = tuple(tuple(row.values()) for row in rows)
     return Table(name=name, caption=caption, columns=columns, rows=values, note=note)
@@ -52,7 +52,7 @@ def _note(history: History) -> str:
 
 
 def series(history: History) -> Table:
-    """Every series: how many commits, its noise, its first and last level, and its changes."""
+    """Return the table of all series: commits, noise, first and last level, and changes."""
     note = "Noise is relative, from the steps between neighbours; a dash: too short to be searched for changes."
     return _table("series", "Series", [_row(one) for one in history.series], note)
 
@@ -73,7 +73,7 @@ def _row(one: TimeSeries) -> dict[str, Value]:
 
 
 def headline(history: History) -> str:
-    """What the history says in a sentence."""
+    """Return the history in a sentence."""
     found = [(one, change) for one in history.series for change in one.changes]
     n = len(history.series)
     of = f"{n} series" if n > 1 else "one series"
@@ -88,7 +88,7 @@ def headline(history: History) -> str:
 
 
 def terminal(history: History) -> str:
-    """Headline and tables in plain text for a terminal of 100 columns."""
+    """Return headline and tables in plain text for a terminal of 100 columns."""
     lines = [headline(history)]
     for table in (series(history), changes(history)):
         if table.rows:
@@ -98,7 +98,7 @@ def terminal(history: History) -> str:
 
 
 def write_page(history: History, out: Path) -> Path:
-    """Write the page under `out`; the path of its history.html. Raises ValueError when `out` cannot be written."""
+    """Write the page under `out`, and return the path of its history.html. Raises ValueError if it cannot be written."""
     drawings = of_history(history)
     content = {
         "headline": headline(history),

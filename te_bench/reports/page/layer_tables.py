@@ -1,4 +1,4 @@
-"""The tables of the layer benchmark: its variants, and where the time of an iteration goes."""
+"""Make the tables of the layer benchmark: its variants, and the time of each kernel in an iteration."""
 
 from te_bench.reports.analysis.layers import LayerVariant, kind_of
 from te_bench.reports.analysis.measures import beyond_held
@@ -17,11 +17,11 @@ from te_bench.reports.page.table import (
     word,
 )
 
-KERNELS_SHOWN = 8  # of a layer, the longest
+KERNELS_SHOWN = 8  # the longest of a layer
 
 
 def times(variant: LayerVariant) -> Table | None:
-    """Time, energy and memory of the transformer layers of a variant."""
+    """Return the table of a variant's layers: time, energy and memory."""
     counted = any(measured.step.energy_j for measured in variant.layers)
     shown = [
         {
@@ -50,7 +50,7 @@ def times(variant: LayerVariant) -> Table | None:
 
 
 def kinds(variant: LayerVariant) -> Table | None:
-    """Where a layer's time goes, by kind of kernel."""
+    """Return the table of layers' time by kind of kernel."""
     shown = [
         {
             "Layer": word(measured.step.configuration.label),
@@ -69,7 +69,7 @@ def kinds(variant: LayerVariant) -> Table | None:
 
 
 def kernels(variant: LayerVariant) -> Table | None:
-    """The longest kernels of the fastest layers: ours in FP8 and without, and the peers'."""
+    """Return the longest kernels of the fastest layers: te-bench's with and without FP8, and the peers'."""
     shown = [
         row
         for measured in variant.compared

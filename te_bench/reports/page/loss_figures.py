@@ -1,4 +1,4 @@
-"""The figures of loss curves, validation above, training below it, in frames that show what differs; and of LR ladders."""
+"""Draw loss curves, validation above training, in frames that show what differs; and learning-rate ladders."""
 
 import math
 import statistics
@@ -17,11 +17,11 @@ from te_bench.reports.page import text
 from te_bench.reports.page.drawing import COLOURS, FAINT, INK, MARKERS, NAME, blank, legend_below
 
 DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
-SMOOTH = 60  # points of a training loss that are drawn: means over as many steps as make so few
+SMOOTH = 60  # points of a drawn training loss: each is a mean over neighbouring steps
 
 
 def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
-    """Loss against "step" or "time_s": validation, with the bf16 seeds' band beneath, and below it training."""
+    """Return loss against "step" or "time_s": validation with the bf16 seeds' band, and training below; None if empty."""
     if not any(training.validation or training.train for training in comparison.trainings):
         return None
     series: dict[str, list[Sequence[LossPoint]]] = {
@@ -61,7 +61,7 @@ def losses(comparison: TrainingComparison, axis: str) -> Figure | None:
 
 
 def _smoothed(points: Sequence[LossPoint]) -> list[LossPoint]:
-    """SMOOTH points at most, each the mean of as many neighbours: single steps are a fence that hides the curve."""
+    """Return at most SMOOTH points, each the mean of as many neighbours, because noise of single steps hides the curve."""
     each = math.ceil(len(points) / SMOOTH) or 1
     return [_mean_point(points[i : i + each]) for i in range(0, len(points), each)]
 
@@ -74,9 +74,9 @@ def _mean_point(points: Sequence[LossPoint]) -> LossPoint:
 
 
 def _focus(axes: Axes, series: Sequence[Sequence[float]]) -> float:
-    """Leave the first steep fall out of the frame where it would take more than half of it. The most that is in it.
+    """Cut off the first steep fall if it takes more than half of the frame, and return the frame's top, or infinity.
 
-    A curve that has come into the frame stays in it, whether it rises again or not; one that is above all others may not.
+    A curve that has entered the frame stays inside, even if it rises again. A curve above all others may stay outside.
     """
     means = [mean for each in series for mean in each]
     lowest, upper = min(means), quantile(means, 0.75) or 0.0
@@ -94,7 +94,7 @@ def _x(points: Sequence[LossPoint], axis: str) -> list[float]:
 
 
 def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
-    """Smallest to largest and mean +- deviation over the reference's seeds; nothing below two seeds."""
+    """Draw smallest to largest and mean +- deviation over the reference's seeds; return legend patches, [] for one seed."""
     points = [p for p in training.validation if p.deviation is not None]
     if not points:
         return []
@@ -111,7 +111,7 @@ def _band(axes: Axes, training: Training, axis: str) -> list[Patch]:
 
 
 def _line(place: int, points: int) -> dict[str, Any]:
-    """How a curve is drawn."""
+    """Return the style of a curve."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "marker": MARKERS[place % len(MARKERS)],
@@ -129,7 +129,7 @@ def _legend_name(training: Training) -> str:
 
 
 def finals(ladder: StressLadder) -> Figure | None:
-    """A mark a run, their means a line, a precision beside the other; None where no run came to its end."""
+    """Return final losses: a mark for each run, lines for means, precisions side by side; None if no run ended."""
     shown = [(name, found) for name, found in ladder.results.items() if any(result.finals for result in found.values())]
     if not shown:
         return None
@@ -137,7 +137,7 @@ def finals(ladder: StressLadder) -> Figure | None:
     drawn = blank(3.2 + 0.19 * sum(name.count("\n") + 1 for name in names))
     axes = drawn.subplots()
     for place, (_, found) in enumerate(shown):
-        beside = 1.07 ** (place - (len(shown) - 1) / 2)  # so that marks of one rate do not hide each other
+        beside = 1.07 ** (place - (len(shown) - 1) / 2)  # marks of one rate stand side by side
         style: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
         means = [(factor, result.final) for factor, result in found.items() if result.final is not None]
         axes.plot(

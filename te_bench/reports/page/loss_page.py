@@ -1,4 +1,4 @@
-"""The verdict on somebody's own losses: its table, and one page to send to a colleague (one file, nothing fetched)."""
+"""Show the verdict on a user's losses: its tables, and one page to send to a colleague (one file that loads nothing)."""
 
 import math
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from te_bench.reports.page.verdict_figures import VERDICT_COLOURS
 from te_bench.reports.page.verdict_tables import interval
 
 ARMS = ("baseline", "candidate")
-LATE = 0.5  # the share of training that the second panel shows
-POINTS = 200  # of a curve that are drawn
+LATE = 0.5  # the last share of training, which the second panel shows
+POINTS = 200  # drawn points of a curve
 MEANING = {
     Verdict.EQUIVALENT: "The gap is shown to lie within the margin, above or below.",
     Verdict.NON_INFERIOR: "The gap is below the margin. How far it is below 0 is not shown.",
     Verdict.INFERIOR: "The gap is shown to be above the margin.",
     Verdict.DIVERGED: "A run broke: its loss is not finite, or rose and did not come back.",
-    Verdict.INCONCLUSIVE: "That no difference was found is no proof that there is none.",
+    Verdict.INCONCLUSIVE: "Finding no difference does not prove that there is none.",
 }
 
 
 def losses(found: LossVerdict) -> Table | None:
-    """The comparison in numbers, as many as these runs tell; None of a candidate that diverged."""
+    """Return the table of the comparison's known numbers; None if the candidate diverged."""
     c = found.comparison
     if c is None:
         return None
@@ -68,7 +68,7 @@ def _percent(found: LossVerdict, ends: tuple[float, float] | None) -> tuple[floa
 
 
 def certainty(found: LossVerdict) -> Table | None:
-    """What more seeds would show, by the measured spread and by its upper bound."""
+    """Return the table of what more seeds would show, by the measured spread and by its upper bound; None if unknown."""
     rows = [
         {
             "Pairs" if found.matched.seeds else "Seeds a side": number(price.seeds, text.count),
@@ -79,8 +79,8 @@ def certainty(found: LossVerdict) -> Table | None:
         for price in prices(found)
     ]
     note = (
-        "The smallest margin that is shown in 80 % of cases, if there is no gap at all. The last column takes the spread's "
-        "upper bound of 80 % confidence, for the spread itself is known from these runs only."
+        "The smallest margin that is shown in 80 % of cases, if there is no gap at all. The last column uses the spread's "
+        "upper bound of 80 % confidence, because these runs only estimate the spread."
     )
     return table_of("certainty", "What more seeds would show", rows, note, text_columns=0)
 
@@ -90,7 +90,7 @@ def _margin(value: float) -> Value:
 
 
 def finals(found: LossVerdict) -> Table | None:
-    """Every run's final loss: pair by pair, or one arm after the other."""
+    """Return the table of every run's final loss: by pairs, or one arm after the other."""
     m = found.matched
     if m.seeds:
         rows = [
@@ -119,7 +119,7 @@ def _loss(value: float) -> Value:
 
 @styled
 def write_page(found: LossVerdict, path: Path) -> Path:
-    """Write the page; its path. Raises ValueError when it cannot be written."""
+    """Write the page, and return its path. Raises ValueError if it cannot be written."""
     c = found.comparison
     drawings = [*_curves(found), *([_gap(found, c)] if c else [])]
     content = {
@@ -187,13 +187,13 @@ def _arm(axes: Axes, runs: Sequence[Curve], start: float, place: int) -> None:
 
 
 def _ended(runs: Sequence[Curve]) -> list[Curve]:
-    """The runs that came to the end with finite losses: of one that broke early no mean is left."""
+    """Return the runs that ended with finite losses; a run that broke early has no mean."""
     end = max(curve.step[-1] for curve in runs)
     return [curve for curve in runs if curve.step[-1] == end and all(map(math.isfinite, curve.loss))]
 
 
 def _thinned(curve: Curve) -> Curve:
-    """POINTS at most, each the mean of its neighbours."""
+    """Return a curve of at most POINTS points, each the mean of its neighbours."""
     each = math.ceil(len(curve.step) / POINTS)
     steps, values = ([row[i : i + each] for i in range(0, len(row), each)] for row in (curve.step, curve.loss))
     return Curve(step=tuple(sum(s) / len(s) for s in steps), loss=tuple(sum(v) / len(v) for v in values))

@@ -1,4 +1,4 @@
-"""All published records as a gallery of results/; and the fastest steps by GPU, the table of docs/leaderboard.md."""
+"""Show all published records as a gallery of results/, and the fastest steps by GPU, the table of docs/leaderboard.md."""
 
 import posixpath
 import re
@@ -28,21 +28,21 @@ _ALONE = {**dict.fromkeys(SHAPED, "attention alone"), "layer": "one layer", "cei
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A folder with a journal under results/, and what README.md and published.toml beside it say of it."""
+    """A folder with a journal under results/, and what README.md and published.toml there say about it."""
 
     folder: str  # h200/speed
     results: Results
     command: str
     measured: str
-    listed: bool  # in published.toml: a run of a suite, not a side of a gate
-    known: Mapping[str, str]  # what is known to be wrong with it
-    files: Mapping[str, str]  # what there is to read, by what it is called: paths under results/
+    listed: bool  # whether published.toml has it: a run of a suite, not a side of a gate
+    known: Mapping[str, str]  # its known faults
+    files: Mapping[str, str]  # {what it is called: path under results/} of files to read
 
 
 def runs(results: Path, made: Path | None = None) -> Iterator[Run]:
-    """Every run under `results`, by its folder's name. Raises ValueError for one that README.md there has no row of.
+    """Yield every run under `results`, by its folder's name. Raises ValueError if README.md there has no row of one.
 
-    made: a folder with further pages of the runs, by the same paths.
+    made: a folder with further pages of the runs, at the same paths.
     """
     said = {row["folder"]: row for row in _ROW.finditer((results / "README.md").read_text(encoding="utf-8"))}
     listed = tomllib.loads((results / "published.toml").read_text(encoding="utf-8"))
@@ -70,9 +70,9 @@ def runs(results: Path, made: Path | None = None) -> Iterator[Run]:
 
 
 def gallery(results: Path, base: str, made: Path | None = None) -> str:
-    """The page as HTML without a frame: entries to filter, and the environments, of which any two can be compared.
+    """Return the page as HTML without a frame: entries to filter, and environments, two of which can be compared.
 
-    base: where the page finds what lies under `results`, and under `made`.
+    base: the path from the page to the contents of `results` and `made`.
     """
     found = list(runs(results, made))
     bodies = {key: body for run in found for key, body in run.results.environments.items()}
@@ -96,7 +96,7 @@ def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
     return {
         "id": text.slug(f"{run.folder}-{group.environment[:8]}"),
         "folder": run.folder,
-        "title": group.title.split(": ", 1)[-1],  # without its suite, which stands beside it
+        "title": group.title.split(": ", 1)[-1],  # without its suite, which is beside it
         "gpu": group.gpu or "CPU",
         "suite": "gate" if "answer" in run.files else group.suite,
         "day": max((row.record.started_at[:10] for row in rows if row.record), default=text.MISSING),
@@ -130,7 +130,7 @@ def _model(configuration: Configuration) -> str:
 
 
 def _figures(group: Group) -> dict[str, str]:
-    """By configuration what it was measured for: time, loss or batch."""
+    """Return {configuration: its main figure}: time, loss or batch."""
     found = {step.configuration.id: step for step in _steps(group)}
     found |= {layer.step.configuration.id: layer.step for one in layer_variants(group) for layer in one.layers}
     figures = {key: f"{text.milliseconds(step.latency_s)} ms" for key, step in found.items() if step.latency_s}
@@ -150,9 +150,9 @@ def _steps(group: Group) -> tuple[MeasuredStep, ...]:
 
 
 def leaderboard(results: Path) -> list[Table]:
-    """Of each published run of the suite `speed` that timed two kinds of step or more: the fastest of each kind, by GPU.
+    """Return a table of the fastest step of each kind, for each published run of suite `speed` that timed two kinds.
 
-    Steps that emulate MXFP8 or NVFP4 are none of them.
+    Steps that emulate MXFP8 or NVFP4 are left out.
     """
     found = []
     for run in filter(lambda run: run.listed, runs(results)):

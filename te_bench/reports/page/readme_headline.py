@@ -1,4 +1,4 @@
-"""The answer of a run in one sentence and one picture, for a README: the fastest configuration of each kind."""
+"""Put the answer of a run into one sentence and one picture for a README: the fastest configuration of each kind."""
 
 from te_bench.reports.analysis.naming import TE_BENCH
 from te_bench.reports.analysis.ranking import FastestOfKind
@@ -9,9 +9,10 @@ from te_bench.reports.page.drawing import COLOURS, FAINT, Drawing, draw, styled
 
 
 def sentence(result: GroupResult) -> str:
-    """What the fastest step takes, then the baseline's kind, then the others; only two kinds or more make a headline.
+    """Return sentences with the time of the fastest step, of the baseline's kind, and of the others.
 
-    It says which of the others paired runs do not distinguish from the fastest.
+    They say which others paired runs do not distinguish from the fastest. Raises ValueError if fewer than two kinds were
+    timed.
     """
     fastest, *others = _several(result)
     others.sort(key=lambda other: not other.step.is_baseline)
@@ -25,7 +26,7 @@ def sentence(result: GroupResult) -> str:
 
 @styled
 def figure(result: GroupResult) -> Drawing:
-    """A bar for each kind, ms a step. Raises ValueError where fewer than two kinds were timed."""
+    """Return a bar chart of each kind, in ms a step. Raises ValueError if fewer than two kinds were timed."""
     found = _several(result)
     alt = "; ".join(f"{one.name} {_time(one)}" for one in found)
     drawn = [

@@ -1,4 +1,4 @@
-"""The records as CSV, a line a planned trial: settings, how it ended, medians in SI units; empty where not measured."""
+"""Write records as CSV: a line for each planned trial, medians in SI units, empty where nothing was measured."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ _MEDIANS = (
 
 
 def records_csv(results: Results) -> str:
-    """One line for each planned trial: its settings, how it ended, medians in SI units; empty where not measured."""
+    """Return a line for each planned trial: settings, outcome, medians in SI units; empty where nothing was measured."""
     rows = [(group, one, row) for group in results.groups for one in group.configurations for row in one.rows]
     problem = sorted({key for _, _, row in rows for key in row.trial.problem})
     lines = [_line(group, configuration, row, problem) for group, configuration, row in rows]
@@ -71,5 +71,5 @@ def _line(group: Group, configuration: Configuration, row: Row, problem: Sequenc
 
 
 def _safe(value: object) -> object:
-    """Text that a spreadsheet would run as a formula gets an apostrophe in front."""
+    """Return the value, with an apostrophe before text that a spreadsheet would run as a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value

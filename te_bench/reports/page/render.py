@@ -1,4 +1,4 @@
-"""The report of one or several runs: index.html (one file, nothing fetched), report.md, records.csv and figures/."""
+"""Write the report of one or several runs: index.html (one file that loads nothing), report.md, records.csv, figures/."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from te_bench.reports.page.environments import commands, shown_environment
 from te_bench.reports.page.records_csv import records_csv
 from te_bench.reports.page.template import rendered
 
-HEADING = 60  # characters of two lines on a telephone 400 pixels wide
-FEWER_BITS = "Do they train like float32?"  # heads the verdict on weights and states
-#: The page's sections: anchor, heading, figures by kind, tables by name. A section without content is left out.
+HEADING = 60  # characters that fit in two lines on a telephone 400 pixels wide
+FEWER_BITS = "Do they train like float32?"  # the heading of a verdict on weights and states
+#: The page's sections: anchor, heading, kinds of figures, names of tables. A section without content is left out.
 SECTIONS = (
     (
         "verdict",
@@ -42,9 +42,9 @@ SECTIONS = (
 
 
 def write_report(directories: Sequence[Path], out: Path) -> Path:
-    """Write the report of the runs in `directories` under `out`; the path of its index.html.
+    """Write the report of the runs in `directories` under `out`, and return the path of its index.html.
 
-    Raises ValueError when a directory holds no journal or its journal no plan, and when `out` cannot be written.
+    Raises ValueError if a directory has no journal or its journal no plan, and if `out` cannot be written.
     """
     report = load_report(directories)
     drawn = draw(report)
@@ -60,13 +60,13 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
 
 
 def figure_files(drawings: Sequence[Drawing]) -> dict[str, bytes]:
-    """{path below the page: content}, each figure as SVG and as PNG."""
+    """Return {path below the page: content}: each figure as SVG and as PNG."""
     svg = {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
     return svg | {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
 
 
 def draw(report: ReportResult) -> list[list[Drawing]]:
-    """The figures of each group; names say suite and environment where there are several."""
+    """Return the figures of each group; their names have suite and environment if there are several."""
     drawn = []
     taken: set[str] = set()
     groups = [result.group for result in report.groups]
@@ -75,7 +75,7 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
         suffix = "" if len(groups) == 1 else f"-{text.slug(suite)}"
         if sum(other.suite == suite for other in groups) > 1:
             suffix += f"-{text.slug(environment)[:8]}"
-        while suffix in taken:  # two names with the same slug
+        while suffix in taken:  # two names may have the same slug
             suffix += f"-{place}"
         taken.add(suffix)
         drawn.append(gallery.figures_of(result, suffix))
@@ -83,7 +83,7 @@ def draw(report: ReportResult) -> list[list[Drawing]]:
 
 
 def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, Any]:
-    """What both templates show."""
+    """Return the content of both templates."""
     sentences, results = headlines.headlines(report), report.results
     titles = list(dict.fromkeys(printable(group.title or group.suite) for group in results.groups))
     heading, rest = _headed(titles)
@@ -111,7 +111,7 @@ def page(report: ReportResult, drawn: Sequence[Sequence[Drawing]]) -> dict[str, 
 
 
 def _headed(titles: Sequence[str]) -> tuple[str, str]:
-    """A heading of two lines on a telephone, and what of the titles stands above it."""
+    """Return a heading that fits in two lines on a telephone, and the rest of the titles, to stand above it."""
     heading = "; ".join(titles)
     if len(heading) <= HEADING:
         return heading, ""
@@ -127,7 +127,7 @@ def _section(
     kinds: Sequence[str],
     names: Sequence[str],
 ) -> dict[str, Any]:
-    """A heading of the page with what each group has to say below it, under a heading of its own if there are several."""
+    """Return a section of the page with each group's part, which has a heading of its own if there are several."""
     parts = []
     for result, drawings in zip(report.groups, drawn, strict=True):
         group = result.group

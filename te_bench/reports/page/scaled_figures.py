@@ -1,4 +1,4 @@
-"""The figure of steps over several GPUs: what each GPU does, by their number."""
+"""Draw the figure of steps over several GPUs: the speed of each GPU by their number."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page.drawing import COLOURS, FAINT, MARKERS, blank, legend_below
 
-PANEL, REST = 1.75, 0.9  # inches of a panel, and of what is below all of them
-APART = 0.02  # of a number of GPUs, so that intervals stand beside each other
-LONG = 30  # characters of a name, of which two fit side by side below a figure
-LABEL = 0.13  # of a panel's height, that a line of text takes
+PANEL, REST = 1.75, 0.9  # inches of a panel, and of the space below all panels
+APART = 0.02  # shift of points, as a share of their number of GPUs, so that intervals do not overlap
+LONG = 30  # characters of a name up to which two names fit side by side below a figure
+LABEL = 0.13  # of a panel's height: a line of text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What one of `world` GPUs does: thousand tokens a second, and its efficiency where the step was timed on one GPU."""
+    """Thousand tokens a second of one of `world` GPUs, and its efficiency if the step was timed on one GPU."""
 
     world: int
     speed: float
@@ -32,7 +32,7 @@ Panels = Mapping[str, Mapping[str, Sequence[Point]]]  # {way and mode: {configur
 
 
 def throughput(result: GroupResult) -> Figure | None:
-    """Tokens a second of each GPU by their number, a panel for each way to divide a step and each mode."""
+    """Return tokens a second of each GPU by their number, a panel for each kind of parallelism and mode."""
     panels: dict[str, dict[str, list[Point]]] = {}
     for step in result.scaled:
         if not step.tokens_per_s or step.parallel is None:
@@ -51,7 +51,7 @@ def throughput(result: GroupResult) -> Figure | None:
 
 
 def _name(step: ScaledStep, steps: Sequence[ScaledStep]) -> str:
-    """Recipe or precision, with the project, fused blocks, the attention and each rank's sequences where those differ."""
+    """Return recipe or precision, and where they differ project, fused blocks, attention and each rank's sequences."""
     trial = step.configuration.trial
     words = [step.project] if len({one.project for one in steps}) > 1 else []
     words += [trial.recipe or trial.precision]
@@ -97,7 +97,7 @@ def _line(axes: Axes, line: Sequence[Point], place: int, shift: float) -> None:
 
 
 def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top: float) -> None:
-    """At the ends of the lines, each beside its line's mark, so far apart that they can be read."""
+    """Write efficiencies at the ends of the lines, each beside its line's mark, far enough apart to be read."""
     ends = sorted(
         (line[-1].speed, line[-1].world, last.value, place) for line, place in lines if (last := line[-1].efficiency)
     )
@@ -109,7 +109,7 @@ def _efficiencies(axes: Axes, lines: Sequence[tuple[Sequence[Point], int]], top:
 
 
 def apart(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Rising heights, moved as little as it takes to be a gap apart and half a gap below the top."""
+    """Return rising heights, moved as little as needed to be a gap apart and half a gap below the top."""
     found: list[float] = []
     for height in heights:
         found.append(max([height, *(below + gap for below in found[-1:])]))

@@ -1,4 +1,4 @@
-"""The tables of steps over several GPUs: what they bring, and what a rank's memory holds."""
+"""Make the tables of steps over several GPUs: their speed, and what a rank's memory holds."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ TITLES |= {"fp8_copies": "FP8 copies", "fp8_operands": "FP8 operands"}
 
 
 def times(result: GroupResult) -> Table | None:
-    """Throughput of each GPU, efficiency, what collectives cost, memory, energy and the link."""
+    """Return the table of each GPU's throughput, efficiency, cost of collectives, memory, energy and link."""
     steps = [step for step in result.scaled if step.configuration.outcome != rows.NOT_RUN]
     shown = [
         {
@@ -51,7 +51,7 @@ def _efficiency(step: ScaledStep) -> Value:
 
 
 def _percent(ratio: Ratio | None) -> str:
-    """93.1 % [92.8, 93.4]."""
+    """Return for example: 93.1 % [92.8, 93.4]."""
     if ratio is None or ratio.low is None or ratio.high is None:
         return text.percent(ratio.value if ratio else None)
     return f"{text.percent(ratio.value)} [{100 * ratio.low:.1f}, {100 * ratio.high:.1f}]"
@@ -93,7 +93,7 @@ def _notes(steps: Sequence[ScaledStep]) -> list[str]:
 
 
 def _predictions(steps: Sequence[ScaledStep]) -> list[str]:
-    """How far they are off, of captured steps and of others, which may wait for their host."""
+    """Return a note on the predictions' errors, for captured steps and for others, which may wait for their host."""
     found = [step for step in steps if step.predicted_s and step.latency_s]
     if not found:
         return []
@@ -114,7 +114,7 @@ def _predictions(steps: Sequence[ScaledStep]) -> list[str]:
 
 
 def memory(result: GroupResult) -> Table | None:
-    """What a rank's memory holds."""
+    """Return the table of what a rank's memory holds."""
     held = [step for step in result.scaled if step.memory]
     shown = [
         {

@@ -1,4 +1,4 @@
-"""Predictions of `te-bench plan scaling`, and published figures beside them, as tables."""
+"""Make tables of the predictions of `te-bench plan scaling`, and of published figures beside predictions."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from te_bench.reports.page.table import Table, Value, filled, number, word
 
 
 def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) -> Table:
-    """A row a number of GPUs; efficiency against one GPU alone."""
+    """Return a row for each number of GPUs; efficiency: against one GPU alone."""
     rows = [
         {
             "GPUs": Value(text=f"{one.layout.world:,}", sort=one.layout.world),
@@ -29,11 +29,11 @@ def predictions(found: Sequence[Prediction], alone: Prediction, caption: str) ->
         "the optimizer's update is shared. Comm.: all collectives of a step, hidden or not; exposed: what no compute hides. "
         "Sent and memory: of one rank, the latter an estimate."
     )
-    return filled("scaling", caption, rows, note)  # one GPU is always among them
+    return filled("scaling", caption, rows, note)  # never empty, because one GPU is always included
 
 
 def published(found: Sequence[Compared]) -> Table:
-    """A row a published figure."""
+    """Return a row for each published figure."""
     rows = [
         {
             "Published": word(f"{one.family.name}: {one.figure.what}"),
@@ -48,7 +48,7 @@ def published(found: Sequence[Compared]) -> Table:
 
 
 def said(found: Sequence[Compared]) -> str:
-    """The errors in one sentence for each kind of prediction."""
+    """Return a sentence on the errors of each kind of prediction."""
     lines = []
     for kind, what in ((MORE, "the same model on more GPUs"), (OTHER, "another model or layout than was fitted")):
         size = errors(found, (kind,))

@@ -1,4 +1,4 @@
-"""The figures of training steps and layers: time, memory, the largest batch, and what a step's time is made of."""
+"""Draw the figures of training steps and layers: time, memory, the largest batch, and time by kind of kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +25,13 @@ LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
 
 
 def _bar(configuration: Configuration, value: float | None, remark: str, **ends: Any) -> Bar:
-    """A configuration's bar, in the colour of its precision and with the hatch of its mode; ends: a Bar's other lengths."""
+    """Return a configuration's bar, in its precision's colour with its mode's hatch; ends: the Bar's other lengths."""
     colour, hatch = PRECISION.get(configuration.trial.precision, COLOURS[3]), HATCH.get(configuration.trial.mode, "++")
     return Bar(name=configuration.label, value=value, remark=remark, colour=colour, hatch=hatch, **ends)
 
 
 def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
-    """Colours of the precisions and hatches of the modes that occur, where there is more than one to tell apart."""
+    """Return the legend: colours of precisions and hatches of modes, each if several occur."""
     trials = [configuration.trial for configuration in configurations]
     names = {p: dict.fromkeys(precision_name(t) for t in trials if t.precision == p) for p in PRECISION}
     modes = [m for m in HATCH if any(t.mode == m for t in trials)]
@@ -45,7 +45,7 @@ def _legend(configurations: Sequence[Configuration]) -> list[Patch]:
 
 
 def ladder(result: GroupResult) -> Figure | None:
-    """ms per step with the 5th to 95th percentile of the timed steps, and the speed-up over the baseline."""
+    """Return ms per step with the 5th to 95th percentile of timed steps, and the speed-up over the baseline."""
     steps = result.steps.steps
     if not any(step.latency_s for step in steps):
         return None
@@ -62,7 +62,7 @@ def _step_bar(step: MeasuredStep) -> Bar:
 
 
 def memory(result: GroupResult) -> Figure | None:
-    """Peak memory of a step, allocated as the bar and reserved as its outline; resident memory on a CPU."""
+    """Return the peak memory of a step: allocated as a bar, reserved as its outline; on a CPU, resident memory."""
     drawn, on_host = [], False
     for step in result.steps.steps:
         value, outline = step.peak_allocated, step.peak_reserved
@@ -78,7 +78,7 @@ def memory(result: GroupResult) -> Figure | None:
 
 
 def largest_batch(result: GroupResult) -> Figure | None:
-    """The largest batch that fits."""
+    """Return the largest batches that fit; None if none was measured."""
     found = result.largest_batches
     if not any(m.max_batch for m in found):
         return None
@@ -90,7 +90,7 @@ def largest_batch(result: GroupResult) -> Figure | None:
 
 
 def against_floor(result: GroupResult) -> Figure | None:
-    """Two bars, the floor and the step, for the baseline and the fastest step of each precision; None without ceilings."""
+    """Return two bars, floor and step, for the baseline and the fastest step of each precision; None without ceilings."""
     shown = [stack for found in result.floor.compared for stack in _floor_and_step(found)]
     return stacked_bars(shown, FLOOR_KINDS, "ms a step") if shown else None
 
@@ -105,14 +105,14 @@ def _floor_and_step(found: Breakdown) -> tuple[Stack, Stack]:
 
 
 def _measured(step: MeasuredStep, parts: dict[str, float]) -> Stack:
-    """What is left of the measured time is rest."""
+    """Return a step's bar; the measured time minus its parts is the rest."""
     remark = f"{text.milliseconds(step.latency_s)} ms" + (", baseline" if step.is_baseline else "")
     rest = max((step.latency_s or 0.0) * 1e3 - sum(parts.values()), 0.0)
     return Stack(name=step.configuration.label, parts=parts, rest=rest, remark=remark)
 
 
 def layer_times(variant_layers: Sequence[MeasuredLayer]) -> Figure | None:
-    """Milliseconds by kind of kernel; a layer without a profile is one plain bar."""
+    """Return milliseconds by kind of kernel; a layer without a profile is one plain bar."""
     shown = [_layer(measured) for measured in variant_layers if measured.step.latency_s]
     return stacked_bars(shown, LAYER_KINDS, "ms forward and backward") if shown else None
 

@@ -1,4 +1,4 @@
-"""The tables of training steps: time, memory, the floor, and the largest batch."""
+"""Make the tables of training steps: time, memory, the floor, and the largest batch."""
 
 from te_bench.reports.analysis import floor
 from te_bench.reports.analysis.floor import Ceilings
@@ -19,11 +19,11 @@ from te_bench.reports.page.table import (
     word,
 )
 
-KERNELS_SHOWN = 25  # of a step, the longest
+KERNELS_SHOWN = 25  # the longest of a step
 
 
 def ladder(result: GroupResult) -> Table | None:
-    """Time and energy of a training step, fastest first."""
+    """Return the table of a training step's time and energy, fastest first."""
     counted = any(step.energy_j for step in result.steps.steps)
     shown = [
         {
@@ -63,7 +63,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
 
 
 def memory(result: GroupResult) -> Table | None:
-    """Peak memory of a training step, and its energy by token."""
+    """Return the table of a training step's peak memory, and energy by token."""
     steps = result.steps.steps
     on_gpu = any(step.peak_allocated or step.peak_reserved for step in steps)
     on_host = any(step.peak_rss for step in steps)
@@ -86,7 +86,7 @@ def memory(result: GroupResult) -> Table | None:
 
 
 def floors(result: GroupResult) -> Table | None:
-    """Every configuration whose kernels were timed: its floor, its kernels, its step."""
+    """Return the table of configurations with timed kernels: floor, kernels, step."""
     shown = [
         {
             "Configuration": label(found.step.configuration, baseline=found.step.is_baseline),
@@ -101,7 +101,7 @@ def floors(result: GroupResult) -> Table | None:
 
 
 def floor_kinds(result: GroupResult) -> Table | None:
-    """The baseline and the fastest step of each precision, by kind of kernel."""
+    """Return the table of the baseline and the fastest step of each precision, by kind of kernel."""
     shown = [
         {
             "Configuration": word(found.step.configuration.label),
@@ -120,7 +120,7 @@ def floor_kinds(result: GroupResult) -> Table | None:
 
 
 def floor_kernels(result: GroupResult) -> Table | None:
-    """The longest kernels of the baseline and of the fastest step of each precision."""
+    """Return the table of the longest kernels of the baseline and of the fastest step of each precision."""
     titles = "Configuration", "ms a step"
     shown = [
         row
@@ -143,7 +143,7 @@ def _ceilings_note(at: Ceilings | None) -> str:
 
 
 def largest_batch(result: GroupResult) -> Table | None:
-    """The largest batch that fits."""
+    """Return the table of largest batches that fit."""
     shown = [
         {
             "Configuration": label(found.configuration),

@@ -1,4 +1,4 @@
-"""What a table of the report is made of: values that know how they sort, columns, rows."""
+"""The parts of a report's table: values that know how they sort, columns, rows."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from te_bench.reports.page import text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """What a table cell shows, and what it sorts by; None sorts last. `detail`: what a page shows under the pointer."""
+    """A cell's text, and what it sorts by; None sorts last. detail: what a page shows under the pointer."""
 
     text: str
     sort: float | str | None
@@ -22,7 +22,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A heading with its unit; numeric columns are set flush right."""
+    """A heading with its unit; numeric columns are aligned to the right."""
 
     title: str
     numeric: bool = True
@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of values under columns. `caption` says what the table holds, `note` how to read it."""
+    """Rows of values under columns; caption: what the table holds; note: how to read it."""
 
     name: str
     caption: str
@@ -39,14 +39,14 @@ class Table:
     note: str = ""
 
     def only(self, titles: Collection[str]) -> "Table":
-        """The table with the columns of these titles alone."""
+        """Return the table with only the columns of these titles."""
         kept = [i for i, column in enumerate(self.columns) if column.title in titles]
         columns = tuple(self.columns[i] for i in kept)
         return replace(self, columns=columns, rows=tuple(tuple(row[i] for i in kept) for row in self.rows))
 
 
 def word(content: object) -> Value:
-    """A text value on one line; a dash for None and for nothing."""
+    """Return a text value on one line; a dash for None and ""."""
     shown = printable(str(content)) if content not in (None, "") else text.MISSING
     return Value(text=shown, sort=None if shown == text.MISSING else shown)
 
@@ -56,24 +56,24 @@ def number(value: float | None, show: Callable[[float | None], str] = text.plain
 
 
 def speedup(ratio: Ratio | None, remark: str = "") -> Value:
-    """A ratio with its interval, and a remark behind it; a dash for None."""
+    """Return a ratio with its interval, followed by a remark; a dash for None."""
     return Value(text=text.speedup(ratio) + remark, sort=ratio.value) if ratio else word(None)
 
 
 def rank(found: StepRanking, step: MeasuredStep) -> Value:
-    """The ranking's word for a step, sorted from the fastest on; a dash where nothing was ranked, for all then ran once."""
+    """Return the ranking's word for a step, sorted from the fastest on; a dash if nothing was ranked."""
     said = found.word(step) if found.fastest else None
     place = ranking.WORDS.index(said) if said and said != ranking.ALONE else None
     return Value(text=said or text.MISSING, sort=place)
 
 
 def repetitions(configuration: Configuration) -> Value:
-    """n_ok/n_planned of a configuration."""
+    """Return n_ok/n_planned of a configuration."""
     return Value(text=f"{len(configuration.ok)}/{len(configuration.rows)}", sort=len(configuration.ok))
 
 
 def label(configuration: Configuration, *, baseline: bool = False) -> Value:
-    """The configuration's name with the attention that `auto` chose, and what became of it where no repetition ended ok."""
+    """Return a configuration's name with the attention that `auto` chose, and its outcome if no repetition ended ok."""
     chosen = sorted({str(record.work["chosen"]) for record in configuration.ok if "chosen" in record.work})
     remarks = [*(["baseline"] if baseline else []), *(f"chose {name}" for name in chosen)]
     remarks += [] if configuration.outcome == "ok" else [configuration.outcome]
@@ -85,7 +85,7 @@ ENERGY_NOTE = "Joules: of all GPUs, by their own counters, over at least three s
 
 
 def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str]:
-    """How the speed-ups of these steps, and the words of their ranking, are to be read."""
+    """Return how to read the speed-ups of these steps and the words of their ranking."""
     pairs = [step.speedup.n for step in steps if step.speedup and not step.is_baseline]
     notes = [interval_note(pairs)] if pairs else []
     if found.reason:
@@ -96,7 +96,7 @@ def ranking_notes(found: StepRanking, steps: Sequence[MeasuredStep]) -> list[str
 
 
 def interval_note(pairs: Sequence[int]) -> str:
-    """How speed-ups over so many pairs each are to be read."""
+    """Return how to read speed-ups over so many pairs each."""
     if max(pairs) < 2:
         return "n = 1: one run of each, so speed-ups have no interval."
     return "Speed-ups are geometric means over paired seeds with 95 % t-intervals."
@@ -109,7 +109,7 @@ def kernel_rows(
     most: int,
     titles: tuple[str, str],
 ) -> list[dict[str, Value]]:
-    """The longest kernels of a configuration: its name, their kinds, names and milliseconds; titles: of first and last."""
+    """Return rows of a configuration's longest kernels: name, kind, kernel, ms; titles: of the first and last column."""
     return [
         {
             titles[0]: word(configuration.label),
@@ -124,14 +124,14 @@ def kernel_rows(
 def table_of(
     name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str = "", text_columns: int = 1
 ) -> Table | None:
-    """A table as `filled` makes it; None without rows."""
+    """Return a table as `filled` does; None without rows."""
     return filled(name, caption, rows, note, text_columns) if rows else None
 
 
 def filled(
     name: str, caption: str, rows: Sequence[Mapping[str, Value]], note: str = "", text_columns: int = 1
 ) -> Table:
-    """A table of rows {title: value}, one at least; the first columns text, without numeric ones that hold nothing."""
+    """Return a table of one or more rows {title: value}: first columns text, without numeric ones that have no values."""
     columns = [Column(title=title, numeric=place >= text_columns) for place, title in enumerate(rows[0])]
     kept = [one for one in columns if not one.numeric or any(row[one.title].sort is not None for row in rows)]
     values = tuple(tuple(row[one.title] for one in kept) for row in rows)

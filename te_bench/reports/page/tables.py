@@ -1,4 +1,4 @@
-"""The report's tables by name, and tables as Markdown and for a terminal."""
+"""List the report's tables by name, and write tables as Markdown and for a terminal."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from te_bench.reports.page.headlines import headlines
 from te_bench.reports.page.table import Table
 
 TERMINAL_WIDTH = 100
-LEAST_NAME = 40  # characters of a name's line
-#: What a terminal does not show, and what it leaves out where names have no room, the first first.
+LEAST_NAME = 40  # characters of a name's line at least
+#: UNSHOWN: columns that a terminal does not show. GIVING_WAY: columns that it omits, in this order, to make room for names.
 UNSHOWN = ("TFLOP/s", "MFU")
 GIVING_WAY = (
     "Peak reserved, GiB",
@@ -40,11 +40,11 @@ GIVING_WAY = (
 
 
 def _each(what: str, make: Callable[[Any], Table | None]) -> Callable[[GroupResult], Sequence[Table | None]]:
-    """A table for each of what a result has several of."""
+    """Return a function that makes a table of each item in a field of the result."""
     return lambda result: [make(one) for one in getattr(result, what)]
 
 
-#: The tables by the name that `embed` and the page use.
+#: {name for `embed` and the page: the function that makes the table}.
 TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]] = {
     "ladder": step_tables.ladder,
     "memory": step_tables.memory,
@@ -77,13 +77,13 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
 
 
 def tables_of(result: GroupResult, name: str) -> list[Table]:
-    """The tables of one name for one group; none where the group measured nothing of the kind."""
+    """Return the tables of one name for one group; [] if the group measured nothing of the kind."""
     found = TABLES[name](result)
     return [table for table in (found if isinstance(found, Sequence) else [found]) if table is not None]
 
 
 def markdown(table: Table) -> str:
-    """The table in GitHub's Markdown; whatever a record says stays text."""
+    """Return the table in GitHub's Markdown; text of records is escaped."""
     lines = ["| " + " | ".join(escape(column.title) for column in table.columns) + " |"]
     lines.append("|" + "|".join("---:" if column.numeric else "---" for column in table.columns) + "|")
     lines += ["| " + " | ".join(escape(value.text) for value in row) + " |" for row in table.rows]
@@ -91,7 +91,7 @@ def markdown(table: Table) -> str:
 
 
 def escape(content: str) -> str:
-    """Text that Markdown shows as it stands: no markup, no HTML, no end of a table cell."""
+    """Return text that Markdown shows unchanged: no markup, no HTML, no end of a table cell."""
     for special, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         content = content.replace(special, entity)
     for special in "\\|`*[]~$":
@@ -100,7 +100,7 @@ def escape(content: str) -> str:
 
 
 def summary(directories: Sequence[Path]) -> str:
-    """The ladder in plain text for a terminal of 100 columns. Raises ValueError as load_results does."""
+    """Return the ladder in plain text for a terminal of 100 columns. Raises ValueError as load_results does."""
     report = load_report(directories)
     results = report.results
     lines = [f"{results.outcomes.get('ok', 0)} of {len(results.rows)} trials ok{report.unjudged}"]
@@ -117,9 +117,9 @@ def summary(directories: Sequence[Path]) -> str:
 
 
 def terminal(table: Table) -> list[str]:
-    """The table's lines: columns padded to their widest value; those that say least give way to names, in their order.
+    """Return the table's lines, with columns padded to their widest value; GIVING_WAY's columns make room for names.
 
-    A name that has no room even so goes on below, for its end may be all that tells it from another.
+    A name that still has no room continues below, because its end may be all that distinguishes it.
     """
     columns = [[column.title, *(row[i].text for row in table.rows)] for i, column in enumerate(table.columns)]
     widths = [max(map(len, column)) for column in columns]
@@ -137,5 +137,5 @@ def terminal(table: Table) -> list[str]:
 
 
 def _room(widths: Sequence[int], kept: Sequence[int]) -> int:
-    """Characters that the other columns leave to names."""
+    """Return the number of characters that the other columns leave for names."""
     return TERMINAL_WIDTH - sum(widths[i] + 2 for i in kept[1:])

@@ -1,4 +1,4 @@
-"""The templates of pages, and what every page shows: style, script, tables as Markdown."""
+"""Render the templates of pages, with what every page has: style, script, tables as Markdown."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def rendered(name: str, content: Mapping[str, Any]) -> bytes:
-    """One of the templates with its content and what every page shows; what it names and is not given is an error."""
+    """Return a rendered template with its content and what every page has; an undefined name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
         autoescape=name.endswith(".html.j2"),
@@ -32,6 +32,6 @@ def rendered(name: str, content: Mapping[str, Any]) -> bytes:
         "style": Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
         "script": Markup(script),
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "inline": Markup,  # for our own SVG only: matplotlib has escaped the text in it
+        "inline": Markup,  # only for te-bench's own SVG, whose text matplotlib has escaped
     }
     return CONTROL.sub("\ufffd", environment.get_template(name).render({**shared, **content})).encode()

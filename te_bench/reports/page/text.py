@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: sensible digits, units of the field, a dash for what was not measured."""
+"""Format numbers for readers: sensible digits, the field's units, a dash for what was not measured."""
 
 import math
 import re
@@ -13,7 +13,7 @@ TERA = 1e12
 
 
 def plain(value: float | None) -> str:
-    """Three or four significant digits without an exponent: 0.0123, 1.23, 27.4, 103.8, 4,210."""
+    """Return three or four significant digits without an exponent: 0.0123, 1.23, 27.4, 103.8, 4,210."""
     if value is None:
         return MISSING
     size = abs(value)
@@ -27,7 +27,7 @@ def plain(value: float | None) -> str:
 
 
 def scientific(value: float | None) -> str:
-    """Two significant digits: 1.2e-3."""
+    """Return two significant digits: 1.2e-3."""
     if value is None:
         return MISSING
     mantissa, exponent = f"{value:.1e}".split("e")
@@ -35,7 +35,7 @@ def scientific(value: float | None) -> str:
 
 
 def thousands(value: float | None) -> str:
-    """449 k, 1.20 M, 875."""
+    """Return a number in thousands or millions: 449 k, 1.20 M, 875."""
     if value is None:
         return MISSING
     if abs(value) >= 999_500:
@@ -44,19 +44,19 @@ def thousands(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number; a dash for None."""
+    """Return a whole number; a dash for None."""
     return MISSING if value is None else f"{value:,.0f}"
 
 
 def loss(value: float | None, deviation: float | None = None) -> str:
-    """Four decimals, as nanoGPT prints them, with the deviation over seeds where there are several."""
+    """Return four decimals, as nanoGPT prints them, with the deviation over seeds if there is one."""
     if value is None:
         return MISSING
     return f"{value:.4f}" if deviation is None else f"{value:.4f} ± {deviation:.4f}"
 
 
 def signed(value: float | None) -> str:
-    """A gap in nat: +0.0012."""
+    """Return a gap in nat: +0.0012."""
     return MISSING if value is None else f"{value:+.4f}" if abs(value) < 1e4 else f"{value:+.3g}"
 
 
@@ -73,7 +73,7 @@ def signed_percent(share: float | None) -> str:
 
 
 def speedup(ratio: Ratio | None) -> str:
-    """3.79× [3.70, 3.88], or 3.79× alone when one pair gives no interval."""
+    """Return 3.79× [3.70, 3.88], or only 3.79× if one pair gives no interval."""
     if ratio is None:
         return MISSING
     return times(ratio.value) if ratio.low is None else f"{times(ratio.value)} [{ratio.low:.2f}, {ratio.high:.2f}]"
@@ -84,12 +84,12 @@ def times(value: float) -> str:
 
 
 def gib(size: float | None) -> str:
-    """Bytes as GiB."""
+    """Return bytes as GiB."""
     return plain(None if size is None else size / GIB)
 
 
 def tera(rate: float | None) -> str:
-    """FLOP/s as TFLOP/s."""
+    """Return FLOP/s as TFLOP/s."""
     return plain(None if rate is None else rate / TERA)
 
 
@@ -98,27 +98,27 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def span(low: str, high: str) -> str:
-    """5 to 9; 5 where both are."""
+    """Return a range: 5 to 9; only 5 if both ends are 5."""
     return low if low == high else f"{low} to {high}"
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """a, b and c; of more than `most`, the first ones and the number of the rest."""
+    """Return a, b and c; for more than `most` names, the first ones and the number of the rest."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
     return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
 
 
 def shortened(text: str, limit: int) -> str:
-    """The text, its end cut and marked when it is longer than the limit."""
+    """Return the text; if it is longer than the limit, with its end replaced by an ellipsis."""
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 
 def folded(name: str, width: int, most: int = 4) -> list[str]:
-    """The name in lines of `width` characters, the last of `most` cut: its end may be all that tells it from another."""
+    """Return the name in at most `most` lines of `width` characters; only the last is cut, as ends distinguish names."""
     lines = textwrap.wrap(name, width, break_on_hyphens=False) or [""]
     return lines if len(lines) <= most else [*lines[: most - 1], shortened(" ".join(lines[most - 1 :]), width)]
 
 
 def slug(name: str) -> str:
-    """The name as part of a file's."""
+    """Return the name as a part of a file name."""
     return re.sub(r"[^a-z0-9_]+", "-", name.lower()).strip("-")[:60] or "unnamed"

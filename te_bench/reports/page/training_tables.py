@@ -10,11 +10,11 @@ from te_bench.reports.convergence.study_verdict import StudyVerdict
 from te_bench.reports.page import text
 from te_bench.reports.page.table import Table, Value, label, number, repetitions, table_of, word
 
-POINTS = 1000  # logged points that spikes are counted per
+POINTS = 1000  # spikes are counted per so many logged points
 
 
 def curves(comparison: TrainingComparison) -> Table | None:
-    """What each configuration of a training comparison reached."""
+    """Return the table of what each configuration of a training comparison reached."""
     shown = [
         {
             "Configuration": label(training.configuration),
@@ -40,7 +40,7 @@ def _signed(value: float | None) -> str:
 
 
 def stability(found: StudyVerdict) -> Table | None:
-    """Divergences and spikes by configuration, apart from the final losses."""
+    """Return the table of divergences and spikes by configuration."""
     compared = [verdict.arm for verdict in found.findings]
     shown = [_stability(arm, found.study.control if arm in compared else None) for arm in found.study.arms]
     note = (
@@ -52,7 +52,7 @@ def stability(found: StudyVerdict) -> Table | None:
 
 
 def _stability(arm: StudyArm, control: StudyArm | None) -> dict[str, Value]:
-    """control: what its rate of divergence is held to by Fisher's exact test, where it is judged."""
+    """Return an arm's row; control: the arm to compare its rate of divergence with by Fisher's exact test, or None."""
     events, ended = len(arm.diverged), len(arm.ended)
     runs = [run.stability for run in arm.runs.values() if run.stability]
     others = (len(control.diverged), len(control.ended)) if control else (0, 0)
@@ -80,7 +80,7 @@ def _rate(counts: Sequence[tuple[int, int]]) -> float | None:
 
 
 def stress(ladder: StressLadder) -> Table | None:
-    """The learning-rate ladder of a model and length: where each precision breaks."""
+    """Return the table of a learning-rate ladder: where each precision breaks."""
     shown = [
         {"Precision": word(name), **_breaks(ladder, name)}
         | {f"{factor:g} x": _stressed(found.get(factor)) for factor in ladder.factors}

@@ -1,4 +1,4 @@
-"""The tables of what became of trials: errors against the reference, failures, and the kernels that ran."""
+"""Make the tables of trials: errors against the reference, failures, and the kernels that ran."""
 
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult
@@ -7,7 +7,7 @@ from te_bench.reports.page.table import Table, number, table_of, word
 
 
 def errors(result: GroupResult) -> Table | None:
-    """How near each configuration came to the limit of its check."""
+    """Return the table of how close each configuration came to the limit of its check."""
     shown = [
         {
             "Workload": word(error.configuration.trial.workload),
@@ -25,7 +25,7 @@ def errors(result: GroupResult) -> Table | None:
 
 
 def failures(result: GroupResult) -> Table | None:
-    """Every planned trial that did not end ok, with its reason."""
+    """Return the table of planned trials that did not end ok, with reasons."""
     shown = [
         {
             "Outcome": word(row.outcome),
@@ -41,7 +41,7 @@ def failures(result: GroupResult) -> Table | None:
 
 
 def specifications(result: GroupResult) -> Table | None:
-    """What each name stands for."""
+    """Return the table of all settings behind each name."""
     shown = [
         {
             "Configuration": word(f"{configuration.shape} {configuration.label}".strip()),
@@ -53,7 +53,7 @@ def specifications(result: GroupResult) -> Table | None:
 
 
 def kernels(result: GroupResult) -> Table | None:
-    """The kernels that ran in each configuration, as the profiler named them."""
+    """Return the table of the kernels that ran in each configuration, as the profiler named them."""
     shown = []
     for configuration in result.group.configurations:
         names = dict.fromkeys(text.shortened(printable(str(n)), 80) for one in configuration.ok for n in one.kernels)

@@ -1,4 +1,4 @@
-"""The figures of a convergence verdict: final gaps against the margin, the gap by step, spikes, FP8 numerics over time."""
+"""Draw the figures of a convergence verdict: gaps against the margin, gaps by step, spikes, FP8 numerics over time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ VERDICT_COLOURS = {
 ROLES = ("input", "weight", "grad_output")
 FIGURES = ("amax", "saturated", "underflowed")
 _TITLES = {"amax": "log2 of the amax", "saturated": "saturated, log10", "underflowed": "underflowed, log10"}
-LINE_HEIGHT = 0.15  # inches of another line of a name
-FAR = 3.0  # times what a gap's later half and its band take of a frame: so much more the whole may take
-RAREST = 1e-7  # fractions below it are shown as none
+LINE_HEIGHT = 0.15  # inches of each further line of a name
+FAR = 3.0  # a frame holds whole curves if they need at most this many times the room of their later half and band
+RAREST = 1e-7  # smaller fractions are shown as none
 
 
 def forest(found: StudyVerdict) -> Figure | None:
-    """The mean gap of each configuration that has one with its interval, over the margin's zone; None where none has."""
+    """Return the mean gap of each configuration with its interval, over the margin's zone; None if none has a gap."""
     findings = [finding for finding in found.findings if finding.judgement.comparison is not None]
     if not findings:
         return None
@@ -45,7 +45,7 @@ def forest(found: StudyVerdict) -> Figure | None:
         comparison, colour = finding.judgement.comparison, VERDICT_COLOURS[finding.verdict]
         assert comparison is not None
         low, high = comparison.interval or (comparison.gap, comparison.gap)
-        if low > widest or high < -widest:  # the broken arm: off the scale, its size in words
+        if low > widest or high < -widest:  # e.g. the broken arm: mark it at the edge, with its size in words
             end, mark = (0.995, ">") if low > widest else (0.005, "<")
             where: Any = {"transform": axes.get_yaxis_transform(), "clip_on": False}
             axes.plot([end], [row], mark, color=colour, markersize=7, **where)
@@ -62,7 +62,7 @@ def forest(found: StudyVerdict) -> Figure | None:
 
 
 def _named_rows(names: Sequence[str], height: float, row_height: float) -> tuple[Figure, Axes]:
-    """A figure with a row a name, which stands above it: `height` and `row_height` in inches, of names of one line."""
+    """Return a figure with a row below each name; height, row_height: inches for names of one line."""
     folded = [text.folded(name, NAME) for name in names]
     figure = blank(height + (row_height + LINE_HEIGHT * (max(map(len, folded)) - 1)) * len(names))
     axes = figure.subplots()
@@ -75,7 +75,7 @@ def _named_rows(names: Sequence[str], height: float, row_height: float) -> tuple
 
 
 def gap_curves(found: StudyVerdict) -> Figure | None:
-    """Mean gap by step of A/A and every recipe, with a band over the last quarter that holds all of it at once."""
+    """Return the mean gap by step of A/A and every recipe, with a simultaneous band over the last quarter; None if none."""
     drawn = [f for f in (found.aa, *found.recipes) if f is not None and f.band is not None]
     if not drawn:
         return None
@@ -96,7 +96,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
         axes.set_title("\n".join(text.folded(name, NAME)), loc="left", fontsize=8.8, pad=3)
     _frame(curves, max(reach))
     panels[-1].set_xlabel("step")
-    figure.supylabel("gap, nat", fontsize=8.8)  # of one recipe there is no room for more
+    figure.supylabel("gap, nat", fontsize=8.8)  # a figure of one recipe has no room for more
     handles = [
         Patch(facecolor=COLOURS[2], alpha=0.3, label=f"within the margin {found.margin:g}"),
         Patch(facecolor=COLOURS[0], alpha=0.3, label=f"simultaneous {100 * CONFIDENCE:g} % band"),
@@ -106,7 +106,7 @@ def gap_curves(found: StudyVerdict) -> Figure | None:
 
 
 def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reach: float) -> None:
-    """A frame that holds `reach`, and all of every curve but a beginning that goes FAR beyond: marked, with how far."""
+    """Set frames that hold `reach`, and whole curves unless they exceed FAR times it; points outside are marked."""
     highest = max((abs(mean) for _, _, means in curves for mean in means), default=0.0)
     limit = 1.15 * (max(highest, reach) if highest <= FAR * reach else reach)
     for axes, steps, means in curves:
@@ -123,7 +123,7 @@ def _frame(curves: Sequence[tuple[Axes, Sequence[float], Sequence[float]]], reac
 
 
 def spikes(found: StudyVerdict) -> Figure | None:
-    """Where losses and gradient norms spiked, configuration by configuration, and where runs diverged."""
+    """Return where losses and gradient norms spiked, by configuration, and where runs diverged; None if unknown."""
     arms = [arm for arm in found.study.arms if any(run.stability for run in arm.runs.values())]
     if not arms:
         return None
@@ -153,7 +153,7 @@ def spikes(found: StudyVerdict) -> Figure | None:
 
 
 def numerics(arm: StudyArm) -> Figure | None:
-    """amax, saturation and underflow of every tensor of every layer over the training, of the first probed seed."""
+    """Return amax, saturation and underflow of every layer's tensors over the training, of the first probed seed."""
     records = (run.record for run in arm.runs.values() if run.record and run.record.samples.get("probe_step"))
     if (record := next(records, None)) is None:
         return None
@@ -185,7 +185,7 @@ def numerics(arm: StudyArm) -> Figure | None:
 
 
 def _shade(kind: str, value: float | None) -> float:
-    """A logarithm that an image can show; NaN, drawn as nothing, for what was not finite."""
+    """Return a logarithm for an image; NaN, which is drawn as nothing, for a non-finite value."""
     if value is None:
         return math.nan
     if kind == "amax":

@@ -1,4 +1,4 @@
-"""The tables of a convergence verdict: the gaps against the margin, and the reasons."""
+"""Make the tables of a convergence verdict: gaps against the margin, and reasons."""
 
 from statistics import fmean
 
@@ -11,7 +11,7 @@ from te_bench.reports.page.table import Table, Value, number, speedup, table_of,
 
 
 def gaps(found: StudyVerdict) -> Table | None:
-    """Final losses against the control's: gap, intervals, p-values, verdict; one line a configuration."""
+    """Return the table of final losses against the control's: gap, intervals, p-values, verdict; a row a configuration."""
     pool = found.study.pool is not None
     whose = found.study.whose
     against = f"the mean of {whose} runs" if pool else f"{whose} on the same seeds"
@@ -38,7 +38,7 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 
 def losses(found: StudyVerdict) -> Table | None:
-    """Final validation losses, one line a configuration that ended any run, a column a seed; of a pilot none are shown."""
+    """Return the table of final validation losses, a row for each configuration, a column for each seed; not of a pilot."""
     arms = [arm for arm in found.study.arms if arm.finals and not found.study.pilot]
     seeds = sorted({seed for arm in arms for seed in arm.finals})
     shown = [
@@ -80,14 +80,14 @@ def _gap_row(finding: ArmVerdict, found: StudyVerdict) -> dict[str, Value]:
 
 
 def within_hosts(ratio: Ratio | None, speed: Speedup) -> Value:
-    """A ratio that rests on step times, with the pairs that it is of where some ran on two hosts; where all did, that."""
+    """Return a ratio of step times; if pairs ran on two hosts, with the number of pairs that count."""
     if speed.step_time is None:
         return word(speed.within_hosts)
     return speedup(ratio, f" ({speed.within_hosts})" if speed.within_hosts else "")
 
 
 def reasons(found: StudyVerdict) -> Table | None:
-    """Why each verdict is what it is, in words; nothing of a configuration that only has trials to go."""
+    """Return the table of each verdict's reason; configurations that only have trials to go are left out."""
     shown = [
         {"Configuration": word(one.arm.name), "Verdict": word(found.label(one))} | {"Reason": word(reason)}
         for one in found.findings
@@ -97,7 +97,7 @@ def reasons(found: StudyVerdict) -> Table | None:
 
 
 def brief(found: StudyVerdict) -> Table | None:
-    """What a terminal has room for of `gaps`."""
+    """Return the columns of `gaps` that fit on a terminal."""
     whole = gaps(found)
     if whole is None:
         return None

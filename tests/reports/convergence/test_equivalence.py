@@ -201,7 +201,7 @@ def test_identical_runs_are_equivalent_only_over_seeds_that_differ():
         ([1, 2], {"margin": math.inf}, "margin inf"),
         ([1, 2], {"margin": 1, "alpha": 0.5}, r"alpha 0\.5: give"),
         ([1, 2], {"margin": 1, "alpha": 0}, "alpha 0: give"),
-        ([1, 1e99], {"margin": 1}, r"control, run 2 of 2: 1e\+99 is no loss; write nan"),
+        ([1, 1e99], {"margin": 1}, r"control, run 2 of 2: 1e\+99 is not a loss; write nan"),
     ],
 )
 def test_what_cannot_be_judged_is_told(control, settings, message):
@@ -262,9 +262,7 @@ def test_a_candidate_that_waits_for_the_primary_one_says_so_and_asks_for_no_seed
     found = judge({"a": good, "b": bad}, margin=MARGIN, primary="b")
     assert compare(*good, margin=MARGIN).verdict is Verdict.EQUIVALENT
     assert (found["a"].verdict, found["a"].seeds_needed) == (Verdict.INCONCLUSIVE, None)
-    assert found["a"].reason.startswith(
-        "would be EQUIVALENT, but is that only where b, which is judged first, is too: ends"
-    )
+    assert found["a"].reason.startswith("would be EQUIVALENT, but only if b, which is judged first, is too: ends")
     # of its own it has too few, and the first one must pass besides
     wide = arms(seed=3, sd=2 * SD)
     too_few = judge({"a": wide, "b": bad}, margin=MARGIN, primary="b")["a"]

@@ -150,7 +150,7 @@ def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
     assert "2 runs are called fp8, numbered" in found.notes[0]
     other = read(written(tmp_path, f"{head}\n0,4,4,4\n10,3.1,3.2,3.3\n", "b.csv"))
     assert match_runs(found, other, paired=False).baseline == (3.0, 3.2, 3.1)
-    with pytest.raises(ValueError, match="several runs are called fp8, so pairs cannot be told"):
+    with pytest.raises(ValueError, match="several runs have the name fp8, so they have no pairs"):
         match_runs(found, other, paired=True)
 
 
@@ -169,7 +169,9 @@ def test_runs_that_broke_are_told_and_no_control_may_be_among_them(tmp_path):
     assert why_diverged(good) is None
     assert why_diverged(bad) == "2 of 3 runs, seeds 4, 5: the final loss is nan"
     match_runs(good, bad, paired=True)
-    with pytest.raises(ValueError, match=r"b\.csv: the baseline itself broke, seeds 4, 5: .* Nothing can be concluded"):
+    with pytest.raises(
+        ValueError, match=r"b\.csv: the baseline itself diverged, seeds 4, 5: .* Nothing can be concluded"
+    ):
         match_runs(bad, good, paired=True)
 
 
@@ -199,7 +201,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no log"):
         read(tmp_path / "empty")
-    with pytest.raises(ValueError, match="such a file is a whole arm, give it alone"):
+    with pytest.raises(ValueError, match="give this file alone, as the whole arm"):
         read(written(tmp_path, LONG), board := written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv"))
     with pytest.raises(ValueError, match=r"b\.csv is given 2 times"):
         read(board, tmp_path / "." / "b.csv")
@@ -278,7 +280,7 @@ def test_the_gap_is_of_the_arms_means_whatever_their_seeds_and_steps():
 
 def test_curves_that_tell_nothing():
     a, none = curves("A", (DENSE, cosine), (DENSE, cosine)), arm("B", {"1": 3.0, "2": 3.1})
-    assert why_moving(a, none, 0.003).startswith("no curves of both configurations")
+    assert why_moving(a, none, 0.003).startswith("a configuration has no curves")
     assert note_falling(none, 0.003) is None
     few = curves("B", ((0.0, 1000.0), cosine))
     assert why_moving(a, few, 0.003).startswith("2 points a curve")

@@ -65,7 +65,7 @@ def test_without_validation_on_either_side_the_mean_training_loss_of_the_last_te
     assert b.final["0"] == pytest.approx(sum(train(step) for step in range(900, 1001, 10)) / 11)
     found = judge_losses(a, b, margin=0.003)
     assert found.matched.seeds == ()
-    assert any("the runs are not paired, for seed 3 of " in note for note in found.notes)
+    assert any("the runs are not paired, because seed 3 of " in note for note in found.notes)
     assert any("which do not show overfitting" in note for note in found.notes)
 
 
@@ -156,20 +156,20 @@ def test_arms_that_are_none_are_told(two, build, message):
     ("name", "content", "message"),
     [
         ("empty.log", b" \n", "empty.log is empty: nothing was logged"),
-        ("core", b"\x7fELF\0\0\1", "core is none of the logs that are read here: Hugging Face"),
+        ("core", b"\x7fELF\0\0\1", "core is not a log that te-bench reads: Hugging Face"),
         ("none.log", None, "cannot read .*none.log: No such file"),
         ("seed*.txt", None, r"seed\*.txt matches no file"),
         (
             "prose.txt",
             b"We trained it.\nIt was good.\n",
-            "is none of the logs that are read here .*has no column of numbers",
+            "is not a log that te-bench reads .*has no column of numbers",
         ),
         (
             "console.txt",
             b"{'loss': 3.2, 'epoch': 0.1}\n{'eval_loss': 3.1}\n",
             "without steps: give its trainer_state.json",
         ),
-        ("finals.csv", b"3.1\n3.2\n", "such a file is a whole arm, give it alone"),
+        ("finals.csv", b"3.1\n3.2\n", "give this file alone, as the whole arm"),
         (
             "seed0.log",
             b"iter 0: loss 3.0, time 1.00ms, mfu 1%\n",
@@ -228,7 +228,7 @@ def test_a_csv_of_several_runs_stands_against_logs_and_what_was_compared_is_said
     found = judge_losses(*read_arms([path], [two[1]]), margin=0.01)
     assert found.matched.seeds == ("0", "1", "2", "3")
     assert found.judged == "the last validation loss (val loss); of the baseline final loss"
-    with pytest.raises(ValueError, match=r"--metric x: .* is a CSV of several runs, whose columns say the loss"):
+    with pytest.raises(ValueError, match=r"--metric x: .* is a CSV of several runs, whose columns name the loss"):
         read_arms([path], [two[1]], metric="x")
 
 
@@ -239,7 +239,7 @@ def test_logs_stand_against_a_csv_of_training_losses_by_their_own(two, tmp_path)
     assert table.training
     assert logs.training
     assert logs.final["0"] == pytest.approx(2.501, abs=1e-4)
-    assert f"the validation loss of {two[1]} is not judged, for the other side has none" in logs.notes
+    assert f"the validation loss of {two[1]} is not judged, because the other side has none" in logs.notes
     judge_losses(table, logs, margin=0.003)
 
 
@@ -253,15 +253,15 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_
     with pytest.raises(ValueError, match=r"both holds two logs of one run, Hugging Face's .*: name the file of one"):
         read_arms([two[0]], [tmp_path / "both"])
     run_logs.written(tmp_path / "c" / "events.out.tfevents.1.x", run_logs.tfrecord(b""))
-    with pytest.raises(ValueError, match=r"c has no number in it: it was read as TensorBoard's event files$"):
+    with pytest.raises(ValueError, match=r"c contains no numbers: it was read as TensorBoard's event files$"):
         read_arms([two[0]], [tmp_path / "c"])
     (tmp_path / "c" / "loss_val").mkdir()
-    with pytest.raises(ValueError, match=r"c has no number in it: .*\. Are its losses in folders below\? Name those"):
+    with pytest.raises(ValueError, match=r"c contains no numbers: .*\. Are its losses in folders below\? Name those"):
         read_arms([two[0]], [tmp_path / "c"])
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
         read_arms([two[0], two[0] / "seed1.log"], [two[1]])
     monkeypatch.setattr(loss_logs, "LARGEST", 1000)
-    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text: no log"):
+    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text, which is too large"):
         read_arms([two[0] / "seed0.log"], [two[1]])
 
 
@@ -346,7 +346,7 @@ def test_validation_losses_that_are_not_judged_are_named(tmp_path):
     none, one = states(tmp_path / "none", rows()), states(tmp_path / "one", rows("eval_loss"))
     several = states(tmp_path / "several", rows("eval_books_loss", "eval_code_loss"))
     a, b = read_arms([one], [none])
-    assert (a.notes, b.notes) == ((f"the validation loss of {one} is not judged, for the other side has none",), ())
+    assert (a.notes, b.notes) == ((f"the validation loss of {one} is not judged, because the other side has none",), ())
     a, b = read_arms([none], [several])
     assert b.notes == (f"{several} has eval_books_loss, eval_code_loss, of which --metric judges one",)
     assert (a.training, b.training) == (True, True)

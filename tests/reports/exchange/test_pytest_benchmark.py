@@ -257,7 +257,7 @@ def test_a_file_without_rounds_says_how_to_write_one_with_them(theirs: Path, tmp
         ("[1]", "holds no benchmarks"),
         ('{"benchmarks": [{"name": "x"}]}', "holds no benchmarks"),
         ('{"benchmarks": []}', "nothing to import"),
-        ('{"benchmarks": [{"fullname": "x", "stats": {}}, {"fullname": "x", "stats": {}}]}', "x is there more than"),
+        ('{"benchmarks": [{"fullname": "x", "stats": {}}, {"fullname": "x", "stats": {}}]}', "x occurs more than"),
         ('{"benchmarks": [{"fullname": "x", "stats": {"data": [1.0]}}]}', "datetime None"),
         ('{"benchmarks": [], "te_bench": {"schema": 99}}', "schema 99"),
     ],

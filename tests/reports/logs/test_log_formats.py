@@ -183,9 +183,9 @@ DEEP = '{"log_history": ' + 100_000 * "[" + "\n"
     ("name", "content", "message"),
     [
         *((name, DEEP, "nested too deeply") for name in ("huggingface", "wandb")),
-        ("huggingface", '{"log_history": [', "is no whole JSON file"),
+        ("huggingface", '{"log_history": [', "is not a complete JSON file"),
         ("huggingface", '{"best_metric": 1}', "has no log_history"),
-        ("wandb", '{"loss": 1}\nnot JSON\n{"loss": 2}\n', "line 2: no JSON"),
+        ("wandb", '{"loss": 1}\nnot JSON\n{"loss": 2}\n', "line 2: not JSON"),
         ("csv", "step,loss\n0,4\n5,about 3\n", "line 3: 'about 3' is not a number"),
     ],
 )

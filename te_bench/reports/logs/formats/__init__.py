@@ -1,1 +1,1 @@
-"""The kinds of logs that are read, a file each: `logs/__init__.py` says what it has."""
+"""One file for each kind of log; `logs/__init__.py` says what a file has."""

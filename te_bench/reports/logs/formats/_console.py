@@ -1,4 +1,4 @@
-"""What a program printed: losses by regular expressions, line by line."""
+"""Read console output: losses by regular expressions, line by line."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def lines_of(file: LogFile) -> list[str]:
-    """The lines without colours. What a progress bar overwrote (\\r) stands in lines of its own."""
+    """Return the lines without colours. Text that a progress bar overwrote (\\r) is on lines of its own."""
     return _COLOURS.sub("", file.text).splitlines(keepends=True)
 
 
@@ -19,9 +19,9 @@ def read_lines(
     patterns: Mapping[str, re.Pattern[str]],
     completed: Callable[[str], str] = lambda line: line,
 ) -> Series:
-    """The losses of each name's pattern, which has the groups `step` and `loss`, in the lines as `completed` has them.
+    """Return the losses that each name's pattern, with groups `step` and `loss`, finds in the `completed` lines.
 
-    A last line without its end may be torn: its loss counts only with as many decimals as the last number before it.
+    A last line without a newline may be cut off. Its loss counts only with as many decimals as the loss before it.
     """
     losses: dict[str, list[tuple[float, float]]] = {name: [] for name in patterns}
     notes: list[str] = []
@@ -31,7 +31,7 @@ def read_lines(
             for name, pattern in patterns.items():
                 if not (hit := pattern.search(line)):
                     continue
-                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is whole
+                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is complete
                 if not line.endswith(("\n", "\r")) and number and digits < decimals[name]:
                     notes.append(f"{file.path}: the last line is torn and left out")
                     continue

@@ -1,4 +1,4 @@
-"""The wire format of protocol buffers: fields by number, as much of it as event files and W&B's records need.
+"""Parse the wire format of protocol buffers, as far as event files and W&B's records need it: fields by number.
 
 Source: protobuf.dev/programming-guides/encoding.
 """
@@ -9,7 +9,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field: an int for a varint, else its bytes. Raises ValueError for what is no message."""
+    """Yield (number, value) of each field: an int for a varint, else bytes. Raises ValueError for an invalid message."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -28,14 +28,14 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def one(message: bytes, number: int) -> bytes:
-    """The last field of this number, empty where there is none."""
+    """Return the last field of this number, or b"" if there is none."""
     return next(
         (value for found, value in reversed(list(fields(message))) if found == number and isinstance(value, bytes)), b""
     )
 
 
 def several(message: bytes, number: int) -> list[bytes]:
-    """All fields of this number."""
+    """Return all fields of this number."""
     return [value for found, value in fields(message) if found == number and isinstance(value, bytes)]
 
 

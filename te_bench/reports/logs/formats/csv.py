@@ -1,7 +1,7 @@
-"""A CSV of one run: Weights & Biases' history, TensorBoard's download, or a step and its losses.
+"""Read a CSV of one run: Weights & Biases' history, TensorBoard's download, or a step and its losses.
 
-Source: the columns of wandb's Run.history() and of TensorBoard's "download data" (Wall time, Step, Value). A CSV that holds
-several runs, or final losses, is no log: `convergence/loss_csv.py` reads it.
+Source: the columns of wandb's Run.history() and of TensorBoard's "download data" (Wall time, Step, Value). A CSV with
+several runs or final losses is not a log: `convergence/loss_csv.py` reads it.
 """
 
 import re
@@ -12,7 +12,7 @@ from te_bench.reports.logs.names import TRAINING, is_loss, plain
 from te_bench.reports.logs.rows import STEP, series_of
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
 
-TAG = r"tag-(.+)$"  # of a download's name: run-bf16_s0-tag-train_loss.csv
+TAG = r"tag-(.+)$"  # in the name of a download: run-bf16_s0-tag-train_loss.csv
 
 
 def _read(files: Sequence[LogFile]) -> Series:
@@ -23,10 +23,10 @@ def _read(files: Sequence[LogFile]) -> Series:
 
 
 def _history(file: LogFile) -> list[dict[str, float]] | None:
-    """The rows of a CSV of one run, {column in lower case: number}; None for any other CSV.
+    """Return the rows {column in lower case: number} of a CSV of one run; None for any other CSV.
 
-    One run has a step, one column beside it or some with "loss" in their names, and no seeds; or W&B's columns, "run -
-    metric", of a single run. Raises ValueError, with the line, for a step or a loss that is no number.
+    One run has no seeds, and a step with either one other column or columns with "loss" in their names; or W&B's columns
+    "run - metric" of one run. Raises ValueError, with the line, if a step or a loss is not a number.
     """
     try:
         table = table_of(file)
@@ -36,7 +36,7 @@ def _history(file: LogFile) -> list[dict[str, float]] | None:
     step = table.column(STEP)
     if step is None or table.column(SEED) is not None or len({n.rpartition(WANDB)[0] for n in names if WANDB in n}) > 1:
         return None
-    if any(WANDB in name for name in names):  # whose own "Step" counts what was logged
+    if any(WANDB in name for name in names):  # W&B's own "Step" counts log calls
         names = ["_step" if name == "step" else name.rpartition(WANDB)[2] for name in names]
     others = [c for c, name in enumerate(names) if not (name in STEP or name.startswith(TIMES) or name.endswith(SPAN))]
     losses = [c for c in others if is_loss(names[c])]
@@ -53,7 +53,7 @@ def _history(file: LogFile) -> list[dict[str, float]] | None:
 
 
 def _unnamed(file: LogFile) -> str:
-    """What the one column that is called Value or so holds: a training loss where the file's name says it."""
+    """Return the name of a CSV's only value column: a training loss if the file's name says so, else a validation loss."""
     tag = re.search(TAG, file.path.stem)
     return "train_loss" if tag and plain(tag[1]) in TRAINING else "val_loss"
 

@@ -1,4 +1,4 @@
-"""trainer_state.json of Hugging Face's Trainer, in its output folder or in the last checkpoint there.
+"""Read trainer_state.json of Hugging Face's Trainer, in its output folder or in the last checkpoint there.
 
 Source: huggingface/transformers, trainer_callback.py, TrainerState.log_history.
 """
@@ -15,7 +15,7 @@ STATE = "trainer_state.json"
 
 
 def _run_files(folder: Path) -> list[Path]:
-    """The folder's own state and its last checkpoint's: whichever has come further counts."""
+    """Return the folder's own state and its last checkpoint's; `_read` takes the one with more steps."""
     checkpoints = [p for p in folder.glob(f"checkpoint-*/{STATE}") if re.fullmatch(r"checkpoint-\d+", p.parent.name)]
     last = sorted(checkpoints, key=lambda path: int(path.parent.name.rpartition("-")[2]))[-1:]
     return [path for path in (*last, folder / STATE) if path.is_file()]
@@ -24,7 +24,7 @@ def _run_files(folder: Path) -> list[Path]:
 def _read(files: Sequence[LogFile]) -> Series:
     found = [series_of(_history(file)) for file in files]
     losses = max(found, key=lambda one: max((step for points in one.values() for step, _ in points), default=0.0))
-    losses.pop("train_loss", None)  # the mean over the whole training, which Trainer logs after its last step
+    losses.pop("train_loss", None)  # Trainer logs the mean over the whole training after the last step
     return Series(losses=losses)
 
 
@@ -32,7 +32,7 @@ def _history(file: LogFile) -> list[dict[str, Any]]:
     try:
         state = of_json(file.content)
     except ValueError as error:
-        raise ValueError(f"{file.path} is no whole JSON file ({error}): copy it again") from error
+        raise ValueError(f"{file.path} is not a complete JSON file ({error}): copy it again") from error
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file.path} has no log_history: give the {STATE} that the Trainer wrote")

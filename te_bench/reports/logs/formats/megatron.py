@@ -1,9 +1,9 @@
-"""Megatron-LM's console log: "iteration 100/ 5000 | ... | lm loss: 3.2E+00 |" and "validation loss at iteration 100 | ...".
+"""Read Megatron-LM's console log: "iteration 100/ 5000 | ... | lm loss: 3.2E+00 |", "validation loss at iteration 100 |".
 
-Source: NVIDIA/Megatron-LM, megatron/training/training.py. The loss on the test set is left out. Forks that print in the
-same way (Megatron-DeepSpeed) are read as well.
+Source: NVIDIA/Megatron-LM, megatron/training/training.py. The loss on the test set is left out. Forks with the same output
+(Megatron-DeepSpeed) are read as well.
 
-A loss that is NaN is not printed, and of steps that were all skipped there is none, or a 0. A run that stops at a NaN says
+Megatron does not print a loss of NaN, and prints no loss, or 0, if all steps were skipped. A run that stops at a NaN says
 so in its exception (megatron/core/rerun_state_machine.py).
 """
 
@@ -18,7 +18,7 @@ from te_bench.reports.logs.formats._console import NUMBER, read_lines
 _TRAINING = "lm loss"
 _ITERATION = r"\biteration\s+(?P<step>\d+)/\s*\d+ \|"
 _PATTERN = re.compile(rf"{_ITERATION}.*\blm loss: (?P<loss>{NUMBER})(?=\s)")
-_VALIDATION = re.compile(r"validation(-\d+)? loss at iteration \d")  # a number for each of several sets
+_VALIDATION = re.compile(r"validation(-\d+)? loss at iteration \d")  # several sets have numbers
 _SKIPPED = re.compile(r"\| number of skipped iterations:\s*(\d+)")
 _ZERO = re.compile(r" lm loss: 0\.0+E\+00 \|")
 _STOPPED = re.compile(r"found (?:NaN|Inf) in local")
@@ -46,7 +46,7 @@ def _validation(one: str) -> re.Pattern[str]:
 
 
 def _completed(line: str) -> str:
-    """The line with the NaN that is not printed, and without the 0 of steps that were skipped."""
+    """Return the line with the NaN that Megatron does not print, and without the 0 of skipped steps."""
     skipped = _SKIPPED.search(line)
     if skipped is None:
         return line

@@ -1,7 +1,7 @@
-"""nanoGPT's console log: "step 250: train loss 1.9, val loss 2.0" and "iter 10: loss 3.1, time 20.00ms, mfu 30.00%".
+"""Read nanoGPT's console log: "step 250: train loss 1.9, val loss 2.0" and "iter 10: loss 3.1, time 20.00ms, mfu 30.00%".
 
-Source: karpathy/nanoGPT, train.py. The train loss of an evaluation is over batches of its own; what is judged without a
-validation loss is that of the training steps.
+Source: karpathy/nanoGPT, train.py. Without a validation loss, the loss of the training steps is judged, not the train loss
+of evaluations, which use other batches.
 """
 
 import re

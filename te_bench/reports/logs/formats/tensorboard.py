@@ -1,4 +1,4 @@
-"""TensorBoard's event files: scalars of every tag, as simple values and as tensors. The event files of a folder are one run.
+"""Read TensorBoard's event files: scalars of every tag, as simple values and as tensors. A folder's files are one run.
 
 Source: tensorflow/core/lib/io/record_writer.h (length, masked CRC32C, data, masked CRC32C), event.proto, summary.proto,
 tensor.proto. CRC32C: RFC 3720, appendix B.4.
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from te_bench.reports.logs import LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli's, its bits reversed
+POLYNOMIAL = 0x82F63B78  # Castagnoli's, bits reversed
 MASK = 0xA282EAD8
 DTYPES = {1: "f", 2: "d"}  # DT_FLOAT, DT_DOUBLE
 
 
 def crc32c(data: bytes) -> int:
-    """The CRC-32 by Castagnoli's polynomial, of 32 bits."""
+    """Return the 32-bit CRC by Castagnoli's polynomial."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -35,7 +35,7 @@ def _table() -> tuple[int, ...]:
 
 
 def masked(crc: int) -> int:
-    """How a record stores a CRC: rotated by 15 bits and moved by a constant."""
+    """Return a CRC as a record stores it: rotated by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + MASK) & 0xFFFFFFFF
 
 
@@ -49,7 +49,7 @@ def _read(files: Sequence[LogFile]) -> Series:
                 scalars = list(_scalars(record))
             except ValueError as error:
                 raise _damaged(file, start) from error
-            # of graphs, images and histograms nothing is taken, and to check their megabytes would take minutes
+            # Only records with scalars are checked: the megabytes of graphs and images would take minutes.
             if scalars and masked(crc32c(record)) != struct.unpack_from("<I", file.content, end - 4)[0]:
                 raise _damaged(file, start)
             for tag, step, value in scalars:
@@ -60,7 +60,7 @@ def _read(files: Sequence[LogFile]) -> Series:
 
 
 def _records(file: LogFile) -> Iterator[tuple[int, int, bytes]]:
-    """(first byte, end, data) of each whole record; a torn one ends the file, as TensorBoard has it."""
+    """Yield (first byte, end, data) of each whole record; as in TensorBoard, an incomplete record ends the file."""
     at = 0
     while at + 12 <= len(file.content):
         size, check = struct.unpack_from("<QI", file.content, at)
@@ -92,7 +92,7 @@ def _scalars(event: bytes) -> Iterator[tuple[str, float, float]]:
 
 
 def _number(entry: bytes) -> float | None:
-    """The simple value (2), or the one element of a float tensor (8): its content (4), float_val (5) or double_val (6)."""
+    """Return the simple value (2), or the one element of a float tensor (8): content (4), float_val (5), double_val (6)."""
     simple, tensor = one(entry, 2), one(entry, 8)
     if len(simple) == 4:
         return float(struct.unpack("<f", simple)[0])
@@ -114,5 +114,5 @@ FORMAT = LogFormat(
     recognises=_recognises,
     read=_read,
     binary=True,
-    run_files=lambda folder: sorted(folder.glob("*tfevents*")),  # the time of their making is in their names
+    run_files=lambda folder: sorted(folder.glob("*tfevents*")),  # their names begin with their times
 )

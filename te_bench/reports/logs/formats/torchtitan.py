@@ -1,6 +1,6 @@
-"""torchtitan's console log: "step: 10  loss: 8.2041  grad_norm: ..." and "validate step: 10  loss: ...", in colours or not.
+"""Read torchtitan's console log, with or without colours: "step: 10  loss: 8.2041  grad_norm: ...", "validate step: 10 ...".
 
-Source: pytorch/torchtitan, torchtitan/components/metrics.py. Its TensorBoard folder is read as event files.
+Source: pytorch/torchtitan, torchtitan/components/metrics.py. Its TensorBoard folder is read by tensorboard.py.
 """
 
 import re

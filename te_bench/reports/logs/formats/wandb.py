@@ -1,8 +1,8 @@
-"""Weights & Biases: a run folder (its .wandb file, wandb-history.jsonl or wandb-summary.json), or one of these files.
+"""Read Weights & Biases: a run folder (its .wandb file, wandb-history.jsonl or wandb-summary.json), or one of these files.
 
-A history may have any name: a row a line in JSON, with a step and a loss.
-Source: wandb/wandb, sdk/internal/datastore.py (a log of blocks as LevelDB writes it, with zlib's CRC-32) and
-proto/wandb_internal.proto. What the web page exports as CSV is read as CSV.
+A history may have any name: one JSON object a line, with a step and a loss.
+Source: wandb/wandb, sdk/internal/datastore.py (a log of blocks in LevelDB's format, with zlib's CRC-32) and
+proto/wandb_internal.proto. The web page's CSV exports are read as CSV.
 """
 
 import struct
@@ -19,13 +19,13 @@ from te_bench.reports.logs.rows import STEP, of_json, series_of
 HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 BLOCK, HEAD = 2**15, 7  # bytes
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
-HISTORY, CONFIG, RUN = 2, 5, 17  # of a Record
-FIRST_LINES = 20  # of a history, that may log other things first
+HISTORY, CONFIG, RUN = 2, 5, 17  # fields of a Record
+FIRST_LINES = 20  # lines of a history to search for a loss: it may log other things first
 HISTORY_JSON, SUMMARY_JSON = "wandb-history.jsonl", "wandb-summary.json"
 
 
 def _run_files(folder: Path) -> list[Path]:
-    """Of what a run folder has the fullest: its .wandb file, the history, the summary. Several .wandb are no one run."""
+    """Return a run folder's most complete file: .wandb, history, or summary. Several .wandb files are not one run."""
     if found := sorted(folder.glob("*.wandb")):
         return found if len(found) == 1 else []
     places = [folder / below / name for name in (HISTORY_JSON, SUMMARY_JSON) for below in ("", "files")]
@@ -40,7 +40,7 @@ def _read(files: Sequence[LogFile]) -> Series:
         summary = _object(file, file.text, "")
         return Series(losses=series_of([summary]), whole=False)
     rows, notes = [], []
-    lines = file.text.split("\n")  # a string in JSON may hold other marks that end lines
+    lines = file.text.split("\n")  # not splitlines: a JSON string may hold its other line ends
     for n, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -57,9 +57,9 @@ def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
     try:
         found = of_json(text)
     except ValueError as error:
-        raise ValueError(f"{file.path}{where}: no JSON ({error}): export the run's history as CSV") from error
+        raise ValueError(f"{file.path}{where}: not JSON ({error}): export the run's history as CSV") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file.path}{where}: no JSON object: export the run's history as CSV")
+        raise ValueError(f"{file.path}{where}: not a JSON object: export the run's history as CSV")
     return found
 
 
@@ -84,7 +84,7 @@ def _binary(file: LogFile) -> Series:
 
 
 def _items(message: bytes) -> dict[str, Any]:
-    """Its items (1): a key (1) or the words of one (2), and a value in JSON (16)."""
+    """Return a message's items (1): each a key (1), or a nested key's words (2), and a value in JSON (16)."""
     found = {}
     for item in several(message, 1):
         key = one(item, 1) or b".".join(several(item, 2))
@@ -94,10 +94,10 @@ def _items(message: bytes) -> dict[str, Any]:
 
 
 def _records(file: LogFile) -> Iterator[tuple[int, bytes]]:
-    """(end, data) of each whole record. Raises ValueError for one that fails its checksum; a torn one ends the file."""
+    """Yield (end, data) of each whole record; an incomplete one ends the file. Raises ValueError for a wrong checksum."""
     content, at, parts = file.content, len(HEADER), b""
     while at + HEAD <= len(content):
-        if BLOCK - at % BLOCK < HEAD:  # a block's rest that has no room for a header
+        if BLOCK - at % BLOCK < HEAD:  # no room for a header in the rest of the block
             at += BLOCK - at % BLOCK
             continue
         check, size, kind = struct.unpack_from("<IHB", content, at)
@@ -117,7 +117,7 @@ def _recognises(file: LogFile) -> bool:
 
 
 def _is_history(file: LogFile) -> bool:
-    """Whether one of its first lines is an object in JSON with a step and a loss."""
+    """Return whether one of the file's first lines is a JSON object with a step and a loss."""
     for line in file.content[:BLOCK].split(b"\n")[:FIRST_LINES]:
         try:
             row = of_json(line) if line.startswith(b"{") else None
