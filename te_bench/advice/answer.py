@@ -117,7 +117,8 @@ def _attention(evidence: Evidence, use: Choice) -> str:
 
 def _faster(evidence: Evidence, decision: Decision) -> str:
     if decision.have_seconds is None:
-        return "What you have did not run here, so that there is no speed-up."
+        ended = evidence.wrong.get(decision.have, "it did not run here")
+        return f"What you have has no time, so that there is no speed-up: {text.shortened(ended, 160)}."
     if decision.keeps:
         return ""
     said = f"{text.speedup(decision.speedup)} as fast as what you have ({decision.have.words()}), "

@@ -12,9 +12,12 @@ import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl
 import contextlib
 import functools
 import gc
+import itertools
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
 
 import typer
@@ -52,9 +55,12 @@ USAGE, FAULT = 2, 70
 def main() -> None:
     """Entry point: a ValueError, a file that can't be used and a missing package are the user's to read; exit code 2."""
     gc.set_threshold(100_000)  # imports make objects by the hundred thousand, and no garbage: a tenth of their time
-    out, err = (cast(TextIO, _Printable(stream)) for stream in (sys.stdout, sys.stderr))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with contextlib.ExitStack() as streams:
+        nowhere = streams.enter_context(Path(os.devnull).open("w"))  # for a stream that the caller closed
+        streams.enter_context(contextlib.redirect_stdout(cast(TextIO, _Printable(sys.stdout or nowhere))))
+        streams.enter_context(contextlib.redirect_stderr(cast(TextIO, _Printable(sys.stderr or nowhere))))
         try:
+            _require_words(sys.argv)
             app()
         except ValueError as error:
             sys.exit(_refused(str(error)))
@@ -70,6 +76,13 @@ def main() -> None:
             sys.exit(_refused(f"{error.filename or 'cannot go on'}: {error.strerror or error}"))
         except Exception:
             sys.exit(_fault())
+
+
+def _require_words(arguments: Sequence[str]) -> None:
+    """Raise ValueError for an empty argument, which as a folder would be the current one."""
+    for before, word in itertools.pairwise(arguments):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise ValueError(f"the argument {word or 'after ' + before} is empty: is a variable unset?")
 
 
 def _refused(why: str) -> int:

@@ -5,6 +5,7 @@ trial ended). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON
 record's line says its done-key and schema before its body, so that a journal is indexed without reading every sample.
 """
 
+import codecs
 import contextlib
 import fcntl
 import json
@@ -201,6 +202,10 @@ def understood(what: str) -> Iterator[None]:
 
 def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:
     """What to do about a line that is not as it was written; its kind cannot be trusted."""
+    begins, ends = lines[number - 1][:3] == codecs.BOM_UTF8, lines[number - 1][-1:] == b"\r"
+    if begins or ends:
+        what = "it begins with a byte order mark" if begins else "its line ends were changed to CRLF"
+        return f"{path}: {what}, so that no checksum holds. Copy the journal again as it was, as a binary file."
     if not lines[number - 1].startswith(b'{"crc32":') and not any(map(_intact, lines)):
         return (
             f"{path} is not a te-bench journal: line {number} is not as te-bench writes it. Choose another directory."

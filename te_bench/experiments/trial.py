@@ -3,8 +3,10 @@
 This file holds the harness's only broad `except`: here an exception becomes a row.
 """
 
+import re
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,12 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
             torch.set_num_threads(threads)
         workload = plugins.load(workloads.__name__, trial.workload, "run")
         with exclusive.taking_turns(trial), timing.looking(watch.look):
-            measurement = workload(trial, context)
+            try:
+                measurement = workload(trial, context)
+            except Exception as error:
+                if not _removed_torn_library(error):
+                    raise
+                measurement = workload(trial, context)
         outcome = "ok"
     except Exception as error:
         traceback.print_exc()  # into the trial's log
@@ -60,6 +67,16 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
         lost: dict[str, Any] = {"check": {}, "work": {}, "samples": {}, "kernels": []}
         return {**reply, **lost, "outcome": "crashed", "reason": f"a result that JSON cannot hold: {error}"}
     return reply
+
+
+def _removed_torn_library(error: Exception) -> bool:
+    """Delete the empty library that a killed compiler left in torch.compile's cache, where that is what failed."""
+    torn = re.search(r"(/[^\n:]+\.so): file too short", str(error))
+    if torn is None or not Path(torn[1]).is_file() or Path(torn[1]).stat().st_size:
+        return False
+    Path(torn[1]).unlink()
+    torch._dynamo.reset()
+    return True
 
 
 def classify(error: Exception) -> tuple[str, str]:

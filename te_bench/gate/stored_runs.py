@@ -251,11 +251,13 @@ def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list
     few = sum(number < FEWEST for number in pairs)
     if not few:
         return []
+    said = f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, which claim nothing. "
+    if all(one.trial.workload == COMMAND for side in sides for group in side for one in group.configurations):
+        return [f"{said}te-bench gate --config FILE --base REV --budget TIME times more pairs of these commands"]
     suites = " or ".join(dict.fromkeys(group.suite for side in sides for group in side))
     return [
-        f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, which claim nothing. On each side, "
-        f"with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds the seeds that the run in DIR "
-        "lacks; give it the other options that the run had"
+        f"{said}On each side, with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds "
+        "the seeds that the run in DIR lacks; give it the other options that the run had"
     ]
 
 

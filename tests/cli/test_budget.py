@@ -184,6 +184,13 @@ def test_what_a_time_holds_is_not_guessed(command: Command) -> None:
     assert (refused.code, refused.out, "--within 10: say the unit" in refused.err) == (2, "", True)
 
 
+def test_a_pilot_of_another_suite_is_refused(command: Command, tmp_path: Path) -> None:
+    other = journals.write(tmp_path / "speed", [journals.step_record(journals.trial(device="cpu"), 10.0)])
+    refused = command("plan", *CONVERGENCE, "--seeds", "5", "--pilot", other)
+    assert refused.code == 2
+    assert f"--pilot {other} holds no run of convergence" in refused.err
+
+
 def test_a_budget_is_spent_on_as_many_cores_as_trials_run_on_at_once(command, monkeypatch, pilot):
     monkeypatch.setattr(runner, "at_once", lambda trials, cores: 3)
     asked = ("--budget", f"{seconds(6) / 3}s", "--timings", pilot)

@@ -30,6 +30,21 @@ def test_a_module_of_our_own_that_is_missing_is_our_fault(monkeypatch, capsys):
     assert "pip install" not in said
 
 
+@pytest.mark.parametrize("words", [["--only", ""], ["--only="]])
+def test_an_empty_argument_is_refused_as_an_unset_variable(words: list[str]) -> None:
+    done = te_bench("run", "demo", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == f"te-bench: the argument {words[0] if len(words) == 1 else 'after --only'} is empty: is a variable unset?\n"
+    )
+
+
+def test_a_closed_output_is_no_fault() -> None:
+    command = 'exec "$0" -m te_bench.cli list recipes >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0
+
+
 def test_a_process_that_a_test_starts_finds_te_bench_where_it_is_not_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "import te_bench; print(te_bench.__file__)"]  # -S: nothing is installed
     found = subprocess.check_output(command, cwd=tmp_path, text=True)

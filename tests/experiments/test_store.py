@@ -141,6 +141,22 @@ def test_a_damaged_line_is_to_be_deleted_the_first_as_any_other(tmp_path: Path, 
     assert (tmp_path / "journal.jsonl").read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("before", "end", "said"),
+    [
+        (b"", b"\r\n", "its line ends were changed to CRLF"),
+        (b"\xef\xbb\xbf", b"\n", "it begins with a byte order mark"),
+    ],
+)
+def test_a_journal_that_was_copied_as_text_is_to_be_copied_again(
+    tmp_path: Path, before: bytes, end: bytes, said: str
+) -> None:
+    (tmp_path / "journal.jsonl").write_bytes(before + fill(tmp_path).replace(b"\n", end))
+    for read in (load, Store):
+        with pytest.raises(ValueError, match=rf"journal\.jsonl: {said}, .* Copy the journal again as it was"):
+            read(tmp_path)
+
+
 @pytest.mark.parametrize("damaged", [1, 2, 4], ids=["environment", "plan", "record"])
 def test_after_the_damaged_line_is_deleted_a_rerun_writes_it_again(tmp_path: Path, damaged: int) -> None:
     whole = fill(tmp_path)

@@ -4,6 +4,7 @@ import math
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,22 @@ def raising(error: Exception) -> Any:
         raise error
 
     return run
+
+
+@pytest.mark.parametrize(("held", "outcome"), [(b"", "ok"), (b"\x7fELF", "crashed")])
+def test_a_library_that_a_killed_compiler_left_empty_is_made_again(
+    workload: Any, tmp_path: Path, held: bytes, outcome: str
+) -> None:
+    library = tmp_path / "main.so"
+    library.write_bytes(held)
+
+    def run(trial: Trial, context: Context) -> Measurement:
+        if library.exists():
+            raise RuntimeError(f"ImportError: {library}: file too short Set TORCHDYNAMO_VERBOSE=1")
+        return KEPT
+
+    assert workload(run)["outcome"] == outcome
+    assert library.exists() == bool(held)
 
 
 def test_what_was_measured_is_in_the_reply(workload: Any) -> None:

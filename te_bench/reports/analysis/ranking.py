@@ -80,12 +80,18 @@ class StepRanking:
 
 def rank_steps(steps: Sequence[MeasuredStep]) -> StepRanking:
     """Return the ranking of steps in the order of `measured_steps`, fastest first."""
-    measured = [step for step in steps if step.latency_s is not None]
-    measured = [step for step in measured if same_work(measured[0].configuration, step.configuration)]
+    measured = _comparable(steps)
     ranking = rank([logarithms(step.configuration, "latency_s") for step in measured])
     fastest, slower, alone = (tuple(measured[p] for p in each) for each in (ranking.best, ranking.worse, ranking.alone))
     reason = why_tied([step.configuration for step in fastest]) if len(fastest) > 1 else ""
     return StepRanking(steps=tuple(steps), fastest=fastest, slower=slower, alone=alone, reason=reason)
+
+
+def _comparable(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Return the measured steps of as many tokens as the baseline's, or as the fastest's where the baseline has no time."""
+    measured = [step for step in steps if step.latency_s is not None]
+    like = next((step for step in measured if step.is_baseline), measured[0] if measured else None)
+    return [step for step in measured if like and same_work(like.configuration, step.configuration)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +114,11 @@ def fastest_of_each_kind(steps: Sequence[MeasuredStep]) -> tuple[FastestOfKind, 
     Of the baseline's kind it is the baseline, because speed-ups are quoted against it.
     """
     found: dict[tuple[str, str], tuple[float, MeasuredStep]] = {}
-    for step in steps:
+    for step in _comparable(steps):
         trial = step.configuration.trial
         kind = whose(trial), trial.precision
-        if step.latency_s is not None and (kind not in found or step.is_baseline):
+        assert step.latency_s is not None
+        if kind not in found or step.is_baseline:
             found[kind] = step.latency_s, step
     ordered = sorted(found.items(), key=lambda item: item[1][0])
     names = plain_names({step.configuration.id: step.configuration.trial for _, (_, step) in ordered})

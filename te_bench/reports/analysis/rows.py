@@ -128,6 +128,11 @@ def load_results(directories: Sequence[Path]) -> Results:
         journal = load(directory)
         if not journal.plans:
             raise ValueError(f"{directory} holds a journal without a plan: run te-bench run --out {directory} first")
+        if any(environment not in journal.environments for _, environment in journal.records):
+            raise ValueError(
+                f"{directory}: the line that names the machine of some records is missing from its journal. "
+                "The same te-bench run on that machine writes it again."
+            )
         journals[unique(directory.name, journals)] = journal
     return from_journals(journals)
 

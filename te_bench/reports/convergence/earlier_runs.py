@@ -64,6 +64,8 @@ def read_earlier_runs(out: Path | None, timings: Sequence[Path], machine: Machin
     for directory in timings:
         if own is None or out is None or directory.resolve() != out.resolve():
             journals[str(directory)] = load(directory)
+            if not any(plan.judgement for plan in journals[str(directory)].plans):
+                raise ValueError(f"--pilot {directory} holds no run of convergence")
     chips = {key: chip_of(one.get("identity") or {}) for j in journals.values() for key, one in j.environments.items()}
     records = [record for journal in journals.values() for record in journal.records.values()]
     records = [record for record in records if record.trial.device == machine.device]

@@ -63,6 +63,17 @@ def test_runs_of_other_work_are_not_ranked(tmp_path):
     assert [step.configuration.trial.attention for step in found.alone] == ["math"]
 
 
+def test_steps_of_the_baselines_batch_are_ranked_and_a_smaller_batch_is_not_the_fastest(tmp_path):
+    records = [
+        step_record(trial(attention=name, seed=s), ms) for name, ms in (("math", 20), ("flash", 10)) for s in (0, 1)
+    ]
+    small = [step_record(trial(attention="flash", batch=6, seed=s), 6.0) for s in (0, 1)]
+    records += [dataclasses.replace(one, work={"tokens": 6144}) for one in small]
+    found = result_of(tmp_path, records, baseline=records[0].trial.cell)
+    assert {step.configuration.trial.problem["batch"] for step in (*found.steps.fastest, *found.steps.slower)} == {12}
+    assert [one.step.configuration.trial.problem["batch"] for one in found.fastest] == [12]
+
+
 def test_copies_show_nothing(tmp_path):
     times = {"flash": (10.0, 10.0, 10.0), "cudnn": (20.0, 20.0, 20.0)}
     assert set(words(ladder(tmp_path, times)).values()) == {"not distinguished"}

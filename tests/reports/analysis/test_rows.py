@@ -163,6 +163,16 @@ def test_directory_without_journal_or_plan_is_refused(tmp_path):
         load_results([tmp_path])
 
 
+def test_a_journal_whose_line_of_the_machine_was_deleted_is_refused(tmp_path):
+    directory = write(tmp_path / "run", [step_record(trial(), 10)])
+    lines = (directory / JOURNAL).read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"kind":"environment"' not in line]
+    assert len(kept) == len(lines) - 1
+    (directory / JOURNAL).write_bytes(b"".join(kept))
+    with pytest.raises(ValueError, match="the line that names the machine of some records is missing from its journal"):
+        load_results([directory])
+
+
 def test_trials_planned_twice_count_once(tmp_path):
     directory = write(tmp_path / "run", [step_record(trial(), 10)])
     with Store(directory) as store:
