@@ -174,7 +174,7 @@ def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(gate, commi
     assert (done.code, "INCOMPLETE: nothing was timed on both sides" in said) == (4, True), done
     assert "inside: runs in the candidate and fails in the baseline: ended with exit code 2: " in said
     assert "can't open file" in said
-    assert said.endswith("Note: if the candidate adds inside, merge it first or let exit code 4 through.")
+    assert said.endswith("Note: if the candidate adds inside, merge it first or allow exit code 4.")
 
 
 def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(gate, commit, tmp_path):
@@ -283,23 +283,24 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
         (
             '[bench.a]\ncommand = "a && b"\n',
-            "bench.a.command: 'a && b'; give it without &&, with it in quotes, or as sh -c '...', for no shell runs it",
+            "bench.a.command: 'a && b'; give the command without &&, with && in quotes, or as sh -c '...', because no "
+            "shell runs it",
         ),
-        ('[bench.a]\ncommand = "a|b"\n', "give it without |, with"),
-        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give it without >, with"),
-        ('[bench.a]\ncommand = "a $HOME"\n', "give it without $, with"),
+        ('[bench.a]\ncommand = "a|b"\n', "give the command without |, with"),
+        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give the command without >, with"),
+        ('[bench.a]\ncommand = "a $HOME"\n', "give the command without $, with"),
         (
             '[bench.a]\ncommand = "A=1 b"\n',
-            "bench.a.command: 'A=1 b'; give it without A=, by env = { A = \"...\" } or as sh -c",
+            "bench.a.command: 'A=1 b'; give the command without A=, by env = { A = \"...\" } or as sh -c",
         ),
-        ('[bench.a]\ncommand = "a tests/*.py"\n', "give it without *, with"),
-        ('[bench.a]\ncommand = "a b?.py"\n', "give it without ?, with"),
-        ('[bench.a]\ncommand = "a ~/b"\n', "give it without ~, with"),
-        ('[bench.a]\ncommand = "a # b"\n', "give it without #, with"),
+        ('[bench.a]\ncommand = "a tests/*.py"\n', "give the command without *, with"),
+        ('[bench.a]\ncommand = "a b?.py"\n', "give the command without ?, with"),
+        ('[bench.a]\ncommand = "a ~/b"\n', "give the command without ~, with"),
+        ('[bench.a]\ncommand = "a # b"\n', "give the command without #, with"),
         ('[bench.a]\ncommand = "a {jsn}"\n', "give {json} or {root} in place of {jsn}, which stands for nothing"),
         ('[bench.a]\ncommand = "a --out={out}"\n', "in place of {out}, which stands for nothing"),
         ("[bench.a]\ncommand = \"sh -c 'a {JSON}'\"\n", "in place of {JSON}, which stands for nothing"),
-        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give it without ;, with"),
+        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give the command without ;, with"),
         (f'env = {{ A = "{{rot}}/src" }}\n{ONE}', "env.A: '{rot}/src'; give {json} or {root} in place of {rot}"),
         (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
         (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),

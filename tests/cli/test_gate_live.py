@@ -56,7 +56,7 @@ def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Rep
     base = repository.commit({"a": FAST})
     done = gate(base, "--budget", "0.06s")
     assert (done.code, "1 pair:" in done.out) == (3, True)
-    assert "Note: the 5 pairs of each trial without which nothing is decided would take about" in done.out
+    assert "Note: the 5 pairs of each trial that any verdict needs would take about" in done.out
     assert outcomes(tmp_path / "out") == {("a", "ok"): 1}
 
 
