@@ -87,7 +87,7 @@ def test_1_a_threshold_beside_the_test(gate: Gate, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--margin", "0.02"), "--margin 0.02: give more than 0 % and at most 100 %, with the sign"),
+        (("--margin", "0.02"), "--margin 0.02: give more than 0 % and at most 100 %, with the % sign"),
         (("--mde", "1"), "--mde 1: give more than 0 %"),
         (("--alpha", "0.7"), "alpha 0.7"),
         (("--compare-fail", "middle:3%"), "--compare-fail middle:3%: write STAT:N% or STAT:N"),
@@ -153,7 +153,7 @@ def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_pat
 def test_two_runs_are_measured_by_nothing(gate: Gate, arguments: tuple[str, ...], named: str) -> None:
     done = gate(*arguments)
     assert (done.code, done.out) == (2, "")
-    said = f"{named}: of two revisions that are measured, and --baseline reads two runs; leave out"
+    said = f"{named}: only for measuring two revisions, and --baseline reads two runs; leave out"
     assert said in " ".join(done.err.split())
 
 
@@ -180,5 +180,5 @@ def test_percentages() -> None:
     for given, value in (("2%", 0.02), ("2.5 %", 0.025), (" .5%", 0.005), ("100%", 1.0), ("0.02%", 0.0002)):
         assert fraction("--margin", given) == pytest.approx(value)
     for given in ("2", "0.02", "", "%", "0%", "-2%", "+2%", "101%", "2,5%", "nan%", "2%%", "1e1%", "٢%"):
-        with pytest.raises(ValueError, match=r"such as 2% or 2\.5%"):
+        with pytest.raises(ValueError, match=r"with the % sign: 2% or 2\.5%"):
             fraction("--margin", given)

@@ -304,7 +304,7 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f'env = {{ A = "{{rot}}/src" }}\n{ONE}', "env.A: '{rot}/src'; give {json} or {root} in place of {rot}"),
         (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
         (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),
-        (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the sign"),
+        (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the % sign"),
         (f'budget = "soon"\n{ONE}', "budget soon: give a time greater than 0"),
     ],
 )
@@ -330,8 +330,8 @@ def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: 
     assert [(one.margin, one.budget_s, one.timeout_s) for one in asked] == [(0.05, 90, 7), (0.03, 60, 9)]
     assert [one.commands.commands[0].words for one in asked] == [("sh", "-c", "a  b")] * 2
     done = command("gate", "--config", "a.toml", "--base", "main", "--suite", "quick")
-    assert (done.code, "--suite: of suites, and --config times commands instead" in done.err) == (2, True)
-    assert "say what to compare with, too" in command("gate", "--config", "a.toml").err
+    assert (done.code, "--suite: only for suites, and --config times commands instead" in done.err) == (2, True)
+    assert "add a revision to compare with" in command("gate", "--config", "a.toml").err
     assert "cannot read b.toml: No such file" in command("gate", "--config", "b.toml", "--base", "main").err
 
 

@@ -90,7 +90,7 @@ def test_plan_gives_the_trials_that_run_would_do(command: Command) -> None:
     many = len(trials)
     assert [line.split()[0] for line in text[:many]] == [t.id for t in trials]
     assert text[many] == f"{many} trials: Quick look: tiny GPT, 2 x 64 tokens"
-    assert text[many + 1].startswith("time: not known, for none of these trials has run")
+    assert text[many + 1].startswith("time: not known, because none of these trials has run")
 
 
 def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:
