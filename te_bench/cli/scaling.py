@@ -227,7 +227,7 @@ def _one_gpu(
 
     precision = work.precision
     if measured is not None and tflops is not None:
-        raise ValueError("--from and --tflops both say what one GPU computes: give one of them")
+        raise ValueError("--from and --tflops both give the speed of one GPU: give one of them")
     if only is not None and measured is None:
         raise ValueError(f"--only {only} chooses among the trials of --from DIR: give that, too")
     if tflops is not None:

@@ -217,7 +217,7 @@ def _slower(one: TrialRatios, look: int, left: int, found: MeasuredRatio, mean: 
         assert mean is not None
         assert found.ratio is not None
         said = f"{_factor(mean)} over all calls on average, above {_percent(one.times[1].bar)} ({pairs})"
-        return f"{said}, though its typical ones take {100 * (found.ratio - 1):+.2f} %"
+        return f"{said}, though typical calls take {100 * (found.ratio - 1):+.2f} %"
     also = "" if mean is None else f", over all calls on average {_factor(mean)}"
     return f"{_factor(found)}, above the margin of {_percent(one.times[0].bar)} ({pairs}){also}"
 

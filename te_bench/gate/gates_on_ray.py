@@ -46,7 +46,7 @@ def _answer(done: Any, place: on_ray.Place) -> Any:
         raise error.cause from None  # Ray's own error holds a whole traceback
     except ray.exceptions.RayError as error:
         lost = f"--on ray: a gate on the host {place.host} was lost ({type(error).__name__})"
-        raise ValueError(f"{lost}; the same command goes on with what is left") from None
+        raise ValueError(f"{lost}; the same command continues with the remaining gates") from None
 
 
 def _run_there(function: Callable[[Task, Place], Answer], task: Task, device: str, head: ray_host.Head) -> Answer:

@@ -87,7 +87,7 @@ USAGE = [
     ),
     (
         ["run", "fp8", "--gpus-per-trial", "2", "--parallel", "fsdp2", "--gather", "fp8", "--only", "*/bf16/*"],
-        "--gather fp8 is of steps in FP8, and --only '*/bf16/*' chooses none; leave out one",
+        "--gather fp8 applies to steps in FP8, and --only '*/bf16/*' chooses none; leave one of them out",
     ),
     (["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"], "--parallel: the suite attention has no"),
     (["run", "quick", "--gpus", "0"], "--gpus 0: this run is on the cpu; leave it out, or add --device cuda"),

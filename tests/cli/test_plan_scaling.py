@@ -162,7 +162,7 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
         ("--parallel tp --world 8 --tp 4", "--tp 4: under --parallel tp all of --world 8 share a layer"),
         ("--tflops 4000", "--tflops 4000: give more than 0 and at most the 989.5 of an h200 in bf16"),
         ("--tflops nan", "--tflops nan: give more than 0"),
-        ("--tflops 4 --from x", "--from and --tflops both say what one GPU computes: give one of them"),
+        ("--tflops 4 --from x", "--from and --tflops both give the speed of one GPU: give one of them"),
         ("--world 8 --only x", "--only x chooses among the trials of --from DIR: give that, too"),
         ("--from nowhere", "nowhere holds no journal.jsonl"),
         ("--validate --world 8", "--validate compares with published figures and takes no --world: leave it out"),

@@ -61,7 +61,7 @@ def test_a_link_called_report_is_not_written_through(command: Command, run: Path
     for arguments in (("report", run), ("run", "quick", "--device", "cpu", "--out", run)):
         done = command(*arguments)
         assert done.code == 2
-        assert f"{run}/report is a link, and te-bench writes through none: remove it" in done.err
+        assert f"{run}/report is a link, and te-bench does not write through links: remove it" in done.err
     assert not list(target.iterdir())
     assert (run / JOURNAL).read_bytes() == before
     done = command("report", run, "--out", target)  # as it is called by its user

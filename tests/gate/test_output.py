@@ -77,7 +77,7 @@ def test_a_regression_is_said_with_its_factor_and_interval() -> None:
     assert [sentence.split()[0] for sentence in said(many)] == ["t6", "t5", "t4", "t3", "t2", "3"]
     [calls] = said(gate(decision=decide({"a": ratios(0.0)}, means={"a": ratios(0.4)}), findings=()))
     assert calls.startswith("a is 1.400 times as slow [1.3")
-    assert "] over all calls on average, above 5 % (10 pairs), though its typical ones take +0." in calls
+    assert "] over all calls on average, above 5 % (10 pairs), though typical calls take +0." in calls
 
 
 def test_a_ratio_that_nothing_bounds_has_no_interval_and_it_is_said_why() -> None:
