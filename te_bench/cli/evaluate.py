@@ -24,7 +24,9 @@ def evaluate(
     recipe: Annotated[
         str | None, typer.Option(help="FP8 recipe. Default: the checkpoint's own. none: bf16 alone.")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: the checkpoint's own.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="Tokenizer of the text. Default: the checkpoint's own.")
+    ] = None,
     device: Device = None,
     split: Annotated[str, typer.Option(help="Part of the text: val (the last tenth, held out), train or all.")] = "val",
     block: Annotated[int | None, typer.Option(help="Tokens of a window. Default: the model's longest.")] = None,

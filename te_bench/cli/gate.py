@@ -41,7 +41,7 @@ MEASURING = ("head", "config", "suite", "budget", "exit_first", "device", "data"
 OF_SUITES = ("suite", "device", "data", "cache")  # options that commands do not have
 UNWRITTEN = 2  # the exit code if the gate passed and a file could not be written
 
-Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
+Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out directory of a run, to compare two runs.")]
 Base = Annotated[
     str | None, typer.Option(metavar="REF", help="Revision to compare with, such as the branch to merge into.")
 ]
@@ -67,7 +67,7 @@ Slower = Annotated[
     typer.Option(metavar="N%,...", help="With --self-test: slow-downs to plant. Default: 1%,2%,5%."),
 ]
 Margin = Annotated[str, typer.Option(metavar="N%", help="Smaller slow-downs count as none; may be a decimal: 2.5%.")]
-_MDE = "Smallest distance from the margin to tell apart; limits the pairs that a verdict asks for. Default: the margin."
+_MDE = "Smallest difference from the margin to detect; limits the number of pairs advised. Default: the margin."
 Mde = Annotated[str | None, typer.Option(metavar="N%", help=_MDE)]
 AllowEnvironmentChange = Annotated[
     bool, typer.Option("--allow-environment-change", help="Compare even if GPU, driver or packages differ.")
@@ -335,6 +335,6 @@ def fraction(option: str, given: str) -> float:
     """
     found = _GRAMMAR.fullmatch(given.strip())
     value = float(found["number"]) if found else math.nan
-    if not 0 < value <= _MOST:  # nor is NaN
+    if not 0 < value <= _MOST:  # also refuses NaN
         raise ValueError(f"{option} {given}: give more than 0 % and at most 100 %, with the % sign: 2% or 2.5%")
     return value / 100

@@ -49,7 +49,7 @@ def integer(help: str, least: int, most: float = math.inf) -> Any:
 
 
 def _some_time(seconds: float) -> float:
-    if not 0 < seconds < math.inf:  # nor is NaN
+    if not 0 < seconds < math.inf:  # also refuses NaN
         raise ValueError(f"--timeout {seconds:g}: give seconds greater than 0")
     return seconds
 
@@ -75,7 +75,7 @@ Gpus = Annotated[
     str | None,
     typer.Option(
         metavar="I,J",
-        help="GPUs: indices as in nvidia-smi, such as 0,1, or all. Each runs one trial at a time, or --share.",
+        help="GPUs, by index as in nvidia-smi: 0,1 or all. Each runs one trial at a time, unless `run` has --share.",
     ),
 ]
 _ON = "Run trials on the hosts of a Ray cluster; without a cluster, te-bench starts one here for the run."

@@ -93,7 +93,7 @@ def seconds(budget: str, option: str = "--budget", *, or_none: bool = False) -> 
         value = float(text[:-1] if unit else text) * (unit or 1.0)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf or not (value or or_none):  # nor is NaN
+    if not 0 <= value < math.inf or not (value or or_none):  # also refuses NaN
         more = "" if or_none else " greater than 0"
         raise ValueError(f"{option} {budget}: give a time{more} with its unit: 90s, 10min or 2h")
     if unit is None:
@@ -155,7 +155,7 @@ class Options:
     device: str = field(metadata=_said("cpu or cuda. Default: cuda if there is a GPU.", str))
     seeds: int | None = _option("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
     first_seed: int | None = _option(
-        "First of the --seeds. Choose seeds that no exploration used: it mostly uses 0, 1, 2, ...",
+        "First of the --seeds. In a study, choose seeds that you have not explored on.",
         metavar="SEED",
         check=between(0, 2**31),
         unheeded="begins with seed 0",
@@ -171,7 +171,7 @@ class Options:
         ),
     )
     budget_s: float | None = _option(
-        "90s, 10min or 2h: for each time-budget trial, or for a whole convergence run, whose seeds it then decides.",
+        "90s, 10min or 2h: for each time-budget trial, or for a whole convergence run, whose number of seeds it sets.",
         str,
         flag="--budget",
         metavar="TIME",
@@ -230,7 +230,7 @@ class Options:
         unheeded="chooses itself how long its sequences are",
     )
     learning_rate: float | None = _option(
-        "Largest learning rate of each run. A smallest rate above 0 keeps its ratio to it.",
+        "Largest learning rate of each run. If the schedule ends above 0, its last rate changes in proportion.",
         float,
         metavar="RATE",
         check=_where(lambda value: 0 < value < math.inf, "a number greater than 0, such as 3e-4"),
@@ -316,7 +316,7 @@ class Options:
         instead=f"give --gpus-per-trial N --parallel {' or '.join(parallels.SHARING)}, or ",
     )
     overlap: str | None = _option(
-        "Overlap --sequence-parallel's collectives with their GEMMs by: symmetric, torch's symmetric memory.",
+        "Overlap the collectives of --sequence-parallel with GEMMs, by: symmetric (torch's symmetric memory).",
         str,
         metavar="BY",
         check=lambda flag, value: plugins.check(flag, value, list(parallels.OVERLAPS)),
