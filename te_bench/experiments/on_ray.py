@@ -104,7 +104,7 @@ def _require_answer(address: str) -> None:
 class Host:
     """A node of the cluster, with its environment if it takes trials."""
 
-    node: str  # Ray's id of it
+    node: str  # Ray's id of the node
     name: str
     resources: Mapping[str, float]
     machine: dict[str, Any] | None = None  # environment.capture's answer

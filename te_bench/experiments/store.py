@@ -144,7 +144,9 @@ def _line(raw: bytes) -> Line:
     kind, body = value["kind"], value["body"]
     if kind != "record":
         return Line(raw, kind)
-    return Line(raw, kind, (body["trial"]["id"], body["environment"]), body["schema"])  # a line without a head
+    return Line(
+        raw, kind, (body["trial"]["id"], body["environment"]), body["schema"]
+    )  # an older line, without key and schema before its body
 
 
 def _read(directory: Path) -> tuple[bytes, Path]:

@@ -132,7 +132,8 @@ def _failed_test(text: str) -> str:
     if (found := _FAILURE.search(text)) is None:
         return listed[0][:_LONGEST] if listed else ""
     name, bracket, case = found[1].partition("[")
-    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]  # a file's is its path
+    # the heading of a test is its dotted name, that of a file that fails to import is its path
+    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]
     full = next((line[: line.index(name) + len(name)] for line in listed if name in line), found[1])
     return f"{full}: {found[2][:_LONGEST]}"
 

@@ -1,4 +1,4 @@
-"""Attention forward and backward at eleven shapes, some with windows, documents or dropout; and its numerical errors."""
+"""Attention forward and backward at eleven shapes, some with windows, documents or dropout; and errors by where to scale."""
 
 from typing import Any
 
