@@ -109,7 +109,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
                 *more,
             ]
         if (first := one.study.primary) is not None:
-            more.insert(0, f"{first.name} is judged first, by itself; another recipe passes only if it does")
+            more.insert(0, f"{first.name} is judged first, by itself; another recipe passes only where it does")
         for note in (*one.notes, *more):
             say(f"Note: {note}.", indent="  ")
     return max((one.exit_code for one in judged), key=_SEVERITY.index)

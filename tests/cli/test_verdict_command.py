@@ -67,7 +67,7 @@ def test_the_verdict_says_who_is_judged_first_and_why_another_recipe_waits_for_i
         "delayed scaling: would be EQUIVALENT, but is that only where block scaling, which is judged first, is too"
         in out
     )
-    assert "Note: block scaling is judged first, by itself; another recipe passes only if it does." in out
+    assert "Note: block scaling is judged first, by itself; another recipe passes only where it does." in out
     assert "judged first" not in command("verdict", write_study(tmp_path / "plain", study_records(truth))).out
 
 
