@@ -1,13 +1,13 @@
-"""The command line: a verb is a stage. list -> plan -> run -> show, merge, report, verdict, gate, export,
+"""The command line: each command is a stage. list -> plan -> run -> show, merge, report, verdict, gate, export,
 history, submit; advise; tune.
 
-Exit codes: 0 done or passed; 1 inferior, or a regression; 2 usage (the message says what is legal); 3 inconclusive; 4
-incomplete: some planned trial has no result, none is supported here, or a verdict is void; 5 the environments of a gate or
-a merge differ; 70 a fault of te-bench; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after SIGTERM,
-of a gate 129 after SIGHUP. Nothing heavy is imported before a verb needs it, so `te-bench --help` answers at once.
+Exit codes: 0 done or passed; 1 inferior, or a regression; 2 wrong usage (the message says what is legal); 3 inconclusive; 4
+incomplete: a planned trial has no result, no trial is supported here, or a verdict is void; 5 the environments of a gate or
+a merge differ; 70 a fault of te-bench; 128 + N after signal N: 130 after Ctrl-C, 143 after SIGTERM, for a gate 129 after
+SIGHUP. Commands import heavy packages only when they need them, so `te-bench --help` answers at once.
 """
 
-import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first: for a Ctrl-C while others are imported
+import te_bench.cli.interrupts  # noqa: F401  # isort: skip  # first, for a Ctrl-C during the other imports
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ from te_bench.reports import CONTROL
 
 app = typer.Typer(
     name="te-bench",
-    help="Which attention kernel and which precision to train transformers with on your GPU, with proof.",
+    help="Find out which attention kernel and which precision to train your transformer with on your GPU.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -53,8 +53,8 @@ USAGE, FAULT = 2, 70
 
 
 def main() -> None:
-    """Entry point: a ValueError, a file that can't be used and a missing package are the user's to read; exit code 2."""
-    gc.set_threshold(100_000)  # imports make objects by the hundred thousand, and no garbage: a tenth of their time
+    """Run the command line. A ValueError, a missing package and a file error are messages to the user, with exit code 2."""
+    gc.set_threshold(100_000)  # imports create many objects and no garbage; collection took a tenth of their time
     with contextlib.ExitStack() as streams:
         nowhere = streams.enter_context(Path(os.devnull).open("w"))  # for a stream that the caller closed
         streams.enter_context(contextlib.redirect_stdout(cast(TextIO, _Printable(sys.stdout or nowhere))))
@@ -91,16 +91,16 @@ def _refused(why: str) -> int:
 
 
 def _fault() -> int:
-    """What nobody foresaw: its traceback, and an exit code that is no verdict, as Python's own 1 would be."""
+    """Report a fault of te-bench with its traceback; return a code that no verdict uses, unlike Python's own 1."""
     traceback.print_exc()
     print("te-bench: this is a fault of te-bench, and no result", file=sys.stderr)
     return FAULT
 
 
 class _Printable:
-    """A stream whose text moves no cursor and changes no colour: what files, records and names hold is shown as it is.
+    """A stream without control characters, so that text from files, records and names cannot move the cursor.
 
-    `raw` is the stream itself, for the progress bar, which draws.
+    `raw` is the stream itself, which the progress bar needs to draw.
     """
 
     def __init__(self, raw: TextIO):
@@ -114,7 +114,7 @@ class _Printable:
 
 
 def _interruptible(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb, ending with 130 on Ctrl-C wherever it was: click's own answer is 1, which is a verdict here."""
+    """Wrap a command so that Ctrl-C exits with 130: click's own exit code 1 would be a verdict."""
 
     @functools.wraps(verb)
     def run_verb(*arguments: Any, **options: Any) -> None:
@@ -142,31 +142,31 @@ def _without_verb(
 
 
 def demo(context: typer.Context) -> None:
-    """Measure a few steps, in about a minute, and write a first report: te-bench run demo, whose options it takes."""
+    """Measure a few steps, in about a minute, and write a first report. Takes the options of te-bench run demo."""
     app(["run", "demo", *context.args])
 
 
-#: In the list of commands, whose lines an 80-column terminal would cut.
+#: Summaries in the list of commands; an 80-column terminal cuts longer ones.
 VERBS: dict[Callable[..., None], str] = {
     demo: "A first report, in about a minute.",
-    look.doctor: "What this machine, or a GPU by its name, can run.",
+    look.doctor: "What this machine, or a named GPU, can run.",
     look.list_: "Suites, models, recipes, attention kernels, rivals, data.",
     advise.advise: "What to train your model with on this machine.",
-    look.plan: "A run's trials and how long they take; plan scaling predicts.",
+    look.plan: "List a run's trials and their time, or predict many GPUs.",
     run.run: "Measure a suite, and write the report.",
-    report.show: "What was fastest, smallest, wrong? Bars in the terminal.",
+    report.show: "A run's answers in the terminal: speed, memory, failures.",
     report.report: "Write the report of a run again.",
-    judge.verdict: "Does FP8 train like bf16? By exit code, too.",
-    gate.gate: "Is a change slower? By exit code, too.",
+    judge.verdict: "Does FP8 train like bf16? Answers by exit code, too.",
+    gate.gate: "Is a change slower? Answers by exit code, too.",
     evaluate.evaluate: "Perplexity of a checkpoint, in bf16 and in FP8.",
     report.history: "Times over commits, with change points.",
     exchange.merge: "Join the runs of several machines.",
     exchange.submit: "Check a run and put it into results/.",
-    neighbours.neighbours: "Do trials on other GPUs disturb a time?",
+    neighbours.neighbours: "Do trials on other GPUs change a measured time?",
     tune.tune: "Measure which kernel is fastest at your shapes.",
-    report.embed: "Bring the tables of Markdown files up to date.",
-    exchange.export: "Records as pytest-benchmark's JSON.",
-    exchange.import_: "pytest-benchmark's JSON as records.",
+    report.embed: "Update the tables in Markdown files from records.",
+    exchange.export: "Write records as pytest-benchmark's JSON.",
+    exchange.import_: "Read pytest-benchmark's JSON into records.",
 }
 for verb, short in VERBS.items():
     # `te-bench plan scaling --world 1024` is a prediction, not a suite's plan

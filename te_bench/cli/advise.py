@@ -1,4 +1,4 @@
-"""te-bench advise: what to train a model with on this machine, from measurements of it."""
+"""te-bench advise: which settings to train a model with on this machine, by measurement."""
 
 import json
 import math
@@ -32,32 +32,37 @@ def advise(
         str, typer.Option(help="A name of `te-bench list models`, package.module:factory, or a Hugging Face config.")
     ],
     model_args: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; say it once for each.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Argument of the factory; repeatable.")
     ] = None,
-    inputs: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Draws a batch, as for `run`.")] = None,
-    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help="Judges outputs, as for `run`.")] = None,
+    inputs: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function that draws a batch, as for `run`.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Function from outputs to a loss, as for `run`.")
+    ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Of a sequence. Default: the model's longest, of yours 1024 at most.")
+        int | None,
+        typer.Option(help="Tokens of a sequence. Default: the model's longest, at most 1024 for your own model."),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, 12 at most; on a CPU 4 at most."),
+        typer.Option(help="Sequences of a step. Default: 12,288 tokens' worth, at most 12; on a CPU at most 4."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a step may take, 80GiB say. Default: all there is.")
+        str | None, typer.Option(metavar="SIZE", help="Memory that a step may take, such as 80GiB. Default: all.")
     ] = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="What all may take: 90s, 10min or 2h.")] = BUDGET,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time for all measurements: 90s, 10min or 2h.")] = BUDGET,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Default: runs/advise-MODEL, and what else you say of it.")
+        Path | None, typer.Option(metavar="DIR", help="Results. Default: runs/advise-MODEL and the other options.")
     ] = None,
     device: Device = None,
     gpus: Gpus = None,
     fresh: Fresh = False,
     recorded: Annotated[
-        bool, typer.Option("--recorded", help="Measure nothing: write the answer in DIR anew, of any machine.")
+        bool, typer.Option("--recorded", help="Measure nothing; write the answer again from the records in --out.")
     ] = False,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="With --recorded, write the answer of a published folder anew, too.")
+        bool, typer.Option("--rewrite", help="With --recorded: write the answer again in a published folder, too.")
     ] = False,
 ) -> None:
     """Say which attention, precision and mode to train a model with here. Measures parts and whole steps."""
@@ -98,7 +103,7 @@ def advise(
         _same_question(directory, question, recorded)
     published = recorded and submission.is_published(directory)
     if rewrite and not published:
-        raise ValueError("--rewrite is of a published folder, with --recorded: leave it out")
+        raise ValueError("--rewrite needs --recorded and a published folder: leave it out")
     if not recorded:
         plan.require_room_on_a_cpu(asked)
     own(directory / "advice")
@@ -131,13 +136,13 @@ def advise(
 
 
 def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> "Journal":
-    """The journal of the folder. Raises ValueError where it holds no answer, or more is asked for."""
+    """Return the journal of the folder. Raise ValueError if it holds no answer, or if options would measure."""
     from te_bench.experiments import store
 
     if any(other is not None for other in others):
         raise ValueError("--recorded measures nothing: leave --device, --gpus, --memory and --fresh out")
     if out is None:
-        raise ValueError("--recorded answers from a folder: name it with --out")
+        raise ValueError("--recorded reads a folder: name it with --out")
     journal = store.load(out) if store.written(out) else store.Journal()
     if not _asked(journal):
         raise ValueError(f"{out} holds no records of te-bench advise")
@@ -145,14 +150,14 @@ def _recorded(out: Path | None, others: Sequence[str | bool | None]) -> "Journal
 
 
 def _asked(journal: "Journal") -> "list[Plan]":
-    """The plans of advice, the last one's last."""
+    """Return the plans of advice, the newest last."""
     from te_bench.experiments.spec import ADVICE
 
     return [plan for plan in journal.plans if plan.suite == ADVICE]
 
 
 def _as_recorded(question: "Question", plans: "Sequence[Plan]") -> "Question":
-    """The question that the last of these plans asked: its trials name packages, and the optimizer of captured parts."""
+    """Return the question with the packages, and the optimizer of captured parts, that the recorded trials name."""
     trials = [trial for plan in reversed(plans) for trial in plan.trials]
     packages = next((t["problem"]["packages"] for t in trials if "packages" in t["problem"]), None)
     if packages is not None:
@@ -163,7 +168,7 @@ def _as_recorded(question: "Question", plans: "Sequence[Plan]") -> "Question":
 
 
 def folder(asked: "Options") -> Path:
-    """Of one question: the model's, and what else the command line says of it."""
+    """Return the folder of a question: runs/advise-MODEL, and the other options that the command line gives."""
     from te_bench.experiments.spec import ADVICE
 
     said = [*(asked.model_args or ()), *(path for path in (asked.inputs, asked.loss) if path)]
@@ -174,7 +179,7 @@ def folder(asked: "Options") -> Path:
 
 
 def _same_question(directory: Path, question: "Question", recorded: bool) -> None:
-    """Raise ValueError for a folder with the answer to another: its steps would be ranked beside this one's."""
+    """Raise ValueError for a folder that answers another question: its steps would be ranked beside this one's."""
     from te_bench.experiments import store
     from te_bench.experiments.spec import ADVICE
 
@@ -184,13 +189,13 @@ def _same_question(directory: Path, question: "Question", recorded: bool) -> Non
     if other is not None:
         raise ValueError(
             f"{directory} holds the answer on another model, code or device ({' '.join(other.asked)}): "
-            + ("say the same" if recorded else "name another folder with --out, or set that answer aside with --fresh")
+            + ("give the same" if recorded else "name another folder with --out, or set that answer aside with --fresh")
         )
 
 
 @dataclass(slots=True)
 class _Trials:
-    """Runs trials into the journal of the directory, on one GPU or the CPU, one at a time."""
+    """Run trials into the directory's journal, one at a time, on one GPU or the CPU."""
 
     question: "Question"
     directory: Path
@@ -200,14 +205,14 @@ class _Trials:
     deadline: float
     fresh: bool
     recorded: bool
-    warned: bool = False  # that the machine is busy
+    warned: bool = False  # whether the user knows that the machine is busy
 
     def known(self) -> set[str]:
-        """Ids of trials that have ended in this environment, which are not run again."""
+        """Return the ids of trials that have ended in this environment, which do not run again."""
         return {trial for trial, record in self._ended().items() if not self._cut_short(record)}
 
     def _ended(self) -> "dict[str, Record]":
-        """By trial id, the journal's records of this environment."""
+        """Return the journal's records of this environment by trial id."""
         from te_bench.experiments import store
 
         if self.fresh or not store.written(self.directory):
@@ -217,7 +222,7 @@ class _Trials:
         }
 
     def _cut_short(self, record: "Record") -> bool:
-        """Whether the trial was interrupted, or a smaller budget gave it less time than there is now."""
+        """Return whether the trial was interrupted, or timed out under a smaller limit than the present one."""
         if record.outcome != "timeout":
             return record.outcome == "interrupted"
         return not self.recorded and record.wall_s + 1 < self._timeout()
@@ -237,7 +242,9 @@ class _Trials:
             held = store.load(self.directory).records
             lacking = [trial.name for trial in trials if (trial.id, self.machine["id"]) not in held]
             if lacking:
-                raise ValueError(f"{self.directory} holds no record of {lacking[0]}: was it of this model and batch?")
+                raise ValueError(
+                    f"{self.directory} holds no record of {lacking[0]}: give the model and batch of its run"
+                )
             return [held[trial.id, self.machine["id"]] for trial in trials]
         experiment = Experiment(
             suite=ADVICE,
@@ -249,7 +256,7 @@ class _Trials:
         ended = self._ended()
         timeout, retry = self._timeout(), any(t.id in ended and self._cut_short(ended[t.id]) for t in trials)
         fresh, self.fresh = self.fresh, False
-        context = Context(check=any(trial.seed == 0 for trial in trials))  # the first run of a step has checked it
+        context = Context(check=any(trial.seed == 0 for trial in trials))  # later runs of a step need no check
         options: dict[str, Any] = {"timeout": timeout, "context": context, "retry": retry, "fresh": fresh}
         options["warned"] = self.warned
         records = runs.carry_out(experiment, self.directory, self.machine, self.slots, **options)
@@ -258,7 +265,7 @@ class _Trials:
 
 
 def size(said: str) -> float:
-    """Bytes of 80GiB, 80GB or 512MiB. Raises ValueError for anything else."""
+    """Return the bytes of a size such as 80GiB, 80GB or 512MiB. Raise ValueError for anything else."""
     units = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6}
     text = said.strip().lower()
     unit = next((unit for unit in units if text.endswith(unit)), "")
@@ -274,9 +281,9 @@ def size(said: str) -> float:
 def _answer(
     evidence: "Evidence", directory: Path, environment: str, limit: float | None, *, published: bool, rewrite: bool
 ) -> int:
-    """Write the answer beside the journal, with pages and report, and print it; the exit code.
+    """Write the answer, pages and report beside the journal, print the answer, return the exit code.
 
-    A published folder is left as it is or, with rewrite, given the answer alone: the site makes its pages.
+    Of a published folder, write nothing or, with rewrite, the answer alone: the site makes its pages.
     """
     from te_bench.advice import answer, decision, page, traps
     from te_bench.experiments.spec import ADVICE

@@ -1,4 +1,4 @@
-"""The experiment that `run` and `plan` are asked for: its seeds from --budget, and what they can conclude."""
+"""Resolve the experiment of `run` and `plan`: its seeds from --budget, and the power of its verdict."""
 
 import dataclasses
 import math
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from te_bench.reports.convergence.forecast import Forecast
 
 
-#: Seconds that trials of the published records took on an NVIDIA H200 or H100: nine in ten more than the first, nine in ten
-#: less than the second.
+#: Seconds of the published records' trials on an NVIDIA H200 or H100: (10 % quantile, 90 % quantile).
 PUBLISHED_S = {
     "attention": (2, 10),
     "layer": (4, 15),
@@ -40,13 +39,12 @@ def resolve_with_seeds(
     fresh: bool = False,
     in_cluster: int | None = None,
 ) -> "tuple[Experiment, Forecast | Design | None, str | None]":
-    """The experiment, its seeds as many as --budget holds, what it can conclude, and why a run of it is refused.
+    """Return the experiment with as many seeds as --budget holds, its forecast, and why a run of it is refused.
 
-    Suites that give no verdict are resolved as they are asked for. A run that has begun in --out keeps the seeds that it
-    began with, and is not refused for its little power unless a configuration is new to it. in_cluster: how many GPUs the
-    trials' cluster has. What it can conclude is said of the seeds, the margin and alpha by which it will be judged: of a run
-    that has begun those that it began with. Raises ValueError for --pilot of another suite, for another design than the run
-    in --out began with, and as `seeds_of_budget` does.
+    Suites without a verdict are resolved as asked. A run that has begun in --out keeps its first seeds, and is refused for
+    lack of power only if a configuration is new to it. The forecast holds for the seeds, margin and alpha of the judgement;
+    those of a run that has begun are its first plan's. in_cluster: number of GPUs of the trials' cluster. Raise ValueError
+    for --pilot of another suite, for another design than that of the run in --out, and as `seeds_of_budget` does.
     """
     from te_bench.experiments.plan import resolve
 
@@ -70,24 +68,24 @@ def resolve_with_seeds(
     if first and ("pool" in first) != ("pool" in one.judgement):
         began, other = ("pool", "pairs") if "pool" in first else ("pairs", "pool")
         raise ValueError(
-            f"--design {other}: the first plan in {out} is of {began}, and it counts; "
+            f"--design {other}: the first plan in {out} has the design {began}, which counts; "
             f"give --design {began}, or another --out"
         )
     own = {
         key: value for key, value in one.judgement.items() if not (first and key == "primary")
-    }  # none may be first's
+    }  # the first plan may have none
     judged = dataclasses.replace(one, judgement={**own, **first})
     found = design_of(judged, earlier) if "pool" in one.judgement else forecast(judged, earlier)
     changed = [f"{key} {value}" for key, value in own.items() if first.get(key, value) != value]
-    fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; another run takes another --out"
+    fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; to change it, give another --out"
     found = dataclasses.replace(found, fixed=fixed if changed else None)
     return one, found, None if has_begun(one, earlier.journal) else found.refused
 
 
 def time_of(experiment: "Experiment", directory: Path) -> str:
-    """What its trials take, one after the other: by the median of the same configuration's in DIR, process and all.
+    """Say how long the trials take one after the other: the median time of each configuration in DIR, start included.
 
-    Of none of them known: as long as published trials of the same kinds.
+    If none has run there, use the published records' trials of the same kinds.
     """
     from te_bench.reports.convergence.planning import duration
 
@@ -95,13 +93,13 @@ def time_of(experiment: "Experiment", directory: Path) -> str:
     known = [taken[one.cell] for one in experiment.trials if one.cell in taken]
     if not known:
         why = f"none of these trials has run in {directory}"
-        return f"time: not known, for {why}; {_by_published(experiment.trials)}"
+        return f"time: not known, because {why}; {_by_published(experiment.trials)}"
     of = "" if len(known) == len(experiment.trials) else f" for {len(known)} of them, the others being new"
     return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
 
 
 def _by_published(trials: "Sequence[Trial]") -> str:
-    """How long such trials took elsewhere: those on a GPU, of kinds that were published."""
+    """Say how long the trials took in the published records: those on a GPU, of published kinds."""
     from te_bench.reports.convergence.planning import duration
 
     spans = [
@@ -116,14 +114,14 @@ def _by_published(trials: "Sequence[Trial]") -> str:
 
 
 def _journal_of(directory: Path) -> "Journal":
-    """DIR's, empty where no run has begun there."""
+    """Return DIR's journal, empty if no run has begun there."""
     from te_bench.experiments.store import Journal, load, written
 
     return load(directory) if written(directory) else Journal()
 
 
 def _seconds_of(records: "Iterable[Record]") -> dict[str, float]:
-    """{configuration: the median of what its trials took that ended ok}."""
+    """Return {configuration: median wall seconds of its trials that ended ok}."""
     taken: dict[str, list[float]] = {}
     for record in records:
         if record.outcome == "ok":
@@ -132,27 +130,28 @@ def _seconds_of(records: "Iterable[Record]") -> dict[str, float]:
 
 
 class Limit:
-    """What --within leaves time for, counted from the moment that this was made.
+    """The time limit of --within, counted from the creation of this object.
 
-    `known`: seconds of a trial by its configuration, before any has ended. `left`: the trials that a run had no time for.
+    `known`: {configuration: seconds of a trial}, for use before any trial has ended. `left`: the trials that a run had no
+    time for.
     """
 
     def __init__(self, within: str):
-        """within: 90s, 20min or 2h; 0s begins nothing. Raises ValueError for anything else."""
+        """Parse a time such as 90s, 20min or 2h; 0s begins nothing. Raise ValueError for anything else."""
         from te_bench.experiments.run_options import seconds
 
         self.within, self.seconds, self.began = within, seconds(within, "--within", or_none=True), time.monotonic()
         self.known: Mapping[str, float | None] = {}
         self.left: list[Trial] = []
-        self._start_s = 0.0  # what te-bench took until it asked for the first trial
+        self._start_s = 0.0  # seconds of te-bench's start, until it asked for the first trial
         self._records: Mapping[Any, Record] = {}
 
     def of_trial(self, trial: "Trial", taken: Mapping[str, float]) -> float | None:
-        """As long as the configuration's trials took, else as is known of it, else as long as the longest of others."""
+        """Return a trial's expected seconds: by its configuration's trials, by `known`, or by the longest other trial."""
         return taken.get(trial.cell) or self.known.get(trial.cell) or max(taken.values(), default=None)
 
     def with_trunk(self, trial: "Trial", taken: Mapping[str, float], grown: "Collection[str | None]") -> float:
-        """The same, and of a branch whose trunk is not there as long as the control, which trains it; 0 of unknown times."""
+        """Return the expected seconds with those of the trunk, which the control trains, if it is missing; 0: unknown."""
         from te_bench.experiments.problems import trunk_of
 
         control = trunk_of(trial)
@@ -160,14 +159,14 @@ class Limit:
         return max(self.of_trial(one, taken) or 0.0 for one in both)
 
     def in_time(self, records: "Mapping[Any, Record]") -> "Callable[[Trial], bool]":
-        """Whether a trial that begins at this moment would end in time; one that nothing is known of may begin."""
+        """Return a function: would a trial that begins now end in time? A trial of unknown duration may begin."""
         self._start_s, self._records = time.monotonic() - self.began, records
         taken, counted = dict[str, float](), -1
 
         def in_time(trial: "Trial") -> bool:
             nonlocal taken, counted
             ended = sum(record.outcome == "ok" for record in records.values())
-            if ended != counted:  # of all trials that wait only the first one asked has the medians made
+            if ended != counted:  # compute the medians once for all waiting trials
                 taken, counted = _seconds_of(records.values()), ended
             left = self.began + self.seconds - time.monotonic()
             return left > 0 and (self.of_trial(trial, taken) or 0.0) <= left
@@ -175,7 +174,7 @@ class Limit:
         return in_time
 
     def how_to_go_on(self, command: str) -> str | None:
-        """How many trials a run has left, and what does them, in a sentence: the same command only where it would."""
+        """Return a sentence: how many trials are left, and which command runs them; the same one only if it would."""
         from te_bench.experiments import runner
         from te_bench.reports.analysis.naming import count_trials
         from te_bench.reports.convergence.planning import duration
@@ -198,16 +197,16 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sitting:
-    """What a run --within a time would do; None where no record says how long its trials take."""
+    """What a run --within a time would do; None: no record says how long its trials take."""
 
     seconds: float
-    left: int  # trials to do before it
-    ends: int | None  # of those
-    last_s: float | None  # when the last of these ends
-    shortest_s: float | None  # of those that are left
+    left: int  # trials to do
+    ends: int | None  # trials that end in time
+    last_s: float | None  # seconds until the last of them ends
+    shortest_s: float | None  # seconds of the shortest trial to do
 
     def sentence(self, within: str, on: str) -> str:
-        """on: where, as it is said after a time."""
+        """Return the sentence; on: the place of the trials, appended after "end"."""
         from te_bench.reports.convergence.planning import duration
 
         if not self.left:
@@ -231,7 +230,7 @@ def what_ends(
     limit: Limit,
     environment_id: str | None,
 ) -> Sitting:
-    """Of a run in the environment, None for the one that planned last in DIR."""
+    """Return what a run would do in the environment; None: the one planned last in DIR."""
     from te_bench.experiments import runner
     from te_bench.experiments.problems import trunk_of
 
@@ -257,15 +256,13 @@ def what_ends(
 
 
 def beforehand(experiment: "Experiment") -> str | None:
-    """What makes it long, in a sentence: trials that --budget does not end, or tries of large batches on a CPU; or None."""
+    """Say what makes the experiment long: trials that --budget does not end, or large batches tried on a CPU; or None."""
     limits = {
         t.problem["memory_limit_gib"] for t in experiment.trials if (t.workload, t.device) == ("max_batch", "cpu")
     }
     if limits:
         gib = " or ".join(f"{limit:g}" for limit in limits)
-        return (
-            f"each trial tries some 20 batches of up to {gib} GiB: of a small model half a minute to 3 min on two cores"
-        )
+        return f"each trial tries some 20 batches of up to {gib} GiB; for a small model on two cores that takes 0.5 to 3 min"
     trains = [trial.problem for trial in experiment.trials if trial.workload == "training"]
     ended = [p["budget_s"] for p in trains if p.get("budget_s")]
     if not ended or len(ended) == len(trains):
@@ -276,21 +273,21 @@ def beforehand(experiment: "Experiment") -> str | None:
 
 
 def trials_at_once(experiment: "Experiment", cores: int) -> int:
-    """Its trials side by side on a CPU."""
+    """Return how many of its trials run side by side on a CPU."""
     from te_bench.experiments import runner
 
     return runner.at_once(experiment.trials, cores)
 
 
 def by_table(experiment: "Experiment") -> tuple[str, ...]:
-    """The operators whose backends its trials leave to the table of measured times, for environment.capture."""
+    """Return the operators whose backends the table of measured times chooses, for environment.capture."""
     from te_bench.kernels.attention import AUTO
 
     return ("gemm", "attention") if any(trial.attention == AUTO for trial in experiment.trials) else ("gemm",)
 
 
 def environment_of(experiment: "Experiment", asked: "Options", gpus: str | None) -> str | None:
-    """The id of the environment that a run would be in; None for GPUs that are not here."""
+    """Return the id of the environment of a run; None if its GPUs are not here."""
     from te_bench.experiments import environment
 
     chosen = _gpus_here(asked.device, gpus)
@@ -301,7 +298,7 @@ def environment_of(experiment: "Experiment", asked: "Options", gpus: str | None)
 
 
 def _gpus_here(device: str, gpus: str | None) -> list[dict[str, Any]] | None:
-    """Those to run on, [] on a CPU; None where GPUs are planned for that are not here."""
+    """Return the GPUs to run on, [] on a CPU; None if the plan is for GPUs that are not here."""
     from te_bench.experiments import environment
 
     if device == "cuda" and not environment.nvidia_gpus():
@@ -310,8 +307,9 @@ def _gpus_here(device: str, gpus: str | None) -> list[dict[str, Any]] | None:
 
 
 def _machine(experiment: "Experiment", asked: "Options", gpus: str | None, in_cluster: int | None) -> "Machine":
-    """The machine that a plan is for: GPUs that are not here may be planned for too, one, those of --gpus 0,1,2,3 or a
-    cluster's.
+    """Return the machine that a plan is for.
+
+    GPUs that are not here may be planned for: one, as many as --gpus 0,1,2,3 names, or a cluster's.
     """
     from te_bench.experiments import environment
     from te_bench.reports.convergence.earlier_runs import Machine, chip_of

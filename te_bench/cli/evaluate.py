@@ -12,22 +12,32 @@ from te_bench.cli.run import INCOMPLETE
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="nanoGPT's ckpt.pt, one of `run --checkpoints`, an HF folder.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="nanoGPT's ckpt.pt, a file of `run --checkpoints`, or a Hugging Face folder.")
+    ],
     data: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="For perplexity: text:PATH, hf:NAME, stdlib.")
+        str | None, typer.Option(metavar="SPEC", help="Text for perplexity: text:PATH, hf:NAME, stdlib.")
     ] = None,
-    last_word: Annotated[Path | None, typer.Option(metavar="FILE", help='JSON lines of {"text": ...}.')] = None,
-    recipe: Annotated[str | None, typer.Option(help="Default: the checkpoint's own. none: bf16 alone.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="SPEC", help="Default: the checkpoint's own.")] = None,
+    last_word: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='Passages for last-word accuracy, JSON lines of {"text": ...}.')
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="FP8 recipe. Default: the checkpoint's own. none: bf16 alone.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="SPEC", help="Tokenizer of the text. Default: the checkpoint's own.")
+    ] = None,
     device: Device = None,
-    split: Annotated[str, typer.Option(help="val (the held-out last tenth), train or all.")] = "val",
+    split: Annotated[str, typer.Option(help="Part of the text: val (the last tenth, held out), train or all.")] = "val",
     block: Annotated[int | None, typer.Option(help="Tokens of a window. Default: the model's longest.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Of the sliding window. Default: half a block.")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens from one window to the next. Default: half a block.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Windows or passages at once.")] = 8,
-    tokens: Annotated[int | None, typer.Option(help="How many to score. Default: all.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens to score. Default: all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Perplexity and last-word accuracy of a checkpoint, in bf16 and in its FP8 recipe."""
+    """Measure the perplexity and last-word accuracy of a checkpoint, in bf16 and in its FP8 recipe."""
     from te_bench.experiments import environment, evaluation
 
     where = device or environment.default_device()

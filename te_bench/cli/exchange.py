@@ -1,4 +1,4 @@
-"""te-bench merge, export, import and submit: records that go from one place to another."""
+"""te-bench merge, export, import and submit: move records from one place to another."""
 
 import shlex
 import sys
@@ -13,35 +13,35 @@ from te_bench.cli.run import INCOMPLETE
 OTHER_ENVIRONMENT = 5
 
 AllowEnvironmentChange = Annotated[
-    bool, typer.Option("--allow-environment-change", help="Merge even where GPU, driver, packages or code differ.")
+    bool, typer.Option("--allow-environment-change", help="Merge even if GPU, driver, packages or code differ.")
 ]
 
 
 def merge(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="--out directories of runs of one sweep.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the merged run goes; it must hold no journal yet.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The merged run; DIR must hold no journal yet.")],
     allow_environment_change: AllowEnvironmentChange = False,
 ) -> None:
-    """Join the journals of several runs into one, each trial once, which can be reported, gone on with and gated."""
+    """Join the journals of several runs into one, each trial once. The result can be reported, continued and gated."""
     from te_bench.reports.exchange import merge as merged
 
     found = merged.merge(runs, out, allow_environment_change=allow_environment_change)
     differ = "; ".join(found.mismatch)
     if differ and not allow_environment_change:
-        print(f"nothing is merged, for the runs are of different environments: {differ}.", file=sys.stderr)
-        print("--allow-environment-change merges them all the same; a report shows each apart.", file=sys.stderr)
+        print(f"nothing is merged, because the runs have different environments: {differ}.", file=sys.stderr)
+        print("--allow-environment-change merges them anyway; a report shows each one separately.", file=sys.stderr)
         raise typer.Exit(OTHER_ENVIRONMENT)
-    for note in (*([f"the environments differ, which was allowed: {differ}"] if differ else []), *found.notes):
+    for note in (*([f"the environments differ, as allowed: {differ}"] if differ else []), *found.notes):
         print(f"Note: {note}.", file=sys.stderr)
     print(f"{found.records} of {found.planned} planned trials have ended: {out}")
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="--out of a run.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="--out directory of a run.")],
     pytest_benchmark: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.")],
     only: Only = None,
     environment: Annotated[
-        str | None, typer.Option(metavar="ID", help="Default: the one that was planned in last.")
+        str | None, typer.Option(metavar="ID", help="Environment to export. Default: the most recently planned.")
     ] = None,
 ) -> None:
     """Write the timed records of a run as the JSON of pytest-benchmark, which CI tools read."""
@@ -55,7 +55,7 @@ def export(
 
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON of `export` or of pytest --benchmark-json.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="The journal's directory; one that exists goes on.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The journal's directory; an existing journal is extended.")],
 ) -> None:
     """Read pytest-benchmark's JSON into a journal, for history and gate."""
     from te_bench.reports.exchange import pytest_import
@@ -66,15 +66,15 @@ def import_(
 
 
 def submit(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="--out of a run on a GPU.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="--out directory of a run on a GPU.")],
     name: Annotated[str | None, typer.Option(help="The folder's name in results/GPU. Default: the run's own.")] = None,
     missing: Annotated[
-        str | None, typer.Option(metavar="WHY", help="Why trials of the suite were not run, if some were not.")
+        str | None, typer.Option(metavar="WHY", help="Why some trials of the suite were not run.")
     ] = None,
 ) -> None:
-    """Check a run, copy it to results/GPU/NAME of the checkout you stand in, and print the pull request's commands.
+    """Check a run, copy it to results/GPU/NAME of the current checkout, and print the pull request's commands.
 
-    Nothing is pushed. What the run lacks is said in a sentence each, and then nothing is copied (exit code 4).
+    Nothing is pushed. If the run lacks anything, each problem is listed and nothing is copied (exit code 4).
     """
     from te_bench.reports.analysis.rows import load_results
     from te_bench.reports.exchange import submission

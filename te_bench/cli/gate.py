@@ -1,4 +1,4 @@
-"""te-bench gate: did a change make any trial slower, larger or wrong, by two revisions or by the records of two runs."""
+"""te-bench gate: did a change make a trial slower, larger or wrong? Compares two revisions, or the records of two runs."""
 
 import contextlib
 import functools
@@ -36,65 +36,67 @@ from te_bench.gate.question import ALPHA, MARGIN, Question
 _GRAMMAR = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+) ?%", re.ASCII)
 _MOST = 100.0  # %
 OUT = Path("runs") / "gate"
-#: What two revisions are measured with; two runs have been.
+#: Options of a gate that measures two revisions.
 MEASURING = ("head", "config", "suite", "budget", "exit_first", "device", "data", "cache", "out", "timeout")
-OF_SUITES = ("suite", "device", "data", "cache")  # which commands have none of
-UNWRITTEN = 2  # the exit code of what passed and could not be written
+OF_SUITES = ("suite", "device", "data", "cache")  # options that commands do not have
+UNWRITTEN = 2  # the exit code if the gate passed and a file could not be written
 
-Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out of a run.")]
+Run = Annotated[Path | None, typer.Option(metavar="DIR", help="--out directory of a run, to compare two runs.")]
 Base = Annotated[
-    str | None, typer.Option(metavar="REF", help="Revision to compare with: the branch that a change goes into.")
+    str | None, typer.Option(metavar="REF", help="Revision to compare with, such as the branch to merge into.")
 ]
 Head = Annotated[str, typer.Option(metavar="REF", help="Revision to judge.")]
-_CONFIG = "Time the commands that this te-bench.toml names, in a repository of any kind, not a suite."
+_CONFIG = "Time the commands in this te-bench.toml, in any repository, instead of a suite."
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help=_CONFIG)]
-Suite = Annotated[str, typer.Option(help="What both revisions run; `te-bench list suites`.")]
-Budget = Annotated[str | None, typer.Option(metavar="TIME", help="Stop there, undecided if need be: 90s, 10min or 2h.")]
-_FIRST = "Stop at the first regression: the answer stands, the rest stays open."
+Suite = Annotated[str, typer.Option(help="Suite that both revisions run; see `te-bench list suites`.")]
+Budget = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Stop after this time, even if undecided: 90s, 10min or 2h.")
+]
+_FIRST = "Stop at the first regression; the other trials stay undecided."
 ExitFirst = Annotated[bool, typer.Option("-x", "--exitfirst", help=_FIRST)]
 SelfTest = Annotated[
-    bool, typer.Option("--self-test", help="Gate this te-bench against itself, as it is and with planted faults.")
+    bool, typer.Option("--self-test", help="Gate this te-bench against itself, unchanged and with planted faults.")
 ]
 Gates = Annotated[
-    int | None, typer.Option(help="Of --self-test: gates of each kind; of leak and crash 5 at most. Default: 1.")
+    int | None, typer.Option(help="With --self-test: gates of each kind; of leak and crash at most 5. Default: 1.")
 ]
-_AT_ONCE = "Of --self-test: gates side by side, each on cores, and a GPU, of its own. Default: 1."
+_AT_ONCE = "With --self-test: gates side by side, each with its own cores and its own GPU. Default: 1."
 AtOnce = Annotated[int | None, typer.Option(metavar="N", help=_AT_ONCE)]
 Slower = Annotated[
     str | None,
-    typer.Option(metavar="N%,...", help="Of --self-test: slow-downs to plant. Default: 1%,2%,5%."),
+    typer.Option(metavar="N%,...", help="With --self-test: slow-downs to plant. Default: 1%,2%,5%."),
 ]
-Margin = Annotated[str, typer.Option(metavar="N%", help="A slow-down by less counts as none; decimals are fine: 2.5%.")]
-_MDE = "How near to the margin a ratio may stay untold: bounds the pairs said to be needed. Default: the margin."
+Margin = Annotated[str, typer.Option(metavar="N%", help="Smaller slow-downs count as none; may be a decimal: 2.5%.")]
+_MDE = "Smallest difference from the margin to detect; limits the number of pairs advised. Default: the margin."
 Mde = Annotated[str | None, typer.Option(metavar="N%", help=_MDE)]
 AllowEnvironmentChange = Annotated[
-    bool, typer.Option("--allow-environment-change", help="Compare even where GPU, driver or packages differ.")
+    bool, typer.Option("--allow-environment-change", help="Compare even if GPU, driver or packages differ.")
 ]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the records of both revisions go.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the records of both revisions.")]
 CompareFail = Annotated[
     list[str] | None,
     typer.Option(
         "--compare-fail",
         metavar="STAT:N%",
-        help="Fail too where a statistic grew by more: median:2.5%, min:0.001 (s). A plain threshold; repeatable.",
+        help="Also fail if a statistic grew by more: median:2.5%, min:0.001 (s). A plain threshold; repeatable.",
     ),
 ]
 Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a pull-request comment.")]
 Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything as JSON.")]
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the whole result as JSON.")]
 
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C: with 128 and the number of the signal."""
+    """Let SIGTERM and SIGHUP end the gate as cleanly as Ctrl-C, with exit code 128 + the signal's number."""
 
     def stop(number: int, _: FrameType | None) -> NoReturn:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one does not disturb the clean-up
-        warn(f"\nStopped by {signal.Signals(number).name}; the same command goes on where it stopped.")
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not disturb the clean-up
+        warn(f"\nStopped by {signal.Signals(number).name}; the same command continues from here.")
         raise SystemExit(128 + number)
 
-    # what the user has ignored, by nohup say, stays so
+    # a signal that the user ignores, with nohup for instance, stays ignored
     wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     before = {number: signal.signal(number, stop) for number in wanted}
     try:
@@ -136,7 +138,9 @@ def gate(
     junit: Junit = None,
     json: Json = None,
 ) -> None:
-    """Say whether a change made it slower: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other environments."""
+    """Say whether a change made anything slower, by exit code: 0 no, 1 yes, 3 undecided, 4 missing or failed, 5 other
+    environments.
+    """
     from te_bench.gate import output, revisions, stored_runs
 
     commands = None
@@ -148,16 +152,16 @@ def gate(
     _one_question(base, bool(baseline or candidate), self_test, bool(files))
     check_on(on, ray_address, None)
     if not self_test and (gates, at_once, slower, on) != (None, None, None, None):
-        raise ValueError("--gates, --at-once, --slower and --on are of --self-test: give that too, or leave them out")
+        raise ValueError("--gates, --at-once, --slower and --on need --self-test: add it, or leave them out")
     if on is not None and at_once is not None:
-        raise ValueError(f"--at-once {at_once}: with --on ray each GPU has a gate at a time; leave it out")
+        raise ValueError(f"--at-once {at_once}: with --on ray each GPU runs one gate at a time; leave it out")
     if (baseline is None) is not (candidate is None):
-        raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: two runs are compared")
+        raise ValueError(f"--{'baseline' if candidate else 'candidate'} DIR is missing: a gate compares two runs")
     if baseline is not None and (measuring := said(context, *MEASURING)):
-        raise ValueError(f"{measuring}: of two revisions that are measured, and --baseline reads two runs; leave out")
+        raise ValueError(f"{measuring}: only for measuring two revisions, and --baseline reads two runs; leave out")
     output.check_writable(files)
     if base is not None or self_test:
-        out = out.absolute()  # as every path here: each revision works in a folder of its own
+        out = out.absolute()  # revisions change their working directory
         question, machine = _question(
             base,
             head,
@@ -197,11 +201,11 @@ def gate(
 def _commands(
     context: typer.Context, file: Path, base: str | None, margin: str, budget: str | None, timeout: float
 ) -> tuple[Commands, str, str | None, float]:
-    """What a te-bench.toml says; its margin, budget and timeout stand where the command line gives none."""
+    """Read a te-bench.toml. Its margin, budget and timeout apply if the command line gives none."""
     if unfit := said(context, *OF_SUITES):
-        raise ValueError(f"{unfit}: of suites, and --config times commands instead; leave one of them out")
+        raise ValueError(f"{unfit}: only for suites, and --config times commands instead; leave one of them out")
     if base is None:
-        raise ValueError(f"--config {file}: say what to compare with, too: te-bench gate --config {file} --base main")
+        raise ValueError(f"--config {file}: add a revision to compare with: te-bench gate --config {file} --base main")
     found = configured.read(file)
     if found.margin is not None and not said(context, "margin"):
         fraction(f"{file}: margin", margin := found.margin)
@@ -213,7 +217,7 @@ def _commands(
 def _wanted(
     margin: str, alpha: float | None, mde: str | None, only: str | None, compare_fail: list[str] | None
 ) -> dict[str, Any]:
-    """What is asked of two revisions and of two runs alike."""
+    """Parse the options that apply to two revisions and to two runs."""
     from te_bench.reports.exchange.pytest_stats import parse
 
     return {
@@ -228,10 +232,12 @@ def _wanted(
 def _one_question(base: str | None, runs: bool, self_test: bool, files: bool) -> None:
     if sum((base is not None, runs, self_test)) > 1:
         raise ValueError(
-            "--base measures two revisions, --baseline reads two runs, --self-test neither: give one of them"
+            "--base measures two revisions, --baseline reads two runs, --self-test gates this te-bench: give one of them"
         )
     if self_test and files:
-        raise ValueError("--self-test has no --markdown, --junit or --json: its answers are in --out; leave them out")
+        raise ValueError(
+            "--self-test writes its answers to --out, not to --markdown, --junit or --json; leave these out"
+        )
 
 
 def _question(
@@ -246,9 +252,9 @@ def _question(
     elsewhere: bool,
     **wanted: Any,
 ) -> tuple[Question, dict[str, Any]]:
-    """What a gate that measures is asked, and its machine; without a base, of this te-bench against itself.
+    """Return the question of a gate that measures, and its machine; without a base, this te-bench against itself.
 
-    elsewhere: on other hosts, which know their own GPUs.
+    elsewhere: the gates run on other hosts, which find their own GPUs.
     """
     from te_bench.experiments import environment
     from te_bench.gate import checkouts
@@ -258,7 +264,7 @@ def _question(
     gpus = [] if elsewhere else find_gpus(on, None)[:1]
     root = None if base is None else checkouts.repository(Path.cwd())
     if root and head == "HEAD" and checkouts.dirty(root):
-        warn("Uncommitted changes are not judged: the head is the last commit.")
+        warn("Uncommitted changes are not judged: --head HEAD is the last commit.")
     question = Question(
         repository=root,
         base="installed" if base is None else base,
@@ -275,7 +281,7 @@ def _question(
 
 
 def _absolute(data: dict[str, str]) -> dict[str, str]:
-    """The data sets with whole paths for files: text:PATH is the same file for both revisions."""
+    """Return the data sets with absolute paths, so that text:PATH is the same file for both revisions."""
     parts = {model: found.partition(":") for model, found in data.items()}
     return {
         model: f"text:{Path(path).absolute()}" if name == "text" and path else data[model]
@@ -284,7 +290,7 @@ def _absolute(data: dict[str, str]) -> dict[str, str]:
 
 
 def _shares(slower: str) -> list[float]:
-    """0.01 and 0.05 of 1%,5%. Raises ValueError for one given twice, whose gates would count as the same condition's."""
+    """Return 0.01 and 0.05 for 1%,5%. Raise ValueError for a repeated share, whose gates would count as one condition's."""
     shares = [fraction("--slower", share) for share in slower.split(",")]
     if len(set(shares)) < len(shares):
         raise ValueError(f"--slower {slower}: give each slow-down once; --gates says how many gates it gets")
@@ -300,7 +306,7 @@ def _self_test(
     at_once: int,
     asked: dict[str, Any],
 ) -> NoReturn:
-    """elsewhere: on the hosts of a cluster that are alike; on a CPU a gate has its host for itself."""
+    """Run the self-test and exit. elsewhere: on the cluster's equal hosts, on a CPU one gate at a time on each host."""
     from te_bench.cli.run import find_hosts
     from te_bench.experiments import on_ray
     from te_bench.gate import gates_on_ray, self_test
@@ -323,12 +329,12 @@ def _self_test(
 
 
 def fraction(option: str, given: str) -> float:
-    """0.025 of 2.5% or 2.5 %. Raises ValueError for anything else: 0.02 could be a share or a percentage.
+    """Return 0.025 for 2.5% or 2.5 %. Raise ValueError for anything else: 0.02 could be a share or a percentage.
 
-    More than 0 and at most 100 %: no two times are ever equal. option: what the message begins with.
+    Legal are more than 0 and at most 100 %, because no two times are equal. option: the beginning of the message.
     """
     found = _GRAMMAR.fullmatch(given.strip())
     value = float(found["number"]) if found else math.nan
-    if not 0 < value <= _MOST:  # nor is NaN
-        raise ValueError(f"{option} {given}: give more than 0 % and at most 100 %, with the sign, such as 2% or 2.5%")
+    if not 0 < value <= _MOST:  # also refuses NaN
+        raise ValueError(f"{option} {given}: give more than 0 % and at most 100 %, with the % sign: 2% or 2.5%")
     return value / 100

@@ -1,7 +1,7 @@
-"""A Ctrl-C that Python drops arrives again.
+"""Deliver a Ctrl-C again that Python dropped.
 
-Where it comes within a finaliser or a callback of the import system, Python prints "Exception ignored in" and goes on. Of
-136 starts of te-bench on a busy machine one ran its whole sweep so.
+A Ctrl-C within a finaliser or a callback of the import system is lost: Python prints "Exception ignored in" and continues.
+Of 136 starts of te-bench on a busy machine, one then ran its whole sweep.
 """
 
 import signal
@@ -9,13 +9,13 @@ import sys
 import threading
 from typing import Any
 
-AGAIN_S = 0.05  # by then the finaliser has returned
+AGAIN_S = 0.05  # seconds; the finaliser has returned by then
 
 _usual = sys.unraisablehook
 
 
 def exit_code(interrupt: BaseException | None) -> int:
-    """128 and the number of the signal, as a shell has it: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return 128 + the signal's number, as a shell does: 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + _number(interrupt)
 
 
@@ -28,9 +28,8 @@ def _deliver_again(unraisable: Any) -> None:
         _usual(unraisable)
         return
     main = threading.main_thread().ident
-    timer = threading.Timer(
-        AGAIN_S, signal.pthread_kill, (main, _number(unraisable.exc_value))
-    )  # which ends a wait there, too
+    # pthread_kill also ends a blocking wait of the main thread
+    timer = threading.Timer(AGAIN_S, signal.pthread_kill, (main, _number(unraisable.exc_value)))
     timer.daemon = True
     timer.start()
 

@@ -1,4 +1,4 @@
-"""What there is, what would be run, and what this machine can do: list, plan, doctor."""
+"""te-bench list, plan and doctor: what exists, what a run would do, what this machine can do."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "mode
 def list_(
     kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")] = "suites", as_json: Json = False
 ) -> None:
-    """Show what there is: suites, attention backends, FP8 recipes, layers, rivals, datasets, models, logs that are read."""
+    """List suites, attention backends, FP8 recipes, layers, rivals, datasets, models, or formats of training logs."""
     from te_bench import plugins
 
     plugins.check("kind", kind, list(KINDS))
@@ -35,7 +35,7 @@ def list_(
 
 
 def _listing(kind: str) -> list[dict[str, str]]:
-    """[{"name", "about"}], each about the first line of a docstring, read without importing the file."""
+    """Return [{"name", "about"}]; about is the first line of a docstring, read without importing the file."""
     from te_bench import plugins
 
     if kind == "datasets":
@@ -66,15 +66,15 @@ def plan(
     suite: Suite,
     asked: "Options",
     only: Only = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's own results, as of `run`.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's results, as for `run`.")] = None,
     timings: Timings = None,
     gpus: Gpus = None,
     within: Within = None,
     as_json: Json = False,
 ) -> None:
-    """Show the trials that `run` would do, in order, without doing them.
+    """Show the trials that `run` would do, in order, without running them.
 
-    `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; with --help it has its options.
+    `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; add --help for its options.
     """
     from te_bench.experiments.plan import slow_on_a_cpu
     from te_bench.reports.analysis.naming import count_trials
@@ -116,7 +116,7 @@ def plan(
 
 
 def _undivided(trials: "Sequence[Trial]") -> dict[str, str]:
-    """{id of a trial whose step no machine divides over ranks so: why}; imports torch for some, for the modes know it."""
+    """Return {id: why} of trials whose step cannot be divided over their ranks; some modes need torch to answer."""
     if not trials:
         return {}
     from te_bench.experiments.problems import is_step
@@ -128,10 +128,11 @@ def _undivided(trials: "Sequence[Trial]") -> dict[str, str]:
 def doctor(
     as_json: Json = False,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of this GPU instead, A100 or RTX 4090 for instance; needs none.")
+        str | None,
+        typer.Option(metavar="NAME", help="Ask about this GPU, such as A100 or RTX 4090; it need not be here."),
     ] = None,
 ) -> None:
-    """Say what this machine, or a GPU by its name, can run, and why not what it can't."""
+    """Say what this machine, or a named GPU, can run, and why it cannot run the rest."""
     from te_bench.experiments import doctor as diagnosis
 
     found = diagnosis.examine() if gpu is None else diagnosis.examine_gpu(gpu)

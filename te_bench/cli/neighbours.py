@@ -1,4 +1,4 @@
-"""te-bench neighbours: do trials that run at the same time disturb each other's times on this host."""
+"""te-bench neighbours: do trials that run at the same time disturb each other's times on this host?"""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +9,13 @@ from te_bench.cli.options import Device, Gpus, Only, Timeout, find_gpus
 
 OUT = Path("runs") / "neighbours"
 
-Suite = Annotated[str, typer.Argument(help="Whose first timed trial is run; --only chooses among them.")]
-Rounds = Annotated[int, typer.Option(metavar="N", help="Each times the trial alone, beside others, and alone again.")]
+Suite = Annotated[str, typer.Argument(help="Suite whose first timed trial is run; --only chooses among its trials.")]
+Rounds = Annotated[int, typer.Option(metavar="N", help="Rounds: the trial alone, beside others, and alone again.")]
 Places = Annotated[
     int | None,
-    typer.Option(metavar="N", help="On a CPU: trials at a time, the one that is timed included. Default: 2."),
+    typer.Option(metavar="N", help="On a CPU: number of trials at a time, with the timed one. Default: 2."),
 ]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Where the rounds go, as neighbours.jsonl.")]
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory for the rounds, neighbours.jsonl.")]
 
 
 def neighbours(
@@ -28,7 +28,7 @@ def neighbours(
     out: Out = OUT,
     timeout: Timeout = 900.0,
 ) -> None:
-    """Time one trial alone and beside the same on every other GPU, and state with its interval what that costs."""
+    """Time one trial alone and beside copies of it on every other GPU, and print the slow-down with its interval."""
     from te_bench.experiments import environment
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.runner import Supervisor
@@ -38,9 +38,9 @@ def neighbours(
     on = device or environment.default_device()
     chosen = find_gpus(on, gpus)
     if on == "cuda" and places is not None:
-        raise ValueError(f"--places {places}: of a CPU; on GPUs each is a place, which --gpus chooses")
+        raise ValueError(f"--places {places}: only for a CPU; on GPUs --gpus chooses the places")
     if on != "cuda" and places is not None and places < 2:
-        raise ValueError(f"--places {places}: give 2 or more; one of them is the trial's own")
+        raise ValueError(f"--places {places}: give 2 or more; one of them runs the timed trial")
     where = [gpu["uuid"] for gpu in chosen] if on == "cuda" else [None] * (places or 2)
     trial = measured.first_timed(suite, Options(device=on, seeds=1), only)
     machine = environment.capture(on, chosen)

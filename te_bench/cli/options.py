@@ -1,4 +1,4 @@
-"""The options that verbs share: those of a run, as experiments.run_options declares them, and the GPUs to run on."""
+"""Options that commands share: those of a run, declared in experiments.run_options, and the GPUs to run on."""
 
 import inspect
 import math
@@ -17,9 +17,9 @@ from te_bench.experiments.run_options import OPTIONS, Options, between, fewer_bi
 
 
 class Once(TyperCommand):
-    """A command that refuses an option of values between commas given twice, of which click takes the last in silence.
+    """A command that refuses a repeated option of comma-separated values, of which click would silently take the last.
 
-    Raises ValueError. An option of one value may be given again, and then has the last.
+    Raise ValueError. Other options may be repeated; the last one wins.
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -31,13 +31,13 @@ class Once(TyperCommand):
 
 
 def _said(name: str) -> Any:
-    """Typer's word for an option of a run."""
+    """Return Typer's declaration of an option of a run."""
     option = OPTIONS[name]
     return typer.Option(option.flag, help=option.help, metavar=option.metavar)
 
 
 def integer(help: str, least: int, most: float = math.inf) -> Any:
-    """Typer's word for a verb's own option of whole numbers in such a range."""
+    """Return Typer's declaration of an integer option within a range."""
     check = between(least, most)
 
     def of_it(parameter: typer.CallbackParam, value: int | None) -> int | None:
@@ -49,7 +49,7 @@ def integer(help: str, least: int, most: float = math.inf) -> Any:
 
 
 def _some_time(seconds: float) -> float:
-    if not 0 < seconds < math.inf:  # nor is NaN
+    if not 0 < seconds < math.inf:  # also refuses NaN
         raise ValueError(f"--timeout {seconds:g}: give seconds greater than 0")
     return seconds
 
@@ -60,7 +60,7 @@ Data = Annotated[list[str] | None, _said("data")]
 Cache = Annotated[Path | None, _said("cache")]
 Margin = Annotated[float | None, _said("margin")]
 Alpha = Annotated[float | None, _said("alpha")]
-_ONLY = "Only trials whose name matches, e.g. '*/flash/*' or '*-liger/*,*/bf16/*'."
+_ONLY = "Only trials whose name matches, such as '*/flash/*' or '*-liger/*,*/bf16/*'."
 Only = Annotated[str | None, typer.Option(metavar="GLOB[,GLOB]", help=_ONLY)]
 Timings = Annotated[
     list[Path] | None,
@@ -68,33 +68,34 @@ Timings = Annotated[
         "--pilot",
         "--timings",
         metavar="DIR",
-        help="Results that tell how long steps take and runs vary; their means stay hidden.",
+        help="Earlier results that tell the time of a step and the spread of runs; their means stay hidden.",
     ),
 ]
 Gpus = Annotated[
     str | None,
     typer.Option(
-        metavar="I,J", help="Indices such as 0,1, as in nvidia-smi, or all: one trial on each at a time, or --share."
+        metavar="I,J",
+        help="GPUs, by index as in nvidia-smi: 0,1 or all. Each runs one trial at a time, unless `run` has --share.",
     ),
 ]
-_ON = "Where trials run: on the hosts of a Ray cluster, or of one that is started here for the run."
+_ON = "Run trials on the hosts of a Ray cluster; without a cluster, te-bench starts one here for the run."
 On = Annotated[str | None, typer.Option(metavar="ray", help=_ON)]
 RayAddress = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="The Ray cluster of --on ray. Default: the one that runs here, if any."),
+    typer.Option(metavar="HOST:PORT", help="Ray cluster of --on ray. Default: the one that runs here, if any."),
 ]
 _WITHIN = (
-    "Begin no trial that would end later than this, 20min for instance, and leave it for the same command. One that no "
-    "record says the time of may begin; 0s begins none."
+    "Begin only trials that end within this time, such as 20min; the same command runs the others later. A trial of unknown "
+    "duration may begin; 0s begins none."
 )
 Within = Annotated[str | None, typer.Option(metavar="TIME", help=_WITHIN)]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Limit of one trial.", callback=_some_time)]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start anew.")]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time limit of one trial.", callback=_some_time)]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Set earlier results in DIR aside and start again.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb with a parameter for each option of a run in place of its `asked`, which is all of them as Options."""
+    """Wrap a command: replace its parameter `asked`, an Options, with one parameter for each option of a run."""
     own = inspect.signature(verb)
     first, *others = [parameter for name, parameter in own.parameters.items() if name != "asked"]
     options = [
@@ -121,7 +122,7 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def results_of(suite: str, asked: Options, out: Path | None) -> Path:
-    """Where a run's results go: a report compares all that its folder holds, so that each study has its own."""
+    """Return the directory of a run's results. A report compares all results in a directory, so each study has its own."""
     if out is not None:
         return out
     words = [suite]
@@ -134,28 +135,28 @@ def results_of(suite: str, asked: Options, out: Path | None) -> Path:
 
 
 def said(context: typer.Context, *names: str) -> str:
-    """Those of the options that the command line gives, as it gives them: "--head, --exitfirst"; "" without any."""
+    """Return those of the options that the command line gives, such as "--head, --exitfirst"; "" for none."""
     options = {option.name: option.opts[-1] for option in context.command.params}
     given = [name for name in names if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     return ", ".join(options[name] for name in given)
 
 
 def say(sentence: str, indent: str = "") -> None:
-    """Print it in as many lines of the reports' width as it takes, those after the first indented."""
+    """Print a sentence wrapped to the reports' width; lines after the first are indented."""
     from te_bench.reports.page.tables import TERMINAL_WIDTH
 
     print("\n".join(textwrap.wrap(sentence, TERMINAL_WIDTH, subsequent_indent=indent)))
 
 
 def warn(line: str) -> None:
-    """Print it to stderr at once."""
+    """Print a line to stderr at once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def check_on(on: str | None, ray_address: str | None, gpus: str | None) -> None:
-    """Raise ValueError for another place than Ray, and for options that do not go with it."""
+    """Raise ValueError for a place other than Ray, and for options that do not fit it."""
     if on not in (None, "ray"):
-        raise ValueError(f"--on {on}: trials run here, or on a Ray cluster: leave it out, or say --on ray")
+        raise ValueError(f"--on {on}: trials run here, or on a Ray cluster: leave it out, or give --on ray")
     if on is None and ray_address is not None:
         raise ValueError(f"--ray-address {ray_address}: it goes with --on ray; add that, or leave it out")
     if on is not None and gpus is not None:
@@ -163,7 +164,7 @@ def check_on(on: str | None, ray_address: str | None, gpus: str | None) -> None:
 
 
 def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
-    """The GPUs to run on, [] on a CPU. Raises ValueError for GPUs that are not here or that torch can't use."""
+    """Return the GPUs to run on, [] on a CPU. Raise ValueError for GPUs that are not here or that torch cannot use."""
     from te_bench.experiments import environment
 
     if device != "cuda":
@@ -191,8 +192,11 @@ def find_gpus(device: str, gpus: str | None) -> list[dict[str, Any]]:
 
 
 def places(gpus: list[str], per_trial: int | None) -> list[str]:
-    """The GPUs in sets of so many, each as CUDA_VISIBLE_DEVICES says it; a rest stays idle. Raises ValueError for no set."""
+    """Return the GPUs in sets of `per_trial`, in the form of CUDA_VISIBLE_DEVICES; a remainder stays idle.
+
+    Raise ValueError if there are too few GPUs for one set.
+    """
     size = per_trial or 1
     if 0 < len(gpus) < size:
-        raise ValueError(f"--gpus-per-trial {size}: {len(gpus)} GPUs are to be had here; give fewer, or --device cpu")
+        raise ValueError(f"--gpus-per-trial {size}: only {len(gpus)} GPUs are here; give fewer, or --device cpu")
     return [",".join(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]

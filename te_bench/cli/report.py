@@ -1,4 +1,4 @@
-"""te-bench show, report, embed and history: what runs have recorded, in answers, pages and tables."""
+"""te-bench show, report, embed and history: show records as answers, pages and tables."""
 
 import sys
 from pathlib import Path
@@ -14,13 +14,11 @@ BLOCK = "█"
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="--out directory of a run.")],
     question: Annotated[
-        str | None, typer.Argument(help="fastest, memory, error, unsupported or energy. Default: the run's answer.")
+        str | None, typer.Argument(help="fastest, memory, error, unsupported or energy. Default: an overview.")
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="And what each name stands for, setting by setting.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the settings of each configuration.")] = False,
 ) -> None:
-    """Answer one question about a run: what is fastest, what takes least memory, how far off, what failed and why."""
+    """Answer a question about a run: what is fastest, what needs least memory, how large are errors, what failed and why."""
     from te_bench import plugins
     from te_bench.reports.group_result import load_report
     from te_bench.reports.page import answers
@@ -47,7 +45,7 @@ def report(
     directories: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs; several are merged.")
     ],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the report goes. Default: DIR/report.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The report. Default: DIR/report.")] = None,
 ) -> None:
     """Write index.html, report.md, records.csv and the figures of one or several runs."""
     from te_bench.experiments.store import own
@@ -61,9 +59,9 @@ def report(
 
 def embed(
     pages: Annotated[list[Path], typer.Argument(help="Markdown files with te-bench:table markers.")],
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a table is out of date.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a table is out of date.")] = False,
 ) -> None:
-    """Bring the tables in Markdown files up to date with the records that they name."""
+    """Update the tables in Markdown files from the records that the files name."""
     from te_bench.advice import headline
     from te_bench.advice import tables as advice
     from te_bench.experiments.scaling import published
@@ -88,15 +86,16 @@ def embed(
 
 def history(
     directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs, and of te-bench import.")
+        list[Path], typer.Argument(metavar="DIR...", help="--out directories of runs or of te-bench import.")
     ],
     only: Only = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where history.html, history.md and figures go. Default: none.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write history.html, history.md and figures here. Default: print only."),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="False alarms that a series of mere noise may give.")] = 0.01,
+    alpha: Annotated[float, typer.Option(help="Rate of false alarms for a series without a change.")] = 0.01,
 ) -> None:
-    """Show each configuration's times over commits and where their level changed; to judge is the gate's task."""
+    """Show each configuration's times over commits, and where their level changed. The gate judges; this command shows."""
     from te_bench.reports.history import series as records
     from te_bench.reports.page import history_page as page
 

@@ -1,4 +1,4 @@
-"""te-bench run: the trials of a suite, and the report of what came of them."""
+"""te-bench run: run the trials of a suite and write the report."""
 
 import contextlib
 import functools
@@ -50,24 +50,24 @@ def run(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where results go. Default: runs/SUITE and what --model, --weights and --states say."
+            metavar="DIR", help="Results. Default: runs/SUITE and the values of --model, --weights and --states."
         ),
     ] = None,
     only: Only = None,
     timings: Timings = None,
     underpowered: Annotated[
-        bool, typer.Option("--underpowered", help="Run a plan whose verdict would probably be INCONCLUSIVE.")
+        bool, typer.Option("--underpowered", help="Run a plan even if its verdict would probably be INCONCLUSIVE.")
     ] = False,
     timeout: Timeout = 900.0,
     within: Within = None,
     gpus: Gpus = None,
-    checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what training runs trained.")] = None,
+    checkpoints: Annotated[Path | None, typer.Option(metavar="DIR", help="Save trained models here.")] = None,
     on: On = None,
     ray_address: RayAddress = None,
     retry: Annotated[bool, typer.Option("--retry", help="Repeat the trials that did not end ok.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run a suite, one process a trial, and write the report. A rerun goes on where the last one stopped."""
+    """Run a suite, each trial in its own process, and write the report. A repeated command continues where it stopped."""
     from te_bench.experiments import environment, host, on_ray, runner
     from te_bench.experiments.measurement import Context
     from te_bench.experiments.plan import require_room_on_a_cpu, slow_on_a_cpu
@@ -79,7 +79,7 @@ def run(
     chosen = find_gpus(asked.device, gpus) if on is None else []
     directory = results_of(suite, asked, out)
     own(directory / "report")
-    if on is None and (fresh or not written(directory)):  # else perhaps no trial is to be run
+    if on is None and (fresh or not written(directory)):  # otherwise there may be no trial to run
         runner.start_fork_server(on_cpu=asked.device == "cpu")
     with contextlib.ExitStack() as opened:
         in_cluster = opened.enter_context(on_ray.connected(ray_address, warn)) if on is not None else None
@@ -87,7 +87,7 @@ def run(
             suite, only, asked, out=directory, timings=timings, gpus=gpus, fresh=fresh, in_cluster=in_cluster
         )
         require_room_on_a_cpu(asked)
-        for sentence in forecast.sentences() if forecast else ():  # before hours are spent on it
+        for sentence in forecast.sentences() if forecast else ():  # before the run spends hours
             say(sentence, indent="    ")
         for sentence in experiment.left_out:
             say(f"left out: {sentence}", indent="    ")
@@ -111,7 +111,7 @@ def run(
             )
             cluster = find_hosts(wanted)
             machine, slots = cluster.machine, cluster.places
-        importlib.import_module("te_bench.reports.page.render")  # a second, while the fork server imports
+        importlib.import_module("te_bench.reports.page.render")  # takes a second, while the fork server imports
         context = Context(cache=asked.cache, checkpoints=checkpoints, trunks=trunks_of(directory, machine["id"]))
         if limit is not None:
             limit.known = dict(forecast.trial_s) if forecast else {}
@@ -131,23 +131,23 @@ def run(
 
 
 def trunks_of(directory: Path, environment_id: str) -> Path:
-    """Where the run's branches share their trunks: of one environment, as its records are."""
+    """Return the directory in which the run's branches share their trunks, for one environment as its records are."""
     from te_bench.experiments.store import own
 
     return own(directory / TRUNKS).resolve() / environment_id
 
 
 def slots_on(trials: "Sequence[Trial]", gpus: list[str], per_trial: int | None, share: int | None) -> list[Any]:
-    """A set of GPUs for each trial that runs at a time. Raises ValueError for no set.
+    """Return a set of GPUs for each trial that runs at a time. Raise ValueError if there is no set.
 
-    Steps on more GPUs and on fewer are compared, so that none has a neighbour; what needs more than there are is not run.
+    In a comparison of steps on few and many GPUs each trial runs alone; a trial that needs more GPUs does not run.
     """
     compared = any(trial.workload == "scaling" for trial in trials)
     return places(gpus, per_trial or (len(gpus) if compared else 1)) * (share or 1)
 
 
 def find_hosts(wanted: "Wanted") -> "Cluster":
-    """The hosts of the cluster that take such trials; says how many, and which are left out."""
+    """Return the cluster's hosts that can run such trials; print how many, and which are excluded."""
     from te_bench.experiments import on_ray
 
     cluster = on_ray.Cluster(wanted, warn)
@@ -174,13 +174,13 @@ def carry_out(
     warned: bool = False,
     limit: "planned.Limit | None" = None,
 ) -> "list[Record]":
-    """Run the trials that this environment has no record of, on GPUs or None at a time; the records of all of them.
+    """Run the trials without a record of this environment; return the records of all trials.
 
-    slots: the places of the cluster, where one is given. warned: whether the command has said that the machine is busy.
-    limit: leaves what would not end in time, which it holds then. Of a part of a study that has not begun the whole plan is
-    written first. Of a pilot no loss is printed, for its means stay hidden.
+    slots: GPUs, None for the CPU, or the places of the cluster; each runs one trial at a time. warned: the command has
+    already said that the machine is busy. limit: keeps back, and then holds, trials that would not end in time. If a part of
+    a study is run first, the whole plan is written before it. For a pilot no loss is printed, because its means stay hidden.
 
-    Ctrl-C ends te-bench with how to go on, and what is `unchanged`.
+    Ctrl-C ends te-bench with the command to continue, and with what is `unchanged`.
     """
     from te_bench.experiments import environment, on_ray, runner
     from te_bench.experiments.progress import Progress
@@ -191,12 +191,13 @@ def carry_out(
     trials, here = experiment.trials, machine["id"]
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
-            print(f"{directory}: the journal ended in the middle of a line, which is cut: what it was of is done again")
+            print(f"{directory}: the journal's last line was incomplete and is removed; that trial runs again")
         store.add_environment(machine)
         if experiment.whole is not None and first_plan(experiment.whole, store.journal, here) is None:
-            store.add_plan(Plan.of(experiment.whole, here))  # which is judged: a part that runs first chooses nothing
+            # the verdict judges the whole plan, whichever part runs first
+            store.add_plan(Plan.of(experiment.whole, here))
         store.add_plan(Plan.of(experiment, here))
-        if fresh and context.trunks is not None and context.trunks.exists():  # as the journal is, which is there anew
+        if fresh and context.trunks is not None and context.trunks.exists():  # like the journal
             context.trunks.rename(context.trunks.with_name(f"{here}.{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"))
         done = len(trials) - len(runner.to_do(trials, store.journal, here, retry=retry))
         if done:
@@ -236,7 +237,7 @@ def carry_out(
 
 
 def _called(trials: "Sequence[Trial]", ended: "Sequence[Trial]") -> Callable[["Trial"], str]:
-    """A trial's plain name among the others of its folder, with its workload and its seed where those of a run differ."""
+    """Return a function for a trial's short name in its folder; it names workload and seed only if they differ."""
     from te_bench.reports.analysis import rows
 
     names = rows.names({trial.cell: trial for trial in (*ended, *trials)})
@@ -251,7 +252,7 @@ def _called(trials: "Sequence[Trial]", ended: "Sequence[Trial]") -> Callable[["T
 
 
 def _found(record: "Record") -> str:
-    """What a trial that ended ok found, in words: its times, or its last loss; "" of anything else."""
+    """Return the result of an ok trial in words: its times, or its last loss; "" for any other trial."""
     from te_bench.reports.analysis import measures
     from te_bench.reports.analysis.alone import SAMPLE
     from te_bench.reports.analysis.rows import TIMED
@@ -264,9 +265,9 @@ def _found(record: "Record") -> str:
 
 
 def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | None") -> None:
-    """Write the report, print the summary, and exit 4 unless every trial gave what it could, or was not needed.
+    """Write the report and print the summary. Exit 4 unless every trial gave its result or was not needed.
 
-    Where all are unsupported nothing was measured, which is 4 as well: who waits for a measurement has none.
+    Also exit 4 if all trials are unsupported, because nothing was measured.
     """
     from te_bench.reports.page import render, tables
 
@@ -300,7 +301,7 @@ def _finish(directory: Path, records: "list[Record]", limit: "planned.Limit | No
 
 
 def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
-    """How to have seeds enough for a gate on these records, where a timed trial has too few."""
+    """Say how to get enough seeds for a gate on these records, if a timed trial has too few."""
     from te_bench.gate.decision import FEWEST
     from te_bench.gate.stored_runs import SEEDS
     from te_bench.reports.analysis.rows import TIMED
@@ -311,12 +312,12 @@ def _say_too_few_for_a_gate(directory: Path, records: "list[Record]") -> None:
         many = f"{seeds} seeds a trial are" if seeds > 1 else "1 seed a trial is"
         say(
             f"To compare these times with another run's by te-bench gate --baseline {shlex.quote(str(directory))}, {many} "
-            f"too few: it takes {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} adds what is missing."
+            f"too few: a gate needs {FEWEST}, better {SEEDS}. The same command with --seeds {SEEDS} adds the missing ones."
         )
 
 
 def _stopped(records: "list[Record]") -> list[str]:
-    """A line for each configuration whose last seeds were spared."""
+    """Return a line for each configuration whose last seeds were not needed."""
     from te_bench.reports.analysis.naming import first_of
     from te_bench.reports.analysis.rows import grouped
 

@@ -1,4 +1,4 @@
-"""te-bench plan scaling --world N: what a step takes on more GPUs than are here, by arithmetic."""
+"""te-bench plan scaling --world N: predict a step's time on more GPUs than are here, by calculation."""
 
 import json
 import re
@@ -22,9 +22,9 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?) ?([GT])([bB])/s")
 
 
 class Plan(Once):
-    """`plan`, which gives way to `scaling` below where the command line has an option that is the latter's alone.
+    """`plan`, or `scaling` below if the command line has an option that only `scaling` knows.
 
-    `te-bench plan scaling` without any is the suite of that name, as `plan` shows each.
+    Without one, `te-bench plan scaling` plans the suite of that name.
     """
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -47,29 +47,40 @@ def _prediction() -> Any:
 def scaling(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="Of `te-bench list models`, or llama3-70b, llama3-405b, mpt-1b, mpt-13b or mpt-70b.")
+        str,
+        typer.Option(help="A name of `te-bench list models`, or llama3-70b, llama3-405b, mpt-1b, mpt-13b, mpt-70b."),
     ] = "llama3-8b",
-    world: Annotated[int, integer("The most GPUs; a row for each power of two.", 1, 2**17)] = 1024,
+    world: Annotated[
+        int, integer("Largest number of GPUs; the table has a row for each power of two.", 1, 2**17)
+    ] = 1024,
     gpus_per_node: Annotated[int, integer("GPUs that share NVLink.", 1, 72)] = 8,
-    link: Annotated[str, typer.Option(metavar="BANDWIDTH", help="From each GPU to other nodes.")] = "400Gb/s",
-    parallel: Annotated[str, typer.Option(help="ddp, fsdp2, tp, fsdp2+tp or hsdp.")] = "fsdp2",
-    tp: Annotated[int | None, integer("Ranks of a layer under fsdp2+tp. Default: a node.", 1)] = None,
-    async_tp: Annotated[bool, typer.Option("--async-tp", help="Tensor parallelism sends while it multiplies.")] = False,
-    batch: Annotated[int, integer("Sequences a micro-batch of each copy of a model.", 1, 2**20)] = 1,
-    micro_batches: Annotated[int, integer("Of a step, one after the other.", 1, 2**20)] = 1,
-    tokens: Annotated[int | None, integer("Of a sequence. Default: the model's longest.", 1, 2**20)] = None,
+    link: Annotated[str, typer.Option(metavar="BANDWIDTH", help="Bandwidth of each GPU to other nodes.")] = "400Gb/s",
+    parallel: Annotated[str, typer.Option(help="Mode: ddp, fsdp2, tp, fsdp2+tp or hsdp.")] = "fsdp2",
+    tp: Annotated[int | None, integer("Ranks that share a layer under fsdp2+tp. Default: a node.", 1)] = None,
+    async_tp: Annotated[
+        bool, typer.Option("--async-tp", help="Tensor parallelism overlaps its communication with GEMMs.")
+    ] = False,
+    batch: Annotated[int, integer("Sequences in a micro-batch of each copy of the model.", 1, 2**20)] = 1,
+    micro_batches: Annotated[int, integer("Micro-batches of a step, one after the other.", 1, 2**20)] = 1,
+    tokens: Annotated[int | None, integer("Tokens of a sequence. Default: the model's longest.", 1, 2**20)] = None,
     precision: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
-    recompute: Annotated[str, typer.Option(help="Of the forward pass: none, selective (half) or full.")] = "none",
-    gpu: Annotated[str, typer.Option(help="h100 or h200: its memory, and what one was measured to do.")] = "h200",
+    recompute: Annotated[
+        str, typer.Option(help="Recomputed part of the forward pass: none, selective (half) or full.")
+    ] = "none",
+    gpu: Annotated[str, typer.Option(help="h100 or h200: its memory, and its measured speed.")] = "h200",
     measured: Annotated[
         Path | None,
-        typer.Option("--from", metavar="DIR", help="Results of `speed` or `scaling` that tell what one GPU computes."),
+        typer.Option("--from", metavar="DIR", help="Results of `speed` or `scaling` with the speed of one GPU."),
     ] = None,
     only: Annotated[
-        str | None, typer.Option(metavar="GLOB[,GLOB]", help="Of --from, only trials with such names.")
+        str | None, typer.Option(metavar="GLOB[,GLOB]", help="With --from: only trials whose name matches.")
     ] = None,
-    tflops: Annotated[float | None, typer.Option(help="What one GPU computes, over a whole step, instead.")] = None,
-    validate: Annotated[bool, typer.Option("--validate", help="Compare with published figures instead.")] = False,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s of one GPU over a whole step, instead of a measured step.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Predict nothing; compare the model with published figures.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Predict training throughput on more GPUs than are here."""
@@ -85,8 +96,8 @@ def scaling(
         return
     if parallel == "zero1":
         raise ValueError(
-            "--parallel zero1 is not predicted: what it sends after the update is not modelled. Its gradients are sent as "
-            "ddp's are: give --parallel ddp, or fsdp2 where the states do not fit"
+            "--parallel zero1 is not predicted: its communication after the update is not modelled. It sends gradients "
+            "like ddp: give --parallel ddp, or fsdp2 if the states do not fit"
         )
     plugins.check("mode of parallelism", parallel, list(layout.MODES))
     plugins.check("precision", precision, list(layout.PRECISIONS))
@@ -161,10 +172,10 @@ def _row(one: "Prediction", alone: "Prediction") -> dict[str, Any]:
 
 
 def _bandwidth(link: str) -> float:
-    """Bytes a second. Raises ValueError for what is none."""
+    """Return bytes per second. Raise ValueError for anything else."""
     found = _LINK.fullmatch(link.strip())
     if not found or not float(found[1]):
-        raise ValueError(f"--link {link}: write what one GPU has to other nodes, 400Gb/s or 50GB/s for instance")
+        raise ValueError(f"--link {link}: give the bandwidth of one GPU to other nodes, such as 400Gb/s or 50GB/s")
     return float(found[1]) * {"G": 1e9, "T": 1e12}[found[2]] / (8 if found[3] == "b" else 1)
 
 
@@ -181,7 +192,7 @@ def _tensor_ranks(parallel: str, tp: int | None, world: int, gpus_per_node: int)
 
 
 def _fits(model: str, groups: int, world: int, gpus_per_node: int, tp: int, parallel: str, async_tp: bool) -> None:
-    """Raise ValueError for a layout that there is not."""
+    """Raise ValueError for an impossible layout."""
     if world > gpus_per_node and world % gpus_per_node:
         raise ValueError(f"--world {world} is no multiple of --gpus-per-node {gpus_per_node}: give whole nodes")
     if async_tp and parallel not in ("tp", "fsdp2+tp"):
@@ -202,7 +213,7 @@ def _fits(model: str, groups: int, world: int, gpus_per_node: int, tp: int, para
 
 
 def _worlds(world: int, gpus_per_node: int, tp: int) -> list[int]:
-    """1, then powers of two within a node, or numbers of nodes that are, up to the world."""
+    """Return 1, then powers of two within a node, or of nodes, up to the world."""
     start = gpus_per_node if world > gpus_per_node else 2
     doubled = [start << i for i in range(world.bit_length()) if start << i < world]
     return [1, *(number for number in doubled if number % tp == 0), *([world] if world > 1 else [])]
@@ -211,12 +222,12 @@ def _worlds(world: int, gpus_per_node: int, tp: int) -> list[int]:
 def _one_gpu(
     model: str, work: "Work", gpu: str, measured: Path | None, only: str | None, tflops: float | None
 ) -> "tuple[Rate, str]":
-    """What one GPU computes, and how that is known."""
+    """Return the speed of one GPU and its source."""
     from te_bench.experiments.scaling import layout, one_gpu
 
     precision = work.precision
     if measured is not None and tflops is not None:
-        raise ValueError("--from and --tflops both say what one GPU computes: give one of them")
+        raise ValueError("--from and --tflops both give the speed of one GPU: give one of them")
     if only is not None and measured is None:
         raise ValueError(f"--only {only} chooses among the trials of --from DIR: give that, too")
     if tflops is not None:
@@ -225,7 +236,7 @@ def _one_gpu(
             raise ValueError(
                 f"--tflops {tflops:g}: give more than 0 and at most the {peak:.4g} of an {gpu} in {precision}"
             )
-        return one_gpu.stated(tflops), f"{tflops:g} TFLOP/s over a whole step but its update, as stated"
+        return one_gpu.stated(tflops), f"{tflops:g} TFLOP/s over a whole step without its update, as given"
     steps = [one_gpu.KNOWN[gpu, precision]] if measured is None else _recorded(measured, only)
     chosen = one_gpu.nearest(steps, model, precision)
     if chosen is None:
@@ -235,12 +246,12 @@ def _one_gpu(
             f"--model {model}, or give --tflops"
         )
     asked = (model, work.batch, work.config.block_size)
-    scaled = "" if asked == (chosen.model, chosen.batch, chosen.tokens) else ", scaled to what is asked by FLOP"
+    scaled = "" if asked == (chosen.model, chosen.batch, chosen.tokens) else ", scaled to the asked step by FLOP"
     return chosen.rate, chosen.said + scaled
 
 
 def _recorded(directory: Path, only: str | None) -> "list[Measured]":
-    """Steps of one GPU in a journal, by their median."""
+    """Return the steps of one GPU in a journal, by their median time."""
     from te_bench.experiments import spec, store
     from te_bench.experiments.scaling import layout, one_gpu, shapes
     from te_bench.reports.analysis.measures import seconds_of

@@ -1,4 +1,4 @@
-"""te-bench tune: measure what this machine is fastest with, and keep it where the code that chooses looks."""
+"""te-bench tune: measure the fastest backends on this machine, and keep the times in the table that kernels use."""
 
 import contextlib
 from collections.abc import Sequence
@@ -28,25 +28,24 @@ def tune(
             metavar="SHAPE",
             help="Attention: B,H[/Hkv],T,D,MASK; MASK is causal, full or window=LEFT:RIGHT. GEMM: M,N,K, bf16, or "
             "M,N,K,fp8[,row][,promoted], or M,N,K,fp8,block. Epilogue: M,N,K,activated or gradient. Head: "
-            "N,D,VOCAB[/PADDED]. Several may be given. Default: those of the suite, or of the table that ships.",
+            "N,D,VOCAB[/PADDED]. Repeatable. Default: the suite's shapes, or the installed table's.",
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of attention and heads. Default: bf16 on a GPU, fp32 on a CPU.")
+        str | None, typer.Option(help="Type of attention and heads. Default: bf16 on a GPU, fp32 on a CPU.")
     ] = None,
     rivals: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Backends to measure. Default: all that can.")
+        str | None, typer.Option(metavar="A,B", help="Backends to measure. Default: all that can run.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes of each backend and shape, the rivals by turns.")] = 2,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where records go. Default: runs/tune-WHAT.")] = None,
+    rounds: Annotated[int, typer.Option(help="Processes for each backend and shape, the backends in turn.")] = 2,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Records. Default: runs/tune-WHAT.")] = None,
     table: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The table to bring up to date. Default: your own, which kernels are chosen by."
-        ),
+        typer.Option(metavar="FILE", help="Table to update. Default: your own, by which te-bench chooses kernels."),
     ] = None,
     results: Annotated[
-        list[Path] | None, typer.Option("--from", metavar="DIR", help="Take these runs' records and measure nothing.")
+        list[Path] | None,
+        typer.Option("--from", metavar="DIR", help="Measure nothing; take the records of these runs."),
     ] = None,
     timeout: Timeout = 300.0,
     gpus: Gpus = None,
@@ -54,9 +53,9 @@ def tune(
     ray_address: RayAddress = None,
     fresh: Fresh = False,
 ) -> None:
-    """Measure backends, each checked against float64 first, and write the table that attention's auto and GEMMs go by.
+    """Measure backends, each checked against float64 first, and write the table by which attention's auto and GEMMs choose.
 
-    No head is chosen by it: of heads it tells which one to name.
+    Heads are not chosen by the table: for them it only shows which one to name.
     """
     from te_bench import plugins
     from te_bench.experiments import on_ray, tuning
@@ -67,9 +66,9 @@ def tune(
     plugins.check("kind", what, list(KINDS))
     path = table or measured.user_table()
     if path is None:
-        raise ValueError("no home folder to keep a table in: name one with --table FILE")
+        raise ValueError("there is no home folder for a table: name a table with --table FILE")
     own = table is None
-    _known(path, own)  # before anything is measured
+    _known(path, own)  # fail before anything is measured
     incomplete = False
     if results:
         if measuring := said(context, *MEASURING):
@@ -90,13 +89,13 @@ def tune(
         write_file(path, measured.text(measured.merged(before, found)).encode(), "--table")
         print("\n".join([*_lines(found), *_lost(before, found), f"table: {path}"]))
     else:
-        print(f"nothing passed: {path} is as it was")
+        print(f"nothing passed: {path} is unchanged")
     if incomplete or not found:
         raise typer.Exit(INCOMPLETE)
 
 
 def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
-    """The rows of the table, () where there is none. The user's own is set aside where it, or a row, cannot be read."""
+    """Return the table's rows, () if there is none. Set the user's own table aside if it, or a row, cannot be read."""
     from te_bench.kernels import measured
     from te_bench.reports.files import write_file
 
@@ -120,7 +119,7 @@ def _known(file: Path, own: bool) -> "tuple[Timing, ...]":
 
 
 def _lost(before: "Sequence[Timing]", found: "Sequence[Timing]") -> list[str]:
-    """A line for each problem whose row no longer has backends that it had."""
+    """Return a line for each problem whose row lost backends."""
     known = {row.key: row.seconds for row in before}
     gone = [(row, sorted(known.get(row.key, {}).keys() - row.seconds.keys())) for row in found]
     return [f"{label(row)}: no longer in the table: {', '.join(names)}" for row, names in gone if names]
@@ -147,12 +146,12 @@ def _measure(
         timeout=timeout,
         context=Context(),
         fresh=fresh,
-        unchanged=", and the table as it was",
+        unchanged=", and the table unchanged",
     )
 
 
 def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tuple[Timing, ...]":
-    """The rows of the problems that were asked for, not of what lies in the directory beside them. Prints failures."""
+    """Return the rows of the problems asked for, without other records in the directory. Print failures."""
     from te_bench.reports.analysis import measured_times
 
     for record in records:
@@ -166,7 +165,7 @@ def _of_this_run(what: str, directory: Path, records: "Sequence[Record]") -> "tu
 
 
 def _lines(rows: "Sequence[Timing]") -> list[str]:
-    """A line a problem: the fastest, and the others as multiples of its seconds."""
+    """Return a line per problem: the fastest backend, and the others as multiples of its time."""
     lines = []
     for row in rows:
         first, *others = row.fastest()
@@ -177,7 +176,7 @@ def _lines(rows: "Sequence[Timing]") -> list[str]:
 
 
 def label(row: "Timing") -> str:
-    """B12 H12 T1024 D64 causal bf16, as the reports name a shape; M12288 N768 K3072 fp8 row; N12288 D768 V50257/50304."""
+    """Name a shape as reports do: B12 H12 T1024 D64 causal bf16; M12288 N768 K3072 fp8 row; N12288 D768 V50257/50304."""
     p = row.problem
     if row.operator == "gemm":
         words = [f"M{p.m} N{p.n} K{p.k}", "fp8" if p.scales else p.dtype, p.scales, p.epilogue]

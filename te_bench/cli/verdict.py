@@ -1,4 +1,4 @@
-"""te-bench verdict: does each FP8 recipe train like bf16, by the records of a run or by anybody's logs."""
+"""te-bench verdict: does each FP8 recipe train like bf16? Judges the records of a run, or anybody's logs."""
 
 import sys
 from pathlib import Path
@@ -10,12 +10,12 @@ from typer.core import TyperCommand
 from te_bench.cli.options import Alpha, Margin, say
 
 SEVERAL = ("--baseline", "--candidate")
-_LOGS = "A log a seed, or a folder of them: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
+_LOGS = "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
 
 
 class Verdict(TyperCommand):
-    """The command whose --baseline and --candidate take every path up to the next option, as shells expand patterns."""
+    """A command whose --baseline and --candidate take all paths up to the next option, as shells expand patterns."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         taken: list[str] = []
@@ -31,30 +31,32 @@ class Verdict(TyperCommand):
 
 def verdict(
     directories: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out of a convergence run.")
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="--out directories of convergence runs.")
     ] = None,
     baseline: Logs = None,
     candidate: Logs = None,
     paired: Annotated[
         bool | None,
-        typer.Option(help="Pair the runs by seed, or by row. Default: by seed where both sides name the same."),
+        typer.Option(help="Pair the runs by seed, or by row. Default: by seed if both sides name the same seeds."),
     ] = None,
     metric: Annotated[str | None, typer.Option(help="The loss to judge. Default: validation, else training.")] = None,
     margin: Margin = None,
     alpha: Alpha = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answer on one page to send.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answer as a single page.")] = None,
 ) -> None:
-    """Say whether FP8 trains like bf16: 0 it does, 1 it does not, 3 undecided, 4 void or incomplete."""
+    """Say whether FP8 trains like bf16, by exit code: 0 it does, 1 it does not, 3 undecided, 4 void or incomplete."""
     if directories and (baseline or candidate):
         raise ValueError("give a run's directory, or --baseline and --candidate, not both")
     if directories and (metric or html or paired is not None):
-        raise ValueError("--metric, --html and --paired go with --baseline and --candidate; a run has te-bench report")
+        raise ValueError(
+            "--metric, --html and --paired go with --baseline and --candidate; for a run use te-bench report"
+        )
     if directories:
         code = _of_runs(directories, margin, alpha)
     elif baseline and candidate:
         if margin is None:
             raise ValueError(
-                "--margin: state the largest gap in loss that you would accept, such as 0.003, before you look"
+                "--margin: state the largest gap in loss that you would accept, such as 0.003, before you see the result"
             )
         code = _of_logs(baseline, candidate, paired, metric, margin, 0.05 if alpha is None else alpha, html)
     else:
@@ -64,7 +66,7 @@ def verdict(
 
 
 def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:
-    """Print the verdict of every study in the runs; the exit code of the worst."""
+    """Print the verdict of every study in the runs; return the exit code of the worst."""
     from te_bench.reports.analysis.rows import load_results
     from te_bench.reports.convergence.study import studies
     from te_bench.reports.convergence.study_verdict import INCOMPLETE
@@ -75,7 +77,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
     known = [(group, study) for group in groups for study in studies(group)]
     whole = [(group, study) for group, study in known if study.whole]
     pilots = [(study, found) for _, study in known if (found := judge_noise(study, margin=margin, alpha=alpha))]
-    if not whole and pilots:  # bf16 and A/A, run first to see whether the recipes are worth their time
+    if not whole and pilots:  # only bf16 and A/A: a trial run before the recipes
         for study, found in pilots:
             said = f"No verdict: {study.title} has no recipe yet. bf16 against itself: {found.verdict}, {found.reason}."
             say(said)
@@ -85,12 +87,12 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         raise ValueError(f"{directories[0]} holds {why}: te-bench run convergence --out {directories[0]}")
     for group, study in known:
         if not study.whole:
-            print(f"Note: left out, for it has no control and recipes together: {study.title}, {group.where}.")
+            print(f"Note: left out, because it lacks a control or a recipe: {study.title}, {group.where}.")
     judged = [judge_study(study, margin=margin, alpha=alpha) for _, study in whole]
     for (group, study), one in zip(whole, judged, strict=True):
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
-        (print if one.unfinished else say)(one.sentence)  # a command stays on one line
+        (print if one.unfinished else say)(one.sentence)  # do not wrap a command
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None
@@ -102,8 +104,8 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         more = [] if one.study.pilot else [one.study.assumption]
         if more and one.study.two_bf16_runs:
             more = [
-                f"a recipe is held to the mean of {one.study.whose} two runs of each seed, the control's and A/A's; A/A and "
-                "the planted fault to the control's",
+                f"a recipe is compared with the mean of {one.study.whose} two runs of each seed, the control's and A/A's; "
+                "A/A and the planted fault are compared with the control's",
                 *more,
             ]
         if (first := one.study.primary) is not None:
@@ -122,7 +124,7 @@ def _of_logs(
     alpha: float,
     html: Path | None,
 ) -> int:
-    """Print the verdict on somebody's own losses, and write its page; its exit code."""
+    """Print the verdict on a user's own losses, and write its page; return the exit code."""
     from te_bench.reports.convergence import loss_verdict
     from te_bench.reports.convergence.loss_logs import read_arms
     from te_bench.reports.page import loss_page, tables

@@ -1,4 +1,4 @@
-"""te-bench without a verb: what is here, and what to type next."""
+"""Show what te-bench finds here and what to type next, for te-bench without a command."""
 
 import importlib.metadata
 from collections import Counter
@@ -9,11 +9,11 @@ from te_bench.experiments import environment, store
 from te_bench.models import rivals
 
 RUNS = Path("runs")
-LATEST = 3  # runs that are named
+LATEST = 3  # number of runs named
 
 
 def lines() -> list[str]:
-    """What an 80-column terminal shows."""
+    """Return the lines for an 80-column terminal."""
     gpus, runs = environment.nvidia_gpus(), _runs()
     return [
         f"te-bench {__version__} says which attention kernel and which precision to train",
@@ -34,7 +34,7 @@ def _named(gpus: list[dict[str, object]]) -> str:
 
 
 def _rivals() -> str:
-    """Installed packages of rivals, and of FlashAttention-4, whose kernels are an attention backend."""
+    """Name the installed rivals' packages, and FlashAttention-4, whose kernels are an attention backend."""
     known = {package: rival.title for rival in map(rivals.load, rivals.names()) for package in rival.packages}
     found = []
     for distribution, name in {**known, "flash-attn-4": "FlashAttention-4"}.items():
@@ -46,7 +46,7 @@ def _rivals() -> str:
 
 
 def _runs() -> str:
-    """The folders that were written last."""
+    """Name the most recent folders."""
     journals = [path for name in (store.JOURNAL, store.PACKED) for path in RUNS.glob(f"*/{name}")]
     latest = sorted(journals, key=lambda path: path.stat().st_mtime, reverse=True)
     named = ", ".join(str(path.parent) for path in latest[:LATEST])
@@ -54,7 +54,7 @@ def _runs() -> str:
 
 
 def advise(gpu: bool) -> str:
-    """The first question to ask of a machine, with or without a GPU."""
+    """Return the first command for a machine with or without a GPU."""
     return f"te-bench advise --model {'gpt2 --budget 3min' if gpu else 'tiny'}"
 
 

@@ -1,8 +1,8 @@
-"""Suites of a user's model: what planning knows of it, and which of a suite's trials apply.
+"""Apply a suite to a user's model: what planning knows of the model, and which of the suite's trials it can run.
 
-A user's model has the trials of a suite that are of an attention kernel of PyTorch, a precision, an execution mode or an
-optimizer. Heads, fused blocks and a padded vocabulary are parts of te-bench's own decoders. In the suites of LADDERS its
-steps stand beside those with te.convert's parts and, on a GPU, beside the rivals that can train it.
+The model runs a suite's trials of PyTorch's attention kernels, precisions, execution modes and optimizers. Heads, fused
+blocks and padded vocabularies belong to te-bench's own decoders. In the suites of LADDERS the model's steps are compared
+with the same steps with te.convert's parts and, on a GPU, with the rivals that can train the model.
 """
 
 import dataclasses
@@ -20,24 +20,24 @@ MANUAL = "manual"
 OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
 ALL = "all"  # parts of te.convert
-CONVERTED = ("bf16", "fp8")  # precisions that those parts are for
+CONVERTED = ("bf16", "fp8")  # precisions that the parts support
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adoptee:
-    """A user's model that was asked for, and what is known of it."""
+    """A user's model, and what is known of it."""
 
     source: Source
     facts: Facts
 
     @property
     def attentions(self) -> tuple[str, ...]:
-        """Those that its own, of scaled_dot_product_attention, can be replaced by; none where it calls none."""
+        """The backends that can replace the model's scaled_dot_product_attention; none if the model does not call it."""
         return (*([MANUAL] if self.facts.manual else []), *PINNED) if self.facts.sdpa else ()
 
 
 def adoptee(options: Options) -> Adoptee | None:
-    """The user's model that --model names; None for a preset, or without. Raises ValueError for one that cannot train."""
+    """Return the user's model that --model names; None for a preset or no model. Raise ValueError if it cannot train."""
     if options.model is None:
         return None
     return _known(options.model, options.model_args or (), options.inputs, options.loss, options.tokens)
@@ -54,9 +54,9 @@ def _known(
 
 
 def adapt(experiment: Experiment, options: Options) -> Experiment:
-    """The suite's experiment for the user's model: the trials that apply, and a sentence on each kind that does not.
+    """Return the suite's experiment for the user's model: the trials that apply, and a sentence on each kind that does not.
 
-    Raises ValueError for a training suite where the model learns no text.
+    Raise ValueError for a training suite if the model does not learn text.
     """
     own = adoptee(options)
     if own is None:
@@ -84,9 +84,9 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
 
 
 def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
-    """The trial with the model's own attention, and as it is where the model can have that kernel; none of a rival.
+    """Return the trial with the model's own attention and, if the model can use it, with the trial's kernel.
 
-    Which rivals train a user's model does not depend on the suite (_of_rivals).
+    Return none for a rival's trial: which rivals train a user's model does not depend on the suite (_of_rivals).
     """
     if not is_step(trial):
         return [trial]
@@ -102,7 +102,7 @@ def _adapted(trial: Trial, own: Adoptee) -> list[Trial]:
 
 
 def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
-    """The steps with te-bench's kernels in the model: attention is then te-bench's, in place of its own."""
+    """Return the steps with te-bench's kernels in the model; te-bench's attention replaces the model's."""
     return [
         trial.with_(parts=ALL)
         for trial in trials
@@ -111,7 +111,7 @@ def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
-    """Other projects' steps of the model with its own attention, once for each seed; none on a CPU."""
+    """Return rivals' steps of the model with its own attention, once for each seed; none on a CPU."""
     like = {trial.seed: trial for trial in trials if is_step(trial)}
     return [
         dataclasses.replace(
@@ -130,7 +130,7 @@ def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def without_rivals(device: str) -> dict[str, str]:
-    """{rivals of one GPU that do not train a user's model on that device: why not}."""
+    """Return {rivals of one GPU that do not train a user's model on that device: why}."""
     if device != "cuda":
         return {"rivals": "for a GPU"}
     others = [name for name in rivals.names() if rivals.load(name).modes and name not in rivals.adopting()]
@@ -138,7 +138,7 @@ def without_rivals(device: str) -> dict[str, str]:
 
 
 def _is_arm(trial: Trial) -> bool:
-    """Whether losses are compared, of one attention alone."""
+    """Return whether the trial's losses are compared, for which one attention is enough."""
     return "arm" in trial.problem or "lr_factor" in trial.problem
 
 

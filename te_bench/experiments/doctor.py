@@ -1,4 +1,4 @@
-"""What this machine can run, and why not what it can't. Imports torch, where there is one, when asked."""
+"""Find what this machine can run, and why it cannot run the rest. Imports torch on demand, if installed."""
 
 import functools
 import importlib.util
@@ -8,11 +8,11 @@ from typing import Any
 from te_bench.experiments import environment
 from te_bench.experiments.spec import MODES, PRECISIONS
 
-#: GPT-2's head size: the problem that every backend is asked about.
+#: GPT-2's head size, about which every backend is asked.
 HEADS, LENGTH, HEAD_DIM = 12, 1024, 64
 VOCAB = 50257
 
-#: Other projects' layers: {file in models/layer: (package, the recipe that it is asked for)}.
+#: Other projects' layers: {file in models/layer: (package, recipe to ask about)}.
 LAYERS = {
     "torchao_rowwise": ("torchao", "rowwise_scaling"),
     "torchao_tensorwise": ("torchao", "float8_current_scaling"),
@@ -21,7 +21,7 @@ LAYERS = {
 
 
 def examine() -> dict[str, dict[str, str]]:
-    """{section: {name: answer}}; an answer is "ok", a value, or the reason why not."""
+    """Return {section: {name: answer}}; an answer is "ok", a value, or the reason for a refusal."""
     gpus = environment.nvidia_gpus()
     device = environment.default_device()
     found = environment.capture(device, environment.visible_gpus()[:1] if device == "cuda" else ())
@@ -37,7 +37,7 @@ def examine() -> dict[str, dict[str, str]]:
 
 
 def examine_gpu(name: str) -> dict[str, dict[str, str]]:
-    """{section: {name: answer}} of a GPU that need not be there. Raises ValueError, with the list, for an unknown one."""
+    """Return {section: {name: answer}} of a GPU that need not be present. Raise ValueError, with the list, if unknown."""
     from te_bench.experiments import gpu_support
     from te_bench.kernels import architecture
 
@@ -46,7 +46,7 @@ def examine_gpu(name: str) -> dict[str, dict[str, str]]:
 
 
 def _packages() -> dict[str, str]:
-    """What is needed for some features only."""
+    """Return the state of the packages that only some features need."""
     needed = {
         "datasets": "hf: data sets",
         "tokenizers": "bpe: and file: tokenisers",
@@ -67,7 +67,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
     from te_bench.models import recipe
 
     if device == "cuda" and not torch.cuda.is_available():
-        device = "cpu"  # a GPU that this build of torch can't use
+        device = "cpu"  # this build of torch cannot use the GPU
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
 
     def backend(name: str, dtype: str) -> str:
@@ -106,7 +106,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
 
 
 def _operators(capability: tuple[int, int] | None) -> dict[str, dict[str, str]]:
-    """What the GPU that is there runs, and what was measured on it; nothing without one."""
+    """Return what the present GPU runs, and what was measured on it; {} without a GPU."""
     import torch
 
     from te_bench.experiments import gpu_support
@@ -131,11 +131,12 @@ def _attention_problem(dtype: str, device: str, capability: tuple[int, int] | No
 
 
 def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
-    """{package (what it is a rival in): answer}: other projects' code, asked for bf16, or FP8, on this machine."""
+    """Return {package (its kind): answer} for other projects' code, asked for bf16, or FP8, on this machine."""
     from te_bench.kernels import attention, linear_cross_entropy, norm
 
     machine: dict[str, Any] = {"dtype": "bf16", "device": device, "capability": capability}
-    # On a CPU two say that before they look for their package. Of a Hopper GPU nothing but the package can be missing.
+    # On a CPU two of them refuse before they look for their package. A Hopper GPU supports both, so that only the package
+    # can be missing there.
     hopper: dict[str, Any] = {"dtype": "bf16", "device": "cuda", "capability": (9, 0)}
     head = functools.partial(linear_cross_entropy.Problem, d=HEADS * HEAD_DIM, vocab=VOCAB, padded=-(-VOCAB // 64) * 64)
     flash4, liger = attention.load("flash4"), linear_cross_entropy.load("liger")
@@ -153,7 +154,7 @@ def rivals(device: str, capability: tuple[int, int] | None) -> dict[str, str]:
 
 
 def _layer(name: str, recipe: str, device: str) -> str | None:
-    """Why a rival that builds a whole layer can't, or None."""
+    """Return why a rival that builds a whole layer cannot run, or None."""
     from te_bench.models import quickstart
 
     sizes: dict[str, Any] = {"hidden": HEADS * HEAD_DIM, "ffn": 4 * HEADS * HEAD_DIM, "heads": HEADS, "batch": 1}
@@ -163,7 +164,7 @@ def _layer(name: str, recipe: str, device: str) -> str | None:
 
 
 def _answer(why: str | None) -> str:
-    """One form for all: "ok", "missing: pip install ...", or the reason."""
+    """Return a uniform answer: "ok", "missing: pip install ...", or the reason."""
     if why is None:
         return "ok"
     _, install, package = why.partition("pip install")

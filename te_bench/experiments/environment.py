@@ -1,7 +1,7 @@
-"""What a result depends on besides its trial: the machine, the driver, the packages and the code. Reads no torch.
+"""Describe what a result depends on besides its trial: machine, driver, packages and code. Does not import torch.
 
-`identity` is hashed into the environment id, half of a record's done-key; `details` (serial numbers, clocks, git) is only
-recorded, so a sweep goes on on another machine of the same make. A verdict on losses goes on on more: see `of_losses`.
+`identity` is hashed into the environment id, half of a record's done-key. `details` (serial numbers, clocks, git) is only
+recorded, so a sweep can continue on another machine of the same kind. A verdict on losses allows more kinds: `of_losses`.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ PACKAGES = (
     "transformers",
     "nvidia-ml-py",
 )
-#: Of the host of a GPU, and in each record's `device_state`. They change times and no loss: the GPU draws the weights and
-#: computes, by kernels that the packages bring compiled; what the CPU adds, batches and a Llama's rotary frequencies, has
-#: the same bits on each. Of a user's model that is for its own code to keep.
+#: Properties of a GPU's host, also in each record's `device_state`. They change times, but no loss: the GPU draws the
+#: weights and computes, with kernels that packages ship compiled; what the CPU computes (batches, a Llama's rotary
+#: frequencies) is bit-identical on all CPUs. A user's model must guarantee the same for its own code.
 OF_TIMES = ("driver", "cpu", "cores")
-#: The folders whose code can change a result; reports and the command line can't.
+#: The folders whose code can change a result; code for reports and the command line cannot.
 MEASURING = ("kernels", "models", "training", "experiments")
 
 
@@ -48,15 +48,15 @@ def capture(
     by_table: Collection[str] = ("gemm",),
     losses: bool = False,
 ) -> dict[str, Any]:
-    """{"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
+    """Return {"id", "identity", "details"} of this machine for trials on `device`: "cpu", or "cuda" with the chosen `gpus`.
 
-    by_table: the operators whose backends the trials leave to the table of measured times; of GEMMs only a GPU's are.
-    losses: of trials that are judged by their losses, see `of_losses`.
-    Raises ValueError for GPUs of different models: their results would share one id.
+    by_table: the operators for which the table of measured times chooses the backend; gemm counts on a GPU only. losses:
+    whether the trials are judged by their losses, see `of_losses`. Raise ValueError for GPUs of different models, whose
+    results would share one id.
     """
     models = sorted({gpu["name"] for gpu in gpus})
     if len(models) > 1:
-        raise ValueError(f"--gpus: one run is on GPUs of one model, these are {', '.join(models)}; name those of one")
+        raise ValueError(f"--gpus: a run needs GPUs of one model, these are {', '.join(models)}; name those of one")
     cuda = device == "cuda"
     torch = _torch_build()
     gpu = gpus[0]["name"] if cuda and gpus else None
@@ -90,10 +90,10 @@ def capture(
 
 
 def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
-    """The same machine as losses know it: of a GPU's host OF_TIMES is recorded, and is no part of the identity.
+    """Return the machine's environment for losses: OF_TIMES of a GPU's host is recorded, but not part of the identity.
 
-    So one study may run on hosts that differ in it: each record says of which it is, and step times are compared within a
-    host. On a CPU all stays: it computes the losses.
+    One study may thus run on hosts that differ in OF_TIMES: each record names its host, and step times are compared within a
+    host. On a CPU the identity is unchanged, because the CPU computes the losses.
     """
     identity = dict(machine["identity"])
     if identity["device"] != "cuda":
@@ -103,24 +103,24 @@ def of_losses(machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_times(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """OF_TIMES of a captured machine, as a record's `device_state` has them; the driver is None on a CPU."""
+    """Return OF_TIMES of a captured machine, as in a record's `device_state`; the driver is None on a CPU."""
     known = {**machine["details"], **machine["identity"]}
     return {name: known[name] for name in OF_TIMES}
 
 
 def _packages() -> tuple[str, ...]:
-    """Whose versions are noted: PACKAGES, and those of rivals."""
+    """Return the packages whose versions are recorded: PACKAGES and those of rivals."""
     of_rivals = (package for name in rivals.names() for package in rivals.load(name).packages)
     return tuple(dict.fromkeys((*PACKAGES, *of_rivals)))
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:
-    """Each GPU that the driver's management library sees, [] without one: never touches CUDA."""
+    """Return the GPUs that NVML sees, [] without NVML or a driver. Never touches CUDA."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no library or no driver: there are no GPUs to speak of
+    except pynvml.NVMLError:  # no library or no driver
         return []
     driver = _text(pynvml.nvmlSystemGetDriverVersion())
     gpus = []
@@ -143,7 +143,7 @@ def nvidia_gpus() -> list[dict[str, Any]]:
 
 
 def _capability(handle: Any) -> list[int] | None:
-    """Major and minor compute capability; None where the driver does not say."""
+    """Return major and minor compute capability; None if the driver does not tell."""
     import pynvml
 
     try:
@@ -153,10 +153,10 @@ def _capability(handle: Any) -> list[int] | None:
 
 
 def visible_gpus() -> list[dict[str, Any]]:
-    """The GPUs that an inherited CUDA_VISIBLE_DEVICES leaves, in its order; all of them where it is not set.
+    """Return the GPUs that an inherited CUDA_VISIBLE_DEVICES allows, in its order; all GPUs if it is not set.
 
-    As in CUDA, its list ends at the first entry that is no GPU or comes twice, and "" leaves none. An index is taken in
-    the management library's order, by PCI bus, as batch schedulers write it; CUDA's own default is the fastest first.
+    As in CUDA, the list ends at the first entry that is no GPU or repeats one, and "" allows none. An index counts GPUs by
+    PCI bus, as NVML and batch schedulers do; CUDA's own default order is the fastest first.
     """
     gpus = nvidia_gpus()
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -172,7 +172,7 @@ def visible_gpus() -> list[dict[str, Any]]:
 
 
 def no_cuda() -> str | None:
-    """Why torch could not use a GPU even if there were one, or None."""
+    """Return why torch could not use a GPU, whether or not one is present; None if it could."""
     build = _torch_build()
     if build["version"] and not build["cuda"]:
         return (
@@ -182,12 +182,12 @@ def no_cuda() -> str | None:
 
 
 def default_device() -> str:
-    """ "cuda" where there is a GPU and torch can use one, otherwise "cpu"."""
+    """Return "cuda" if there is a GPU that torch can use, otherwise "cpu"."""
     return "cuda" if visible_gpus() and not no_cuda() else "cpu"
 
 
 def gpu_state(uuid: str) -> dict[str, Any]:
-    """Clocks, temperature, power and throttling of one GPU at this moment; {} where they cannot be read."""
+    """Return the present clocks, temperature, power and throttling of one GPU; {} if they cannot be read."""
     handle = _handle(uuid)
     if handle is None:
         return {}
@@ -205,7 +205,7 @@ def gpu_state(uuid: str) -> dict[str, Any]:
 
 
 def energy(uuid: str) -> float | None:
-    """Joules that a GPU has taken since its driver was loaded; None where nobody counts them."""
+    """Return the joules that a GPU has used since its driver was loaded; None if it has no counter."""
     handle = _handle(uuid)
     if handle is None:
         return None
@@ -216,14 +216,14 @@ def energy(uuid: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What a GPU runs at and why it runs no faster: nvml.h, nvmlClocksEventReasons*. None is what it does not say."""
+    """A GPU's SM clock and throttle reasons (nvml.h, nvmlClocksEventReasons*); None: not reported."""
 
     sm_clock_hz: float | None = None
     throttle_reasons: int | None = None
 
 
 def clocks_of(uuid: str) -> Callable[[], Clocks]:
-    """A reader of one GPU's clocks: what is slow, finding the GPU, is done here. It reads None where NVML is absent."""
+    """Return a fast reader of one GPU's clocks; finding the GPU, which is slow, is done here. Reads None without NVML."""
     handle = _handle(uuid)
     return Clocks if handle is None else lambda: _clocks(handle)
 
@@ -239,7 +239,7 @@ def _clocks(handle: Any) -> Clocks:
 
 
 def _handle(uuid: str) -> Any | None:
-    """The management library's handle of a GPU; None without the library, a driver or that GPU."""
+    """Return NVML's handle of a GPU; None without the library, a driver or that GPU."""
     import pynvml
 
     try:
@@ -250,9 +250,9 @@ def _handle(uuid: str) -> Any | None:
 
 
 def of_revision(machine: dict[str, Any], package: Path | None, commit: str) -> dict[str, Any]:
-    """`capture`'s answer for the te_bench package checked out at a commit, as a gate runs it: on a CPU in one thread.
+    """Return `capture`'s answer for the te_bench package of a commit, as a gate runs it: on a CPU with one thread.
 
-    package: None where the commit is of another repository, whose commands run as they would anywhere.
+    package: None for another repository's commit, whose commands run with their own number of threads.
     """
     identity = {**machine["identity"], "code": commit if package is None else code_hash(package)}
     if package is not None and identity["device"] == "cpu" and not os.environ.get("OMP_NUM_THREADS"):
@@ -262,7 +262,7 @@ def of_revision(machine: dict[str, Any], package: Path | None, commit: str) -> d
 
 
 def code_hash(package: Path | None = None) -> str:
-    """Hash of every source file of a te_bench package, this one by default, that can change a result, committed or not."""
+    """Return a hash of a te_bench package's source files that can change a result, committed or not; default: this one."""
     root = package or Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
     for path in sorted(p for folder in MEASURING for kind in ("*.py", "*.json") for p in (root / folder).rglob(kind)):
@@ -271,7 +271,7 @@ def code_hash(package: Path | None = None) -> str:
 
 
 def _torch_build() -> dict[str, str | None]:
-    """Version and CUDA version of torch, read from its version.py without importing it."""
+    """Return torch's version and CUDA version, read from its version.py without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return {"version": None, "cuda": None}
@@ -290,7 +290,7 @@ def _version(package: str) -> str | None:
 
 
 def _threads() -> int:
-    """How many threads torch computes with on a CPU."""
+    """Return the number of threads that torch uses on a CPU."""
     asked = os.environ.get("OMP_NUM_THREADS", "").strip()
     return int(asked) if asked.isascii() and asked.isdecimal() and int(asked) > 0 else host.cores()
 
@@ -303,9 +303,9 @@ def _os_name() -> str:
 
 
 def _git() -> dict[str, Any]:
-    """Commit, its time (UTC, ISO 8601) and dirty flag of the checkout that this package runs from.
+    """Return commit, its time (UTC, ISO 8601) and dirty flag of this package's checkout.
 
-    None when it was installed without one. The time is the committer's, which orders a history as its commits stand.
+    All are None without a checkout. The time is the committer's, which orders a history like its commits.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
@@ -335,7 +335,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _try(read: Callable[..., float], *arguments: Any, scale: float = 1) -> float | None:
-    """A reading in SI units; None where the GPU or its driver does not offer it."""
+    """Return a reading in SI units; None if the GPU or its driver does not offer it."""
     import pynvml
 
     try:

@@ -1,7 +1,7 @@
-"""What `te-bench evaluate` does: downstream checks of one checkpoint, in bf16 and in the FP8 it is meant to run in.
+"""te-bench evaluate: downstream checks of one checkpoint, in bf16 and in its FP8 recipe.
 
-Outside of the journal, for nothing is timed. The text is split as training splits it, so that `val` of the data set that
-a model was trained on is text that it has not seen.
+Results go to no journal, because nothing is timed. The text is split like in training, so `val` of a model's own data set
+is text that the model has not seen.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from te_bench.training import tokenizer as tokenizers
 from te_bench.training.checkpoints import Checkpoint
 from te_bench.training.evaluation import LastWord, Perplexity, calibrate, last_word, perplexity
 
-NONE = "none"  # as a recipe: bf16 alone
+NONE = "none"  # the recipe that means bf16 alone
 SPLITS = ("val", "train", "all")
-REBUILT = ("chars", "bpe")  # tokenisers that are made from the text they are asked to encode
+REBUILT = ("chars", "bpe")  # tokenisers built from the text to encode
 MISSING = "—"
 HEADINGS = ("configuration", "nats/token", "gap to bf16", "perplexity", "bits/byte", "last word", "word perplexity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """One way to compute the same model. scales: where delayed scaling's came from; None for recipes that keep none."""
+    """The results of one way to compute the model. scales: the source of delayed scaling's; None for other recipes."""
 
     precision: str  # "bf16" or "fp8"
     recipe: str | None = None
@@ -47,7 +47,7 @@ class Evaluated:
 
     @property
     def finite(self) -> bool:
-        """Whether all that was evaluated is a number: weights that hold NaN predict nothing."""
+        """Whether all results are finite; with NaN in the weights none is."""
         tokens = 0.0 if self.perplexity is None else self.perplexity.nats_per_token
         words = 0.0 if self.last_word is None else self.last_word.nats_per_word
         return math.isfinite(tokens) and math.isfinite(words)
@@ -55,7 +55,7 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What was evaluated, bf16 first, and everything that they depend on; sha256 of the texts in UTF-8."""
+    """The results, bf16 first, and everything that they depend on; sha256 of the texts in UTF-8."""
 
     checkpoint: str
     device: str
@@ -67,10 +67,10 @@ class Evaluation:
     data: str | None
     data_sha256: str | None
     split: str
-    seen: bool | None  # whether this very text was trained on; None where the checkpoint does not say
+    seen: bool | None  # whether this text was trained on; None: the checkpoint does not tell
     passages: str | None
     passages_sha256: str | None
-    arms: tuple[Evaluated, ...]  # the JSON's word
+    arms: tuple[Evaluated, ...]  # the name in the JSON
 
 
 def evaluate(
@@ -88,11 +88,11 @@ def evaluate(
     batch: int = 8,
     max_tokens: int | None = None,
 ) -> Evaluation:
-    """Perplexity on a part of `data` and last-word accuracy on `passages`, in bf16 and, with a recipe, in fp8 besides.
+    """Measure perplexity on a part of `data` and last-word accuracy on `passages`, in bf16 and, with a recipe, in fp8.
 
-    recipe: None is the one that the checkpoint was trained with, "none" is bf16 alone. tokenizer: None is the
-    checkpoint's own. block: None is the model's; stride: None is half of it. max_tokens: of the text, to be scored.
-    passages: JSON lines of {"text": ...}. Raises ValueError for anything that the user can put right.
+    recipe: None is the checkpoint's own, "none" is bf16 alone. tokenizer: None is the checkpoint's own. block: tokens of a
+    window, None is the model's longest. stride: None is half a block. max_tokens: tokens to score. passages: a file of JSON
+    lines {"text": ...}. Raise ValueError for anything that the user can correct.
     """
     _check(device, split, data, tokenizer, passages, max_tokens)
     found = checkpoints.load(checkpoint)
@@ -128,7 +128,7 @@ def evaluate(
 
 
 def rows(found: Evaluation) -> list[tuple[str, ...]]:
-    """HEADINGS and a row for each configuration, as a reader wants them; a dash for what was not evaluated."""
+    """Return HEADINGS and a row of text for each configuration; a dash for missing values."""
     reference = found.arms[0].perplexity
     table: list[tuple[str, ...]] = [HEADINGS]
     for way in found.arms:
@@ -149,7 +149,7 @@ def rows(found: Evaluation) -> list[tuple[str, ...]]:
 
 
 def summary(found: Evaluation) -> str:
-    """`rows` in aligned columns, and a warning where the text was trained on."""
+    """Return `rows` in aligned columns, with a warning if the model was trained on the text."""
     table = rows(found)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
@@ -160,13 +160,13 @@ def summary(found: Evaluation) -> str:
     ]
     if found.seen:
         lines.append(
-            f"The checkpoint was trained on this text: --split {found.split} is no measure of what it predicts."
+            f"The checkpoint was trained on this text: --split {found.split} does not measure how well it predicts new text."
         )
     return "\n".join(lines)
 
 
 def to_json(found: Evaluation) -> dict[str, Any]:
-    """Every field and what follows from them; null for what was not evaluated or is not finite."""
+    """Return every field and derived value; null for missing or non-finite values."""
     value = dataclasses.asdict(found)
     for way, shown in zip(found.arms, value["arms"], strict=True):
         if way.perplexity is not None:
@@ -181,10 +181,10 @@ def to_json(found: Evaluation) -> dict[str, Any]:
 
 
 def read_passages(path: Path) -> list[str]:
-    """The texts of a JSON-lines file of {"text": ...}; blank lines are skipped. Raises ValueError, naming the line."""
+    """Return the texts of a JSON-lines file of {"text": ...}, without blank lines. Raise ValueError, naming the line."""
     content = tokenizers.read_utf8(str(path), 'a file with one {"text": ...} on a line')
     passages = []
-    for number, line in enumerate(content.split("\n"), 1):  # splitlines would cut inside of JSON's strings
+    for number, line in enumerate(content.split("\n"), 1):  # splitlines would cut inside JSON strings
         if not line.strip():
             continue
         try:
@@ -202,7 +202,7 @@ def read_passages(path: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """What to evaluate on: tokens, those of `text_bytes` of text if that is known, and passages; None for neither."""
+    """The input of an evaluation: tokens and their text's size in bytes (if known), and passages; None: absent."""
 
     tokenizer: tokenizers.Tokenizer
     tokens: NDArray[Any] | None
@@ -213,7 +213,7 @@ class _Given:
 def _check(
     device: str, split: str, data: str | None, tokenizer: str | None, passages: Path | None, max_tokens: int | None
 ) -> None:
-    """Raise ValueError for what is wrong at first sight, before anything large is read."""
+    """Raise ValueError for wrong arguments before anything large is read."""
     plugins.check("device", device, list(DEVICES))
     plugins.check("split", split, list(SPLITS))
     if data is None and passages is None:
@@ -237,9 +237,9 @@ def _evaluated(model: Decoder, precision: str, given: _Given, *, block: int, str
 
 
 def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -> Decoder:
-    """The checkpoint's model on the device. Raises ValueError, with the reason, when this machine cannot run it."""
+    """Return the checkpoint's model on the device. Raise ValueError, with the reason, if this machine cannot run it."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("torch sees no NVIDIA GPU; take --device cpu")
+        raise ValueError("torch sees no NVIDIA GPU; use --device cpu")
     chosen = None if recipe is None else recipes.load(recipe)
     problem = trial_model.attention_problem(dataclasses.replace(found.config, dropout=0.0), "bf16", device)
     reasons = {
@@ -253,9 +253,9 @@ def _model(found: Checkpoint, recipe: str | None, device: str, attention: str) -
 
 
 def _settle(model: Decoder, found: Checkpoint, given: _Given, block: int, batch: int) -> str | None:
-    """Where the scales of a recipe that keeps state come from; where the checkpoint has none, calibrate them.
+    """Return the source of a stateful recipe's scales; calibrate them if the checkpoint has none.
 
-    With the scale 1 that such a recipe begins with, it would be another computation than the one it was trained in.
+    With its initial scale 1 the recipe would compute differently than in training.
     """
     assert model.recipe is not None
     if model.recipe.make_state(1, torch.device("cpu")) is None:
@@ -269,7 +269,7 @@ def _settle(model: Decoder, found: Checkpoint, given: _Given, block: int, batch:
 
 
 def _tokenizer(found: Checkpoint, spec: str | None, text: str | None) -> tuple[str, tokenizers.Tokenizer]:
-    """(its spec, the tokeniser) to evaluate with. Raises ValueError where there is none that the model was trained with."""
+    """Return (spec, tokeniser) for the evaluation. Raise ValueError if none fits the model's training."""
     if spec is None:
         own = found.text_tokenizer()
         if own is None or found.tokenizer is None:
@@ -286,8 +286,8 @@ def _tokenizer(found: Checkpoint, spec: str | None, text: str | None) -> tuple[s
         chosen = spec, tokenizers.build(spec, whole, len(_part(whole, "train")), source)
         if kind in REBUILT and chosen[1].vocab != found.config.vocab_size:
             raise ValueError(
-                f"tokenizer {spec!r} of this text has {chosen[1].vocab} tokens, the model {found.config.vocab_size}: it is "
-                "right for the data set that the model was trained on only; give that one, or file:PATH"
+                f"tokenizer {spec!r} of this text has {chosen[1].vocab} tokens, the model {found.config.vocab_size}: it "
+                "fits only the data set that the model was trained on; give that data set, or file:PATH"
             )
     if chosen[1].vocab > found.config.vocab_size:
         raise ValueError(
@@ -298,13 +298,13 @@ def _tokenizer(found: Checkpoint, spec: str | None, text: str | None) -> tuple[s
 
 
 def _part(text: str, split: str) -> str:
-    """The characters of a split, as training.corpus holds out the last tenth."""
+    """Return the characters of a split; like training.corpus, `val` is the last tenth."""
     at = int(len(text) * 0.9)
     return {"train": text[:at], "val": text[at:], "all": text}[split]
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, max_tokens: int | None) -> tuple[NDArray[Any], int | None]:
-    """(tokens, the UTF-8 bytes that they stand for, or None if that is not known); max_tokens and one are enough."""
+    """Return (tokens, the bytes in UTF-8 that they encode, None if unknown); stops after max_tokens and one."""
     _require_characters(tokenizer, text)
     limit = None if max_tokens is None else max_tokens + 1
     pieces: list[NDArray[Any]] = [np.empty(0, np.uint8)]
@@ -315,19 +315,19 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, max_tokens: int | None) 
     tokens = np.concatenate(pieces)
     if limit is None or len(tokens) < limit:
         return tokens, len(text.encode())
-    # The end may be a part of a character, decoded as U+FFFD; up to there a tokeniser that is exact gives the text back.
+    # The last token may end within a character, decoded as U+FFFD. An exact tokeniser restores the text before that.
     decoded = tokenizer.decode(tokens[:limit].tolist()).rstrip("\ufffd")
     return tokens[:limit], len(decoded.encode()) if text.startswith(decoded) else None
 
 
 def _require_characters(tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """`Chars` gives the id 0 to what it does not know, which never happens to the text it was made from."""
+    """Raise ValueError for characters that `Chars` does not know, which it would encode as id 0."""
     if isinstance(tokenizer, tokenizers.Chars):
         lost = sorted(set(text) - set(tokenizer.characters))
         if lost:
             some = "".join(lost[:10])
             raise ValueError(
-                f"the model knows {tokenizer.vocab} characters, and not {some!r} of this text: take another"
+                f"the model knows {tokenizer.vocab} characters, and not {some!r} of this text: give another text"
             )
 
 

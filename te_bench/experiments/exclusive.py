@@ -1,9 +1,9 @@
-"""Trials of several te-bench processes on the same GPUs take turns: while one is timed, no other works there.
+"""Let trials of several te-bench processes share GPUs by turns: while one trial is timed, no other works there.
 
-A trial that is timed holds a lock file of its GPU together with the others, and alone while it is timed. So two commands
-on one GPU build, compile and check side by side, and each is timed as if it were alone. Of a trial over several GPUs the
-first rank holds all of them, and the others wait for it. Trainings, whose losses are judged, and searches for the largest
-batch hold no lock. Reads no torch.
+A timed trial holds its GPU's lock file shared, and exclusively while it is timed. Two commands on one GPU thus build,
+compile and check side by side, and each is timed as if it were alone. For a trial over several GPUs the first rank holds all
+the locks, and the other ranks wait for it. Trainings, which are judged by losses, and searches for the largest batch hold no
+lock. Does not import torch.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from te_bench.experiments.problems import world_of
 from te_bench.experiments.spec import Trial
 
-TIMED = ("bench_py", "quickstart", "kernel", "turns", "once")  # of spec.PROTOCOLS
+TIMED = ("bench_py", "quickstart", "kernel", "turns", "once")  # those of spec.PROTOCOLS that measure times
 
 _HELD: ContextVar["_Turn | None"] = ContextVar("held", default=None)
 
@@ -33,10 +33,10 @@ _RANK: ContextVar[_Rank | None] = ContextVar("rank", default=None)
 
 
 class _Turn:
-    """A trial's hold on its GPUs: of each, `work` is held together or alone, and whoever wants either passes `gate` first.
+    """A trial's locks on its GPUs: `work`, held shared or exclusively, and `gate`, taken first for either.
 
-    The gate is for fairness: flock lets those who share in again and again while one waits to be alone. All take GPUs in
-    one order, and nobody waits for one while holding a later one, so that no two wait for each other.
+    The gate gives fairness: without it flock admits sharers again and again while another waits for exclusive use. All
+    trials take GPUs in one order, and none waits for a GPU while it holds a later one, so there is no deadlock.
     """
 
     def __init__(self, gpus: Sequence[str]):
@@ -55,7 +55,7 @@ class _Turn:
 
     def take(self) -> None:
         for _, work in self.locks:
-            fcntl.flock(work, fcntl.LOCK_UN)  # else those who wait for it would wait for each other
+            fcntl.flock(work, fcntl.LOCK_UN)  # else two waiting trials would wait for each other
         for gate, work in self.locks:
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(work, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ class _Turn:
 
 @contextlib.contextmanager
 def of_ranks(number: int, meet: Callable[[], None]) -> Iterator[None]:
-    """This process is a rank of a trial over several GPUs. meet: waits until every rank has called it."""
+    """Mark this process as a rank of a trial over several GPUs. meet: waits until every rank has called it."""
     token = _RANK.set(_Rank(number, meet))
     try:
         yield
@@ -82,14 +82,14 @@ def of_ranks(number: int, meet: Callable[[], None]) -> Iterator[None]:
 
 
 def meet() -> None:
-    """Wait for the trial's other ranks, if it has any: what each times is to begin at once."""
+    """Wait for the trial's other ranks, if any, so that all start timing at once."""
     if (rank := _RANK.get()) is not None:
         rank.meet()
 
 
 @contextlib.contextmanager
 def taking_turns(trial: Trial) -> Iterator[None]:
-    """Hold the trial's GPUs together with other trials, and alone inside `alone`. On a CPU nothing is held."""
+    """Hold the trial's GPUs shared with other trials, and exclusively inside `alone`. On a CPU hold nothing."""
     visible = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     if trial.device != "cuda" or not visible or trial.protocol not in TIMED:
         yield
@@ -99,9 +99,9 @@ def taking_turns(trial: Trial) -> Iterator[None]:
     token = _HELD.set(turn)
     try:
         turn.share()
-        meet()  # the first rank may wait for another trial's timing, which the other ranks' work would disturb
+        meet()  # the first rank may be waiting for another trial's timing, which other ranks' work would disturb
         yield
-        meet()  # they may still work when the first has done
+        meet()  # other ranks may still work when the first has ended
     finally:
         _HELD.reset(token)
         turn.close()
@@ -109,12 +109,12 @@ def taking_turns(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other trial works on the GPUs, and keep it so; at once where nothing is held. All ranks ask at once."""
+    """Hold the GPUs exclusively, after other trials' work has ended; without locks, continue at once. All ranks call it."""
     turn = _HELD.get()
     if turn is None:
         yield
         return
-    meet()  # a rank may still work, for which the first holds the GPUs together with other trials
+    meet()  # a rank may still work under the shared lock
     turn.take()
     try:
         meet()
@@ -125,10 +125,10 @@ def alone() -> Iterator[None]:
 
 
 def _opened(path: Path) -> int:
-    """A descriptor of a file that any user may read, and so lock: in /tmp another's cannot be opened as if to make it."""
+    """Return a descriptor of a file that any user can lock. In /tmp, Linux refuses O_CREAT for another user's file."""
     with contextlib.suppress(PermissionError):
         made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        with contextlib.suppress(PermissionError):  # it is somebody else's
+        with contextlib.suppress(PermissionError):  # another user owns the file
             os.fchmod(made, 0o644)
         return made
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

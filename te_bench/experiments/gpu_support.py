@@ -1,8 +1,8 @@
-"""Which of te-bench's operators run on a GPU, by which backends, and why the others do not; needs no GPU.
+"""Say which of te-bench's operators run on a GPU, by which backends, and why others do not. Needs no GPU.
 
-"measured": its times on that GPU are in results/ or in the table of measured times. "runs": the tests run it there.
-"compiles, never run": a kernel of te-bench's own, which the tests compile for such a GPU. "should run": nothing that it
-asks for is missing, and nobody has tried. "emulated", "missing" and "no" come with the reason.
+"measured": results/ or the table of measured times have its times on that GPU. "runs": the tests run it there. "compiles,
+never run": te-bench's own kernel, which the tests compile for such a GPU. "should run": nothing that it needs is missing,
+and nobody has tried. "emulated", "missing" and "no" are followed by the reason.
 """
 
 import dataclasses
@@ -29,28 +29,28 @@ from te_bench.kernels.gemm import table as gemm_table
 from te_bench.kernels.quantize import ROW, SQUARE, STRIP, TENSOR, Block, Layout
 from te_bench.models import recipe
 
-#: GPT-2's sizes, and the heads of larger models: what every backend is asked about.
+#: GPT-2's sizes, and the heads of larger models, about which every backend is asked.
 TOKENS, WIDTH, INNER, VOCAB, PADDED = 12288, 768, 3072, 50257, 50304
 HEAD_DIMS = (64, 128)
 MEASURED, TESTED, COMPILES, UNTRIED = "measured", "runs", "compiles, never run", "should run"
 EMULATED, MISSING, NO = "emulated: ", "missing: ", "no: "
-#: Backends that are made of te-bench's own kernels.
+#: Backends of te-bench's own kernels.
 OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8")
 
-#: All GPU tests have run on these but those of NEW, {operator: backends}, which have run on none.
+#: GPUs on which all GPU tests have run, except those of NEW, {operator: backends}.
 TESTED_ON = ("NVIDIA H200",)
 NEW: dict[str, tuple[str, ...]] = {"linear cross-entropy": ("liger",)}
-#: On others those of some backends, {GPU: {operator: backends}}.
+#: {GPU: {operator: backends}}: other GPUs, on which the tests of these backends have run.
 TESTED_IN_PART = {
     "NVIDIA H100 80GB HBM3": {
         "attention": ("flash", "flex", "manual", "math", "mem_efficient", "triton", "triton_fp8"),
         "FP8 recipe": ("float8_block_scaling", "float8_current_scaling_dpa", "rowwise_scaling"),
         "rotary": ("triton",),
-        "gemm": ("scaled_mm",),  # which te-bench's steps in FP8 multiply by there
+        "gemm": ("scaled_mm",),  # te-bench's FP8 steps use it there
     },
 }
 
-#: {GPU: {operator: backends}} of the records in results/; those of measured.json are read there.
+#: {GPU: {operator: backends}} of the records in results/. Those of measured.json are read from it.
 PUBLISHED = {
     "NVIDIA H100 80GB HBM3": {
         "attention": ("cudnn", "gluon"),
@@ -72,13 +72,13 @@ PUBLISHED = {
 }  # fmt: skip
 
 Answer = str
-Row = tuple[str, str, Answer]  # operator and what was asked of it, backend, answer
+Row = tuple[str, str, Answer]  # operator and problem, backend, answer
 
 
 def rows(machine: str, capability: Capability, users_own: bool = True) -> list[Row]:
-    """Every operator's backends on a GPU of that name, as NVML gives it, and compute capability; None: on a CPU.
+    """Return every operator's backends on a GPU with this NVML name and compute capability; capability None: on a CPU.
 
-    users_own: what the user has measured counts, too.
+    users_own: also count the user's own measured times.
     """
     timed = _timed(machine, measured.timings if users_own else functools.partial(measured.read, measured.SHIPPED))
     published = PUBLISHED.get(machine, {})
@@ -100,7 +100,7 @@ def rows(machine: str, capability: Capability, users_own: bool = True) -> list[R
 
 
 def _timed(machine: str, timings: Callable[[str], Iterable[measured.Timing]]) -> set[tuple[str, str, str]]:
-    """(operator, what was asked of it, backend) of tables of measured times, by operator."""
+    """Return (operator, problem in words, backend) for every row of the machine in tables of measured times."""
     described: dict[str, Callable[[Any], str]] = {
         "attention": _attention, "gemm": lambda problem: _gemm(problem.dtype, problem.scales)
     }  # fmt: skip
@@ -122,7 +122,7 @@ def _gemm(dtype: str, scales: str | None) -> str:
 
 
 def _questions(capability: Capability) -> Iterator[tuple[str, str, str, Answer | None]]:
-    """(operator, what is asked of it, backend, its answer where it can not)."""
+    """Yield (operator, problem in words, backend, refusal or None)."""
     device = "cpu" if capability is None else "cuda"
     for operator, asked, family, problem in _problems({"device": device, "capability": capability}):
         for name in family.names():
@@ -140,7 +140,7 @@ def _refusal(why: str | None) -> Answer | None:
 
 
 def _emulation(asked: recipe.Recipe, device: str, capability: Capability) -> Answer | None:
-    """What a recipe answers where no tensor core multiplies its FP8; None where they do."""
+    """Return the answer for a recipe whose FP8 GEMMs use no tensor cores; None if they do."""
     why = asked.unsupported(device, capability)
     if why is None and asked.by_half_gemms and device == "cuda":
         return f"{EMULATED}the same numbers, by bf16 GEMMs"
@@ -151,7 +151,7 @@ def _emulation(asked: recipe.Recipe, device: str, capability: Capability) -> Ans
 
 
 def _problems(machine: dict[str, Any]) -> Iterator[tuple[str, str, Any, Any]]:
-    """(operator, what is asked of it, its package, the problem)."""
+    """Yield (operator, problem in words, its package, the problem)."""
     bf16: dict[str, Any] = {"dtype": "bf16", **machine}
     sizes: dict[str, Any] = {"batch": 12, "heads": 12, "length": 1024, "causal": True, "dropout": 0.0}
     for head_dim in HEAD_DIMS:
@@ -178,7 +178,7 @@ def _e4m3(block: Block) -> Layout:
 
 
 def describe(gpu: Gpu) -> dict[str, str]:
-    """What the table of GPUs says of one, for people."""
+    """Return a GPU's row of the table of GPUs in words."""
     return {
         "name": gpu.machine,
         "compute capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
@@ -192,7 +192,7 @@ def describe(gpu: Gpu) -> dict[str, str]:
 
 
 def sections(machine: str, capability: Capability) -> dict[str, dict[str, Answer]]:
-    """`rows` as doctor prints them: {operator and what was asked: {backend: answer}}."""
+    """Return `rows` as doctor prints them: {operator and problem: {backend: answer}}."""
     found: dict[str, dict[str, Answer]] = {}
     for operator, name, answer in rows(machine, capability):
         found.setdefault(operator, {})[name] = answer

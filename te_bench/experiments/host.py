@@ -1,4 +1,4 @@
-"""What the host's kernel says: of the processes it ended, the cores that this one may use, and who else keeps them busy."""
+"""Read from the host's kernel: processes killed for memory, usable cores, and other programs' load."""
 
 import os
 import re
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.1  # of the machine's CPU time: taken by others where less than that was left idle, it disturbs what is timed
-STOLEN = 0.02  # of the machine's CPU time
+BUSY = 0.1  # share of the machine's CPU time; others' load disturbs timing if it is above, and idle time below, this
+STOLEN = 0.02  # share of the machine's CPU time
 PROC = Path("/proc")
 
 
 def cores() -> int:
-    """Those that this process may run on, and no more than its container's quota is worth (cgroup v2 or v1)."""
+    """Return the number of cores that this process may use, limited by its container's quota (cgroup v2 or v1)."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(own, int(quota())))
 
 
 def quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores' worth of time that a control group is given; 10^9 where nobody says."""
-    with suppress(OSError, ValueError):  # v2: "max 100000" where there is none
+    """Return the cores' worth of time that the control group allows; 10^9 without a limit."""
+    with suppress(OSError, ValueError):  # v2: "max 100000" means no limit
         time, period = (root / "cpu.max").read_text().split()
         return int(time) / int(period)
     with suppress(OSError, ValueError):
@@ -31,12 +31,12 @@ def quota(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def memory_bytes() -> int:
-    """This machine's, without its swap."""
+    """Return this machine's memory in bytes, without swap."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has ended, on this host and in this control group."""
+    """Return how many processes the kernel's out-of-memory killer has ended, on this host and in this control group."""
     total = 0
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         with suppress(OSError):
@@ -47,7 +47,7 @@ def oom_kills() -> int:
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """Seconds of CPU time, over all cores, since the machine started; `own` is of this session's processes."""
+    """Seconds of CPU time over all cores since the machine started; `own` is that of this session's processes."""
 
     total: float
     idle: float
@@ -56,7 +56,7 @@ class CpuTime:
 
 
 def cpu_time(proc: Path = PROC) -> CpuTime | None:
-    """What /proc says now (proc(5)); None where there is none."""
+    """Return the present values of /proc (proc(5)); None without /proc."""
     try:
         first, *_ = (proc / "stat").read_text().splitlines()
         user, nice, system, idle, wait, irq, softirq, stolen = map(int, first.split()[1:9])
@@ -68,20 +68,20 @@ def cpu_time(proc: Path = PROC) -> CpuTime | None:
 
 
 def _own_ticks(proc: Path) -> int:
-    """Ticks of CPU time of this session's processes and of the children that they have waited for."""
+    """Return ticks of CPU time of this session's processes and of the children that they have waited for."""
     session, total = os.getsid(0), 0
     for stat in proc.glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError, IndexError):  # one that has just ended
+        with suppress(OSError, ValueError, IndexError):  # the process has just ended
             fields = stat.read_text().rpartition(")")[2].split()
             total += sum(map(int, fields[11:15])) if int(fields[3]) == session else 0
     return total
 
 
 def load_since(before: CpuTime | None, proc: Path = PROC) -> dict[str, Any]:
-    """The load average over the last minute, and whose the CPU time was since `before`; without what nobody says.
+    """Return the load average of the last minute and the use of CPU time since `before`; unknown values are left out.
 
-    host_cores: of the machine, not of this process's quota. cpu_idle and cpu_stolen are shares of all its CPU time, stolen
-    the part that a hypervisor gave to others; cpu_others is what other sessions took, in cores.
+    host_cores: of the machine, whatever this process's quota. cpu_idle, cpu_stolen: shares of the machine's CPU time; stolen
+    is what the hypervisor gave to others. cpu_others: cores used by other sessions.
     """
     state: dict[str, Any] = {"host_cores": os.cpu_count()}
     with suppress(OSError, AttributeError):
@@ -96,7 +96,7 @@ def load_since(before: CpuTime | None, proc: Path = PROC) -> dict[str, Any]:
 
 
 def disturbance(state: Mapping[str, Any]) -> str | None:
-    """What a record's `device_state` says of others that kept the machine busy, in words; None where nobody did."""
+    """Return in words which other load kept the machine busy, by a record's `device_state`; None if none did."""
     cores, others, idle, stolen = map(state.get, ("host_cores", "cpu_others", "cpu_idle", "cpu_stolen"))
     said = []
     if cores and others is not None and idle is not None and idle < BUSY and others > BUSY * cores:

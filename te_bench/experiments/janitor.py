@@ -1,4 +1,4 @@
-"""Temporary folders and processes that are gone whenever this process is, however it ends."""
+"""Remove temporary folders and processes when this process ends, however it ends."""
 
 import contextlib
 import os
@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-#: Waits on its standard input, which this process holds open; then kills whose environment holds the mark, which a process
-#: is without while it begins a program, so twice; and removes the folder, while dying processes write to it.
+#: The program waits on its standard input, which this process holds open. Then it kills all processes with the mark in their
+#: environment, in at least two passes because a process lacks the mark while it executes a new program, and removes the
+#: folder, repeatedly while dying processes write to it.
 _JANITOR = """
 import os, shutil, sys, time
 folder, mark = sys.argv[1], sys.argv[2].encode()
@@ -40,16 +41,16 @@ for _ in range(100):
 
 @contextlib.contextmanager
 def remove_at_end(folder: Path, mark: str = "") -> Iterator[None]:
-    """Remove the folder at the end. A second process does when this one ends before that, be it by SIGKILL.
+    """Remove the folder at the end of the block. A second process removes it if this one ends earlier, even by SIGKILL.
 
-    A fork of this process removes nothing, though it frees its copy of this context: multiprocessing's children do at once.
-    mark: NAME=VALUE, an environment variable of this folder's own: what was started with it is killed first (on Linux).
+    A fork of this process removes nothing, although it frees its copy of this context, as multiprocessing's children do.
+    mark: NAME=VALUE, an environment variable unique to this folder; processes started with it are killed first (Linux).
     """
     owner = os.getpid()
     janitor = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _JANITOR, str(folder), mark],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C at the terminal is not for it
+        start_new_session=True,  # Ctrl-C at the terminal must not reach it
     )
     try:
         yield

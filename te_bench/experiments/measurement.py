@@ -1,4 +1,4 @@
-"""What a workload is given and hands back, and the ways it can decline to.
+"""The input and output of a workload, and the exceptions by which it gives no result.
 
 A workload is a file with `run(trial: Trial, context: Context) -> Measurement`.
 """
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """Where things are on this machine, and what was done before; nothing in it may change a result."""
+    """Paths on this machine, and what was done before; nothing in it may change a result."""
 
-    cache: Path | None = None  # of token files; None is the default one
-    checkpoints: Path | None = None  # where trained models go, as TRIAL-ID.pt; None keeps none
-    trunks: Path | None = None  # where branches share their trunks, see experiments.trunks; None: each trains its own
-    check: bool = True  # False in later rounds of a gate, whose first has checked the same trial
+    cache: Path | None = None  # folder for token files; None: the default one
+    checkpoints: Path | None = None  # folder for trained models, as TRIAL-ID.pt; None: keep none
+    trunks: Path | None = None  # folder of trunks that branches share (experiments.trunks); None: each trains its own
+    check: bool = True  # False in later rounds of a gate, whose first round has checked the trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Measurement:
 
 
 class NoResult(Exception):
-    """The trial has no result, for this reason; the measurement is what is kept of it."""
+    """The trial has no result, for this reason; `measurement` keeps what is still valid."""
 
     outcome: ClassVar[str]  # of spec.OUTCOMES
 
@@ -46,7 +46,7 @@ class Unsupported(NoResult):
 
 
 class Interrupted(NoResult):
-    """Somebody ended a part of the trial from outside; a rerun repeats it."""
+    """A part of the trial was ended from outside; a rerun repeats the trial."""
 
     outcome = "interrupted"
 
@@ -58,12 +58,12 @@ class CheckFailed(NoResult):
 
 
 class Diverged(NoResult):
-    """The loss is not finite; what was recorded up to there is kept."""
+    """The loss is not finite; samples up to that step are kept."""
 
     outcome = "diverged"
 
 
 def require(name: str, reason: str | None) -> None:
-    """Raise Unsupported where there is a reason why `name` cannot run here."""
+    """Raise Unsupported if there is a reason why `name` cannot run here."""
     if reason:
         raise Unsupported(f"{name}: {reason}")

@@ -1,10 +1,10 @@
-"""Trials on the hosts of a Ray cluster: te-bench run SUITE --on ray. Imports Ray where it is used, and no torch.
+"""Run trials on the hosts of a Ray cluster: te-bench run SUITE --on ray. Imports Ray on demand, and no torch.
 
-Ray places a trial and holds its GPUs for it; on its host `runner.Supervisor` runs it as everywhere, in a process of its own
-under its time limit. A worker of Ray runs many trials one after the other, and never touches CUDA: only the trials do, whose
-processes are fresh. So none leaves memory behind, and the fork server is started once a worker, not once a trial.
+Ray places a trial and reserves its GPUs. On its host `runner.Supervisor` runs the trial as on any machine, in its own
+process under its time limit. A Ray worker runs many trials one after the other and never touches CUDA; only the trials'
+fresh processes do. So no trial leaves memory behind, and each worker starts the fork server only once.
 
-Data moves one way: a trial goes to a host, a record comes back, and the head alone writes the journal.
+Data moves one way: a trial goes to a host, a record comes back, and only the head writes the journal.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import own
 
-LOOK_S = 2.0  # between looks at which hosts there are
-ALONE_S = 60.0  # how long a sweep waits for a host once it has none
-ANSWER_S = 10.0  # for a cluster to take a connection
-PROBE_S = 120.0  # for a host to say what it is: it starts a process and imports te_bench
-OBJECT_STORE = 2**27  # bytes of shared memory: records are small
-OWN = "TE_BENCH_CLUSTER"  # environment variable of all processes of a cluster of its own: the cluster's folder
-#: Environment variables of Ray's processes: no usage statistics; what a killed worker had started is the raylet's to kill.
+LOOK_S = 2.0  # between checks of the cluster's hosts
+ALONE_S = 60.0  # a sweep without hosts waits so long for one
+ANSWER_S = 10.0  # for a cluster to accept a connection
+PROBE_S = 120.0  # for a host to describe itself: it starts a process and imports te_bench
+OBJECT_STORE = 2**27  # bytes of shared memory; records are small
+OWN = "TE_BENCH_CLUSTER"  # environment variable of all processes of te-bench's own cluster: the cluster's folder
+#: Environment variables of Ray's processes: no usage statistics; the raylet kills what a killed worker has started.
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "1",
@@ -40,10 +40,10 @@ SETTINGS = {
 
 @contextlib.contextmanager
 def connected(address: str | None = None, say: Callable[[str], None] = lambda line: None) -> Iterator[int]:
-    """Drive a cluster: that at the address, else one that runs here, else its own on this host. Yields how many GPUs it has.
+    """Connect to a cluster and yield its number of GPUs: the given address, else one running here, else a new one here.
 
-    Its own ends with this process, however that ends, and leaves no file. Raises ValueError without Ray or that cluster.
-    say: is told that the cluster which `ray start` last started here is gone.
+    A cluster started here ends with this process, however the process ends, and leaves no file. Raise ValueError without Ray
+    or without the given cluster. say: reports that the cluster last started here by `ray start` is gone.
     """
     os.environ.update(SETTINGS)
     try:
@@ -59,12 +59,12 @@ def connected(address: str | None = None, say: Callable[[str], None] = lambda li
         if running:
             ray.init(address=running, **quiet)
         else:
-            folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # short, for the names of its sockets
-            # The kernel ends Ray's servers with this process. Their children they end, but for those that are still
+            folder = Path(tempfile.mkdtemp(prefix="te-ray-", dir="/tmp"))  # /tmp keeps the names of its sockets short
+            # The kernel ends Ray's servers with this process. They end their children, but not those that are still
             # starting: a worker tries for 27 s to reach its raylet, a runtime environment's agent for 10 (Ray 2.60).
             opened.enter_context(janitor.remove_at_end(folder, f"{OWN}={folder}"))
             os.environ[OWN] = str(folder)
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray would leave one in the home folder
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes a token to the home folder
             store = {"object_store_memory": OBJECT_STORE}
             ray.init(address="local", include_dashboard=False, _temp_dir=str(folder), **store, **quiet)
         opened.callback(ray.shutdown)
@@ -72,11 +72,11 @@ def connected(address: str | None = None, say: Callable[[str], None] = lambda li
 
 
 def _started_here(say: Callable[[str], None]) -> str | None:
-    """The address of the cluster that `ray start` last started on this host, if it answers.
+    """Return the address of the cluster last started on this host by `ray start`, if it answers.
 
-    Only `ray stop` removes the file that names it: one that was killed, as by a restart of the host, leaves it behind.
+    Only `ray stop` removes the file with the address; a killed cluster, after a restart of the host for instance, leaves it.
     """
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray looks for it
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # the order in which Ray looks
     file = Path(folder) / "ray" / "ray_current_cluster"
     address = file.read_text().strip() if file.exists() else ""
     try:
@@ -89,29 +89,29 @@ def _started_here(say: Callable[[str], None]) -> str | None:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ValueError where nobody listens: Ray itself tries for minutes, and then ends the process."""
+    """Raise ValueError if nobody listens; Ray itself would try for minutes and then end the process."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--on ray: no cluster of Ray answers at {address}. Start one (ray start --head), or give another by "
-            f"--ray-address HOST:PORT; without an address (RAY_ADDRESS neither) te-bench starts its own."
+            f"--ray-address HOST:PORT; without --ray-address and RAY_ADDRESS te-bench starts its own."
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the cluster, and what it is, where it takes trials."""
+    """A node of the cluster, with its environment if it takes trials."""
 
-    node: str  # Ray's id of it
+    node: str  # Ray's id of the node
     name: str
     resources: Mapping[str, float]
     machine: dict[str, Any] | None = None  # environment.capture's answer
 
     @property
     def state(self) -> dict[str, Any]:
-        """Which host it is, as a record's `device_state` says it."""
+        """The host's part of a record's `device_state`."""
         assert self.machine is not None
         return {"host": self.name, **environment.of_times(self.machine)}
 
@@ -124,33 +124,33 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a sweep asks of a host."""
+    """What a sweep requires of a host."""
 
     device: str
-    by_table: tuple[str, ...]  # as environment.capture has it
-    gpus: float = 1  # of each trial on a GPU; a fraction where several share one
-    at_once: Callable[[int], int] = lambda cores: 1  # trials side by side on a CPU of so many cores
-    losses: bool = False  # as environment.capture has it
+    by_table: tuple[str, ...]  # as for environment.capture
+    gpus: float = 1  # of each trial on a GPU; a fraction if several trials share one
+    at_once: Callable[[int], int] = lambda cores: 1  # trials side by side on a CPU with so many cores
+    losses: bool = False  # as for environment.capture
 
     def places(self, resources: Mapping[str, float]) -> int:
-        """How many trials a host takes at a time."""
+        """Return how many trials a host takes at a time."""
         cores = int(resources.get("CPU", 0))
         if self.device == "cuda":
             return int(resources.get("GPU", 0) / self.gpus + 1e-6)
         return min(self.at_once(cores), cores) if cores else 0
 
     def of_each(self, resources: Mapping[str, float]) -> dict[str, float]:
-        """What of a host's resources each trial holds."""
+        """Return the resources of a host that each trial reserves."""
         if self.device == "cuda":
             return {"num_gpus": self.gpus, "num_cpus": 0}
         return {"num_cpus": resources["CPU"] // self.places(resources)}
 
 
 class Cluster:
-    """The hosts of the cluster that are alike: those that a sweep is run on, `machine` what they are."""
+    """The hosts on which a sweep runs: those with equal environments; `machine` is their environment."""
 
     def __init__(self, wanted: Wanted, say: Callable[[str], None]):
-        """say: is told which hosts are left out, and what differs. Raises ValueError where no host takes a trial."""
+        """say: reports excluded hosts and their differences. Raise ValueError if no host takes a trial."""
         self.wanted, self._say = wanted, say
         hosts = [self._answer(ref, host) for ref, host in [self._ask(node) for node in self._that_could()]]
         fit = [host for host in hosts if host.machine is not None]
@@ -170,13 +170,13 @@ class Cluster:
 
     @property
     def places(self) -> list[Place]:
-        """A place for each trial that runs at a time, the hosts by turns."""
+        """A place for each trial that runs at a time, with the hosts in turn."""
         each = [[Place(host.node, host.name)] * self.wanted.places(host.resources) for host in self.hosts]
         rounds = max(map(len, each), default=0)
         return [places[i] for i in range(rounds) for places in each if i < len(places)]
 
     def look(self) -> list[Host]:
-        """Which hosts have gone, or joined and are alike; those that joined have answered what they are."""
+        """Remove hosts that have gone; add equal hosts that have joined and answered. Return the added ones."""
         import ray
 
         alive = self._that_could()
@@ -193,7 +193,7 @@ class Cluster:
         return joined
 
     def head(self) -> ray_host.Head:
-        """This process, as its hosts must know it."""
+        """Return what hosts must know of this process."""
         return ray_host.Head(
             environment.code_hash(), self.machine["id"], str(Path.cwd()), os.environ.get(ray_host.THREADS)
         )
@@ -202,7 +202,7 @@ class Cluster:
         return next((host for host in self.hosts if host.node == node), None)
 
     def _that_could(self) -> list[dict[str, Any]]:
-        """The nodes that are alive and have what a trial holds, by ray.nodes."""
+        """Return the live nodes of ray.nodes that have a trial's resources."""
         import ray
 
         return [node for node in ray.nodes() if node["Alive"] and self.wanted.places(node["Resources"])]
@@ -218,7 +218,7 @@ class Cluster:
         return ref, Host(node["NodeID"], name, node["Resources"])
 
     def _answer(self, ref: Any, host: Host) -> Host:
-        """The host with what it says it is; without, said why, where it takes no trial."""
+        """Return the host with its environment; without it, after a warning, if the host takes no trial."""
         import ray
 
         try:
@@ -234,7 +234,7 @@ class Cluster:
         return replace(host, machine=machine)
 
     def _alike(self, host: Host) -> bool:
-        """Whether it is what the others are; says what differs. Results of machines that differ are never compared."""
+        """Return whether the host's environment equals the others'; report differences, which forbid any comparison."""
         if _id(host) == self.machine["id"]:
             return True
         assert host.machine is not None
@@ -242,25 +242,25 @@ class Cluster:
         differs = [f"{name} {theirs.get(name)}" for name in ours | theirs if theirs.get(name) != ours.get(name)]
         here = [f"{name} {ours.get(name)}" for name in ours | theirs if theirs.get(name) != ours.get(name)]
         self._say(
-            f"warning: the host {host.name} is left out, for results of machines that differ are not compared: it has "
-            f"{', '.join(differs)}, the others {', '.join(here)}. A sweep of its own may run there."
+            f"warning: the host {host.name} is left out, because results of different machines are not compared: it has "
+            f"{', '.join(differs)}, the others {', '.join(here)}. A separate sweep may run there."
         )
         return False
 
 
 class RayExecutor:
-    """The executor of a cluster: each place is on a host, which runs as many trials at a time as it has."""
+    """The executor of a cluster. Each place is on a host; a host has as many places as trials at a time."""
 
     def __init__(self, cluster: Cluster, directory: Path, *, timeout_s: float, context: Context):
-        """directory: where logs/ goes."""
+        """directory: logs/ is created in it."""
         self.free: list[Place] = cluster.places
         self._cluster, self._logs = cluster, directory / runner.LOGS
         own(self._logs).mkdir(exist_ok=True)
         self._timeout_s, self._context = timeout_s, context
         self._head = cluster.head()
         self._running: dict[Any, _Submitted] = {}
-        self._gone: set[Any] = set()  # of those the ones whose host was not there at the last look
-        self._doubted: dict[Any, Place] = {}  # where a trial was lost: by the task that asks whether the host is there
+        self._gone: set[Any] = set()  # running trials whose host was missing at the last check
+        self._doubted: dict[Any, Place] = {}  # places that lost a trial, by the task that checks their host
         self._looked = self._had_hosts = time.monotonic()
 
     @property
@@ -278,7 +278,7 @@ class RayExecutor:
         self._running[ref] = _Submitted(trial, place, host.state, started, started_at)
 
     def ended(self) -> Iterator[Record]:
-        """Raises ValueError where there has been no host for a minute."""
+        """Yield the records of ended trials. Raise ValueError if there has been no host for a minute."""
         import ray
 
         done: Sequence[Any] = []
@@ -294,13 +294,13 @@ class RayExecutor:
             yield from self._cut_off()
 
     def kill(self) -> None:
-        """Nothing: the cluster ends a driver's tasks, and what they have started, once the driver has left it.
+        """Do nothing: the cluster ends a driver's tasks and their processes once the driver disconnects.
 
-        To cancel them besides met a fault in a thread of Ray, by which te-bench at times exited with 1 at once.
+        Cancelling them as well ran into a fault in a thread of Ray, which sometimes ended te-bench with exit code 1.
         """
 
     def _doubt(self, place: Place) -> None:
-        """Give the place no trial before its host has answered: Ray takes a while to notice that one is gone."""
+        """Give the place no trial until its host has answered: Ray notices a lost host late."""
         import ray
 
         asked = ray.remote(num_cpus=0, max_retries=0)(ray_host.answer).options(scheduling_strategy=on(place.node))
@@ -325,25 +325,25 @@ class RayExecutor:
             self._had_hosts = self._looked
         elif self._looked - self._had_hosts > ALONE_S:
             raise ValueError(
-                "--on ray: the cluster has lost its hosts. What was measured before is safe; run it again."
+                "--on ray: the cluster has lost its hosts. Earlier measurements are safe; run the command again."
             )
 
     def _cut_off(self) -> Iterator[Record]:
-        """Of trials whose host has gone since the look before: Ray may wait minutes for a connection that nobody closes."""
+        """Yield records of trials whose host was missing in two checks: Ray may wait minutes for an unclosed connection."""
         gone = {ref for ref, job in self._running.items() if self._cluster.of(job.place.node) is None}
         for ref in gone & self._gone:
-            job = self._running.pop(ref)  # nobody hears what it may still say
+            job = self._running.pop(ref)  # ignore a later answer
             yield self._unended(job, "interrupted", f"the host {job.place.host} was lost (cut off); {ray_host.RERUN}")
         self._gone = gone & self._running.keys()
 
     def _unended(self, job: "_Submitted", outcome: str, reason: str) -> Record:
-        """Of a trial whose host did not say how it ended."""
+        """Return the record of a trial whose host did not report its end."""
         wall_s = time.perf_counter() - job.started
         said: dict[str, Any] = {"outcome": outcome, "reason": reason, "started_at": job.started_at, "wall_s": wall_s}
         return Record(trial=job.trial, environment=self._head.environment, device_state=job.state, **said)
 
     def _record(self, ref: Any, job: "_Submitted") -> Record:
-        """What became of a trial: its host's word, or why there is none."""
+        """Return a trial's record: the host's answer, or the reason why there is none."""
         import ray
 
         try:
@@ -367,13 +367,13 @@ class RayExecutor:
 class _Submitted:
     trial: Trial
     place: Place
-    state: Mapping[str, Any]  # of its host, as a record's `device_state` has it
+    state: Mapping[str, Any]  # the host's part of a record's `device_state`
     started: float  # perf_counter
     started_at: str
 
 
 def _lost(error: Exception, host: str) -> tuple[str, str]:
-    """(outcome, reason) of a trial whose host did not say how it ended."""
+    """Return (outcome, reason) of a trial whose host did not report its end."""
     from ray import exceptions as said
 
     if isinstance(error, said.OutOfMemoryError):
@@ -386,7 +386,7 @@ def _lost(error: Exception, host: str) -> tuple[str, str]:
 
 
 def _line(error: Exception) -> str:
-    """The last line of what Ray says, which holds a whole traceback."""
+    """Return the last line of Ray's message, which holds a whole traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:300]
 
@@ -397,7 +397,7 @@ def _id(host: Host) -> str:
 
 
 def on(node: str) -> Any:
-    """Ray's word for that node and no other."""
+    """Return Ray's scheduling strategy for that node alone."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
@@ -405,7 +405,7 @@ def on(node: str) -> Any:
 
 @functools.cache
 def _task(resources: tuple[tuple[str, float], ...]) -> Any:
-    """ray_host.carry_out as a task that holds these. What is lost is not tried again: it would be a second measurement."""
+    """Return ray_host.carry_out as a task with these resources. No retries: a retry would be a second measurement."""
     import ray
 
     return ray.remote(max_retries=0, max_calls=0, **dict(resources))(ray_host.carry_out)

@@ -1,4 +1,4 @@
-"""From a suite's name to the trials it will run, in order. Pure but for the token cache; imports no torch."""
+"""Resolve a suite's name into its trials in running order. Pure but for the token cache; imports no torch."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ from te_bench.models.configs import configs
 from te_bench.models.sources import TOO_LARGE
 from te_bench.training import parallel
 
-#: Settings of a problem that name a plug-in, and where those are.
+#: Settings of a problem that name a plug-in, and the plug-ins' package.
 PLUGINS = {
     "head": "te_bench.kernels.linear_cross_entropy.backends",
     "optimizer": "te_bench.kernels.adamw.backends",
@@ -52,28 +52,28 @@ WITHOUT_ATTENTION = (
     "linear",
     "linear_cross_entropy",
     "piece",
-)  # workloads that can do without
+)  # workloads that may have no attention
 RECIPES = "te_bench.models.recipe"
 SPANNING = ("train_step", "training")  # workloads that span the GPUs of --parallel
 _OF_YOUR_MODEL = {
-    "weights": "make yours in the dtype that you want",
-    "states": "AdamW keeps the moments of yours in the dtype of its weights",
+    "weights": "create your model in the dtype that you want",
+    "states": "AdamW keeps your model's moments in the dtype of its weights",
 }
-PROVEN = ("train_step", "scaling")  # workloads whose record shows by what collectives were made
-STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can compute activations again
+PROVEN = ("train_step", "scaling")  # workloads whose record lists the collectives that ran
+STEPS = (*SPANNING, "scaling", "max_batch")  # workloads that can recompute activations
 
 
-#: What two cores of an AMD EPYC multiply a second in float32, FLOP (matrices of 2048, 2026-11-26; in bf16 2.2e11).
+#: Float32 FLOP/s of two cores of an AMD EPYC (matrices of 2048, 2026-11-26; bf16: 2.2e11).
 CPU_FLOP_S = 4e10
 SLOW_S = 20.0
 
 
 def resolve(suite: str, options: Options, *, only: str | None = None) -> Experiment:
-    """The experiment of a suite with its trials in running order. Raises ValueError for any name that is not known."""
+    """Return a suite's experiment with its trials in running order. Raise ValueError for any unknown name."""
     plugins.check("device", options.device, list(DEVICES))
     run_options.check(options)
     experiment: Experiment = plugins.load(suites.__name__, suite, "experiment")(options)
-    run_options.check_ranks(options)  # after the suite, which may take none at all
+    run_options.check_ranks(options)  # after the suite, which may refuse ranks altogether
     experiment = _as_asked(adoption.adapt(experiment, options), options)
     for trial in experiment.trials:
         check(trial)
@@ -88,7 +88,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
         raise ValueError(f"--only {only!r} matches no trial of {suite}. Its trials are named like\n  {shown}{where}")
     if options.gather is not None and all("gather" not in trial.problem for trial in chosen):
         raise ValueError(
-            f"--gather {options.gather} is of steps in FP8, and --only {only!r} chooses none; leave out one"
+            f"--gather {options.gather} applies to steps in FP8, and --only {only!r} chooses none; leave one of them out"
         )
     whole = None
     if experiment.judgement and len(chosen) < len(names):
@@ -99,7 +99,7 @@ def resolve(suite: str, options: Options, *, only: str | None = None) -> Experim
 
 
 def _as_asked(experiment: Experiment, options: Options) -> Experiment:
-    """Its trials as the options ask for them. Raises ValueError for an option that neither the suite nor a trial obeys."""
+    """Apply the options to the trials. Raise ValueError for an option that neither the suite nor a trial obeys."""
     heeds = experiment.heeds | (run_options.WITH_MODEL if "model" in experiment.heeds else frozenset())
     trials = list(experiment.trials)
     for name, option in run_options.OPTIONS.items():
@@ -123,9 +123,9 @@ def _as_asked(experiment: Experiment, options: Options) -> Experiment:
 
 
 def _in_fewer_bits(name: str, trial: Trial, options: Options) -> Settings | None:
-    """Weights or states: torch's AdamW keeps states in the dtype of the weights.
+    """Return the settings for --weights or --states; torch's AdamW keeps states in the weights' dtype.
 
-    The suite scaling compares with steps over ranks, which keep float32. Raises ValueError for a user's model.
+    Suite scaling compares with steps over ranks, which keep float32. Raise ValueError for a user's model.
     """
     value = getattr(options, name)
     if value == run_options.WHOLE:
@@ -133,8 +133,8 @@ def _in_fewer_bits(name: str, trial: Trial, options: Options) -> Settings | None
     if trial.workload not in STEPS:
         return None
     if source_of(trial) is not None:
-        raise ValueError(f"--{name}: of te-bench's own models alone; {_OF_YOUR_MODEL[name]}")
-    if name in trial.problem:  # an arm says it itself, and torch's AdamW has its states by its weights
+        raise ValueError(f"--{name} applies to te-bench's own models only; {_OF_YOUR_MODEL[name]}")
+    if name in trial.problem:  # the trial sets it itself
         return {} if trial.problem[name] == value else None
     whole = trial.precision not in ("bf16", "fp8") or trial.workload == "scaling"
     if whole or {"arm", "lr_factor"} & trial.problem.keys():
@@ -150,11 +150,11 @@ def _over_ranks(options: Options) -> Settings:
 
 
 def _shares_layers(trial: Trial) -> bool:
-    """Whether its ranks may share the tokens too; other projects' always do."""
+    """Return whether the trial's ranks may share the tokens too; those of rivals always do."""
     return trial.problem.get("parallel") in parallel.SHARING and "rival" not in trial.problem
 
 
-#: {option: what it sets in a trial, None where the trial does not heed it}; of others the suite says so: Experiment.heeds.
+#: {option: function that returns its settings of a trial, None if the trial ignores it}. Experiment.heeds has the others.
 ASKED: dict[str, Callable[[Trial, Options], Settings | None]] = {
     "data": lambda t, _: {} if t.workload == "training" else None,
     "budget_s": lambda t, _: {} if t.problem.get("budget_s") is not None else None,
@@ -173,7 +173,7 @@ ASKED: dict[str, Callable[[Trial, Options], Settings | None]] = {
 
 
 def require_room_on_a_cpu(options: Options) -> None:
-    """Raise ValueError where a user's model cannot train in this machine's memory: weights, gradients and two moments."""
+    """Raise ValueError if a user's model cannot train in this machine's memory: weights, gradients and two moments."""
     own = adoption.adoptee(options) if options.device == "cpu" else None
     if own is None:
         return
@@ -186,7 +186,7 @@ def require_room_on_a_cpu(options: Options) -> None:
 
 
 def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
-    """What a step of trials on a CPU takes, in a sentence, where that is more than SLOW_S: by 6 FLOP a weight and token."""
+    """Say how long the largest step of trials on a CPU takes, if above SLOW_S; estimated by 6 FLOP per weight and token."""
     own, known, largest = adoption.adoptee(options), configs(), (0.0, "", "tens of them")
     for trial in trials:
         if trial.device != "cpu" or not is_step(trial):
@@ -206,12 +206,12 @@ def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
     minutes = f"{flop / CPU_FLOP_S / 60:,.1f}"
     return (
         f"a step of {what} is {flop / 1e12:,.1f} TFLOP. This run is on a CPU: two cores take about {minutes} min for each, "
-        f"and a trial has {steps}. For a try on a CPU take a model or a preset that is made for one (--model tiny)"
+        f"and a trial has {steps}. To try it on a CPU, choose a small model or preset (--model tiny)"
     )
 
 
 def check(trial: Trial) -> None:
-    """Raise ValueError, with the near matches, unless every name in the trial is known, and unless fp8 has its recipe."""
+    """Raise ValueError, with similar names, for an unknown name in the trial, and for fp8 without a recipe."""
     plugins.check("workload", trial.workload, plugins.names(workloads.__name__))
     can_do_without = trial.attention == NO_ATTENTION and trial.workload in WITHOUT_ATTENTION
     if not can_do_without and not (trial.attention == OWN_ATTENTION and source_of(trial) is not None):
@@ -231,7 +231,7 @@ def check(trial: Trial) -> None:
 
 
 def _check_problem(trial: Trial, p: TrialProblem) -> None:
-    """Raise ValueError for a name in the trial's settings that is not known."""
+    """Raise ValueError for an unknown name in the trial's settings."""
     for setting, package in PLUGINS.items():
         if (name := getattr(p, setting, None)) is not None:
             plugins.check(setting, name, plugins.names(package))
@@ -249,7 +249,7 @@ def _check_problem(trial: Trial, p: TrialProblem) -> None:
 
 
 def _check_step(trial: Trial, p: StepProblem) -> None:
-    """Raise ValueError for a model that is not known, or a part that does not go with the trial's recipe or rival."""
+    """Raise ValueError for an unknown model, or a part that does not fit the trial's recipe or rival."""
     if p.source is None:
         plugins.check("model", p.model, list(configs()))
     if p.against is not None:
@@ -257,30 +257,30 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
         if trial.recipe != recipe:
             raise ValueError(f"{trial.name}: the arithmetic of {name} is the recipe {recipe}, not {trial.recipe}")
         if p.blocks is not None or (p.head is not None and p.against.head is not None):
-            raise ValueError(f"{trial.name}: {name} has blocks or a head of its own; leave out te-bench's")
+            raise ValueError(f"{trial.name}: {name} has its own blocks or head; leave out te-bench's")
     if p.parallel is not None:
         plugins.check("mode of parallelism", p.parallel, parallel.names())
-    least = 2 if p.against is None else 1  # a rival's way may have no other step on one GPU
+    least = 2 if p.against is None else 1  # some rivals divide their step over ranks even on one GPU
     if (p.parallel is None) != (p.world is None) or (p.world is not None and p.world < least):
-        raise ValueError(f"{trial.name}: a step over ranks has a mode, parallel, and {least} ranks or more, world")
+        raise ValueError(f"{trial.name}: a step over ranks needs a mode, parallel, and {least} ranks or more, world")
     gathers = p.parallel in parallel.GATHERING and trial.precision == "fp8" and trial.workload == "train_step"
     if p.gather is not None and not gathers:
         modes = " or ".join(parallel.GATHERING)
-        raise ValueError(f"{trial.name}: gather fp8 is of a train_step in FP8 over ranks by {modes}")
+        raise ValueError(f"{trial.name}: gather fp8 applies to a train_step in FP8 over ranks by {modes}")
     if (p.shard is None) != (p.parallel not in parallel.GROUPED):
         raise ValueError(
-            f"{trial.name}: shard is of {' and '.join(parallel.GROUPED)}, which have it: the ranks of a group"
+            f"{trial.name}: shard, the ranks of a group, goes with {' and '.join(parallel.GROUPED)}, and only with these"
         )
     if p.sequence_parallel is not None:
         if p.world is None or p.parallel not in parallel.SHARING:
-            raise ValueError(f"{trial.name}: sequence_parallel is of {' and '.join(parallel.SHARING)}")
+            raise ValueError(f"{trial.name}: sequence_parallel applies to {' and '.join(parallel.SHARING)}")
         if p.source is None and p.block % (p.world // p.replicas):
             raise ValueError(
                 f"sequences of {p.block} tokens do not divide into {p.world // p.replicas} ranks: give other --tokens, or "
                 "leave --sequence-parallel out"
             )
     if p.overlap is not None and (p.sequence_parallel is None or trial.workload not in PROVEN):
-        raise ValueError(f"{trial.name}: overlap is of a {' or '.join(PROVEN)} with sequence_parallel")
+        raise ValueError(f"{trial.name}: overlap applies to a {' or '.join(PROVEN)} with sequence_parallel")
     if p.world is not None and isinstance(p.batch, int) and p.batch % p.replicas:
         less = p.batch // p.replicas * p.replicas or p.replicas
         parts = (
@@ -295,17 +295,17 @@ def _check_step(trial: Trial, p: StepProblem) -> None:
         and (p.steps is None or p.eval_every_s or p.batch == "max")
     ):
         raise ValueError(
-            f"{trial.name}: ranks have clocks and memories of their own, so only trainings with a number of steps and a "
-            "batch go over ranks: leave --gpus-per-trial out, or choose convergence or stress"
+            f"{trial.name}: every rank has its own clock and memory, so over ranks a training needs a number of steps and "
+            "a batch: leave --gpus-per-trial out, or choose convergence or stress"
         )
     if p.fault is not None and trial.recipe is None:
         raise ValueError(f"{trial.name}: a fault is planted into a recipe; choose precision fp8 and one")
 
 
 def interleave(trials: list[Trial]) -> tuple[Trial, ...]:
-    """Rivals vary fastest, repetitions slowest, every other round backwards (A B, B A), so that drift hits all alike.
+    """Order trials: rivals vary fastest, repetitions slowest, every other round backwards (A B, B A) against drift.
 
-    Of branches the control always comes first, which trains the trunk.
+    The control of branches, which trains the trunk, always comes first.
     """
     by_seed = groupby(sorted(trials, key=lambda t: t.seed), key=lambda t: t.seed)
     rounds = [list(group) for _, group in by_seed]

@@ -1,4 +1,4 @@
-"""What the suites on convergence share: named settings of a training run, and the user's words over them."""
+"""Named settings of a training run, which the convergence suites share, and the user's changes to them."""
 
 from te_bench import plugins
 from te_bench.experiments import suite_trials
@@ -21,7 +21,7 @@ CHAR: Settings = {
     "warmup": 100,
     "beta2": 0.99,
 }
-#: The same idea at a size that a CPU trains in half a minute.
+#: The same design at a size that a CPU trains in half a minute.
 TINY: Settings = {
     **CHAR,
     "model": "tiny",
@@ -35,52 +35,52 @@ TINY: Settings = {
     "warmup": 20,
 }
 
-#: Learning rates that decay to 0: before that, losses measure the rate more than the precision.
+#: Learning rates decay to 0; before that, losses measure the rate more than the precision.
 _DECAYED: Settings = {"min_learning_rate": 0.0, "evaluate": "both", "probes": 10}
 
 _GPT2: Settings = {
     **_DECAYED,
     "model": "gpt2",
     # 49,152 tokens a step: 100 M tokens are 2,035 steps, enough for a schedule. 48 sequences take 6 % less time than 4 times
-    # 12 (speed-b64), and up to 31 GiB (convergence-first); --batch 12 --accumulate 4 trains on the same batches in less.
+    # 12 (speed-b64), with up to 31 GiB (convergence-first); --batch 12 --accumulate 4 trains on the same batches in less.
     "batch": 48,
     "block": 1024,
     "accumulate": 1,
     "steps": 2035,
     "eval_every": 200,
-    # In 4 of 11 evaluations; of 10 M tokens each an FP8 trial evaluated for half as long as it trained (H200).
+    # Used in 4 of 11 evaluations. With 10 M tokens in each, an FP8 trial evaluated for half its training time (H200).
     "eval_tokens": 4 * 2**20,
     "early_eval_tokens": 2**18,
-    # At 6e-4 and 100 steps of warm-up bf16 ends farther from itself an ulp away than any margin; such gaps go with the rate
-    # (docs/convergence-records.md). Not measured at 3e-4.
+    # At 6e-4 with 100 steps of warm-up, two bf16 runs whose weights differ by one ulp end farther apart than any margin; the
+    # gap depends on the rate (docs/convergence-records.md). Not measured at 3e-4.
     "learning_rate": 3e-4,
     "warmup": 400,
     "order": "once",
 }
-_CPU: Settings = {  # a rate at which two runs that differ by one ulp stay together: at twice that they end 0.02 nats apart
+_CPU: Settings = {  # at this rate, runs that differ by one ulp stay together; at twice the rate they end 0.02 nats apart
     **TINY,
     **_DECAYED,
     "batch": 8,
     "steps": 150,
     "eval_every": 30,
-    "early_eval_tokens": 2**13,  # 3 of 5 evaluations; of 2**15 tokens each, all took a third of a trial's time
+    "early_eval_tokens": 2**13,  # in 3 of 5 evaluations; with 2**15 tokens they took a third of a trial's time
     "learning_rate": 1e-3,
     "warmup": 15,
     "probes": 5,
 }
-#: Presets whose step, of bf16 too, is the fused one.
+#: Presets whose step is the fused one, also for bf16.
 FUSED = frozenset({"gpt2", "llama"})
 
-#: Problems but for their data. eval_tokens: None is the whole validation part.
-#: early_eval_tokens: before the last quarter of the steps, for points that are looked at and enter no verdict.
+#: Problems without their data. eval_tokens: None is the whole validation part. early_eval_tokens: of evaluations before the
+#: last quarter of the steps, which are shown but enter no verdict.
 PRESETS: dict[str, Settings] = {
     "cpu": _CPU,
-    "cpu-pool": {**_CPU, "order": "once"},  # the design of gpt2 and llama at a size for a CPU
-    # nanoGPT's 5,000 steps overfit: the validation loss is least at 1,750 and ends 0.17 above it, which voids a verdict.
+    "cpu-pool": {**_CPU, "order": "once"},  # a pool, at a size for a CPU
+    # nanoGPT's 5,000 steps overfit: the validation loss is lowest at 1,750 and ends 0.17 higher, which voids a verdict.
     "char": {**CHAR, **_DECAYED, "steps": 1200, "eval_every": 60},
     "gpt2": _GPT2,
     "llama": {**_GPT2, "model": "llama-114m"},
-    "gpt2-short": {  # 3.7 M tokens: does a way of computing lose anything that 300 steps show?
+    "gpt2-short": {  # 3.7 M tokens: does FP8 lose anything within 300 steps?
         **{key: value for key, value in _GPT2.items() if key != "order"},
         "learning_rate": 6e-4,
         "batch": 12,
@@ -95,29 +95,29 @@ PRESETS: dict[str, Settings] = {
 #: Options of a training that `problem_of` obeys.
 TRAINING = frozenset({"batch", "accumulate", "steps", "tokens", "learning_rate", "warmup"})
 
-FEWEST_STEPS = 20  # of --tokens: who asks for fewer means a sequence's length, which it is in other suites
+FEWEST_STEPS = 20  # of --tokens; smaller requests mean a sequence's length, as in other suites
 
 
 def preset_of(options: Options) -> str:
-    """The preset that was asked for, else that of the model, else that of the device.
+    """Return the preset that was asked for, else the model's, else the device's.
 
-    Raises ValueError when unknown, and for --tokens with a user's model: in other suites that is a sequence's length.
+    Raise ValueError for an unknown preset, and for --tokens with a user's model: in other suites it is a sequence's length.
     """
     if options.tokens is not None and adoptee(options) is not None:
         raise ValueError(
-            f"--tokens {options.tokens}: in suites without training it is how long your model's sequences are, and here how "
-            "long a run trains; say that by --steps"
+            f"--tokens {options.tokens}: in suites without training this is the length of your model's sequences, and here "
+            "the length of a run; set the length of a run by --steps"
         )
     if options.preset is not None:
         plugins.check("preset", options.preset, list(PRESETS))
         return options.preset
-    if options.model is not None:  # the longest sequences that it takes
+    if options.model is not None:  # by the longest sequences of the model
         if (own := adoptee(options)) is not None:
             long = own.facts.block is None or own.facts.block >= _GPT2["block"]
             return "gpt2-short" if options.device == "cuda" and long else "cpu"
         length = configs()[options.model].block_size
         return next(name for name in ("gpt2", "char", "cpu") if name == "cpu" or length >= PRESETS[name]["block"])
-    return "gpt2-short" if options.device == "cuda" else "cpu"  # of `gpt2` no affordable number of seeds decides
+    return "gpt2-short" if options.device == "cuda" else "cpu"  # preset gpt2 needs too many seeds
 
 
 def recipes_of(options: Options) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def recipes_of(options: Options) -> tuple[str, ...]:
 
 
 def problem_of(options: Options) -> Settings:
-    """The problem that all arms share: the preset's, with the model, data and training that the user asks for."""
+    """Return the problem that all arms share: the preset's, with the user's model, data and training options."""
     preset = preset_of(options)
     problem = dict(PRESETS[preset])
     problem["model"] = suite_trials.named(options, problem["model"])
@@ -158,21 +158,21 @@ def problem_of(options: Options) -> Settings:
 
 
 def fused_parts(options: Options) -> Settings:
-    """The fused step but for its head."""
+    """Return the fused step's settings without its head."""
     return {"blocks": "fused", "optimizer": "triton" if options.device == "cuda" else "reference"}
 
 
 def _sharing(options: Options) -> Settings:
-    """How many trials a GPU has at a time, where it has several: their step times are not one trial's."""
+    """Return the number of trials that share a GPU, if above one: their step times are not those of one trial."""
     if options.share is not None and options.device == "cpu":
         raise ValueError(
-            "--share: trials on a GPU; on a CPU they run side by side where that costs no time. Leave it out"
+            "--share: only for trials on a GPU; on a CPU they run side by side where it costs no time. Leave it out"
         )
     return {"share": options.share} if options.share and options.share > 1 else {}
 
 
 def _steps(options: Options, problem: Settings) -> int:
-    """The steps that were asked for, or as many as the tokens need. Raises ValueError for tokens that train nothing."""
+    """Return the number of steps: as asked, or as the tokens need. Raise ValueError for too few tokens."""
     if options.tokens is None:
         return options.steps or problem["steps"]
     a_step = problem["batch"] * problem["block"] * problem.get("accumulate", 1)
@@ -186,7 +186,7 @@ def _steps(options: Options, problem: Settings) -> int:
 
 
 def _warmup(options: Options, problem: Settings, steps: int) -> int:
-    """The steps that were asked for, else the preset's or a fifth of the run. Raises ValueError for a whole run of them."""
+    """Return the warm-up steps: as asked, else the preset's or a fifth of the run. Raise ValueError if they fill the run."""
     if options.warmup is None:
         return min(problem["warmup"], steps // 5)
     if options.warmup >= steps:
@@ -195,13 +195,13 @@ def _warmup(options: Options, problem: Settings, steps: int) -> int:
 
 
 def arm(options: Options, problem: Settings, recipe: str | None, seed: int) -> Trial:
-    """bf16, or FP8 by a recipe, in the one mode that all arms share: as one CUDA graph, on a CPU eager."""
+    """Return the trial of bf16, or of FP8 by a recipe, in the arms' common mode: one CUDA graph; on a CPU eager."""
     mode = "cudagraph" if options.device == "cuda" else "eager"
     precision = "bf16" if recipe is None else "fp8"
     dropout = adoptee(options) is None and configs()[problem["model"]].dropout
     attention = "math" if dropout and options.device == "cpu" else "flash"  # the CPU's flash kernel has no dropout
     if preset_of(options) in FUSED and options.device == "cuda" and adoptee(options) is None:
-        # As the step that te-bench recommends.
+        # the attention of the step that te-bench recommends
         _, attention = suite_trials.attention_kernels(configs()[problem["model"]].shape.head_dim)
     return suite_trials.training(
         options, problem, attention, precision, mode, seed, recipe=recipe or suite_trials.FP8_RECIPE

@@ -1,7 +1,7 @@
-"""The problems of the workloads: each setting that a trial may have, with its type, its unit and its default.
+"""The problems of the workloads: every setting of a trial, with type, unit and default.
 
-`Trial.problem` holds the settings as the JSON that the trial's id hashes; `TrialProblem.of(trial)` reads them, and `to_json`
-writes them back. A setting at its default need not be in the JSON: a new one leaves the ids of earlier trials as they are.
+`Trial.problem` holds the settings as the JSON that the trial's id hashes. `TrialProblem.of(trial)` reads them, `to_json`
+writes them. A setting at its default may be absent from the JSON, so a new setting does not change earlier trials' ids.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from te_bench.models.rivals import Rival
     from te_bench.models.sources import Source
 
-#: Settings by name, as JSON holds them: a plan checks them by their workload's dataclass.
+#: Settings by name, as in JSON; a plan checks them by their workload's dataclass.
 Settings = dict[str, Any]
 
-#: How a trial's name shows a setting, in this order; of what is not here the id alone tells.
+#: How a trial's name shows a setting, in this order. Other settings only change the id.
 _SHOWN = {
     **dict.fromkeys(("model", "arm", "fault", "layer", "variant", "dtype", "kind", "call"), ""),
     "branch_at": "from",
@@ -68,15 +68,15 @@ _TYPES = {int: "a whole number", float: "a number", str: "a name", bool: "true o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProblem:
-    """The settings of one trial; `said` are those that its JSON has."""
+    """The settings of one trial; `said` are those that its JSON contains."""
 
     threads: int | None = None  # of a CPU's torch
     said: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    others: ClassVar[str | None] = None  # the field that takes settings of any other name, where there is one
+    others: ClassVar[str | None] = None  # the field that takes settings of any other name, if there is one
 
     @classmethod
     def of(cls, trial: "Trial") -> Self:
-        """The trial's settings. Raises ValueError for one that is missing, not known, or of another type."""
+        """Return the trial's settings. Raise ValueError for a missing, unknown or wrongly typed one."""
         kind, settings = PROBLEMS[trial.workload], _settings(trial.workload)
         if not issubclass(kind, cls):
             raise ValueError(f"{trial.workload} poses no problem of the kind {cls.__name__}")
@@ -96,7 +96,7 @@ class TrialProblem:
         return kind(**given, said=said)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that the trial's JSON has, and any other that is not at its default."""
+        """Return the settings of the trial's JSON, and all others that differ from their default."""
         values = {f.name: (getattr(self, f.name), f.default) for f in _fields(type(self))}
         kept = {name: value for name, (value, usual) in values.items() if name in self.said or value != usual}
         return kept | (getattr(self, self.others) if self.others else {})
@@ -108,7 +108,7 @@ def _fields(kind: type[TrialProblem]) -> list[dataclasses.Field[Any]]:
 
 @functools.cache
 def _settings(workload: str) -> dict[str, tuple[Any, Any]]:
-    """{setting: (type, default or MISSING)}."""
+    """Return {setting: (type, default or MISSING)}."""
     hints = get_type_hints(PROBLEMS[workload])
     return {f.name: (hints[f.name], f.default) for f in _fields(PROBLEMS[workload])}
 
@@ -136,65 +136,65 @@ def _words(hint: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProblem(TrialProblem):
-    """A model's training step; what is None is as the model, torch or training.step.Optim has it."""
+    """A model's training step; None: the default of the model, torch or training.step.Optim."""
 
     model: str  # a name of models.configs, or a user's
     block: int  # tokens of a sequence
     vocab: int
     padded_vocab: int
-    layers: int | None = None  # fewer than the model has, which is how the check of a large one fits
+    layers: int | None = None  # fewer than the model's, for the check of a large model
     dropout: float | None = None
     head: str | None = None  # of kernels.linear_cross_entropy; None: all logits at once
     optimizer: str | None = None  # of kernels.adamw; None: torch's fused AdamW
-    weights: Literal["bf16"] | None = None  # matrices that are trained, without a master; None: float32
+    weights: Literal["bf16"] | None = None  # trained matrices, without a master copy; None: float32
     states: Literal["bf16", "fp8"] | None = None  # matrices' moments; None: float32
     blocks: Literal["fused"] | None = None  # None: one module after the other
-    checkpointing: Literal["blocks"] | None = None  # whose activations are computed again; None: all are kept
+    checkpointing: Literal["blocks"] | None = None  # what recomputes its activations; None: nothing
     rival: str | None = None  # of models.rivals; None: te-bench's own passes
-    linears: str | None = None  # what `rival` was called when all rivals were torchao's: GPT-2's published trials
+    linears: str | None = None  # name of `rival` when all rivals were torchao's, in GPT-2's published trials
     learning_rate: float | None = None
     min_learning_rate: float | None = None
     warmup: int | None = None  # steps
     weight_decay: float | None = None
     beta1: float | None = None
     beta2: float | None = None
-    grad_clip: float | None = None  # the gradients' largest norm; 0: any
+    grad_clip: float | None = None  # the gradients' largest norm; 0: unlimited
     accumulate: int | None = None  # micro-batches of a step
     data: str = "random"
-    perturb_ulp: int | None = None  # units in the last place by which the weights are moved that it begins with
+    perturb_ulp: int | None = None  # units in the last place by which the initial weights are moved
     fault: str | None = None  # of models.faults, planted into the recipe
     batch: int | Literal["max"] | None = None  # sequences of a micro-batch, over all ranks
     parallel: str | None = None  # a mode of training.parallel; None: one process
-    world: int | None = None  # its ranks
-    shard: int | None = None  # ranks of a group, of hsdp and fsdp2+tp
-    sequence_parallel: Literal[True] | None = None  # of tp and fsdp2+tp: ranks share the tokens between layers
-    overlap: Literal["symmetric"] | None = None  # of sequence_parallel's collectives with GEMMs; None: none
-    gather: Literal["fp8"] | None = None  # of blocks' weights by fsdp2 or hsdp; None: in the dtype of their products
-    arguments: str | None = None  # this and the following: of a user's model, as models.sources.Source has them
+    world: int | None = None  # number of ranks
+    shard: int | None = None  # ranks of a group, for hsdp and fsdp2+tp
+    sequence_parallel: Literal[True] | None = None  # for tp and fsdp2+tp: ranks share the tokens between layers
+    overlap: Literal["symmetric"] | None = None  # of sequence_parallel's collectives with GEMMs; None: no overlap
+    gather: Literal["fp8"] | None = None  # format of blocks' weights in fsdp2 and hsdp; None: their products' dtype
+    arguments: str | None = None  # this and the following: for a user's model, as in models.sources.Source
     config: str | None = None
     sha256: str | None = None
     inputs: str | None = None
     loss: str | None = None
     packages: str | None = None
-    parts: Literal["all"] | None = None  # of te.convert, of a user's model; None: what a recipe needs
+    parts: Literal["all"] | None = None  # of te.convert, for a user's model; None: what a recipe needs
 
     @property
     def replicas(self) -> int:
-        """Into how many parts its ranks divide a micro-batch."""
+        """Return the number of parts into which the ranks divide a micro-batch."""
         from te_bench.training.parallel import replicas
 
         return 1 if self.world is None or self.parallel is None else replicas(self.parallel, self.world, self.shard)
 
     @property
     def source(self) -> "Source | None":
-        """Where a user's model comes from; None for one of te-bench's own."""
+        """Return the source of a user's model; None for te-bench's own model."""
         from te_bench.models.sources import Source
 
         return None if self.config is None and self.sha256 is None else Source.of(self)
 
     @property
     def against(self) -> "Rival | None":
-        """The rival whose step it is."""
+        """Return the rival whose step this is, or None."""
         from te_bench.models import rivals
 
         name = self.rival or self.linears
@@ -202,14 +202,14 @@ class StepProblem(TrialProblem):
 
     @property
     def as_it_is(self) -> bool:
-        """Whether mode cudagraph captures the step with no compiler: fused blocks, a rival's own, te.convert's parts."""
+        """Return whether mode cudagraph captures the step uncompiled: fused blocks, a rival's own, te.convert's parts."""
         if self.against is not None:
             return self.against.own_blocks
         return self.blocks is not None or self.parts is not None
 
     @property
     def optim(self) -> dict[str, Any]:
-        """What it says of training.step.Optim's fields."""
+        """Return the settings that are fields of training.step.Optim."""
         values = {name: getattr(self, name) for name in OPTIM}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -232,34 +232,34 @@ class TrainStepProblem(StepProblem):
 class MaxBatchProblem(StepProblem):
     """The largest batch that fits."""
 
-    memory_limit_gib: float | None = None  # None: all of the GPU
+    memory_limit_gib: float | None = None  # None: the GPU's memory
     batch: int | None = None  # of one try
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingProblem(StepProblem):
-    """A training to a curve, of so many steps or seconds."""
+    """A training with loss curves, for a number of steps or seconds."""
 
     batch: int | Literal["max"]  # "max": the largest that fits
     data: str  # a data set; a text file goes by its name
     tokenizer: str | None = None
     corpus: str | None = None  # key of the token cache
     data_sha256: str | None = None
-    order: Literal["once"] | None = None  # of the training windows, each taken once; None: they begin anywhere
+    order: Literal["once"] | None = None  # each training window is taken once; None: windows begin anywhere
     steps: int | None = None
     budget_s: float | None = None  # in place of steps
     eval_every: int | None = None  # steps
     eval_every_s: float | None = None
     eval_tokens: int | None = None  # None: the whole validation part
     early_eval_tokens: int | None = None  # of evaluations before the last quarter of the steps
-    evaluate: Literal["both"] | None = None  # val_loss in bf16 whatever the trial trains in, and as it trains
-    probes: int | None = None  # about how many looks at the FP8 numerics, at evaluations that are evenly spaced
+    evaluate: Literal["both"] | None = None  # val_loss in bf16, and in the trial's own precision
+    probes: int | None = None  # approximate number of FP8 probes, at evenly spaced evaluations
     memory_limit_gib: float | None = None
-    share: int | None = None  # trials at a time on the GPU, where there are several
-    arm: Literal["control", "aa", "recipe", "broken"] | None = None  # what it is in a study of convergence
-    branch_at: int | None = None  # steps of the bf16 trunk that it goes on from; None: it begins with the first step
-    bf16_from: int | None = None  # step from which on it trains in bf16; None: in its own precision to the end
-    lr_factor: float | None = None  # what learning_rate was multiplied by
+    share: int | None = None  # trials at a time on the GPU, if several
+    arm: Literal["control", "aa", "recipe", "broken"] | None = None  # role in a study of convergence
+    branch_at: int | None = None  # steps of the bf16 trunk that it continues; None: it has no trunk
+    bf16_from: int | None = None  # step from which it trains in bf16; None: its own precision to the end
+    lr_factor: float | None = None  # factor that learning_rate includes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,10 +271,10 @@ class AttentionProblem(TrialProblem):
     length: int
     head_dim: int
     causal: bool
-    kv_heads: int | None = None  # where keys and values are shared
-    window_left: int | None = None  # row i sees keys i - left to i + right alone; -1: no end
+    kv_heads: int | None = None  # if keys and values are shared
+    window_left: int | None = None  # row i sees keys i - left to i + right; -1: unlimited
     window_right: int | None = None
-    documents: int | None = None  # so many in each sequence, of `lengths`, all packed one after the other
+    documents: int | None = None  # documents in each sequence, of `lengths`, packed one after the other
     dropout: float = 0.0
 
     @property
@@ -285,7 +285,7 @@ class AttentionProblem(TrialProblem):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of a sequence's documents: each half of what is left, rounded up, but the last, which is the rest."""
+        """Return the lengths of a sequence's documents: each is half of the rest, rounded up; the last is the rest."""
         found, left = [], self.length
         for _ in range((self.documents or 1) - 1):
             found.append(left - left // 2)
@@ -293,7 +293,7 @@ class AttentionProblem(TrialProblem):
         return (*found, left)
 
     def posed(self, dtype: str, device: str, capability: tuple[int, int] | None = None) -> "Problem":
-        """What a backend is asked to do."""
+        """Return the problem as the attention backends take it."""
         from te_bench.kernels.attention import Problem
 
         return Problem(
@@ -317,8 +317,8 @@ class LayerProblem(TrialProblem):
     """A transformer layer on (sequence, batch, hidden)."""
 
     layer: str  # a name of models.quickstart
-    model: str | None = None  # whose layer it is, of these sizes; None: the quickstart's
-    variant: str  # "mlp" is the norm and MLP alone
+    model: str | None = None  # the model with a layer of these sizes; None: the quickstart's layer
+    variant: str  # "mlp": the norm and MLP only
     hidden: int
     ffn: int
     heads: int
@@ -332,7 +332,7 @@ class LayerProblem(TrialProblem):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CeilingsProblem(TrialProblem):
-    """What is copied and multiplied to see what the device reaches."""
+    """A copy and a GEMM, which measure the device's ceilings."""
 
     copy_bytes: int
     edge: int  # the GEMM's M = N = K
@@ -340,7 +340,7 @@ class CeilingsProblem(TrialProblem):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GemmProblem(TrialProblem):
-    """One GEMM, as kernels.gemm.table.GemmShape says it, by one of its rivals."""
+    """One GEMM as in kernels.gemm.table.GemmShape, by one of its rivals."""
 
     m: int
     n: int
@@ -363,7 +363,7 @@ class LinearProblem(TrialProblem):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadProblem(TrialProblem):
-    """Loss and gradients of a head over n rows of d features, as kernels.linear_cross_entropy.table.HeadShape says it."""
+    """Loss and gradients of a head over n rows of d features, as in kernels.linear_cross_entropy.table.HeadShape."""
 
     n: int
     d: int
@@ -374,7 +374,7 @@ class HeadProblem(TrialProblem):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceProblem(TrialProblem):
-    """A norm or an activation of m rows and n columns, as suites.pieces.PIECES has it."""
+    """A norm or an activation of m rows and n columns, as in suites.pieces.PIECES."""
 
     kind: str  # of kernels.norm or kernels.activation
     call: str  # a function of their contract
@@ -386,8 +386,8 @@ class PieceProblem(TrialProblem):
 #: {workload: its problem}.
 PROBLEMS: dict[str, type[TrialProblem]] = {
     "train_step": TrainStepProblem,
-    "scaling": TrainStepProblem,  # over one GPU or several, and what it takes of each
-    "survey": TrainStepProblem,  # looked at, and not timed
+    "scaling": TrainStepProblem,  # on one GPU or several, with the memory of each
+    "survey": TrainStepProblem,  # profiled, not timed
     "max_batch": MaxBatchProblem,
     "training": TrainingProblem,
     "attention": AttentionProblem,
@@ -402,19 +402,19 @@ PROBLEMS: dict[str, type[TrialProblem]] = {
 
 
 def is_step(trial: "Trial") -> bool:
-    """Whether its workload makes training steps; one of which no problem is known makes none."""
+    """Return whether the trial's workload makes training steps; an unknown workload makes none."""
     return issubclass(PROBLEMS.get(trial.workload, TrialProblem), StepProblem)
 
 
 def source_of(trial: "Trial") -> "Source | None":
-    """Where the user's model comes from whose step the trial is; None for any other trial."""
+    """Return the source of the user's model whose step the trial is; None for any other trial."""
     return StepProblem.of(trial).source if is_step(trial) else None
 
 
 def trunk_of(trial: "Trial") -> "Trial | None":
-    """The training whose first `branch_at` steps the trial goes on from, its study's bf16 control; None where it has none.
+    """Return the bf16 control whose first `branch_at` steps the trial continues; None if it has no trunk.
 
-    It differs in what an arm is: precision, recipe, fault, the weights' perturbation and an FP8 head.
+    The control differs in precision, recipe, fault, the weights' perturbation and an FP8 head.
     """
     if trial.problem.get("branch_at") is None:
         return None
@@ -423,7 +423,7 @@ def trunk_of(trial: "Trial") -> "Trial | None":
 
 
 def end_of(trial: "Trial") -> "Trial | None":
-    """The training in bf16 that the trial's steps from `bf16_from` on are; None where it ends in its own precision."""
+    """Return the bf16 training that the trial's steps from `bf16_from` on equal; None without `bf16_from`."""
     if trial.problem.get("bf16_from") is None:
         return None
     return _in_bf16(trial, without=("fault", "bf16_from", "perturb_ulp"))
@@ -436,18 +436,18 @@ def _in_bf16(trial: "Trial", without: tuple[str, ...]) -> "Trial":
 
 
 def world_of(trial: "Trial") -> int:
-    """How many ranks the trial has; 1 for any that spans none."""
+    """Return the trial's number of ranks; 1 without ranks."""
     world = trial.problem.get("world")
     return world if isinstance(world, int) else 1
 
 
 def backend_of(trial: "Trial") -> str:
-    """The backend of torch.distributed between its ranks."""
+    """Return the torch.distributed backend between the trial's ranks."""
     return "nccl" if trial.device == "cuda" else "gloo"
 
 
 def ranks_of(trial: "Trial") -> dict[str, Any]:
-    """What a record's work says of ranks; nothing of a trial that spans none."""
+    """Return what a record's work says of ranks; {} without ranks."""
     if trial.problem.get("world") is None:
         return {}
     divided = {
@@ -459,10 +459,10 @@ def ranks_of(trial: "Trial") -> dict[str, Any]:
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """The settings that tell one problem from another at a glance, as a trial's name shows them."""
+    """Return the settings that tell problems apart, as a trial's name shows them."""
     said = {name: "" if settings[name] is True else settings[name] for name in _SHOWN if name in settings}
     words = [f"{_SHOWN[name]}{value}" for name, value in said.items()]
-    if "causal" in settings:  # of attention alone
+    if "causal" in settings:  # only of attention
         words.append("causal" if settings["causal"] else "full")
         words += [f"dropout{settings['dropout']}"] if settings.get("dropout") else []
     return "-".join(words)

@@ -1,11 +1,11 @@
-"""Processes that do one thing and end: with their parent, in time, with all that they started. Imports no te_bench.
+"""Processes that run one function and end: with their parent, in time, with all their children. Imports no te_bench.
 
-te-bench has two engines, and both are made of what is here:
+te-bench has two engines, and both use this module:
 
-- `ProcessCall`: one function call in a process of its own, which a crash ends and nothing else. It runs a sweep's trials,
-  the tries of the largest batch and the gates of a self-test, which differ in multiprocessing's start method alone.
-- te_bench.gate.fork_server: two revisions of te-bench at once, each in processes that have imported it and no other, and
-  that are told again and again to time a call. No call of a function of this te_bench could be that.
+- `ProcessCall`: one function call in its own process, so that a crash ends nothing else. It runs a sweep's trials, the tries
+  of the largest batch and the gates of a self-test, which differ only in multiprocessing's start method.
+- te_bench.gate.fork_server: two revisions of te-bench at once, in processes that have each imported one revision and time
+  calls on request. A function call of this te_bench cannot do that.
 """
 
 import contextlib
@@ -24,25 +24,25 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-LOOK_S = 1.0  # between looks for who has ended: a child of a killed process may hold what would tell
-ORPHANS_S = 5.0  # for what a fork left to end, once it is killed
+LOOK_S = 1.0  # between checks for ended processes: a child of a killed process may hold the pipe that would tell
+ORPHANS_S = 5.0  # for the leftover children of a killed fork to end
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when `parent` ends, however it does. On Linux only."""
+    """Have the kernel kill this process when `parent` ends, however it ends. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(1)
 
 
 def take_signals() -> None:
-    """Have a signal do in this fork what it does in a fresh process: a fork begins with its caller's handlers, Ray's say.
+    """Reset signal handlers to those of a fresh process: a fork inherits its caller's handlers, such as Ray's.
 
-    What the caller ignores stays ignored, but SIGTERM, which ends a fork in any case, and SIGCHLD: who ignores that, as
-    Ray's workers do, is never told how a process of its own ended (wait(2)), and would wait for it forever.
+    Signals that the caller ignores stay ignored, except SIGTERM, which must end a fork, and SIGCHLD: a process that ignores
+    SIGCHLD, like Ray's workers, never learns how its children ended (wait(2)), and would wait for them forever.
     """
     for number in signal.valid_signals():
         if number in (signal.SIGTERM, signal.SIGCHLD) or callable(signal.getsignal(number)):
@@ -50,13 +50,13 @@ def take_signals() -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that this process leads, if there is one."""
+    """Kill the process group that this process leads, if any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def log_to(path: str, *, append: bool = False) -> None:
-    """Have standard output and standard error go to a file, what C libraries print too. Follows no link."""
+    """Send standard output and standard error to a file, including what C libraries print. Follow no link."""
     flags = os.O_APPEND if append else os.O_TRUNC | os.O_NOFOLLOW
     file = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
     os.dup2(file, 1)
@@ -64,17 +64,17 @@ def log_to(path: str, *, append: bool = False) -> None:
 
 
 def leave() -> NoReturn:
-    """End this process without teardown: freeing a GPU's memory one tensor at a time takes longer than ending it."""
+    """End this process without teardown, which would free a GPU's memory one tensor at a time and take longer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 class Ended(Exception):
-    """A process ended before it had answered.
+    """A process ended before it answered.
 
-    exit_code: the negative number of the signal where one ended it. orphaned: the fork server that started it was killed,
-    so that nobody knows how it ended.
+    exit_code: minus the signal's number if a signal ended it. orphaned: the fork server that started it was killed, so its
+    real exit code is unknown.
     """
 
     def __init__(self, exit_code: int, *, orphaned: bool = False):
@@ -83,11 +83,11 @@ class Ended(Exception):
 
 
 class ProcessCall:
-    """function(*arguments) in a process of its own. Both must pickle, but where the context forks.
+    """function(*arguments) in its own process. Both must pickle, unless the context forks.
 
-    Its answer comes by a pipe, whole or not at all. The process is as its context makes it: a function that wants a session
-    of its own, or to end with its parent, sees to it. raises: whether what the function raises is raised here, by `result`;
-    else it ends the process with exit code 1 and a traceback, as SystemExit does with its own code in any case.
+    The answer comes through a pipe, whole or not at all. The context decides how the process starts; a function that needs
+    its own session, or must end with its parent, arranges that itself. raises: `result` raises what the function raises;
+    otherwise the process ends with exit code 1 and a traceback. SystemExit always ends it with its own code.
     """
 
     def __init__(self, context: Any, function: Callable[..., Any], *arguments: Any, raises: bool = True):
@@ -103,9 +103,9 @@ class ProcessCall:
         self._writer.close()
 
     def poll(self) -> bool:
-        """Read what it has said so far; whether it has ended."""
+        """Read what has arrived so far; return whether the process has ended."""
         if not self.ended:
-            self._orphaned = _orphaned(self.process)  # before is_alive, which reads the exit code
+            self._orphaned = _orphaned(self.process)  # before is_alive, which consumes the exit code
             self.ended = not self.process.is_alive()
         self._read()
         return self.ended
@@ -120,7 +120,7 @@ class ProcessCall:
 
     @property
     def waits_for(self) -> list[Any]:
-        """What becomes readable when it says something or ends."""
+        """Return the objects that become readable when the process answers or ends."""
         return [self.process.sentinel, *([] if self._reader.closed else [self._reader])]
 
     @property
@@ -129,26 +129,26 @@ class ProcessCall:
         return len(size) == 8 and len(rest) == int.from_bytes(size)
 
     def result(self) -> Any:
-        """What the function returned. Raises what it raised, and Ended where the process ended before it had answered."""
+        """Return what the function returned. Raise what it raised, or Ended if the process ended without an answer."""
         if not self.answered:
             raise Ended(self.process.exitcode or 0, orphaned=self._orphaned)
-        succeeded, answer = pickle.loads(self._received[8:])  # our own
+        succeeded, answer = pickle.loads(self._received[8:])  # trusted: our own process wrote it
         if succeeded:
             return answer
         raise answer
 
     def kill(self) -> None:
-        """End it and its process group, which outlives it while something that it started runs."""
-        if self.process.pid is None:  # interrupted before it was started
+        """End the process and its group, which outlives the process while its children run."""
+        if self.process.pid is None:  # interrupted before the start
             return
         kill_group(self.process.pid)
-        if self.process.is_alive():  # it leads no group, or not yet
+        if self.process.is_alive():  # it leads no group (yet)
             self.process.kill()
         self.process.join()
         self._read()
 
     def run(self) -> Any:
-        """Start it, wait for its end and return its `result`."""
+        """Start the process, wait for its end and return its `result`."""
         try:
             self.start()
             wait_for_any([self])
@@ -158,7 +158,7 @@ class ProcessCall:
 
 
 def wait_for_any(calls: Sequence[ProcessCall], timeout_s: float = float("inf")) -> list[ProcessCall]:
-    """Those of the calls that have ended, as soon as one has; [] when the time is up."""
+    """Return the ended calls as soon as one has ended; [] when the time is up."""
     until = time.monotonic() + timeout_s
     while True:
         left = until - time.monotonic()
@@ -169,11 +169,11 @@ def wait_for_any(calls: Sequence[ProcessCall], timeout_s: float = float("inf")) 
 
 
 def _answer(writer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], raises: bool) -> NoReturn:
-    """In the process: send what the function returns or, where it is asked for, raises."""
+    """In the process: send what the function returns or, if asked for, what it raises."""
     take_signals()
     try:
         answer = pickle.dumps((True, function(*arguments)))
-    except (Exception, KeyboardInterrupt) as error:  # of an answer that does not pickle, too
+    except (Exception, KeyboardInterrupt) as error:  # also if the answer does not pickle
         if not raises:
             raise
         answer = pickle.dumps((False, _picklable(error)))
@@ -183,28 +183,28 @@ def _answer(writer: Connection, function: Callable[..., Any], arguments: tuple[A
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """The error with where it came from; in its text alone where it does not survive the way."""
+    """Return the error with its traceback as a note; a RuntimeError with the same text if it does not pickle."""
     error.add_note(traceback.format_exc())
     try:
-        pickle.loads(pickle.dumps(error))  # our own
+        pickle.loads(pickle.dumps(error))  # trusted: just written
     except Exception:
         return RuntimeError("".join(traceback.format_exception(error)))
     return error
 
 
 def _orphaned(process: Any) -> bool:
-    """Whether the fork server ended before it said how this child of it did: the exit code would be made up."""
+    """Return whether the fork server ended before it reported this child's exit code, which would then be wrong."""
     if not isinstance(process, ForkServerProcess) or not wait([process.sentinel], timeout=0):
         return False
-    unread = fcntl.ioctl(process.sentinel, termios.FIONREAD, bytes(4))  # an int: what there is to read of the exit code
+    unread = fcntl.ioctl(process.sentinel, termios.FIONREAD, bytes(4))  # an int: unread bytes of the exit code
     return not any(unread)
 
 
 def run_supervised(work: Callable[[], None]) -> str | None:
-    """Run `work` in a fork; the name of the signal that ended it, or None.
+    """Run `work` in a fork; return the name of the signal that ended it, or None.
 
-    Between it and this process is a supervisor, so that nothing that it starts stays, in sessions of its own neither,
-    when it ends or this process does.
+    A supervisor between the fork and this process ends all of the fork's children, also those in their own sessions, when
+    the fork or this process ends.
     """
     ours, theirs = os.pipe()
     supervisor = os.fork()
@@ -219,16 +219,16 @@ def run_supervised(work: Callable[[], None]) -> str | None:
 
 
 def _supervise(work: Callable[[], None], caller: int) -> NoReturn:
-    """Fork the work; once it or the caller has ended, end all that it left. Exits with the work's signal.
+    """Fork the work; once the work or the caller has ended, end its children. Exit with the work's signal.
 
-    caller: a pipe that has no other end once the caller is gone.
+    caller: a pipe whose other end closes when the caller ends.
     """
     take_signals()
     os.setsid()
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes this process's child
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become this process's children
     worker = os.fork()
     if worker == 0:
         _work(work, caller)
@@ -241,7 +241,7 @@ def _supervise(work: Callable[[], None], caller: int) -> NoReturn:
         os.read(woken, 2**10)
         ended, status = os.waitpid(worker, os.WNOHANG)
     if not ended:
-        os.kill(worker, signal.SIGKILL)  # it may not have become a group yet
+        os.kill(worker, signal.SIGKILL)  # it may not lead a group yet
         _, status = os.waitpid(worker, 0)
     kill_group(worker)
     _end_children()
@@ -260,7 +260,7 @@ def _work(work: Callable[[], None], caller: int) -> NoReturn:
 
 
 def _end_children() -> None:
-    """Kill this process's children until it has none: a killed one's own become its children."""
+    """Kill this process's children until none is left: children of a killed one become this process's."""
     until = time.monotonic() + ORPHANS_S
     while time.monotonic() < until:
         try:
@@ -270,6 +270,6 @@ def _end_children() -> None:
         if not ended:
             for stat in Path("/proc").glob("[0-9]*/stat"):
                 with contextlib.suppress(OSError):
-                    if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():  # its parent, proc(5)
+                    if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():  # the parent's id, proc(5)
                         os.kill(int(stat.parent.name), signal.SIGKILL)
             time.sleep(1e-3)

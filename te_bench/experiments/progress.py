@@ -1,6 +1,6 @@
-"""The progress of a sweep: a line for each trial that ended, with its result and the time left, which a terminal has below.
+"""Show a sweep's progress: a line for each ended trial with its result and the time left, and a bar on a terminal.
 
-It warns, once, of others that keep the machine busy: of a sweep that runs one trial at a time, for it may itself be those.
+Warn once of other load on the machine, if the sweep runs one trial at a time; otherwise the load may be the sweep's own.
 """
 
 import sys
@@ -16,9 +16,9 @@ from te_bench.experiments.spec import Record, Trial
 
 
 class Progress:
-    """A context manager that is called with (a record just written, a trial just started), either of them None.
+    """A context manager; call it with (a record just written, a trial just started), either of them None.
 
-    called: a trial's name; found: a record's result in words, or "". warned: whether that was said before.
+    called: returns a trial's name. found: returns a record's result in words, or "". warned: the warning has been given.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Progress:
         self.called, self.found = called, found
         self.walls: list[float] = []
         self.warned = warned or slots > 1
-        self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # the command line lets no escape through
+        self.console = Console(file=getattr(sys.stderr, "raw", sys.stderr))  # cli's stderr filters escapes
         name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, name)
         self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal)
@@ -64,13 +64,13 @@ class Progress:
             self._say(f"[{self.done}/{self.total}] {name}: {ended} ({record.wall_s:.1f} s{left})")
 
     def _say(self, line: str) -> None:
-        """One line on standard error, above the bar where there is one."""
+        """Print a line on standard error, above the bar if there is one."""
         if self.console.is_terminal:
             self.console.print(line, markup=False, highlight=False)
         else:
             print(line, file=self.console.file, flush=True)
 
     def _time_left(self) -> str:
-        """The trials to go at the mean time of those that ended."""
+        """Return the time for the remaining trials at the mean time of those that ended."""
         seconds = round(sum(self.walls) / len(self.walls) * (self.total - self.done) / self.slots)
         return f"{seconds // 60}:{seconds % 60:02d} left"

@@ -1,9 +1,10 @@
-"""A trial that spans several processes: one rank each, of one GPU each or of a CPU's cores; one reply of them all.
+"""Run a trial that spans several processes, one rank for each GPU or part of a CPU's cores; return one reply.
 
-The trial's own process is their supervisor. It forks them before anything has touched CUDA, in its process group, and each
-dies with it. They meet at a socket that the supervisor has bound, so that no port can be taken, and run the whole trial in
-step; rank 0's reply is the trial's. The first rank to fail ends all others, and the reply names it: of several that fail
-at once the one that did not merely lose its neighbours, and where others waited for one in vain, the one that did not come.
+The trial's own process supervises the ranks. It forks them into its process group before anything touches CUDA, and they end
+with it. They meet at a socket that the supervisor has bound, so that no other process can take the port, and run the whole
+trial in step. Rank 0's reply is the trial's. The first failing rank ends all others, and the reply names the failing rank.
+If several fail at once, it is one that did not merely lose a neighbour; if ranks timed out in a collective, it is the rank
+that did not join.
 """
 
 import datetime
@@ -29,17 +30,17 @@ from te_bench.training import parallel
 Reply = dict[str, Any]
 Run = Callable[[Trial, Context], Reply]
 
-#: Seconds that a rank waits for the others in a collective; while they compile and tune kernels, longer.
+#: Seconds that a rank waits for the others in a collective; longer while ranks compile and tune kernels.
 PATIENCE_S, COMPILING_PATIENCE_S = 45.0, 300.0
-#: Seconds that the other ranks have to fail, too, once one has: who is the cause is asked of all that did.
+#: Seconds in which other ranks may fail too, after the first failure, so that the cause can be found among them.
 GRACE_S = 3.0
-#: After a rank that is unsupported: mostly all of them are, and one may still be starting on a busy host.
+#: The same after an unsupported rank: mostly all ranks are unsupported, and one may still be starting on a busy host.
 UNSUPPORTED_GRACE_S = 12.0
 ADDRESS = "127.0.0.1"
-#: What torch says in a rank that waited for another in vain: by gloo, the store, and NCCL, in the log, before it aborts.
+#: torch's messages in a rank that timed out waiting for another: by gloo, the store, and NCCL (in the log, then abort).
 WATCHDOG = "Watchdog caught collective operation timeout"
 WAITED = ("Timed out waiting", "wait timeout", WATCHDOG)
-#: What it says in one whose neighbour has gone.
+#: torch's messages in a rank whose neighbour has gone.
 LOST = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
     *("DistNetworkError", "DistStoreError", "ncclRemoteError", "NCCL communicator was aborted"),
@@ -47,7 +48,7 @@ LOST = (
 
 
 def run(trial: Trial, context: Context, one: Run) -> Reply:
-    """one(trial, context) in every rank, with a process group; the reply of rank 0, or that of the rank that failed."""
+    """Run one(trial, context) in every rank, with a process group; return rank 0's reply, or the failed rank's."""
     world = world_of(trial)
     if trial.device == "cuda" and (here := _gpus()) < world:
         return {
@@ -61,7 +62,7 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
         try:
             for call in calls:
                 call.start()
-            meeting.close()  # else it would go on accepting when the rank that listens has gone
+            meeting.close()  # else it still accepts connections after the listening rank has ended
             replies = _answers(calls, kills)
         finally:
             for call in calls:
@@ -70,7 +71,7 @@ def run(trial: Trial, context: Context, one: Run) -> Reply:
 
 
 def _gpus() -> int:
-    """The GPUs that this process may use, by the management library: CUDA would not survive the fork."""
+    """Return the number of GPUs that this process may use, by NVML, because CUDA would not survive the fork."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return torch.cuda.device_count() if visible is None else len([gpu for gpu in visible.split(",") if gpu])
 
@@ -80,7 +81,7 @@ def _patience(trial: Trial) -> float:
 
 
 def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.socket, parent: int) -> Reply:
-    """In a rank's process: join the others and run the trial."""
+    """In a rank's process: join the other ranks and run the trial."""
     end_with_parent(parent)
     world = world_of(trial)
     timeout = datetime.timedelta(seconds=_patience(trial))
@@ -100,12 +101,12 @@ def _rank(one: Run, trial: Trial, context: Context, rank: int, meeting: socket.s
     with exclusive.of_ranks(rank, parallel.meet):
         reply = one(trial, context)
     if reply["outcome"] == "ok":
-        dist.barrier()  # rank 0 holds the store: it must not go before the others have read it
+        dist.barrier()  # rank 0 holds the store, and must outlive the others' reads
     return reply
 
 
 def _answers(calls: list[ProcessCall], oom_kills: int) -> dict[int, Reply]:
-    """{rank: what it said or how it ended}, in the order in which they did, until a grace after one has failed."""
+    """Return {rank: its reply or how it ended}, in order of arrival, until a grace period after the first failure."""
     replies: dict[int, Reply] = {}
     until = float("inf")
     while len(replies) < len(calls) and time.monotonic() < until:
@@ -126,24 +127,24 @@ def _answer(call: ProcessCall, rank: int, oom_kills: int) -> Reply:
         reply = runner.post_mortem(end, oom_kills, None)
         if f"[Rank {rank}] {WATCHDOG}" in _log():
             reply["reason"] += f": {WATCHDOG}"
-    except Exception as error:  # on the way to the others, or back
+    except Exception as error:  # while joining the other ranks, or in the answer
         return {"outcome": "crashed", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
     return reply
 
 
 def _log() -> str:
-    """What the ranks have said, where the trial's log is a file."""
+    """Return what the ranks have printed, if the trial's log is a file."""
     return Path("/dev/stderr").read_text(errors="replace") if stat.S_ISREG(os.fstat(2).st_mode) else ""
 
 
 def _verdict(replies: dict[int, Reply], world: int, patience: float) -> Reply:
-    """Rank 0's reply where all are ok; else that of the rank to blame, by name."""
+    """Return rank 0's reply if all are ok, else the reply of the rank at fault, with its name."""
     failed = {rank: reply for rank, reply in replies.items() if reply["outcome"] != "ok"}
     if not failed:
         return _together([replies[rank] for rank in range(world)])
     outcomes = {reply["outcome"] for reply in replies.values()}
     if len(replies) == world and len(outcomes) == 1 and "crashed" not in outcomes:
-        return replies[0]  # of all ranks alike, as of one process: of what all compute together, or cannot begin
+        return replies[0]  # all ranks failed alike, like one process
     waited = [rank for rank, reply in failed.items() if _says(reply, WAITED)]
     lost = [rank for rank, reply in failed.items() if rank not in waited and _says(reply, LOST)]
     own = [rank for rank in failed if rank not in (*waited, *lost)]
@@ -157,7 +158,7 @@ def _verdict(replies: dict[int, Reply], world: int, patience: float) -> Reply:
 
 
 def _together(replies: list[Reply]) -> Reply:
-    """Rank 0's reply, with the most memory that any rank took."""
+    """Return rank 0's reply, with the largest peak memory of all ranks."""
     samples = {
         name: [max(reply["samples"][name][0] for reply in replies)] if name.startswith("peak_") else values
         for name, values in replies[0]["samples"].items()

@@ -1,4 +1,4 @@
-"""A host's side of a trial on a Ray cluster: what `on_ray` sends there. It runs in a worker of Ray, and imports no torch."""
+"""The host's side of a trial on a Ray cluster, called by `on_ray`. Runs in a Ray worker, and imports no torch."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from te_bench.experiments import environment, runner
 from te_bench.experiments.measurement import Context
 from te_bench.experiments.spec import Record, Trial
 
-THREADS = "OMP_NUM_THREADS"  # which Ray sets to a task's CPUs
-LONGEST = 70  # characters of a folder in which a socket's name, of 107 in all, still has room
-LOG_TAIL = 2**18  # characters of a failed trial's log that come to the head
+THREADS = "OMP_NUM_THREADS"  # Ray sets it to a task's CPUs
+LONGEST = 70  # characters of a folder's path that leave room for a socket's name, 107 in all
+LOG_TAIL = 2**18  # characters of a failed trial's log that are sent to the head
 RERUN = "rerun to repeat it"
 
 
@@ -26,16 +26,16 @@ class Head:
 
     code: str  # environment.code_hash
     environment: str
-    folder: str  # the current one, from which a user's model is imported
+    folder: str  # the current folder, from which a user's model is imported
     threads: str | None  # OMP_NUM_THREADS
 
 
 def answer() -> None:
-    """Nothing: that it ends says that there is a host."""
+    """Do nothing; the task's end shows that the host is there."""
 
 
 def capture(device: str, by_table: Collection[str], threads: str | None, losses: bool = False) -> dict[str, Any] | str:
-    """environment.capture of this host, or why it can run nothing."""
+    """Return environment.capture of this host, or why the host cannot run trials."""
     as_on_the_head(threads)
     gpus = (environment.visible_gpus() or environment.nvidia_gpus()) if device == "cuda" else []
     if device == "cuda" and not gpus:
@@ -51,7 +51,7 @@ def capture(device: str, by_table: Collection[str], threads: str | None, losses:
 def carry_out(
     trial: Mapping[str, Any], head: Head, timeout_s: float, context: Context
 ) -> tuple[dict[str, Any], str | None]:
-    """Run the trial in a process of its own: its record in JSON, but for the host, and its log where it did not end ok."""
+    """Run the trial in its own process; return its record in JSON, without the host, and its log unless it ended ok."""
     import ray
 
     as_on_the_head(head.threads)
@@ -59,11 +59,11 @@ def carry_out(
         reason = f"{differs}: install the same there; {RERUN}"
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return _unrun(Trial.from_json(trial), head, reason, now).to_json(), None
-    with contextlib.suppress(OSError):  # a host without that folder has no model of the user's either, and says so
+    with contextlib.suppress(OSError):  # without the folder a user's model is missing too, and the trial reports that
         os.chdir(head.folder)
-    # Ray's own script, which multiprocessing would have each trial import.
+    # Remove Ray's own script, which multiprocessing would otherwise import in each trial.
     vars(sys.modules["__main__"]).pop("__file__", None)
-    session: str = ray._private.worker.global_worker.node.get_session_dir_path()  # which goes with the cluster
+    session: str = ray._private.worker.global_worker.node.get_session_dir_path()  # removed with the cluster
     if len(session) <= LONGEST:
         tempfile.tempdir = session
     with tempfile.TemporaryDirectory(prefix="te-bench-") as folder:
@@ -87,7 +87,7 @@ def _unrun(trial: Trial, head: Head, reason: str, now: str) -> Record:
 
 
 def other_code(head: Head) -> str | None:
-    """How this host's te_bench differs from the head's; None where it does not."""
+    """Return how this host's te_bench differs from the head's, or None."""
     code = environment.code_hash()
     return (
         None if code == head.code else f"the te_bench of {os.uname().nodename} is {code}, that of the head {head.code}"
@@ -95,14 +95,14 @@ def other_code(head: Head) -> str | None:
 
 
 def as_on_the_head(threads: str | None) -> None:
-    """Have this host's trials compute with as many threads as the head's would: Ray gives them one a CPU that it counts."""
+    """Give this host's trials the head's number of threads; Ray would give them one per counted CPU."""
     os.environ.pop(THREADS, None)
     if threads is not None:
         os.environ[THREADS] = threads
 
 
 def held_gpus() -> str:
-    """The UUIDs of the GPUs that Ray holds for this trial, as CUDA_VISIBLE_DEVICES takes them."""
+    """Return the UUIDs of the GPUs that Ray reserves for this trial, in the form of CUDA_VISIBLE_DEVICES."""
     import ray
 
     held = ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -110,7 +110,7 @@ def held_gpus() -> str:
 
 
 def uuids(held: Sequence[str], gpus: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The UUID of each GPU that Ray names by its index or UUID. Raises ValueError for one that the driver does not know."""
+    """Return the UUID of each GPU that Ray names by index or UUID. Raise ValueError for one unknown to the driver."""
     found = []
     for name in held:
         named = [gpu["uuid"] for gpu in gpus if name in (str(gpu["index"]), gpu["uuid"])]

@@ -1,7 +1,7 @@
-"""The options of a run, each declared once: the command line, the checks, the plan and the reports go by this table.
+"""The options of a run. Each is declared once here, for the command line, the checks, the plan and the reports.
 
-A suite names in Experiment.heeds those that it obeys, and sets the settings of its problems by them; the plan sets others
-in the trials of any suite (plan.ASKED).
+A suite lists the options that it obeys in Experiment.heeds, and sets its problems by them. The plan applies the remaining
+options to the trials of any suite (plan.ASKED).
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ from te_bench import plugins
 from te_bench.training import fewer_bits as bits
 from te_bench.training import parallel as parallels
 
-MOST_SEEDS = 1000  # far beyond any study, and planned in seconds
+MOST_SEEDS = 1000  # far more than any study needs; planning them takes seconds
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
-#: Options that a report tells from the trials, and where this machine keeps its files.
+#: Options that the trials themselves show to a report, and folders of this machine.
 TOLD_BY_TRIALS = ("device", "seeds", "data", "budget_s", "cache")
 
-WHOLE = "float32"  # the default of --weights and --states, which may be said and asks for nothing
+WHOLE = "float32"  # the default of --weights and --states; may be given, and changes nothing
 
-#: Settings that options give what a study of convergence judges.
+#: Settings by which options change the trials that a convergence study judges.
 JUDGED = ("blocks", "optimizer", "head", "weights", "states", "bf16_from")
 
-# Raise ValueError, naming the flag, for a value that no suite could obey.
+# Checks raise ValueError, naming the flag, for a value that no suite can obey.
 
 
 def _where(legal: Callable[[Any], bool], said: str) -> Callable[[str, Any], None]:
-    """The check that refuses other values, NaN among them, and says which are legal."""
+    """Return a check that refuses other values, also NaN, and names the legal ones."""
 
     def check(flag: str, value: Any) -> None:
         if not legal(value):
@@ -41,7 +41,7 @@ def _where(legal: Callable[[Any], bool], said: str) -> Callable[[str, Any], None
 
 
 def between(least: int, most: float = math.inf) -> Callable[[str, int], None]:
-    """A check that refuses what is out of this range, both ends included."""
+    """Return a check that refuses values outside least..most, both included."""
     return _where(lambda value: least <= value <= most, f"{least} {'or more' if most == math.inf else f'to {most}'}")
 
 
@@ -78,13 +78,13 @@ def _some_recipes(flag: str, value: tuple[str, ...]) -> None:
             raise ValueError(f"{flag}: {name} is named twice; name each once")
 
 
-# From what is said on the command line to an option's value.
+# Functions from the command line's text to an option's value.
 
 
 def seconds(budget: str, option: str = "--budget", *, or_none: bool = False) -> float:
-    """Seconds of a --budget: 90s, 30m, 30min or 2h. Raises ValueError for anything else, and for none unless or_none.
+    """Return the seconds of a time: 90s, 30m, 30min or 2h. Raise ValueError for anything else; 0 needs or_none.
 
-    A bare number is refused: who means minutes would get seconds. option: what the message begins with.
+    A bare number is refused, because its unit could be minutes or seconds. option: the beginning of the message.
     """
     text = budget.strip()
     text = text.removesuffix("in") if text.endswith("min") else text
@@ -93,7 +93,7 @@ def seconds(budget: str, option: str = "--budget", *, or_none: bool = False) -> 
         value = float(text[:-1] if unit else text) * (unit or 1.0)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf or not (value or or_none):  # nor is NaN
+    if not 0 <= value < math.inf or not (value or or_none):  # also refuses NaN
         more = "" if or_none else " greater than 0"
         raise ValueError(f"{option} {budget}: give a time{more} with its unit: 90s, 10min or 2h")
     if unit is None:
@@ -102,9 +102,9 @@ def seconds(budget: str, option: str = "--budget", *, or_none: bool = False) -> 
 
 
 def data_sets(specs: list[str]) -> dict[str, str]:
-    """{model or "": data set} of the --data options; MODEL= is recognised by the sign before any colon.
+    """Return {model or "": data set} of the --data options. A = before any colon ends a model's name.
 
-    Raises ValueError for a model that is given two.
+    Raise ValueError for a model with two data sets.
     """
     chosen: dict[str, str] = {}
     for spec in specs:
@@ -119,16 +119,18 @@ def data_sets(specs: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """How one option is said, and what it may be."""
+    """The declaration of one option."""
 
     help: str
-    flag: str = ""  # by default the option's name
-    type: Any  # of what is said; bool: a flag that is said or not
+    flag: str = ""  # default: from the option's name
+    type: Any  # of the given text; bool: a flag without a value
     metavar: str | None = None
-    read: Callable[[Any], Any] | None = None  # from what is said to the value
+    read: Callable[[Any], Any] | None = None  # from the given text to the value
     check: Callable[[str, Any], None] | None = None
-    unheeded: str | None = None  # what is said of a suite that does not obey it; None: nothing, or check_ranks says it
-    instead: str = ""  # what else can be done then than leave it out
+    unheeded: str | None = (
+        None  # ends "the suite X ..." if a suite ignores it; None: no message, or check_ranks gives one
+    )
+    instead: str = ""  # alternative to leaving the option out
 
 
 def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
@@ -136,24 +138,24 @@ def _said(help: str, type: Any = int, **more: Any) -> dict[str, Option]:
 
 
 _NO_FACTORY, _NO_STEP = "takes no model of yours", "has no training step that heeds it"
-_KEEPING = "give it to convergence or speed, or "  # which have such steps on every device
-#: Options that go with a user's --model: a suite that obeys the one obeys the others.
+_KEEPING = "give it to convergence or speed, or "  # they have such steps on every device
+#: Options of a user's --model: a suite that obeys --model obeys them.
 WITH_MODEL = frozenset({"model_args", "inputs", "loss"})
 
 
 def _option(help: str, type: Any = int, **more: Any) -> Any:
-    """A field that is None where the option is not said."""
+    """Declare a field that is None if the option is not given."""
     return field(default=None, metadata=_said(help, type, **more))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the user may say about any suite. `data` maps a model's name, or "" for all, to a data set's name."""
+    """The options of a run of any suite. `data` maps a model's name, or "" for all models, to a data set's name."""
 
-    device: str = field(metadata=_said("cpu or cuda. Default: cuda where there is a GPU.", str))
+    device: str = field(metadata=_said("cpu or cuda. Default: cuda if there is a GPU.", str))
     seeds: int | None = _option("Repetitions of every trial. Default: the suite's own number.", check=_seeds)
     first_seed: int | None = _option(
-        "The first of --seeds: a study takes fresh ones where you explored on 0 and those after it.",
+        "First of the --seeds. In a study, choose seeds that you have not explored on.",
         metavar="SEED",
         check=between(0, 2**31),
         unheeded="begins with seed 0",
@@ -169,14 +171,14 @@ class Options:
         ),
     )
     budget_s: float | None = _option(
-        "90s, 10min or 2h: of each time-budget trial; of a whole convergence run, whose seeds it decides.",
+        "90s, 10min or 2h: for each time-budget trial, or for a whole convergence run, whose number of seeds it sets.",
         str,
         flag="--budget",
         metavar="TIME",
         read=seconds,
         unheeded="has no time-budget trial",
     )
-    cache: Path | None = field(default=None, metadata=_said("Where token files are cached.", Path, metavar="DIR"))
+    cache: Path | None = field(default=None, metadata=_said("Folder for token files.", Path, metavar="DIR"))
     model: str | None = _option(
         "Model to train: a name of `te-bench list models`, package.module:factory, a Hugging Face folder or config.json.",
         str,
@@ -185,7 +187,7 @@ class Options:
         unheeded="chooses its models itself",
     )
     model_args: tuple[str, ...] | None = _option(
-        "Argument of the factory that --model names; say it once for each.",
+        "Argument of the factory that --model names; repeatable.",
         list[str],
         metavar="KEY=VALUE",
         read=tuple,
@@ -198,15 +200,18 @@ class Options:
         unheeded=_NO_FACTORY,
     )
     loss: str | None = _option(
-        "Function (what your model returns, targets) -> loss.", str, metavar="MODULE:FUNCTION", unheeded=_NO_FACTORY
+        "Function from (what your model returns, targets) to the loss.",
+        str,
+        metavar="MODULE:FUNCTION",
+        unheeded=_NO_FACTORY,
     )
     batch: int | None = _option(
-        "Sequences of a training step, where the suite lets you.",
+        "Sequences of a training step, in suites that allow it.",
         check=_one_or_more,
         unheeded="chooses its batches itself",
     )
     recipes: tuple[str, ...] | None = _option(
-        "FP8 recipes to judge; `te-bench list recipes`.",
+        "FP8 recipes to judge; see `te-bench list recipes`.",
         str,
         metavar="A,B",
         read=lambda said: tuple(name.strip() for name in said.split(",") if name.strip()),
@@ -220,19 +225,19 @@ class Options:
         "Training steps of each run.", check=_one_or_more, unheeded="chooses itself how long it trains"
     )
     tokens: int | None = _option(
-        "Tokens of a sequence. Of convergence and stress: training tokens of each run, in place of --steps.",
+        "Tokens of a sequence. For convergence and stress: training tokens of each run, in place of --steps.",
         check=_one_or_more,
         unheeded="chooses itself how long its sequences are",
     )
     learning_rate: float | None = _option(
-        "Largest learning rate of each run; where it does not decay to 0, the least one keeps its ratio to it.",
+        "Largest learning rate of each run. If the schedule ends above 0, its last rate changes in proportion.",
         float,
         metavar="RATE",
         check=_where(lambda value: 0 < value < math.inf, "a number greater than 0, such as 3e-4"),
         unheeded="chooses its learning rates itself",
     )
     warmup: int | None = _option(
-        "Steps over which the learning rate rises, fewer than a run has.",
+        "Steps over which the learning rate rises; fewer than the steps of a run.",
         metavar="STEPS",
         check=_where(lambda value: value >= 0, "0, for none, or more"),
         unheeded="chooses its learning rates itself",
@@ -244,7 +249,7 @@ class Options:
         unheeded="chooses its batches itself",
     )
     margin: float | None = _option(
-        "Largest gap in final loss that counts as none.",
+        "Largest difference in final loss that counts as none.",
         float,
         metavar="NATS",
         check=_where(lambda value: 0 < value < math.inf, "nats greater than 0; no two losses are ever equal"),
@@ -257,79 +262,80 @@ class Options:
         unheeded="gives no verdict on convergence",
     )
     branch_at: int | None = _option(
-        "Judge FP8 from this step on only: bf16 trains up to there, and each configuration goes on from its weights.",
+        "Judge FP8 from this step on only: bf16 trains up to this step, and each configuration continues from its weights.",
         metavar="STEP",
         check=_a_branch,
         unheeded="trains every run from its first step",
     )
     bf16_from: int | None = _option(
-        "Judge each recipe's training too that goes on in bf16 from this step on.",
+        "Also judge each recipe's training that continues in bf16 from this step on.",
         metavar="STEP",
         check=_one_or_more,
         unheeded="changes no precision while it trains",
     )
     design: str | None = _option(
-        "What a recipe's runs are compared with: pairs, bf16's of the same seed; pool, the mean of more bf16 runs.",
+        "What a recipe's run is compared with: pairs, the bf16 run of the same seed; pool, the mean of more bf16 runs.",
         str,
         check=lambda flag, value: plugins.check(flag, value, ["pairs", "pool"]),
         unheeded="gives no verdict on convergence",
     )
     as_pilot: bool | None = _option(
-        "Run the first rounds of a plan for their spread alone; their means stay hidden.",
+        "Run only the first rounds of a plan, to measure their spread; their means stay hidden.",
         bool,
         unheeded="has no plan that a pilot could shape",
     )
     fused: bool | None = _option(
-        "Judge each recipe's fused step too, with a bf16 and with an FP8 head.",
+        "Also judge each recipe's fused step, with a bf16 and with an FP8 head.",
         bool,
         unheeded="chooses its kernels itself",
     )
     share: int | None = _option(
-        "Trials at a time on each GPU, where losses are judged and no times.",
+        "Trials at a time on each GPU, for suites that judge losses and no times.",
         check=between(1, 16),
-        unheeded="measures times, which trials beside others would falsify",
+        unheeded="measures times, which trials side by side would falsify",
     )
     gpus_per_trial: int | None = _option(
-        "GPUs of each training step, 2 to 1024, on a CPU processes; its batch is divided over them.",
+        "GPUs of each training step, 2 to 1024, or processes on a CPU. They divide the step's batch.",
         check=_where(lambda value: 2 <= value <= 1024, "2 to 1024; for one GPU leave it out, and --parallel"),
     )
     parallel: str | None = _option(
-        "How --gpus-per-trial divide a step: ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1.",
+        "How the GPUs of --gpus-per-trial divide a step: ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1.",
         str,
         metavar="MODE",
         check=lambda flag, value: plugins.check("mode of parallelism", value, parallels.names()),
         unheeded=_NO_STEP,
     )
     shard: int | None = _option(
-        "GPUs of a group: of hsdp they share the weights, of fsdp2+tp each layer.", check=between(2, 512)
+        "GPUs of a group. With hsdp a group shares the weights, with fsdp2+tp each layer.",
+        check=between(2, 512),
     )
     sequence_parallel: bool | None = _option(
-        "GPUs that share layers, by tp or fsdp2+tp, share the tokens between them too: less memory, as much is sent.",
+        "GPUs that share layers (tp, fsdp2+tp) also share the tokens between layers: less memory, equal communication.",
         bool,
         unheeded="has no step whose ranks share layers",
         instead=f"give --gpus-per-trial N --parallel {' or '.join(parallels.SHARING)}, or ",
     )
     overlap: str | None = _option(
-        "What overlaps --sequence-parallel's collectives with the GEMMs beside them: symmetric, torch's symmetric memory.",
+        "Overlap the collectives of --sequence-parallel with GEMMs, by: symmetric (torch's symmetric memory).",
         str,
         metavar="BY",
         check=lambda flag, value: plugins.check(flag, value, list(parallels.OVERLAPS)),
         unheeded="has no step at a fixed batch",
     )
     gather: str | None = _option(
-        "What fsdp2 and hsdp gather weights in, of FP8 trials: fp8, one byte an element.",
+        "Format in which fsdp2 and hsdp gather the weights of FP8 trials: fp8, one byte an element.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, ["fp8"]),
         unheeded="has no step in FP8 at a fixed batch",
     )
     checkpointing: bool | None = _option(
-        "Training steps keep their blocks' inputs alone and compute the rest again: gradient checkpointing.",
+        "Gradient checkpointing: training steps keep only their blocks' inputs and recompute the rest.",
         bool,
         unheeded=_NO_STEP,
     )
     weights: str | None = _option(
-        "What matrices are trained in, of te-bench's models: bf16, without float32 masters. Default: float32.",
+        "Format in which te-bench's models train matrices: bf16, without float32 masters. Default: float32.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16"]),
@@ -337,7 +343,7 @@ class Options:
         instead=_KEEPING,
     )
     states: str | None = _option(
-        "What te-bench's AdamW keeps matrices' moments in: bf16 or fp8. Default: float32; torch's: as the weights.",
+        "Format of the matrices' moments in te-bench's AdamW: bf16 or fp8. Default: float32; in torch's: as the weights.",
         str,
         metavar="FORMAT",
         check=lambda flag, value: plugins.check(flag, value, [WHOLE, "bf16", "fp8"]),
@@ -349,7 +355,7 @@ class Options:
         return self.data.get(model, self.data.get("", default))
 
 
-#: {option: how it is said}, in the order of the command line's help.
+#: {option: its declaration}, in the order of the command line's help.
 OPTIONS: Mapping[str, Option] = {
     f.name: dataclasses.replace(option, flag=option.flag or f"--{f.name.replace('_', '-')}")
     for f in dataclasses.fields(Options)
@@ -358,7 +364,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def check(options: Options) -> None:
-    """Raise ValueError for a value that no suite could obey."""
+    """Raise ValueError for a value that no suite can obey."""
     for name, option in OPTIONS.items():
         value = getattr(options, name)
         if option.check is not None and value is not None:
@@ -380,13 +386,13 @@ def check(options: Options) -> None:
 
 
 def fewer_bits(options: Options) -> dict[str, str]:
-    """What --weights and --states ask of a step."""
+    """Return what --weights and --states ask of a step."""
     said = {name: getattr(options, name) for name in ("weights", "states")}
     return {name: value for name, value in said.items() if value not in (None, WHOLE)}
 
 
 def check_ranks(options: Options) -> None:
-    """Raise ValueError unless a mode has its number of ranks, and a mode with groups, and no other, theirs."""
+    """Raise ValueError unless a mode has its number of ranks, and exactly the modes with groups have a number of groups."""
     shard, parallel, world = options.shard, options.parallel, options.gpus_per_trial
     if (world is None) != (parallel is None):
         raise ValueError("--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both")
@@ -412,7 +418,7 @@ def check_ranks(options: Options) -> None:
 
 
 def words(options: Options, only: str | None = None) -> tuple[str, ...]:
-    """What the command line says for these options, but for those that a report tells from the trials themselves."""
+    """Return the words that give these options on the command line, without those that the trials show to a report."""
     found = []
     for name, option in OPTIONS.items():
         value = getattr(options, name)
@@ -427,7 +433,7 @@ def words(options: Options, only: str | None = None) -> tuple[str, ...]:
 
 
 def read(said: Mapping[str, Any], device: str) -> Options:
-    """The options by what the command line was given for them; None and False: not said. device: the default one."""
+    """Return the options from the command line's values; None and False: not given. device: the default one."""
     values: dict[str, Any] = {"device": device}
     for name, option in OPTIONS.items():
         value = said.get(name)
@@ -437,7 +443,7 @@ def read(said: Mapping[str, Any], device: str) -> Options:
 
 
 def shown(settings: Mapping[str, Any]) -> str:
-    """What a report adds to a recipe's name for an option's settings: ", fused, FP8 head", ", bf16 weights, FP8 states"."""
+    """Return what a report adds to a recipe's name for such settings: ", fused, FP8 head", ", bf16 weights, FP8 states"."""
     said = [str(settings["blocks"])] if settings.get("blocks") else []
     said += ["te-bench's kernels"] if settings.get("parts") else []
     said += ["FP8 head"] if said and settings.get("head") == "fp8" else []
@@ -446,7 +452,7 @@ def shown(settings: Mapping[str, Any]) -> str:
 
 
 def fewer_words(settings: Mapping[str, Any]) -> list[str]:
-    """What a name says of weights and states in fewer bits than float32's."""
+    """Return what a name says of weights and states with fewer bits than float32."""
     said = {name: value for name in ("weights", "states") if (value := settings.get(name))}
     if len(said) == 2 and len(set(said.values())) == 1:
         return [f"{said['weights']} weights and states"]

@@ -1,8 +1,8 @@
-"""Run a plan: each trial once, on an executor's places; one record each. No torch here.
+"""Run a plan: each trial once, on an executor's places, with one record each. No torch here.
 
-`Supervisor` is the executor of this host, and does the work of `on_ray.RayExecutor` on each host of a cluster: a process for
-each trial, in its own process group, under a time limit. They fork from a server that has imported torch once and never
-touches CUDA (multiprocessing's forkserver), so a fresh one costs milliseconds. The parent never touches CUDA either: it
+`Supervisor` is the executor of this host; `on_ray.RayExecutor` uses it on each host of a cluster. Each trial gets a process
+in its own process group, under a time limit. The processes fork from a server that has imported torch once and never
+touches CUDA (multiprocessing's forkserver), so a fresh process costs milliseconds. The parent never touches CUDA either: it
 waits, kills and writes.
 """
 
@@ -35,24 +35,24 @@ from te_bench.experiments.spec import Record, Trial
 from te_bench.experiments.store import Journal, Store, own
 
 LOGS = "logs"
-AT_ONCE_S = 0.02  # signals that are nearer count as one
-FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts at starting a child, and how long a killed server may take to go
+AT_ONCE_S = 0.02  # signals closer together count as one
+FORK_SERVERS, FORK_SERVER_DIES_S = 5, 0.3  # attempts to start a child; time for a killed server to end
 PRELOAD = "te_bench.experiments.fork_server_preload"
-#: Environment variables that tell it who its parent was, which by then may be another, and what to import.
+#: Environment variables for the preload module: te-bench's process id, and the modules to import.
 RUNNER, PRELOADED = "TE_BENCH_RUNNER", "TE_BENCH_PRELOADED"
 TRIAL = "te_bench.experiments.trial"
-#: What torch's profiler imports when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU).
+#: Imported by torch's profiler when it starts: 4 s in every child otherwise (2.11, H200), 1.4 s (2.13, CPU).
 PROFILER: tuple[str, ...] = ("torch._inductor",)
-#: What every step on a CPU imports: models with all kernels, its check, and the backends that a plain step chooses from,
-#: half a second of every child. For a GPU they are left to the children: no CUDA must be touched before the fork. So are
-#: workloads: those that a main module plants come first there.
+#: Imported by every step on a CPU: models with all kernels, the step's check, and the backends of a plain step; half a
+#: second in every child. For a GPU the children import them, because nothing may touch CUDA before the fork. Children also
+#: import workloads, because a main module's own workloads take precedence.
 MODELS: tuple[str, ...] = (
     "te_bench.models.zoo.gpt",
     "te_bench.experiments.checks.training_step",
     "te_bench.kernels.adamw.backends.triton",
     "te_bench.kernels.linear_cross_entropy.backends.fp8",
 )
-MOST_AT_ONCE = 8  # trials on a CPU: each is 0.4 GB resident, with what it shares with the fork server
+MOST_AT_ONCE = 8  # trials on a CPU; each has 0.4 GB resident, including pages shared with the fork server
 Progress = Callable[[Record | None, Trial | None], None]  # (a record just written, a trial just started)
 
 
@@ -68,9 +68,9 @@ class RunningTrial:
 
 
 def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, retry: bool) -> list[Trial]:
-    """The trials that a run would do, in order: those that have not ended, with `retry` those that failed too.
+    """Return the trials that a run would do, in order: those that have not ended and, with `retry`, those that failed.
 
-    A divergence is a result, which no second try may replace.
+    A divergence is a result, which no retry may replace.
     """
 
     def waits(key: tuple[str, str]) -> bool:
@@ -80,9 +80,9 @@ def to_do(trials: Sequence[Trial], journal: Journal, environment_id: str, *, ret
 
 
 def at_once(trials: Sequence[Trial], cores: int) -> int:
-    """How many trials a CPU runs side by side: as have a core for each of their threads, where all say how many those are.
+    """Return how many trials a CPU runs side by side: one core for each thread, if all trials state their threads.
 
-    Who does not say takes all cores, and has them for itself; so has every trial but a training, whose losses count.
+    A trial that states none uses all cores and runs alone. So does any trial but a training, which is judged by its losses.
     """
     said = [trial.problem.get("threads") if trial.workload == "training" else None for trial in trials]
     worlds = [int(trial.problem.get("world") or 1) for trial in trials]
@@ -91,22 +91,22 @@ def at_once(trials: Sequence[Trial], cores: int) -> int:
 
 
 class Executor(Protocol):
-    """Where trials run: on places, each of which takes one at a time. It hands out records, which `run` alone writes."""
+    """Runs trials on places, one at a time on each. It returns records; only `run` writes them."""
 
-    free: list[Any]  # places that take a trial now, the next one first
+    free: list[Any]  # free places, the next one first
 
     @property
     def busy(self) -> bool:
-        """Whether a trial has not ended."""
+        """Return whether a trial is running."""
 
     def submit(self, trial: Trial, place: Any) -> None:
-        """Begin the trial on a place that was free, and return at once."""
+        """Start the trial on a free place, and return at once."""
 
     def ended(self) -> Iterator[Record]:
-        """The records of trials that have ended, their places free again; waits for one, or for the places to change."""
+        """Yield the records of ended trials, after freeing their places; wait for one, or for a change of the places."""
 
     def kill(self) -> None:
-        """End every trial that runs, and all that it started."""
+        """End every running trial, and all its children."""
 
 
 def run(
@@ -120,15 +120,15 @@ def run(
     needless: Callable[[Trial], str | None],
     in_time: Callable[[Trial], bool],
 ) -> list[Trial]:
-    """Run every trial that is `to_do`, once, each on the executor's next free place; those that were left, in order.
+    """Run every trial of `to_do` once, each on the executor's next free place; return the trials left, in order.
 
-    needless(trial) answers why it is not to be run any more: its outcome is "stopped".
-    in_time(trial): one that is not in time lets those after it go first, and is left for a rerun, unless it is needless.
-    A branch waits, and lets others go first, while another trial may be training its trunk. Where none has trained it, the
-    branch is in time if the control is, which is as long as with its trunk.
+    needless(trial): why the trial is not needed any more; its outcome is then "stopped". in_time(trial): whether it ends in
+    time; if not, later trials go first, and the trial is left for a rerun unless it is needless. A branch waits, and lets
+    others go first, while another trial may be training its trunk. If no trial has trained the trunk, the branch must be in
+    time together with it, which takes as long as the control.
 
-    Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number); the store stays valid and a
-    rerun goes on.
+    Ctrl-C or SIGTERM ends the trials at once and raises KeyboardInterrupt(the signal's number). The store stays valid, and
+    a rerun continues.
     """
 
     def is_spared(trial: Trial) -> bool:
@@ -139,7 +139,7 @@ def run(
 
     waiting = deque(to_do(trials, store.journal, environment_id, retry=retry))
     here = (one for (_, where), one in store.journal.records.items() if where == environment_id)
-    grown, running = trunks_there(here), dict[str, str | None]()  # trunks; of each trial that runs
+    grown, running = trunks_there(here), dict[str, str | None]()  # existing trunks; {running trial: its trunk}
 
     def may_begin(trial: Trial) -> bool:
         control = trunk_of(trial)
@@ -169,7 +169,7 @@ def run(
 
 
 def trunks_there(records: Iterable[Record]) -> set[str | None]:
-    """The trunks that branches have gone on from."""
+    """Return the trunks that branches have continued."""
     return {_trunk_id(one.trial) for one in records if one.outcome == "ok"}
 
 
@@ -179,7 +179,7 @@ def _trunk_id(trial: Trial) -> str | None:
 
 
 def _take_next(waiting: deque[Trial], may_begin: Callable[[Trial], bool]) -> Trial | None:
-    """Take out the first trial that may begin; None where none may."""
+    """Remove and return the first trial that may begin; None if none may."""
     for place, trial in enumerate(waiting):
         if may_begin(trial):
             del waiting[place]
@@ -188,8 +188,8 @@ def _take_next(waiting: deque[Trial], may_begin: Callable[[Trial], bool]) -> Tri
 
 
 class Supervisor:
-    """The executor of this host. Its places are CUDA_VISIBLE_DEVICES values, so that a GPU which is named twice has two; on
-    a CPU None.
+    """The executor of this host. Its places are values of CUDA_VISIBLE_DEVICES, or None on a CPU; a GPU that is listed
+    twice has two places.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Supervisor:
         context: Context,
         on_cpu: bool,
     ):
-        """directory: where logs/ goes. state: of the host, for each record. on_cpu: whether no trial wants a GPU."""
+        """directory: logs/ is created in it. state: of the host, for each record. on_cpu: no trial needs a GPU."""
         self.free = list(gpus)
         self._running: list[RunningTrial] = []
         self._logs, self._environment_id = directory / LOGS, environment_id
@@ -220,7 +220,7 @@ class Supervisor:
 
     def submit(self, trial: Trial, place: str | None) -> None:
         job = _prepare(self._server, trial, self._logs, place, self._context)
-        self._running.append(job)  # first: an interrupt while it starts must find it
+        self._running.append(job)  # before start_child: an interrupt during it must find the job
         start_child(job.call)
 
     def ended(self) -> Iterator[Record]:
@@ -236,19 +236,19 @@ class Supervisor:
 
 
 def start_fork_server(*, on_cpu: bool) -> Any:
-    """multiprocessing's context whose processes fork from a server, which begins to import where it has not.
+    """Return multiprocessing's context whose processes fork from a server; start the server if it is not running.
 
-    It imports for seconds, beside what the caller does meanwhile. on_cpu: whether no trial wants a GPU.
+    The server imports for seconds, while the caller continues. on_cpu: no trial needs a GPU.
     """
     _remove_scratch()
-    # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
+    # Importing torch's compiler asks for a GPU. Asking CUDA, not NVML, would break CUDA in the forked processes.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ[RUNNER] = str(os.getpid())
     os.environ[PRELOADED] = " ".join([TRIAL, *PROFILER, *(MODELS if on_cpu else ())])
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["__main__", PRELOAD])
-    resource_tracker.ensure_running()  # else the server's start does that, which lets Ctrl-C through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # which the server has, until its preload
+    resource_tracker.ensure_running()  # else the server's start does it, and unblocks Ctrl-C
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the server inherits this until its preload
     try:
         forkserver.ensure_running()
     finally:
@@ -258,10 +258,10 @@ def start_fork_server(*, on_cpu: bool) -> Any:
 
 @functools.cache
 def _remove_scratch() -> None:
-    """Have the folder in which the fork server listens removed however te-bench ends, by a kill too."""
+    """Remove the folder in which the fork server listens when te-bench ends, even if killed."""
     last = ExitStack()
     last.enter_context(janitor.remove_at_end(Path(get_temp_dir())))
-    Finalize(None, last.close, exitpriority=-101)  # after its own, of -100, which wants to find it
+    Finalize(None, last.close, exitpriority=-101)  # after multiprocessing's own (-100), which needs the folder
 
 
 def _prepare(server: Any, trial: Trial, logs: Path, gpu: str | None, context: Context) -> RunningTrial:
@@ -272,7 +272,7 @@ def _prepare(server: Any, trial: Trial, logs: Path, gpu: str | None, context: Co
 
 
 def start_child(call: ProcessCall) -> None:
-    """Start a child. A fork server that is being killed breaks the connection; once it is gone another one starts."""
+    """Start a child. If the fork server is being killed, the connection breaks; retry until a new server has started."""
     for _ in range(FORK_SERVERS - 1):
         with suppress(ConnectionError, EOFError):
             call.start()
@@ -282,10 +282,10 @@ def start_child(call: ProcessCall) -> None:
 
 
 def _run_trial(trial: Mapping[str, Any], log: str, gpu: str | None, context: Context) -> str:
-    """In the child: become a process group, log to a file, run the trial; its reply in JSON, as its record will have it."""
+    """In the child: lead a process group, log to a file, run the trial; return its reply in JSON for the record."""
     os.setsid()
     _end_with_te_bench()
-    # As in a script. The fork server's children have "forkserver", whose locks have names, which a trial leaves behind.
+    # Like in a script. With "forkserver", the children's default, a trial leaves the names of its locks behind.
     multiprocessing.set_start_method("fork", force=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     log_to(log)
@@ -302,11 +302,11 @@ def _run_trial(trial: Mapping[str, Any], log: str, gpu: str | None, context: Con
 
 
 def _end_with_te_bench() -> None:
-    """Have the kernel end this process once te-bench is gone, and its whole group by a watcher: no orphan keeps the GPU.
+    """End this process when te-bench ends, by the kernel, and its group by a watcher, so that no orphan keeps the GPU.
 
-    The kernel ends the fork server with te-bench, and with that its children; what these have started is the watcher's.
+    The kernel ends the fork server with te-bench, and the server's children with it; the watcher ends their children.
     """
-    preloaded = sys.modules.get(PRELOAD)  # not where the program had a fork server before te-bench did
+    preloaded = sys.modules.get(PRELOAD)  # None if the program started a fork server before te-bench
     end_with_parent(os.getppid() if preloaded is None else preloaded.SERVER)
     te_bench = multiprocessing.parent_process()
     assert te_bench is not None
@@ -316,7 +316,7 @@ def _end_with_te_bench() -> None:
 
 
 def _finished(running: Sequence[RunningTrial], timeout_s: float) -> Iterable[RunningTrial]:
-    """Wait for the next child to end or run out of time; those that did."""
+    """Wait until a child ends or runs out of time; return those that did."""
     deadline = min(job.started for job in running) + timeout_s
     wait_for_any([job.call for job in running], max(0.0, deadline - time.perf_counter()))
     now = time.perf_counter()
@@ -324,7 +324,7 @@ def _finished(running: Sequence[RunningTrial], timeout_s: float) -> Iterable[Run
 
 
 def _record(job: RunningTrial, environment_id: str, timeout_s: float) -> Record:
-    """What became of a child: its reply, or what its end says."""
+    """Return a child's record: its reply, or the outcome by how it ended."""
     wall = time.perf_counter() - job.started
     timed_out = not job.call.ended
     job.call.kill()
@@ -355,9 +355,9 @@ def _stopped(trial: Trial, environment_id: str, reason: str) -> Record:
 
 
 def post_mortem(end: Ended, oom_kills_before: int, log: Path | None) -> dict[str, Any]:
-    """The outcome of a child that left no reply: killed by a signal, by the host's out-of-memory killer, or exited.
+    """Return the outcome of a child without a reply: killed by a signal or the out-of-memory killer, or exited.
 
-    oom_kills_before: when it began. log: a file that it alone wrote.
+    oom_kills_before: the count at its start. log: a file that only this child wrote.
     """
     code = end.exit_code
     if end.orphaned:
@@ -372,7 +372,7 @@ def post_mortem(end: Ended, oom_kills_before: int, log: Path | None) -> dict[str
 
 
 def _last_line(log: Path | None) -> str:
-    """ ": " and the last line of a log that says something before faulthandler's dump, or nothing."""
+    """Return ": " and the last line of a log before faulthandler's dump, or ""."""
     text = log.read_text(errors="replace") if log is not None and log.exists() else ""
     lines = text.partition("Fatal Python error:")[0].splitlines()
     said = [line.strip() for line in lines if line.strip() and not line.startswith(("USDT:", "  File"))]
@@ -380,9 +380,9 @@ def _last_line(log: Path | None) -> str:
 
 
 class _Interrupts:
-    """While inside, SIGTERM does what Ctrl-C does, several at once count as one, and none disturbs the clean-up.
+    """Inside, SIGTERM acts like Ctrl-C, signals at the same moment count as one, and none disturbs the clean-up.
 
-    A later one counts again: Python drops what is raised within a finaliser, and te_bench.cli.interrupts then repeats it.
+    A later signal counts again: Python drops an exception in a finaliser, and te_bench.cli.interrupts repeats the signal.
     """
 
     def __enter__(self) -> "_Interrupts":

@@ -1,4 +1,4 @@
-"""What is measured (Trial, Experiment) and what came of it (Record): frozen, JSON both ways, no torch."""
+"""Trial and Experiment (what to measure) and Record (the result): frozen, JSON both ways, no torch."""
 
 import dataclasses
 import fnmatch
@@ -9,32 +9,32 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from te_bench.experiments import problems
-from te_bench.experiments.run_options import Options as Options  # where a gate asks both revisions for it
+from te_bench.experiments.run_options import Options as Options  # a gate imports it from here, in both revisions
 
 SCHEMA = 1
 
 Scalar = str | int | float | bool | None
 
-#: How a trial can end. Only "ok" carries timings; "interrupted" is the one outcome that a rerun replaces; "stopped" was not
-#: begun, for a stopping rule fixed in the plan had no more need of it.
+#: How a trial can end. Only "ok" has times. A rerun replaces only "interrupted". "stopped": the trial did not start, because
+#: a stopping rule fixed in the plan no longer needed it.
 OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "failed_check", "stopped", "interrupted")
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
 PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
-OWN_ATTENTION = "own"  # of a user's model, as it and PyTorch choose it
-ADVICE = "advise"  # the suite of a verb of its own, which plans as it goes
-NO_ATTENTION = "none"  # of a trial whose workload computes none
+OWN_ATTENTION = "own"  # a user's model's own attention, as the model and PyTorch choose it
+ADVICE = "advise"  # the suite of `te-bench advise`, which plans as it goes
+NO_ATTENTION = "none"  # of a trial whose workload has no attention
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces; NaN and infinity are refused (ValueError)."""
+    """Return the one JSON text of a value: sorted keys, no spaces. Raise ValueError for NaN and infinity."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest(value: Any) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of the canonical JSON."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]
 
 
@@ -42,7 +42,7 @@ def digest(value: Any) -> str:
 class Trial:
     """One run of one configuration, fully resolved: everything that can change the result, and nothing else.
 
-    `problem` holds the workload's own settings as JSON scalars, which `problems` declares and reads.
+    `problem` holds the workload's settings as JSON scalars; `problems` declares and reads them.
     """
 
     workload: str
@@ -61,17 +61,17 @@ class Trial:
 
     @property
     def cell(self) -> str:
-        """The id with the seed left out: trials that are repetitions of each other share it."""
+        """The id without the seed, which repetitions of a trial share."""
         return digest({**self.to_json(), "seed": None})
 
     @property
     def name(self) -> str:
-        """A readable name that `--only` matches against, e.g. train_step/gpt2-b12-t1024-V50304/flash/bf16/eager/s0."""
+        """A readable name, which `--only` matches: train_step/gpt2-b12-t1024-V50304/flash/bf16/eager/s0."""
         parts = [self.workload, problems.label(self.problem), self.attention, self.precision]
         return "/".join([*parts, *([self.recipe] if self.recipe else []), self.mode, f"s{self.seed}"])
 
     def with_(self, **settings: Scalar) -> "Trial":
-        """The trial with other settings of its problem, or more."""
+        """Return the trial with changed or added settings of its problem."""
         return dataclasses.replace(self, problem={**self.problem, **settings})
 
     def to_json(self) -> dict[str, Any]:
@@ -83,26 +83,26 @@ class Trial:
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Whether a trial's name is like one of the patterns in `only`, between commas; without any it is."""
+    """Return whether a trial's name matches one of the comma-separated patterns in `only`; None matches all."""
     return only is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns(only))
 
 
 def patterns(only: str) -> list[str]:
-    """The globs in `only`, each also with its brackets as they stand: pytest's names hold brackets, and commas in them."""
+    """Return the globs in `only`, each also with literal brackets: pytest's names hold brackets, with commas in them."""
     given = [only, *(one.strip() for one in only.split(","))]
     return [*given, *(one.replace("[", "[[]") for one in given)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """What a suite asks for: its trials in any order, and the configuration that speed-ups are quoted against.
+    """A suite's request: its trials in any order, and the configuration that speed-ups refer to.
 
-    judgement: what a verdict will be judged by, fixed before the first step: margin, alpha, seeds and steps; pool, the
-    bf16 runs for each run of a recipe, where all recipes share them; primary, Trial.cell of the recipe that is judged before
-    the others; pilot, where the means stay hidden.
-    heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite or a trial does.
-    asked: the options that it was made for, as run_options.words says them.
-    whole: of a part that --only chose the experiment by whose plan the part is judged; None where no verdict is given.
+    judgement: the parameters of the verdict, fixed before the first step: margin, alpha, seeds and steps; pool, the number
+    of bf16 runs per run of a recipe, if all recipes share them; primary, Trial.cell of the recipe that is judged first;
+    pilot, if the means stay hidden.
+    heeds: the names in run_options.OPTIONS that the suite obeys, besides those that every suite or a trial obeys.
+    asked: the options of the experiment, in run_options.words' form.
+    whole: for a part chosen by --only, the experiment whose plan judges the part; None without a verdict.
     """
 
     suite: str
@@ -111,17 +111,17 @@ class Experiment:
     baseline: str | None = None  # Trial.cell of the configuration that is 1.00x
     judgement: Mapping[str, Scalar] = field(default_factory=dict)
     heeds: frozenset[str] = frozenset()
-    left_out: tuple[str, ...] = ()  # what of the suite is not there, or not for a user's model, a sentence each
+    left_out: tuple[str, ...] = ()  # a sentence for each part of the suite that is missing
     asked: tuple[str, ...] = ()
     whole: "Experiment | None" = None
 
     @property
     def of_losses(self) -> bool:
-        """Whether what it is for is a verdict on losses, which a host's cores and its driver cannot change."""
+        """Return whether the experiment is for a verdict on losses, which a host's cores and driver cannot change."""
         return bool(self.judgement)
 
     def judged_in(self, cells: Mapping[str, str]) -> Mapping[str, Scalar]:
-        """Its judgement where each Trial.cell has become another, {old: new}."""
+        """Return the judgement after each Trial.cell has changed, {old: new}."""
         return {key: cells[str(value)] if key == "primary" else value for key, value in self.judgement.items()}
 
 
@@ -129,9 +129,9 @@ class Experiment:
 class Record:
     """One line of the journal: how one trial ended. Raw samples in SI units; nothing derived.
 
-    samples: latency_s (one per timed step), loss and step, val_loss, val_step and val_time_s, peak_allocated_bytes, ...
-    A sample that is no finite number is null.
-    check: what was compared with the reference: {"error": ..., "limit": ..., ...}. work: {"flop": ..., "tokens": ...}.
+    samples: latency_s (one per timed step), loss and step, val_loss, val_step and val_time_s, peak_allocated_bytes, ... A
+    non-finite sample is null. check: the comparison with the reference: {"error": ..., "limit": ..., ...}. work: {"flop":
+    ..., "tokens": ...}.
     """
 
     trial: Trial
@@ -140,7 +140,7 @@ class Record:
     reason: str | None = None
     started_at: str  # UTC, ISO 8601
     wall_s: float  # the parent's clock, from the fork to the reply
-    work_s: float | None = None  # the child's clock, inside the workload: wall_s - work_s is what te-bench costs
+    work_s: float | None = None  # the child's clock, inside the workload: te-bench itself costs wall_s - work_s
     check: Mapping[str, Any] = field(default_factory=dict)
     work: Mapping[str, Any] = field(default_factory=dict)
     samples: Mapping[str, list[float]] = field(default_factory=dict)

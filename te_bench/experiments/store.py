@@ -1,8 +1,8 @@
 """The journal: an append-only JSONL file, one checksummed and fsynced line per event, safe against a kill at any byte.
 
-Three kinds of line: "environment" (what machine and code), "plan" (which trials a suite asked for) and "record" (how one
-trial ended). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, its checksum over everything after it. A
-record's line says its done-key and schema before its body, so that a journal is indexed without reading every sample.
+There are three kinds of line: "environment" (machine and code), "plan" (the trials of a suite) and "record" (how one trial
+ended). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with a checksum of everything after it. A
+record's line has its done-key and schema before its body, so that a journal can be indexed without parsing every sample.
 """
 
 import codecs
@@ -27,17 +27,17 @@ from te_bench import __version__
 from te_bench.experiments.spec import SCHEMA, Experiment, Record, Scalar, canonical_json
 
 JOURNAL = "journal.jsonl"
-PACKED = f"{JOURNAL}.xz"  # of a run that is over and published: a fifth of the size
+PACKED = f"{JOURNAL}.xz"  # of a published run, which is complete: a fifth of the size
 GATE_SIDES, GATE_ANSWER = ("base", "head"), "gate.json"  # in the --out directory of a gate on two revisions
 _PREFIX = len('{"crc32":"01234567",')
 _RECORD = re.compile(rb'"kind":"record","schema":(\d+),"key":\["([^"\\]*)","([^"\\]*)"\],')
-_HOLDER = re.compile(rb"process \d+ on |\Z")  # what a lock says; nothing where its holder was killed as it took it
+_HOLDER = re.compile(rb"process \d+ on |\Z")  # content of a lock; empty if its holder was killed while taking it
 Key = tuple[str, str]  # (trial id, environment id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one `te-bench run` set out to do, written before its first trial."""
+    """What one `te-bench run` will do, written before its first trial."""
 
     suite: str
     title: str
@@ -54,7 +54,7 @@ class Plan:
 
     @classmethod
     def of(cls, experiment: Experiment, environment: str) -> Self:
-        """The plan of an experiment that begins now."""
+        """Return the plan of an experiment that begins now."""
         return cls(
             suite=experiment.suite,
             title=experiment.title,
@@ -68,13 +68,13 @@ class Plan:
 
 
 class Records(Mapping[Key, Record]):
-    """The last record of each done-key, but a divergence whatever came after it.
+    """The last record of each done-key; a divergence is never replaced.
 
-    Each is parsed when it is first asked for: JSON's floats are most of a journal's cost.
+    Records are parsed on first use, because parsing floats is most of a journal's cost.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Key, bytes | Record] = {}  # a journal line, or what it said
+        self._found: dict[Key, bytes | Record] = {}  # a journal line, or its record
 
     def __getitem__(self, key: Key) -> Record:
         found = self._found[key]
@@ -90,7 +90,7 @@ class Records(Mapping[Key, Record]):
         return len(self._found)
 
     def add(self, key: Key, line: bytes) -> None:
-        # A divergence is a result: no repetition undoes it.
+        # a divergence is a result, which no repetition replaces
         if key not in self._found or self[key].outcome != "diverged":
             self._found[key] = line
 
@@ -99,26 +99,26 @@ class Records(Mapping[Key, Record]):
 class Journal:
     """A journal read back. `records` holds a record for each done-key."""
 
-    directory: Path | None = None  # that it was read from
+    directory: Path | None = None  # from which it was read
     environments: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     records: Records = field(default_factory=Records)
-    size: int = 0  # bytes that are whole, intact lines
-    torn: int = 0  # bytes after them: of a line that a kill or a full disk cut short
+    size: int = 0  # bytes of whole, intact lines
+    torn: int = 0  # bytes after them, of a line that a kill or a full disk cut short
 
     def done(self, key: Key) -> bool:
-        """True when this trial has ended in this environment; an interrupted one has not."""
+        """Return whether this trial has ended in this environment; an interrupted trial has not."""
         record = self.records.get(key)
         return record is not None and record.outcome != "interrupted"
 
 
 def written(directory: Path) -> bool:
-    """Whether DIR holds a journal, packed or not."""
+    """Return whether DIR holds a journal, packed or not."""
     return any((directory / name).exists() for name in (JOURNAL, PACKED))
 
 
 def load(directory: Path) -> Journal:
-    """Read DIR/journal.jsonl, or what `xz` made of it. Ignores a torn last line; raises ValueError for damage elsewhere."""
+    """Read DIR/journal.jsonl, or its xz file. Ignore an incomplete last line; raise ValueError for other damage."""
     return _parse(*_read(directory))
 
 
@@ -133,7 +133,7 @@ class Line:
 
 
 def lines(directory: Path) -> list[Line]:
-    """The lines of DIR's journal as they were written. Raises ValueError as `load` does."""
+    """Return the lines of DIR's journal as written. Raise ValueError as `load` does."""
     data, path = _read(directory)
     return [_line(raw) for raw in data[: _parse(data, path).size].split(b"\n")[:-1]]
 
@@ -145,19 +145,21 @@ def _line(raw: bytes) -> Line:
     kind, body = value["kind"], value["body"]
     if kind != "record":
         return Line(raw, kind)
-    return Line(raw, kind, (body["trial"]["id"], body["environment"]), body["schema"])  # a line without a head
+    return Line(
+        raw, kind, (body["trial"]["id"], body["environment"]), body["schema"]
+    )  # an older line, without key and schema before its body
 
 
 def _read(directory: Path) -> tuple[bytes, Path]:
-    """A journal's bytes, unpacked, and the file that they are from."""
+    """Return a journal's bytes, unpacked, and their file."""
     path, packed = directory / JOURNAL, directory / PACKED
     if path.exists():
         return path.read_bytes(), path
     if not packed.exists() and all(written(directory / side) for side in GATE_SIDES):
         base, head = (shlex.quote(str(directory / side)) for side in GATE_SIDES)
         raise ValueError(
-            f"{directory} is of te-bench gate: {directory / GATE_ANSWER} has its answer, and te-bench gate --baseline "
-            f"{base} --candidate {head} judges its records again; give it the --margin that the gate had"
+            f"{directory} is the directory of a gate: {directory / GATE_ANSWER} has its answer, and te-bench gate "
+            f"--baseline {base} --candidate {head} judges its records again; give it the gate's --margin"
         )
     if not packed.exists():
         raise ValueError(f"{directory} holds no {JOURNAL}: it is not the --out directory of a te-bench run")
@@ -171,9 +173,9 @@ def _parse(data: bytes, path: Path) -> Journal:
     journal = Journal(directory=path.parent)
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if number == len(lines):  # no newline after it: empty, or torn by a kill
+        if number == len(lines):  # without a newline: empty, or cut short by a kill
             if journal.size == 0 and line[:9] != b'{"crc32":'[: len(line)]:
-                raise ValueError(_damage(path, number, lines))  # somebody else's file: never cut it
+                raise ValueError(_damage(path, number, lines))  # not te-bench's file: never truncate it
             break
         if not _intact(line):
             if number > 1 and number == len(lines) - 1 and lines[-1] == b"":  # not all of it reached the disk
@@ -191,7 +193,7 @@ def _parse(data: bytes, path: Path) -> Journal:
 
 @contextlib.contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Raises ValueError for what is whole and yet not in the fields that are known here: a later te-bench may have more."""
+    """Raise ValueError for valid JSON with unknown fields, which a later te-bench may have written."""
     try:
         yield
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError) as error:
@@ -201,15 +203,13 @@ def understood(what: str) -> Iterator[None]:
 
 
 def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:
-    """What to do about a line that is not as it was written; its kind cannot be trusted."""
+    """Return the message for a damaged line, with its remedy; the line's kind cannot be trusted."""
     begins, ends = lines[number - 1][:3] == codecs.BOM_UTF8, lines[number - 1][-1:] == b"\r"
     if begins or ends:
         what = "it begins with a byte order mark" if begins else "its line ends were changed to CRLF"
         return f"{path}: {what}, so that no checksum holds. Copy the journal again as it was, as a binary file."
     if not lines[number - 1].startswith(b'{"crc32":') and not any(map(_intact, lines)):
-        return (
-            f"{path} is not a te-bench journal: line {number} is not as te-bench writes it. Choose another directory."
-        )
+        return f"{path} is not a te-bench journal: te-bench did not write line {number}. Choose another directory."
     return (
         f"{path}, line {number}: checksum mismatch. Delete that line and rerun on the same machine with the same code: "
         "that repeats its trial, or writes its plan or environment again."
@@ -217,9 +217,11 @@ def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:
 
 
 def own(path: Path) -> Path:
-    """The path, for te-bench to write there. Raises ValueError for a link: what it points to may be somebody else's."""
+    """Return the path, for te-bench to write there. Raise ValueError for a link, whose target may not be te-bench's."""
     if path.is_symlink():
-        raise ValueError(f"{path} is a link, and te-bench writes through none: remove it, or choose another --out.")
+        raise ValueError(
+            f"{path} is a link, and te-bench does not write through links: remove it, or choose another --out."
+        )
     return path
 
 
@@ -228,7 +230,7 @@ def _intact(line: bytes) -> bool:
 
 
 def _add(journal: Journal, raw: bytes) -> None:
-    """Take one intact line into the journal. Raises ValueError for a schema that is not ours."""
+    """Add one intact line to the journal. Raise ValueError for an unknown schema."""
     line = _line(raw)
     if line.schema != SCHEMA:
         raise ValueError(
@@ -245,7 +247,7 @@ def _add(journal: Journal, raw: bytes) -> None:
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
-    """One journal line, newline included."""
+    """Return one journal line with its newline."""
     head: dict[str, Any] = {"kind": kind}
     if kind == "record":
         head |= {"schema": body["schema"], "key": [body["trial"]["id"], body["environment"]]}
@@ -255,20 +257,20 @@ def encode(kind: str, body: Mapping[str, Any]) -> bytes:
 
 
 class Store:
-    """The journal opened for writing: one writer at a time, torn tail cut, every append on the disk before it returns."""
+    """The journal opened for writing, with one writer at a time; every append is on the disk before it returns."""
 
     def __init__(self, directory: Path, *, fresh: bool = False):
-        """Create or open DIR. fresh: begin an empty journal; the one that is there stays until `begin`.
+        """Create or open DIR. fresh: begin an empty journal; the existing one stays until `begin`.
 
-        Raises ValueError when another run holds DIR, or when it cannot be written.
+        Raise ValueError if another run holds DIR, or if DIR cannot be written.
         """
         self.directory, self.journal, self._fresh, self._file = directory, Journal(), fresh, -1
         path, packed = directory / JOURNAL, directory / PACKED
-        with contextlib.ExitStack() as opened:  # closed again when anything here fails
+        with contextlib.ExitStack() as opened:  # closed again if anything here fails
             self._opened = opened
             try:
                 if packed.exists() and not path.exists():
-                    said = f"{packed} is of a run that is over: choose another --out, or unpack it to go on (xz -d)"
+                    said = f"{packed} belongs to a complete run: choose another --out, or unpack it to continue (xz -d)"
                     raise ValueError(said)
                 directory.mkdir(parents=True, exist_ok=True)
                 own(path)
@@ -281,14 +283,14 @@ class Store:
             self._opened = opened.pop_all()
 
     def begin(self) -> None:
-        """Open the journal, as the first line written does; a fresh start sets the old one aside. Later calls do nothing."""
+        """Open the journal; the first write calls this. A fresh start sets the old journal aside. Later calls do nothing."""
         if self._file >= 0:
             return
         path = self.directory / JOURNAL
         try:
             if self._fresh and path.exists():
                 stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
-                path.rename(self.directory / f"journal.{stamp}.jsonl")  # kept: nothing measured is ever deleted
+                path.rename(self.directory / f"journal.{stamp}.jsonl")  # measurements are never deleted
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._opened.callback(os.close, self._file)
             self.journal = _parse(path.read_bytes(), path)
@@ -299,7 +301,7 @@ class Store:
             raise _unwritable(self.directory, error) from error
 
     def add_environment(self, body: Mapping[str, Any]) -> None:
-        """Note the machine, unless the last one with its id was this one: several may be alike."""
+        """Record the machine, unless its environment's last line is this machine: several machines may share one id."""
         if self.journal.environments.get(body["id"]) != body:
             self._append("environment", body)
 
@@ -310,7 +312,7 @@ class Store:
         self._append("record", record.to_json())
 
     def copy(self, copied: Iterable[Line]) -> None:
-        """Append lines of other journals as they are, all of them or none."""
+        """Append lines of other journals unchanged, all of them or none."""
         self._write([line.raw for line in copied])
 
     def _append(self, kind: str, body: Mapping[str, Any]) -> None:
@@ -324,11 +326,11 @@ class Store:
             while written < len(data):
                 written += os.write(self._file, data[written:])
             os.fsync(self._file)
-        except OSError as error:  # a full disk: leave the journal as it was
+        except OSError as error:  # a full disk: restore the journal
             os.ftruncate(self._file, self.journal.size)
             os.lseek(self._file, self.journal.size, os.SEEK_SET)
             raise ValueError(
-                f"cannot write {self.directory / JOURNAL}: {error.strerror}. What was measured before is safe."
+                f"cannot write {self.directory / JOURNAL}: {error.strerror}. Earlier measurements are safe."
             ) from error
         self.journal.size += len(data)
         for line in added:
@@ -349,13 +351,13 @@ def _unwritable(directory: Path, error: OSError) -> ValueError:
 
 
 def _lock(directory: Path) -> int:
-    """Hold DIR/lock until the process ends, with who holds it written inside."""
+    """Hold DIR/lock until the process ends; write the holder into it."""
     path = own(directory / "lock")
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)  # or a pipe would be waited for
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)  # do not wait on a pipe
     try:
         holder = os.read(file, 4096) if stat.S_ISREG(os.fstat(file).st_mode) else b"no file"
         if not _HOLDER.match(holder):
-            raise ValueError(f"{path} is not te-bench's, which leaves it as it is: move it, or choose another --out.")
+            raise ValueError(f"{path} was not written by te-bench: move it, or choose another --out.")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)

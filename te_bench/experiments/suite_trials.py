@@ -1,4 +1,4 @@
-"""The trials that suites are made of: nanoGPT's benchmark, training runs, and their data."""
+"""The trials of which suites consist: nanoGPT's benchmark, training runs, and their data."""
 
 import dataclasses
 from typing import Any
@@ -12,11 +12,9 @@ from te_bench.models.configs import MOST, configs
 from te_bench.training import corpus as corpora
 
 MULTIPLE = 64  # of a padded vocabulary
-TOKENIZED = 50257  # tokens of bpe:50257; a user's model of fewer gets bytes
-STEP_TOKENS = (
-    12 * 1024
-)  # of a step, GPT-2's: a suite that is not told its batch takes no more where sequences are longer
-#: Attention that keeps the scores for the backward pass is left out where those of all layers take more bytes in bf16.
+TOKENIZED = 50257  # tokens of bpe:50257; a user's model with a smaller vocabulary gets bytes
+STEP_TOKENS = 12 * 1024  # of a step, GPT-2's; the limit for a suite's default batch if sequences are longer
+#: Attention that keeps scores for the backward pass is left out if the scores of all layers exceed this size in bf16.
 KEEPS_SCORES = ("manual", "manual_fp8", "math")
 SCORES_LIMIT = 8 * 2**30
 FP8_RECIPE = "float8_current_scaling"
@@ -31,40 +29,40 @@ BENCH_PY: Settings = {
 }
 
 HOPPER = (9, 0)
-GLUON_WIDTHS = 64, 128  # heads that the attention backend `gluon` takes
+GLUON_WIDTHS = 64, 128  # head sizes that the attention backend `gluon` supports
 
-#: A model of at most so many features or, a user's, parameters is tiny.
+#: Tiny models have at most so many features or, if a user's, parameters.
 TINY_HIDDEN, TINY_PARAMETERS = 64, 2**18
 
 
 def gpu_here() -> dict[str, Any]:
-    """The first GPU that CUDA would see; {} without one."""
+    """Return the first GPU that CUDA would see; {} without a GPU."""
     return next(iter(environment.visible_gpus()), {})
 
 
 def attention_kernels(head_dim: int = 64) -> tuple[str, str]:
-    """(the fastest of torch's, the fastest of all) on the GPU here. A plan made without a GPU is a Hopper's."""
+    """Return (the fastest of torch's, the fastest of all) on the GPU here; without a GPU, on a Hopper."""
     if tuple(gpu_here().get("capability") or HOPPER) != HOPPER:
         return "flash", "flash"
     return "cudnn", "gluon" if head_dim in GLUON_WIDTHS else "flash"
 
 
 def on_request() -> frozenset[str]:
-    """Recipes that a suite runs where --recipes names them, as their files say.
+    """Return recipes that a suite runs only if --recipes names them, as their files say.
 
-    Attention in FP8 is off unless asked for, what is emulated by half precision's GEMMs is no faster than they are, and a
-    part in bf16 or another format is for who asks what that part costs.
+    Attention in FP8 is off by default. Recipes emulated by half-precision GEMMs are no faster than these GEMMs. Recipes with
+    a part in bf16 or another format answer what that part costs.
     """
     return plugins.saying("te_bench.models.recipe", "ON_REQUEST = True")
 
 
 def without_fp8_head() -> frozenset[str]:
-    """Recipes that keep a part of the head out of FP8, as their files say: an FP8 head is refused beside them."""
+    """Return recipes that keep a part of the head out of FP8, as their files say: they refuse an FP8 head."""
     return plugins.saying("te_bench.models.recipe", "FP8_HEAD = False")
 
 
 def recipes() -> list[str]:
-    """The recipes of a suite that was not told which."""
+    """Return the recipes that a suite runs by default."""
     left_out = on_request()
     return [name for name in plugins.names("te_bench.models.recipe") if name not in left_out]
 
@@ -74,10 +72,10 @@ def seeds(options: Options, default: int) -> range:
 
 
 def sized(options: Options, usual: Settings) -> Settings:
-    """The usual problem with the model, the batch and the tokens of a sequence that the user asks for.
+    """Return the usual problem with the user's model, batch and tokens of a sequence.
 
-    A model of te-bench's that is named gets its longest sequences, a user's the usual ones, and without --batch a step has
-    STEP_TOKENS at most. Raises ValueError for sequences that the model does not take.
+    Default sequences: the longest of te-bench's named model, the usual ones of a user's model. Default batch: at most
+    STEP_TOKENS a step. Raise ValueError for sequences that the model does not support.
     """
     found = dict(usual)
     if options.model is not None and (own := adoptee(options)) is not None:
@@ -101,19 +99,19 @@ def sized(options: Options, usual: Settings) -> Settings:
 
 
 def named(options: Options, usual: str) -> str:
-    """The problem's model: the one that the user asks for, or the usual one."""
+    """Return the problem's model: the user's choice, or the usual one."""
     own = adoptee(options)
     return own.source.model if own is not None else options.model or usual
 
 
 def called(problem: Settings) -> str:
-    """What a title calls the problem's model."""
+    """Return the model's name for titles."""
     name = str(problem["model"])
     return {"gpt2": "GPT-2 124M", "tiny": "tiny GPT"}.get(name, name)
 
 
 def vocabulary(options: Options, model: str, *, padded: bool) -> int:
-    """Classes of random tokens for that model, or the same padded to a MULTIPLE."""
+    """Return the number of classes of random tokens for that model; padded: rounded up to a MULTIPLE."""
     if (own := adoptee(options)) is not None:
         vocab = own.facts.vocab
     else:
@@ -123,10 +121,10 @@ def vocabulary(options: Options, model: str, *, padded: bool) -> int:
 
 
 def threads_of(options: Options, model: str) -> Settings:
-    """One thread for a tiny model on a CPU, else as many as torch takes.
+    """Return one thread for a tiny model on a CPU, else torch's default.
 
-    A second thread makes its steps hardly faster. Where other programs run, the two wait for each other, and a trial takes
-    eight times as long (two vCPUs, AMD EPYC).
+    A second thread hardly speeds up a tiny model's steps. On a busy machine the threads wait for each other, and a trial
+    takes eight times as long (two vCPUs, AMD EPYC).
     """
     own = adoptee(options)
     tiny = configs()[model].shape.hidden <= TINY_HIDDEN if own is None else own.facts.parameters <= TINY_PARAMETERS
@@ -134,7 +132,7 @@ def threads_of(options: Options, model: str) -> Settings:
 
 
 def can_hold(options: Options, attention: str, problem: Settings) -> bool:
-    """False for a backend that would keep too many scores in a training step; one without a batch is of one sequence."""
+    """Return False for a backend that would keep too many scores in a training step; default: one sequence."""
     if (own := adoptee(options)) is not None:
         scores = own.facts.scores * max(1, problem["block"] // own.facts.tried) ** 2
     else:
@@ -155,9 +153,9 @@ def step(
     padded: bool = True,
     **more: str,
 ) -> Trial:
-    """A train_step trial, at the padded vocabulary or at the model's own; `recipe` is heeded in fp8 alone.
+    """Return a train_step trial, at the padded vocabulary or at the model's own; `recipe` applies to fp8 only.
 
-    A problem with a `vocab`, of a multiple of MULTIPLE, keeps it.
+    A problem's own `vocab`, a multiple of MULTIPLE, is kept.
     """
     vocab, width = (
         problem.get("vocab") or vocabulary(options, problem["model"], padded=wide) for wide in (False, padded)
@@ -169,7 +167,7 @@ def step(
 def training(
     options: Options, problem: Settings, attention: str, precision: str, mode: str, seed: int, **more: str
 ) -> Trial:
-    """A training to a curve; `recipe` is heeded in fp8 alone."""
+    """Return a training with loss curves; `recipe` applies to fp8 only."""
     return _trial("training", "curve", options, problem, attention, precision, mode, seed, **more)
 
 
@@ -192,7 +190,7 @@ def _trial(
 def alone(
     device: str, workload: str, problem: Settings, attention: str, precision: str, protocol: str, seed: int
 ) -> Trial:
-    """A trial of an operator alone; attention: the backend, or NO_ATTENTION."""
+    """Return a trial of a single operator; attention: the backend, or NO_ATTENTION."""
     return Trial(
         workload=workload,
         device=device,
@@ -205,10 +203,10 @@ def alone(
 
 
 def corpus_problem(options: Options, model: str, data: str, tokenizer: str, block: int) -> Settings:
-    """The data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
+    """Return the data part of a training problem, by content: the corpus is read, tokenised into the cache and hashed.
 
-    Random tokens are of the model's vocabulary. A text file goes by its name, not its folder: the hash says which text it
-    was. Raises ValueError for bad data.
+    Random tokens have the model's vocabulary. A text file appears by its name without its folder; the hash identifies the
+    text. Raise ValueError for bad data.
     """
     if data == corpora.RANDOM:
         vocab, padded = (vocabulary(options, model, padded=wide) for wide in (False, True))

@@ -1,4 +1,4 @@
-"""What held the GPU's clocks down while a trial was timed: looks at NVML around the timed blocks. Reads no torch."""
+"""Record what throttled the GPU while a trial was timed, by NVML readings around the timed blocks. Does not import torch."""
 
 import functools
 import operator
@@ -9,19 +9,19 @@ from te_bench.experiments import environment
 
 
 class Watch:
-    """Looks at the GPU that this process uses, through NVML: before a timed block and after it, never inside.
+    """Reads the clocks of this process's GPU through NVML, before and after a timed block, never inside.
 
-    uuid() names the GPU, or answers None while there is none to look at. It is asked at a look and not before, for only
-    then has the workload touched CUDA.
+    uuid() names the GPU, or returns None while there is none. It is called at a reading and not before, because the workload
+    touches CUDA only then.
     """
 
     def __init__(self, uuid: Callable[[], str | None]):
         self._uuid = uuid
-        self._clocks: Callable[[], environment.Clocks] | None = None  # found once: a look must be cheap
+        self._clocks: Callable[[], environment.Clocks] | None = None  # found once, because a reading must be fast
         self.seen: list[environment.Clocks] = []
 
     def look(self) -> None:
-        """Note clock and reasons now; temperature and power, which take longer to read, are for the end of a trial."""
+        """Record clock and throttle reasons; temperature and power, which are slower to read, wait for the trial's end."""
         if self._clocks is None:
             uuid = self._uuid()
             if uuid is None:
@@ -30,8 +30,9 @@ class Watch:
         self.seen.append(self._clocks())
 
     def state(self) -> dict[str, Any]:
-        """The GPU's state at this moment, with throttle_reasons the union over this moment and every look, and
-        lowest_sm_clock_hz over the looks, absent where nobody looked. {} where there is no GPU or NVML cannot be read.
+        """Return the GPU's present state; throttle_reasons is the union over this moment and all readings.
+
+        lowest_sm_clock_hz is the minimum over the readings, absent without readings. {} without a GPU or NVML.
         """
         uuid = self._uuid()
         found = environment.gpu_state(uuid) if uuid else {}
@@ -47,5 +48,5 @@ class Watch:
 
 
 def _union_of_bits(reasons: list[int]) -> int | None:
-    """The bits that were set at any time; None where none could be read, for 0 would say that nothing throttled."""
+    """Return the bits set at any time; None if none could be read, because 0 would mean no throttling."""
     return functools.reduce(operator.or_, reasons) if reasons else None

@@ -1,17 +1,17 @@
-"""The only owner of a clock. Three protocols, each part of a trial's identity; every sample is kept.
+"""The only module with a clock. It has three protocols, each part of a trial's identity; every sample is kept.
 
 bench_py   10 burn-in steps, then 20 timed ones (nanoGPT's bench.py). On a GPU one CUDA event between consecutive steps
-           and a single wait at the end, so that a sample is what a step costs in a running training loop.
-quickstart 50 warm-up iterations, then 50 timed ones (Transformer Engine's quickstart, whose speedometer keeps the mean
-           between two events alone); the events in between are bench_py's.
-kernel     one call a sample, on a GPU with the L2 flushed before it and the host ahead, so that it is the device's time,
-           until the median is known to 0.5 %.
+           and a single wait at the end, so that a sample is the time of a step in a running training loop.
+quickstart 50 warm-up iterations, then 50 timed ones (Transformer Engine's quickstart, whose speedometer keeps only the mean
+           between two events); the events in between are like bench_py's.
+kernel     one call a sample; on a GPU the L2 is flushed before it and the call is queued in advance, so that the device's
+           time is measured. Sampling ends when the median is known to 0.5 %.
 
-Where trials of several commands take turns on a GPU (`exclusive`), half of the warm-up, in which code is compiled, runs
-beside the others. The other half and what is timed have the GPU to themselves.
+If trials of several commands take turns on a GPU (`exclusive`), half of the warm-up, in which code is compiled, runs beside
+the others. The other half and the timed part have the GPU to themselves.
 
-Inside `looking(look)` every timed block on a GPU has a look before its first event and one after the wait for its last:
-between the events of a running stream it would be timed with it.
+Inside `looking(look)`, look is called before the first event of every timed block on a GPU and after the wait for its last.
+Between the events it would be timed, too.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ QUICKSTART_WARM_UP, QUICKSTART_TIMED = 50, 50
 
 KERNEL_WARMUP = 10
 KERNEL_MIN, KERNEL_MAX = 30, 500  # samples
-KERNEL_SECONDS = 3.0  # stop there even when the interval is still wider
+KERNEL_SECONDS = 3.0  # stop after this time even if the interval is wider
 KERNEL_HALF_WIDTH = 0.005  # of the median
-KERNEL_HELD = 0.05  # seconds that a GPU waits for the host at most; for a call that itself waits for the GPU, in vain
-KERNEL_CLOCK = 2e9  # Hz, that of a fast GPU's processors: a slower one waits longer
+KERNEL_HELD = 0.05  # longest wait of the GPU for the host, in seconds; in vain if the call itself waits for the GPU
+KERNEL_CLOCK = 2e9  # Hz, of a fast GPU's SMs; a slower GPU waits longer
 
 
 def _unwatched() -> None:
-    """Where nobody asked for looks."""
+    """Do nothing: the default look."""
 
 
 _LOOK: ContextVar[Callable[[], None]] = ContextVar("look", default=_unwatched)
@@ -46,9 +46,9 @@ _LOOK: ContextVar[Callable[[], None]] = ContextVar("look", default=_unwatched)
 
 @contextlib.contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """Have every block that is timed on a GPU in here looked at, before and after it; throttling.Watch.look is such a look.
+    """Inside, call `look` before and after every block that is timed on a GPU; throttling.Watch.look is such a function.
 
-    It is no argument of the protocols: a workload says what to time and need not know who watches the GPU.
+    It is no argument of the protocols, because a workload need not know who watches the GPU.
     """
     token = _LOOK.set(look)
     try:
@@ -58,12 +58,12 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def bench_py(step: Callable[[], object], device: str) -> list[float]:
-    """Seconds of each of 20 consecutive steps after 10 burn-in steps; the caller resets memory statistics before."""
+    """Return the seconds of each of 20 consecutive steps after 10 burn-in steps; reset memory statistics before."""
     return _consecutive(step, device, BENCH_PY_BURN_IN, BENCH_PY_TIMED)
 
 
 def quickstart(iteration: Callable[[], object], device: str) -> list[float]:
-    """Seconds of each of 50 consecutive iterations after 50 warm-up ones."""
+    """Return the seconds of each of 50 consecutive iterations after 50 warm-up ones."""
     return _consecutive(iteration, device, QUICKSTART_WARM_UP, QUICKSTART_TIMED)
 
 
@@ -92,7 +92,7 @@ def _consecutive(step: Callable[[], object], device: str, warm_up: int, timed: i
 
 
 def kernel(call: Callable[[], object], device: str) -> list[float]:
-    """Seconds of single calls, L2 cold on a GPU, until the median's 95 % interval is within 0.5 % (or 3 s, or 500 calls)."""
+    """Return seconds of calls, L2 cold on a GPU, until the median's 95 % interval is within 0.5 % (3 s, 500 calls)."""
     for _ in range(KERNEL_WARMUP):
         call()
     with exclusive.alone():
@@ -118,17 +118,17 @@ def _sample_cpu(call: Callable[[], object]) -> Callable[[], list[float]]:
 
 
 def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
-    """Ten calls between pairs of events; a buffer of twice the L2 is overwritten before each.
+    """Return a function that times ten calls between pairs of events, overwriting twice the L2 before each.
 
-    The GPU waits until the ten are queued, half as long again as the host took for ten that nobody held up: without, a
-    call that is launched more slowly than it runs is as slow as its launches (131 us in place of 61; H200).
+    The GPU waits until the ten are queued, 1.5 times as long as the host took for ten unhindered ones. Otherwise a call
+    whose launch takes longer than its run would measure its launch (131 us in place of 61; H200).
     """
     l2 = torch.cuda.get_device_properties().L2_cache_size
     flush = torch.empty(2 * l2, dtype=torch.int8, device="cuda")
     look = _LOOK.get()
 
     def ten(held: int) -> tuple[list[float], float]:
-        """Their seconds, after so many cycles' wait, and those of queueing them."""
+        """Return the seconds of each of ten calls after a wait of `held` cycles, and the seconds of queueing them."""
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
         torch.cuda._sleep(held)
         began = time.perf_counter()
@@ -149,7 +149,7 @@ def _sample_cuda(call: Callable[[], object]) -> Callable[[], list[float]]:
 
 
 def _half_width(samples: list[float]) -> float:
-    """Half the width of the median's distribution-free 95 % interval (order statistics), relative to the median."""
+    """Return half the width of the median's distribution-free 95 % interval (order statistics), relative to the median."""
     ordered = sorted(samples)
     low = binomial_quantile(0.025, len(ordered))
     high = min(binomial_quantile(0.975, len(ordered)), len(ordered) - 1)
@@ -157,9 +157,9 @@ def _half_width(samples: list[float]) -> float:
 
 
 def binomial_quantile(q: float, n: int) -> int:
-    """The q-quantile of how many of n fair coins show heads: of a binomial distribution with p = 1/2.
+    """Return the q-quantile of a binomial distribution with p = 1/2 and n trials.
 
-    In integers, which are exact: scipy.special would take every trial's process 0.2 s to import.
+    It uses exact integers, because importing scipy.special would cost every trial's process 0.2 s.
     """
     sides, k = 1, 0  # of 2^n equally likely throws those with k heads
     below, wanted = sides, Fraction(q) * 2**n

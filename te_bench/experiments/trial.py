@@ -1,6 +1,6 @@
-"""The child's side of a trial: run its workload and turn whatever happens into one reply. Imports torch.
+"""The child's side of a trial: run its workload and return one reply, whatever happens. Imports torch.
 
-This file holds the harness's only broad `except`: here an exception becomes a row.
+This file holds the harness's only broad `except`, which turns any exception into a row.
 """
 
 import re
@@ -21,22 +21,22 @@ from te_bench.training.parallel import Indivisible
 
 
 def run(trial: Trial, context: Context) -> dict[str, Any]:
-    """{"outcome", "reason", "work_s", ...Measurement}: never raises. A trial over ranks takes as many processes."""
+    """Return {"outcome", "reason", "work_s", ...Measurement}; never raise. A trial over ranks gets a process per rank."""
     if trial.problem.get("world") is None:
         return run_one(trial, context)
-    from te_bench.experiments import ranks  # with torch.distributed
+    from te_bench.experiments import ranks  # imports torch.distributed
 
     return ranks.run(trial, context, run_one)
 
 
 def run_one(trial: Trial, context: Context) -> dict[str, Any]:
-    """The same in this process, which is all of the trial or one of its ranks."""
+    """Do the same in this process, which is the whole trial or one of its ranks."""
     started, load = time.perf_counter(), host.cpu_time()
     reason = None
     measurement = Measurement()
     watch = Watch(_gpu)
     try:
-        if isinstance(threads := trial.problem.get("threads"), int):  # of a CPU's torch
+        if isinstance(threads := trial.problem.get("threads"), int):  # for torch on a CPU
             torch.set_num_threads(threads)
         workload = plugins.load(workloads.__name__, trial.workload, "run")
         with exclusive.taking_turns(trial), timing.looking(watch.look):
@@ -80,7 +80,7 @@ def _removed_torn_library(error: Exception) -> bool:
 
 
 def classify(error: Exception) -> tuple[str, str]:
-    """(outcome, reason) of an exception; the reason is one line that a user can act on."""
+    """Return (outcome, reason) of an exception; the reason is one line that a user can act on."""
     text = " ".join(str(error).split())[:500]
     if isinstance(error, NoResult):
         return error.outcome, text
@@ -98,7 +98,7 @@ def classify(error: Exception) -> tuple[str, str]:
 
 
 def _gpu() -> str | None:
-    """UUID of the GPU that this process uses; None on a CPU, or where the process can no longer say."""
+    """Return the UUID of this process's GPU; None on a CPU, or if CUDA no longer answers."""
     if not torch.cuda.is_initialized():
         return None
     try:

@@ -1,4 +1,4 @@
-"""The model and the training step that a trial asks for, its batches, and whether this machine can run them."""
+"""Build the model, training step and batches of a trial, and check that this machine can run them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from te_bench.training.parallel import Parallel
 from te_bench.training.step import Optim, TrainStep
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LOOKED_AT = 64  # elements of each parameter that a perturbation is seen by
+LOOKED_AT = 64  # elements of each parameter that are checked for a perturbation
 
 
 def require_device(device: str) -> None:
@@ -38,12 +38,12 @@ def capability(device: str) -> tuple[int, int] | None:
 
 
 def kernel_dtype(trial: Trial) -> str:
-    """Of what kernels that do not multiply in FP8 read: bf16 in an fp8 trial, its precision in all others."""
+    """Return the input dtype of kernels without FP8: bf16 in an fp8 trial, else the trial's precision."""
     return {"fp8": "bf16"}.get(trial.precision, trial.precision)
 
 
 def attention_of(trial: Trial) -> str:
-    """The backend whose attention a training pass of the trial runs: its own, or under a recipe with fp8_dpa the FP8 one."""
+    """Return the attention backend of a training pass: the trial's, or the FP8 one for a recipe with fp8_dpa."""
     recipe = None if trial.recipe is None else recipes.load(trial.recipe)
     if source_of(trial) is not None:
         return trial.attention
@@ -53,7 +53,7 @@ def attention_of(trial: Trial) -> str:
 
 
 def attention_problem(config: DecoderConfig, dtype: str, device: str) -> attention.Problem:
-    """The attention of one sequence, the longest that the model takes."""
+    """Return the attention problem of one sequence, the longest of the model."""
     shape = config.shape
     return attention.Problem(
         batch=1,
@@ -70,12 +70,12 @@ def attention_problem(config: DecoderConfig, dtype: str, device: str) -> attenti
 
 
 def require_supported(trial: Trial) -> None:
-    """Raise Unsupported, with the reason, when this machine cannot run the trial."""
+    """Raise Unsupported, with the reason, if this machine cannot run the trial."""
     require_device(trial.device)
     own = StepProblem.of(trial).source is None
     if own:
         problem = attention_problem(config_of(trial), kernel_dtype(trial), trial.device)
-        for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 takes the former
+        for name in dict.fromkeys((trial.attention, attention_of(trial))):  # an evaluation in bf16 uses the former
             require(name, attention.load(name).unsupported(problem))
     elif (rival := StepProblem.of(trial).against) is not None:
         _require_rival(trial, rival)
@@ -99,17 +99,17 @@ def require_supported(trial: Trial) -> None:
 
 
 def _require_rival(trial: Trial, rival: Rival) -> None:
-    """Raise Unsupported when this machine cannot train the user's model by the rival."""
+    """Raise Unsupported if the rival cannot train the user's model on this machine."""
     p = StepProblem.of(trial)
     assert p.source is not None
     if rival.adoption is None:
-        raise Unsupported(f"rival {p.rival}: it trains te-bench's own models alone")
+        raise Unsupported(f"rival {p.rival}: it trains only te-bench's own models")
     module = adopted.described(p.source).module
     require(f"rival {p.rival}", rival.adoption.unsupported(module, trial.device, capability(trial.device)))
 
 
 def _require_fast(trial: Trial, config: DecoderConfig) -> None:
-    """Raise Unsupported when this machine cannot run the trial's head, blocks or rival."""
+    """Raise Unsupported if this machine cannot run the trial's head, blocks or rival."""
     machine = _machine(trial)
     p = StepProblem.of(trial)
     if p.against is not None:
@@ -134,7 +134,7 @@ def _machine(trial: Trial) -> dict[str, Any]:
 
 
 def _require_optimizer(trial: Trial) -> None:
-    """Raise Unsupported when this machine cannot run the trial's optimizer, or keep weights and states as it asks for."""
+    """Raise Unsupported if this machine cannot run the trial's optimizer, or keep its weights and states."""
     p = StepProblem.of(trial)
     if p.weights is not None or p.states is not None:
         require(f"weights {p.weights or 'float32'}, states {p.states or 'float32'}", _no_fewer_bits(trial))
@@ -149,12 +149,12 @@ def _require_optimizer(trial: Trial) -> None:
 
 
 def _no_fewer_bits(trial: Trial) -> str | None:
-    """Why the trial's weights and states cannot be kept in fewer bits than float32's, or None."""
+    """Return why the trial's weights and states cannot have fewer bits than float32, or None."""
     p = StepProblem.of(trial)
     if p.source is not None:
-        return "of te-bench's own models alone; leave --weights and --states out"
+        return "only for te-bench's own models; leave --weights and --states out"
     if trial.precision not in ("bf16", "fp8"):
-        return f"{trial.precision}: of steps in bf16 and fp8 alone"
+        return f"{trial.precision}: only for steps in bf16 and fp8"
     return fewer_bits.unsupported(
         p.weights,
         p.states,
@@ -165,13 +165,13 @@ def _no_fewer_bits(trial: Trial) -> str | None:
 
 
 def _require_checkpointing(trial: Trial) -> None:
-    """Raise Unsupported for a step whose blocks' activations cannot be computed again."""
+    """Raise Unsupported for a step whose blocks' activations cannot be recomputed."""
     p = StepProblem.of(trial)
     if p.checkpointing is None:
         return
     reason = None
     if p.blocks is not None or (p.against is not None and p.against.own_blocks):
-        reason = "these blocks are no modules whose activations could be dropped; leave blocks out"
+        reason = "these blocks are not modules, so their activations cannot be dropped; leave blocks out"
     elif trial.mode == "compile-reduce-overhead":
         reason = "torch.compile's own CUDA graphs overwrite what a block has kept; choose mode compile or cudagraph"
     elif p.source is not None and not checkpointing.blocks_of(adopted.described(p.source).module):
@@ -180,7 +180,7 @@ def _require_checkpointing(trial: Trial) -> None:
 
 
 def _require_parallel(trial: Trial) -> None:
-    """Raise Unsupported when the trial's step cannot be divided over ranks as it asks for."""
+    """Raise Unsupported if the trial's step cannot be divided over ranks as asked."""
     p = StepProblem.of(trial)
     rival = p.against
     if p.parallel is None:
@@ -193,7 +193,7 @@ def _require_parallel(trial: Trial) -> None:
 
 
 def indivisible(trial: Trial) -> str | None:
-    """Why the trial's step cannot be divided over ranks as it asks for, as far as that is known on any machine; or None."""
+    """Return why the trial's step cannot be divided over ranks, as far as that is known on any machine; or None."""
     p = StepProblem.of(trial)
     if p.parallel is None:
         return None
@@ -204,31 +204,31 @@ def indivisible(trial: Trial) -> str | None:
 
 
 def _no_heads(p: StepProblem) -> str | None:
-    """Why ranks cannot share the layers of te-bench's own model, or None; of another model only the model itself tells."""
+    """Return why ranks cannot share the layers of te-bench's own model, or None; other models answer themselves."""
     if p.source is not None or p.parallel not in parallel.SHARING or p.world is None:
         return None
     shape, ranks = configs()[p.model].shape, p.world // p.replicas
     for what, size in (("heads", shape.heads), ("heads of keys and values", shape.groups), ("features", shape.ffn)):
         if size % ranks:
-            return f"the {size} {what} of {p.model} do not divide into {ranks} ranks; take fewer, or choose ddp"
+            return f"the {size} {what} of {p.model} do not divide into {ranks} ranks; give fewer, or choose ddp"
     return None
 
 
 def _how(trial: Trial) -> dict[str, Any]:
-    """What a mode of parallelism is asked about."""
+    """Return the arguments of a mode of parallelism's checks."""
     p = StepProblem.of(trial)
     return {"precision": trial.precision, "mode": trial.mode, "optimizer": p.optimizer, "blocks": p.blocks}
 
 
 def _no_way(p: StepProblem, rival: Rival) -> str | None:
-    """Why the rival's step is not divided over ranks as the trial asks for, or None."""
+    """Return why the rival's step cannot be divided over ranks as asked, or None."""
     name = f"rival {p.rival or p.linears}"
     if rival.way is None:
         return f"{name} has no step over ranks; choose te-bench's own"
     if p.parallel not in rival.ranks:
         return f"{name} divides its steps by {' or '.join(rival.ranks)}; choose one of them"
     if p.source is not None:
-        return f"{name} divides the steps of te-bench's own models alone"
+        return f"{name} divides only the steps of te-bench's own models"
     if p.gather is not None or p.checkpointing is not None:
         return f"{name} has no gather and no checkpointing of te-bench's; leave them out"
     if p.sequence_parallel is not None:
@@ -237,14 +237,14 @@ def _no_way(p: StepProblem, rival: Rival) -> str | None:
 
 
 def _no_blocks(trial: Trial, config: DecoderConfig, machine: dict[str, Any]) -> str | None:
-    """Why the trial's blocks cannot be fused, or None."""
+    """Return why the trial's blocks cannot be fused, or None."""
     if config.dropout:
         return f"dropout {config.dropout}: no fused kernel has it"
     if not decoder.family(config).says_parts():
         return f"{config.family} does not say its parts"
     if trial.device == "cpu":  # in plain PyTorch
         compiled = trial.mode.startswith("compile")
-        return "compiled for a CPU nothing shows that they were fused; choose mode eager" if compiled else None
+        return "compiled for a CPU, no record shows that they were fused; choose mode eager" if compiled else None
     cast = trial.precision == "fp8"
     norms = norm.Problem(
         n=config.shape.hidden, dtype=kernel_dtype(trial), kind=config.shape.norm, quantized=cast, **machine
@@ -266,14 +266,14 @@ def optim_of(trial: Trial) -> Optim:
 
 
 def sizes_of(trial: Trial) -> dict[str, int]:
-    """What training.data asks for: block, batch and vocab, the true one."""
+    """Return the arguments of training.data: block, batch and vocab, the unpadded one."""
     p = StepProblem.of(trial)
     assert isinstance(p.batch, int), "whoever asks for the largest has found it"
     return {"block": p.block, "batch": p.batch, "vocab": p.vocab}
 
 
 def batches_of(trial: Trial, corpus: Corpus | None = None) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """at(number), (inputs, targets) on the device for a step of the trial: of the corpus, or drawn at random."""
+    """Return a function from a step's number to (inputs, targets) on the device: from the corpus, or random."""
     source, sizes = StepProblem.of(trial).source, sizes_of(trial)
     sizes["batch"] *= optim_of(trial).accumulate
     if corpus is None and source is not None and (made := adopted.described(source)).drawn is not None:
@@ -285,13 +285,13 @@ def batches_of(trial: Trial, corpus: Corpus | None = None) -> Callable[[int], tu
 
 
 def recipe_of(trial: Trial) -> recipes.Recipe | None:
-    """The trial's recipe, with its fault planted where it has one."""
+    """Return the trial's recipe, with its planted fault if it has one."""
     recipe, fault = recipes.load(trial.recipe) if trial.recipe else None, StepProblem.of(trial).fault
     return faults.load(fault)(recipe) if recipe is not None and fault is not None else recipe
 
 
 def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
-    """The user's model that the trial names, on its device; the seed decides the weights. kernel: as Adopted's."""
+    """Return the trial's user model on its device, with weights by the seed. kernel: as for Adopted."""
     p = StepProblem.of(trial)
     assert p.source is not None
     allow_tf32(trial.precision)
@@ -308,7 +308,7 @@ def adopted_of(trial: Trial, kernel: str | None = None) -> Adopted:
 
 
 def build(trial: Trial) -> Decoder:
-    """The trial's decoder on its device; the seed decides the weights."""
+    """Return the trial's decoder on its device, with weights by the seed."""
     p, recipe = StepProblem.of(trial), recipe_of(trial)
     allow_tf32(trial.precision)
     torch.manual_seed(trial.seed)
@@ -330,9 +330,9 @@ def build(trial: Trial) -> Decoder:
 
 
 def perturb(model: nn.Module, trial: Trial) -> None:
-    """Move the weights by as many units in the last place as the trial says: by the same whatever they are.
+    """Move each weight by the trial's number of units in the last place, by the same pattern for any weights.
 
-    Raises CheckFailed where none moved.
+    Raise CheckFailed if none moved.
     """
     ulps = StepProblem.of(trial).perturb_ulp
     if ulps is None:
@@ -347,7 +347,7 @@ def perturb(model: nn.Module, trial: Trial) -> None:
 
 
 def model_of(trial: Trial) -> Decoder | Adopted:
-    """The trial's model, te-bench's own or a user's, its blocks checkpointed where the trial says so."""
+    """Return the trial's model, te-bench's own or a user's, with checkpointed blocks if the trial asks for them."""
     p = StepProblem.of(trial)
     model = build(trial) if p.source is None else adopted_of(trial)
     if p.checkpointing is not None:
@@ -356,7 +356,7 @@ def model_of(trial: Trial) -> Decoder | Adopted:
 
 
 def step_of(trial: Trial) -> TrainStep:
-    """One training step of the trial's model, in its precision and mode, by its optimizer."""
+    """Return one training step of the trial's model, in its precision and mode, with its optimizer."""
     p = StepProblem.of(trial)
     return TrainStep(
         model_of(trial),
@@ -370,7 +370,7 @@ def step_of(trial: Trial) -> TrainStep:
 
 
 def parallel_of(trial: Trial) -> Parallel:
-    """How the trial's step is divided over the ranks, one of which this process is."""
+    """Return how the trial's step is divided over the ranks, of which this process is one."""
     p = StepProblem.of(trial)
     if p.parallel is None:
         return parallel.SINGLE
@@ -379,7 +379,7 @@ def parallel_of(trial: Trial) -> Parallel:
 
 
 def _mode_of(p: StepProblem) -> type[Parallel]:
-    """By which a step over ranks is divided: te-bench's, or a rival's own."""
+    """Return the class that divides a step over ranks: te-bench's, or a rival's own."""
     assert p.parallel is not None
     if p.against is None:
         own: type[Parallel] = parallel.kind(p.parallel)
@@ -390,5 +390,5 @@ def _mode_of(p: StepProblem) -> type[Parallel]:
 
 
 def allow_tf32(precision: str) -> None:
-    """As nanoGPT sets it: under autocast only SDPA's math kernel multiplies in float32; "fp32" means IEEE float32."""
+    """Set TF32 as nanoGPT does: under autocast only SDPA's math kernel multiplies in float32; "fp32" means IEEE float32."""
     torch.backends.cuda.matmul.allow_tf32 = precision in ("bf16", "fp16", "fp8")

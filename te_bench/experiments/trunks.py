@@ -1,11 +1,11 @@
-"""The trunk that the branches of a study share: the first steps of its bf16 control, trained once and kept.
+"""The trunk that a study's branches share: the first steps of its bf16 control, trained once and kept.
 
-    DIR/TRIAL/              a checkpoint of training.resume, and curve.json, the samples up to there
-    DIR/TRIAL/broke.json    of one in which bf16 diverged, in place of both: why, and the samples up to there
+    DIR/TRIAL/              a checkpoint of training.resume, and curve.json, the samples up to the branch
+    DIR/TRIAL/broke.json    instead of both, if bf16 diverged: the reason, and the samples up to there
     DIR/TRIAL.lock
 
-TRIAL is the control's id, which has the seed in it. Whoever needs a trunk that is not there trains it, and others wait for
-the lock. A folder by that name is whole: it is written under another one, which the next to hold the lock removes.
+TRIAL is the control's id, which includes the seed. The first trial that needs a missing trunk trains it; others wait for the
+lock. A folder TRIAL is always complete: it is written under another name, which the next holder of the lock removes.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ from te_bench.training.step import TrainStep
 from te_bench.training.weights import replacing
 
 CURVE, BROKE = "curve.json", "broke.json"
-#: Bytes of a moment, at the least, by what AdamW keeps it in; of None those of its weight.
+#: Least bytes of a moment, by AdamW's format for it; None: those of its weight.
 MOMENT = {"bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trunk:
-    """A trunk that is there. `samples`: what its training sampled; `trained`: by this trial; took_s: so, or waiting."""
+    """An existing trunk. `samples`: of its training; `trained`: by this trial; took_s: seconds of training or waiting."""
 
     folder: Path
     samples: Mapping[str, list[Any]]
@@ -45,22 +45,22 @@ class Trunk:
 
 
 def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[Any]]]) -> Trunk:
-    """The control's trunk; `grow` trains one that is not in `folder`: it writes a checkpoint, and answers samples.
+    """Return the control's trunk; if it is not in `folder`, `grow` trains it, writes a checkpoint and returns samples.
 
-    Raises Diverged where bf16 diverged in it, be it for another trial, and OSError where it cannot be written.
+    Raise Diverged if bf16 diverged in it, also for another trial, and OSError if it cannot be written.
     """
     began, trained = time.perf_counter(), False
     own = folder / control.id
     with locked(own):
         if not own.exists():
             half = own.with_suffix(".half")
-            shutil.rmtree(half, ignore_errors=True)  # of a trial that was killed
+            shutil.rmtree(half, ignore_errors=True)  # left by a killed trial
             try:
                 try:
                     _write(half / CURVE, grow(half))
                 except Diverged as broke:
                     _write(half / BROKE, {"reason": str(broke), "samples": broke.measurement.samples})
-            except OSError as error:  # a full disk would take neither the record nor the log that say so
+            except OSError as error:  # free space, because a full disk could not store the record and log of this error
                 shutil.rmtree(half, ignore_errors=True)
                 free = shutil.disk_usage(folder).free / 1e6
                 raise OSError(f"{error}; {free:,.0f} MB are free there") from error
@@ -74,14 +74,14 @@ def find(control: Trial, folder: Path, grow: Callable[[Path], Mapping[str, list[
 
 
 def _write(path: Path, found: Mapping[str, Any]) -> None:
-    """On the disk before the trunk has its name."""
+    """Write a file; it is on the disk before the trunk gets its name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write_text(json.dumps(found))
 
 
 def require_room(step: TrainStep, folder: Path, what: str) -> None:
-    """Raise OSError where the disk has no room for the step's weights and moments, `what`: before it trains for hours."""
+    """Raise OSError, before hours of training, if the disk has no room for `what`, the step's weights and moments."""
     trained = [p for p in step.model.parameters() if p.requires_grad]
     least = sum(p.nbytes + 2 * p.numel() * MOMENT.get(step.states or "", p.element_size()) for p in trained)
     if least > shutil.disk_usage(folder).free:
@@ -89,22 +89,22 @@ def require_room(step: TrainStep, folder: Path, what: str) -> None:
 
 
 def graft(step: TrainStep, trial: Trial, folder: Path, once: Callable[[], object]) -> str:
-    """Put the step to where the checkpoint in `folder` was; the SHA-256 of the weights there, before any of them is moved.
+    """Load the checkpoint in `folder` into the step; return the SHA-256 of its weights before any of them is moved.
 
-    once: a pass over the batch of the branch's first step, which changes no weight. FP8 begins here as it does with a
-    checked trial's first step: scales that a recipe keeps have settled on the weights.
+    once: a pass over the batch of the branch's first step, which changes no weight. FP8 begins as in a checked trial's first
+    step, with the recipe's scales settled on the weights.
     """
-    once()  # a captured step is loaded into where its graph reads
+    once()  # load a captured step into the memory that its graph reads
     resume.load(step, folder, begin_fp8=True)
     weights = _hash(step.model.named_parameters())
-    with torch.random.fork_rng(["cuda"] if trial.device == "cuda" else []):  # dropout goes on from the trunk's masks
+    with torch.random.fork_rng(["cuda"] if trial.device == "cuda" else []):  # dropout continues the trunk's masks
         trial_model.perturb(step.model, trial)
         settle(trial.recipe, once)
     return weights
 
 
 def digest(step: TrainStep) -> str:
-    """The SHA-256 of the step's weights and moments, and of the number of its updates."""
+    """Return the SHA-256 of the step's weights, moments and number of updates."""
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     state = ((names.get(of, of), values) for of, values in step.optimizer.state.items())
     kept = ((f"{name} {kind}", value) for name, values in state for kind, value in values.items())

@@ -1,4 +1,4 @@
-"""What `te-bench tune` measures: of each kind its shapes as the user writes them, its backends and its trials."""
+"""What `te-bench tune` measures: for each kind the shapes as users write them, the backends and the trials."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ ATTENTION = re.compile(r"(\d+),(\d+)(?:/(\d+))?,(\d+),(\d+),(causal|full|window=
 GEMM = re.compile(r"(\d+),(\d+),(\d+)(?:,(fp8)(?:,(block)|(,row)?(,promoted)?))?")
 EPILOGUE = re.compile(rf"(\d+),(\d+),(\d+),({table.ACTIVATED}|{table.GRADIENT})")
 HEAD = re.compile(r"(\d+),(\d+),(\d+)(?:/(\d+))?")
-#: GPT-2's of 124M, 355M and 1.5B, and vocabularies from 32 k to 256 k by 2048 to 32768 tokens.
+#: Heads of GPT-2 with 124M, 355M and 1.5B parameters, and of vocabularies from 32 k to 256 k, for 2048 to 32768 tokens.
 GPU_HEADS = [
     "12288,768,50257/50304", "12288,1024,50257/50304", "8192,1600,50257/50304", "32768,2048,32000", "2048,4096,128256",
     "8192,4096,128256", "8192,2304,256000",
@@ -29,27 +29,27 @@ GPU_HEADS = [
 CPU_HEADS = ["128,64,500/512"]
 CPU_GEMM = "256,512,128"
 
-#: {workload: what of its problem names the backend}; of the workload `attention` the trial's attention does.
+#: {workload: setting of its problem that names the backend}; for `attention` it is the trial's attention.
 SETTINGS = {"gemm": "backend", "linear_cross_entropy": "head"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Something that can be tuned: which operator's rows it fills, what is asked for by default, and by whom it is done."""
+    """Something to tune: the operator whose rows it fills, its default shapes, and its backends."""
 
     operator: str
     title: str
-    parse: Callable[[str], Settings]  # of a --shape. Raises ValueError for what is none
-    defaults: Callable[[bool], list[Settings]]  # on a GPU, or on a CPU
+    parse: Callable[[str], Settings]  # from a --shape; raises ValueError for an invalid one
+    defaults: Callable[[bool], list[Settings]]  # the default shapes on a GPU (True) or a CPU
     backends: Callable[[Settings], list[str]]
-    holds: Callable[[Any], bool] = lambda problem: True  # whether a row of the operator is one of its own
-    has_dtype: bool = True  # else its shapes say it
+    holds: Callable[[Any], bool] = lambda problem: True  # whether a row of the operator belongs to this kind
+    has_dtype: bool = True  # else the shape states the dtype
 
 
 def experiment(
     kind: str, device: str | None, shapes: Sequence[str], dtype: str | None, rivals: str | None, rounds: int
 ) -> Experiment:
-    """The trials, in running order. Raises ValueError for what is not known."""
+    """Return the trials in running order. Raise ValueError for unknown names."""
     if rounds < 1:
         raise ValueError(f"--rounds {rounds}: give 1 or more")
     tuned = KINDS[kind]
@@ -57,7 +57,7 @@ def experiment(
     plugins.check("device", device, list(DEVICES))
     cuda = device == "cuda"
     if dtype is not None and not tuned.has_dtype:
-        raise ValueError(f"--dtype {dtype}: of {kind} the shape says it; leave it out")
+        raise ValueError(f"--dtype {dtype}: for {kind} the shape states the dtype; leave it out")
     precision = dtype or ("bf16" if cuda or not tuned.has_dtype else "fp32")
     plugins.check("dtype", precision, ["fp32", "bf16", "fp16"])
     problems = list({json.dumps(p): p for p in map(tuned.parse, shapes)}.values()) or tuned.defaults(cuda)
@@ -90,7 +90,7 @@ def _trial(workload: str, device: str, problem: Settings, name: str, precision: 
 
 
 def attention_shape(text: str) -> Settings:
-    """The settings of B,H[/Hkv],T,D,MASK."""
+    """Return the settings of B,H[/Hkv],T,D,MASK."""
     found = ATTENTION.fullmatch(text.strip())
     if found is None:
         raise ValueError(
@@ -112,7 +112,7 @@ def attention_shape(text: str) -> Settings:
         settings["kv_heads"] = int(kv_heads)
     if mask.startswith("window"):
         if not left and not right:
-            raise ValueError(f"--shape {text}: a window without an end is full: write full")
+            raise ValueError(f"--shape {text}: a window without limits is the full mask: give full")
         settings |= {"window_left": int(left or -1), "window_right": int(right or -1)}
     return settings
 
@@ -126,7 +126,7 @@ def _attention_backends(problem: Settings) -> list[str]:
 
 
 def gemm_shape(text: str) -> Settings:
-    """The settings of M,N,K in bf16, M,N,K,fp8[,row][,promoted] or M,N,K,fp8,block."""
+    """Return the settings of M,N,K in bf16, M,N,K,fp8[,row][,promoted] or M,N,K,fp8,block."""
     found = GEMM.fullmatch(text.strip())
     if found is None:
         raise ValueError(
@@ -142,7 +142,7 @@ def gemm_shape(text: str) -> Settings:
 
 
 def epilogue_shape(text: str) -> Settings:
-    """The settings of M,N,K,activated or M,N,K,gradient."""
+    """Return the settings of M,N,K,activated or M,N,K,gradient."""
     found = EPILOGUE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"--shape {text}: give M,N,K,{table.ACTIVATED} or M,N,K,{table.GRADIENT}")
@@ -158,7 +158,7 @@ def _sizes(text: str, **sizes: str) -> dict[str, int]:
 
 
 def _settings(shape: GemmShape) -> Settings:
-    """What of a shape is set."""
+    """Return the settings of a shape that are not at their default."""
     fp8 = shape.scales is not None
     return {name: v for name, v in dataclasses.asdict(shape).items() if v is not None and (fp8 or name != "fast_accum")}
 
@@ -174,7 +174,7 @@ def _epilogue_defaults(cuda: bool) -> list[Settings]:
 
 
 def _shipped() -> list[Settings]:
-    """The shapes of the table that ships."""
+    """Return the shapes of the installed table."""
     return [_settings(shape) for shape in dict.fromkeys(row.problem for row in measured.read(measured.SHIPPED, "gemm"))]
 
 
@@ -186,7 +186,7 @@ def _gemm_backends(settings: Settings) -> list[str]:
 
 
 def head_shape(text: str) -> Settings:
-    """The settings of N,D,VOCAB[/PADDED]."""
+    """Return the settings of N,D,VOCAB[/PADDED]."""
     found = HEAD.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"--shape {text}: give N,D,VOCAB or N,D,VOCAB/PADDED such as 12288,768,50257/50304")

@@ -1,7 +1,7 @@
-"""Two revisions of a repository in a temporary folder that is gone whenever this process is, however it ends.
+"""Check out two revisions of a repository into a temporary folder, which is removed however this process ends.
 
-Files are written by `git checkout-index` from an index of their own: nothing is registered in the repository, as `git
-worktree add` would, so that a gate that is killed leaves nothing to prune, and two gates at once do not meet.
+`git checkout-index` writes the files, from an index of its own. The repository registers nothing, unlike with
+`git worktree add`: a killed gate leaves nothing to prune, and two gates can run at once.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ PREFIX = "te-bench-gate-"
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """A new folder. A second process removes it when this one ends, be it by SIGKILL."""
+    """Yield a new folder. A second process removes it when this process ends, even by SIGKILL."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with janitor.remove_at_end(folder):
         yield folder
 
 
 def repository(inside: Path) -> Path:
-    """The root of the git repository around a folder. Raises ValueError where there is none."""
+    """Return the root of the git repository around a folder. Raise ValueError if there is none."""
     try:
         return Path(_git(inside, "rev-parse", "--show-toplevel"))
     except ValueError as error:
@@ -37,7 +37,7 @@ def repository(inside: Path) -> Path:
 
 
 def commit_of(root: Path, ref: str) -> str:
-    """The commit that a branch, a tag or a hash names. Raises ValueError for one that is not there."""
+    """Return the commit that a branch, a tag or a hash names. Raise ValueError if the repository lacks it."""
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     except ValueError:
@@ -47,12 +47,12 @@ def commit_of(root: Path, ref: str) -> str:
 
 
 def dirty(root: Path) -> bool:
-    """Whether tracked files differ from HEAD."""
+    """Return whether tracked files differ from HEAD."""
     return bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
 
 
 def check_out(root: Path, commit: str, folder: Path) -> None:
-    """Write the files of a commit into a new folder. Raises ValueError when git cannot."""
+    """Write the files of a commit into a new folder. Raise ValueError if git fails."""
     folder.mkdir()
     index = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
     _git(root, "read-tree", commit, environment=index)
@@ -60,7 +60,7 @@ def check_out(root: Path, commit: str, folder: Path) -> None:
 
 
 def _git(folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    """What git prints. Raises ValueError with its message."""
+    """Return what git prints. Raise ValueError with git's message if it fails."""
     words = ["git", "-c", "core.splitIndex=false", "-C", str(folder), *arguments]
     try:
         inherited = {name: value for name, value in os.environ.items() if name not in _elsewhere()}
@@ -75,9 +75,9 @@ def _git(folder: Path, *arguments: str, environment: dict[str, str] | None = Non
 
 @functools.cache
 def _elsewhere() -> set[str]:
-    """What git's hooks and its worktree-minded users set: it would have git look at another repository than the folder's.
+    """Return the variables, set by git hooks for instance, that would point git at another repository than the folder's.
 
-    Those of its configuration stay, which may say that a folder is safe.
+    GIT_CONFIG* variables are kept: they may mark a folder as safe.
     """
     done = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True, check=True)
     return {name for name in done.stdout.split() if not name.startswith("GIT_CONFIG")}

@@ -1,8 +1,8 @@
-"""The process that runs commands of two revisions for a live gate, one at a time, and times them.
+"""The process that runs and times commands of two revisions for a live gate, one at a time.
 
-Run as a program by `commands.CommandRunner`. It is small, so that a command is started fast and its peak memory is its
-own: a process begins with its parent's. Over the socket whose number is its first argument it is asked for the arguments of
-`_run`, and answers {"result": {...}}, then {"ended": SIGNAL or null}.
+`commands.CommandRunner` runs it as a program. It stays small so that commands start fast, and because a child process
+begins with its parent's peak memory. Its first argument is the number of a socket. Each request there holds the
+arguments of `_run`; the answers are {"result": {...}}, then {"ended": SIGNAL or null}.
 """
 
 import functools
@@ -17,13 +17,13 @@ from pathlib import Path
 from te_bench.experiments.processes import end_with_parent, kill_group, log_to, run_supervised
 from te_bench.gate.revision_process import Lines, raise_priority
 
-_KIB = 1024  # of Linux's ru_maxrss; elsewhere it is in bytes
+_KIB = 1024  # ru_maxrss is in KiB on Linux, in bytes elsewhere
 
 
 def _run(
     lines: Lines, words: list[str], directory: str, env: dict[str, str], timeout_s: float, output: str, timed: bool
 ) -> None:
-    """Run a command to its end: its seconds of the wall, how it ended, and its peak resident memory in bytes."""
+    """Run a command to its end. Send its wall time in seconds, exit code and peak resident memory in bytes."""
     with Path(output).open("wb") as file:
         began = time.perf_counter()
         try:
@@ -41,7 +41,7 @@ def _run(
             return
         if timed:
             raise_priority(child.pid)
-        end = threading.Timer(timeout_s, kill_group, (child.pid,))  # Popen.wait looks every 50 ms only
+        end = threading.Timer(timeout_s, kill_group, (child.pid,))  # Popen.wait polls only every 50 ms
         end.start()
         _, status, usage = os.wait4(child.pid, 0)
         seconds = time.perf_counter() - began
@@ -53,10 +53,10 @@ def _run(
 
 
 def main() -> None:
-    """command_process.py SOCKET PARENT LOG: run commands until the gate is gone."""
+    """command_process.py SOCKET PARENT LOG: run commands until the gate ends."""
     number, parent, log = sys.argv[1:]
     end_with_parent(int(parent))
-    os.setsid()  # Ctrl-C is the gate's to handle
+    os.setsid()  # only the gate handles Ctrl-C
     log_to(log, append=True)
     lines = Lines(socket.socket(fileno=int(number)))
     while True:

@@ -1,7 +1,7 @@
-"""A gate on the commands of a te-bench.toml: both revisions run each of them by turns, A B, B A, ..., a process a run.
+"""A gate on the commands of a te-bench.toml: both revisions run each command in turn (A B, B A, ...), in fresh processes.
 
-A command's record is what a trial's is, so that its pairs are judged by the same rule: a sample for each run. One run may
-measure several trials, the benchmarks whose figures it writes.
+A command's record has the form of a trial's, with one sample per run, so the same rule judges its pairs. One command may
+measure several trials: the benchmarks whose times it writes.
 """
 
 import fnmatch
@@ -29,17 +29,17 @@ from te_bench.gate.stored_runs import COMMAND
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.exchange import pytest_import
 
-_LONGEST = 200  # characters of a line that a command printed
-#: In pytest's output a test that failed and the first line of its error, under its heading; and its line in the summary.
+_LONGEST = 200  # characters kept of a line that a command printed
+#: In pytest's output: a failed test's heading with the first line of its error; and a failed test's line in the summary.
 _FAILURE = re.compile(
     r"^_+ (?:ERROR (?:at \w+ of|collecting) )?(?!_)(.+?) _+\n(?:(?!_+ \w).*\n)*?E +(.+)", re.MULTILINE
 )
 _SUMMARY = re.compile(r"^(?:FAILED|ERROR) (\S+(?:::|\.py).*)", re.MULTILINE)
-_ENDED_S = 10.0  # a killed process and what it started have ended by then
+_ENDED_S = 10.0  # within this time, a killed process and its children have ended
 
 
 class Failed(Exception):
-    """A run of a command without a result: how it ended, for a reader."""
+    """A run of a command gave no result; the message says how it ended."""
 
     def __init__(self, why: str, outcome: str = "crashed"):
         super().__init__(why)
@@ -48,7 +48,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
-    """What one run of a command measured: seconds by benchmark, "" of the process as a whole; and its peak memory."""
+    """What one run of a command measured: seconds by benchmark ("": the whole process), and peak memory."""
 
     figures: Mapping[str, float]
     wall_s: float
@@ -56,7 +56,7 @@ class CommandRun:
 
 
 class CommandRunner:
-    """The gate's end of the process that runs commands, until it is closed."""
+    """The gate's end of the process that runs commands."""
 
     def __init__(self, log: Path):
         ours, theirs = socket.socketpair()
@@ -80,7 +80,7 @@ class CommandRunner:
         self.lines, self.log = Lines(ours), log
 
     def run(self, commands: Commands, words: Sequence[str], root: Path, timeout_s: float, *, timed: bool) -> CommandRun:
-        """Run a command in a revision's files. Raises Failed, and Unrunnable where the process that runs it is gone."""
+        """Run a command in a revision's files. Raise Failed if it fails, Unrunnable if the process that runs it is gone."""
         figures, output = root.with_suffix(".json"), root.with_suffix(".output")
         figures.unlink(missing_ok=True)
         places = {JSON: str(figures), ROOT: str(root)}
@@ -106,7 +106,7 @@ class CommandRunner:
         )
 
     def _last_words(self, output: Path) -> str:
-        """The last line that a command printed, of pytest a test that failed too; all that it printed goes to the log."""
+        """Return the command's last printed line, after pytest's first failed test. Append the whole output to the log."""
         text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
@@ -114,10 +114,10 @@ class CommandRunner:
         return printable("; ".join(filter(None, [_failed_test(text), *(line[:_LONGEST] for line in lines[-1:])])))
 
     def close(self) -> None:
-        """End it, and the command that it runs."""
+        """End the process and the command that it runs."""
         self.process.kill()
         self.process.wait()
-        self.lines.close(_ENDED_S)  # the command's supervisor holds the other end
+        self.lines.close(_ENDED_S)  # the command's supervisor holds the other end of the socket
 
 
 def _placed(text: str, places: Mapping[str, str]) -> str:
@@ -127,12 +127,13 @@ def _placed(text: str, places: Mapping[str, str]) -> str:
 
 
 def _failed_test(text: str) -> str:
-    """The first test that failed in pytest's output, with the first line of its error; "" where there is none."""
+    """Return the first failed test in pytest's output with the first line of its error; "" if there is none."""
     listed = [found[1] for found in _SUMMARY.finditer(text)]
     if (found := _FAILURE.search(text)) is None:
         return listed[0][:_LONGEST] if listed else ""
     name, bracket, case = found[1].partition("[")
-    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]  # a file's is its path
+    # the heading of a test is its dotted name, that of a file that fails to import is its path
+    name = name.replace(".", "::") + bracket + case if "::" in "".join(listed) else found[1]
     full = next((line[: line.index(name) + len(name)] for line in listed if name in line), found[1])
     return f"{full}: {found[2][:_LONGEST]}"
 
@@ -144,9 +145,10 @@ def _how_ended(code: int) -> str | None:
 
 
 def read_figures(file: Path, statistic: str) -> dict[str, float]:
-    """Seconds by benchmark of the JSON that a command wrote: pytest-benchmark's, or seconds, by name if there are several.
+    """Return seconds by benchmark from the JSON that a command wrote.
 
-    Of several times of one benchmark the `statistic`, "min" or "median". Raises ValueError for anything else.
+    The JSON is pytest-benchmark's, a number or list of seconds (named ""), or a mapping of these by name. `statistic`,
+    "min" or "median", reduces a list. Raise ValueError for anything else.
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -161,8 +163,8 @@ def read_figures(file: Path, statistic: str) -> dict[str, float]:
     seconds = {name: _seconds(one, statistic) for name, one in found.items()}
     if not seconds or None in seconds.values():
         raise ValueError(
-            f"wrote {json.dumps(value)[:_LONGEST]} to {JSON}: write seconds above 0, a list of them, these by name, or "
-            "pytest-benchmark's JSON"
+            f"wrote {json.dumps(value)[:_LONGEST]} to {JSON}: write a positive number of seconds, a list of "
+            "such numbers, either by name, or pytest-benchmark's JSON"
         )
     return {name: one for name, one in seconds.items() if one is not None}
 
@@ -177,7 +179,7 @@ def _seconds(value: Any, statistic: str) -> float | None:
 
 @dataclass(slots=True, kw_only=True)
 class CommandProcesses(GateProcesses):
-    """The commands of a gate on any repository, in place of the processes that run a suite's trials."""
+    """The commands of a gate on any repository; they take the place of a suite's trials."""
 
     _runner: CommandRunner | None = None
 
@@ -187,9 +189,9 @@ class CommandProcesses(GateProcesses):
         return self.question.commands
 
     def start(self) -> PairedPlan:
-        """The plan, from the first run of each command; a later call changes nothing.
+        """Return the plan, made from the first run of each command; later calls return the same plan.
 
-        Raises Unrunnable where one revision cannot be set up, and ValueError for what fails in both.
+        Raise Unrunnable if one revision cannot be set up, ValueError if both fail.
         """
         began = time.monotonic()
         if self.planned is None:
@@ -213,7 +215,7 @@ class CommandProcesses(GateProcesses):
                 raise Unrunnable("; ".join(f"{name}: {why}" for name, why in failed.items()))
 
     def _plan(self) -> PairedPlan:
-        """What each command measures of each revision; of one that fails there, what it measures of the other."""
+        """Plan each command's trials by what it measures of each revision; a revision that fails gets the other's trials."""
         trials: dict[str, dict[str, Mapping[str, Any]]] = {one.name: {} for one in self.revisions}
         together: dict[str, str] = {}
         for command in self.commands.commands:
@@ -260,7 +262,7 @@ class CommandProcesses(GateProcesses):
         return self._runner.run(self.commands, words, one.root, self.question.timeout_s, timed=timed)
 
     def run(self, command: Command, one: Revision, *, timed: bool = True) -> CommandRun:
-        """Raises Failed where the command fails, or does not write what it is to write."""
+        """Run a command. Raise Failed if it fails or does not write its JSON."""
         done = self._run(command.words, one, timed=timed)
         if not command.writes:
             return done
@@ -272,9 +274,10 @@ class CommandProcesses(GateProcesses):
     def measure(
         self, revisions: Sequence[Revision], trials: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> list[tuple[Revision, Record]]:
-        """A record of each trial of one command by each revision, by as many runs of both, the first one first.
+        """Return a record of each trial of one command for each revision, from equally many runs of both.
 
-        So many runs as take TIMED_S, MOST_TURNS at most. A revision whose run fails runs no more, and all its trials failed.
+        `revisions` is the order of the first round. There are as many runs as fill TIMED_S, at most MOST_TURNS. When a run
+        fails, its revision runs no more and all its trials fail.
         """
         name = as_known(next(iter(trials[revisions[0].name]))).problem["bench"]
         command = next(one for one in self.commands.commands if one.name == name)
@@ -300,10 +303,10 @@ class CommandProcesses(GateProcesses):
 
 
 def _may_match(command: Command, only: str | None) -> bool:
-    """Whether a trial of the command may be asked for: those of one that writes figures are not known before it has run."""
+    """Return whether a pattern may match a trial of the command; a command's benchmarks are unknown before it has run."""
     if matches(command.name, only) or only is None:
         return True
-    written = f"{command.name}: "  # any part of a pattern, from its beginning, that is like this may be like more
+    written = f"{command.name}: "  # a part from the pattern's beginning that matches this may go on to match more
     begun = (pattern[:end] for pattern in patterns(only) for end in range(len(pattern) + 1))
     return command.writes and any(fnmatch.fnmatchcase(written, part) for part in begun)
 
@@ -317,7 +320,7 @@ def _record(trial: Trial, one: Revision, started_at: str, runs: Sequence[Command
         more = {"outcome": failed.outcome, "reason": str(failed)}
     else:
         more["samples"] = {"latency_s": [run.figures[figure] for run in runs]}
-        if not figure:  # of a process that measures one thing
+        if not figure:  # the trial is the whole process
             more["samples"]["peak_rss_bytes"] = [max(run.peak_rss_bytes for run in runs)]
     wall_s = math.fsum(run.wall_s for run in runs)
     return Record(trial=trial, environment=one.environment, started_at=started_at, wall_s=wall_s, **more)

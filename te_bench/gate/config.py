@@ -1,4 +1,4 @@
-"""te-bench.toml: the commands of any repository that a gate times, and how both revisions are made ready for them."""
+"""Read te-bench.toml: the commands that a gate times in any repository, and the setup of both revisions."""
 
 import difflib
 import math
@@ -12,10 +12,10 @@ from typing import Any
 
 from te_bench import plugins
 
-JSON, ROOT = "{json}", "{root}"  # in a command: a file that it is to write; the revision's files
+JSON, ROOT = "{json}", "{root}"  # in a command: the file that it writes; the root of the revision's files
 STATISTICS = ("min", "median")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
-# Not [: it is part of a pytest test's name more often than of a pattern, and means the same there without a shell.
+# [ is left out: it is more often part of a pytest test's name than of a pattern, and needs no shell there.
 _OF_A_SHELL = re.compile(r"\A\s*[A-Za-z_]\w*=|&&|\|\|?|>>?|[;<&`*?]|(?<!\S)[~#]|\$(?=[\w{(])")
 _PLACE = re.compile(r"\{(\w+)\}")
 _KEYS = ("bench", "setup", "directory", "env", "warmup", "margin", "budget", "timeout")
@@ -24,11 +24,11 @@ _KEYS_OF_BENCH = ("command", "statistic")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command to time: as a whole process or, where it has JSON among its words, by the figures that it writes there."""
+    """A command to time: the whole process or, if its words contain JSON, the benchmark times that it writes."""
 
     name: str
     words: tuple[str, ...]
-    statistic: str = "min"  # of the figures that one run writes of one benchmark
+    statistic: str = "min"  # over the times that one run writes of one benchmark
 
     @property
     def writes(self) -> bool:
@@ -37,21 +37,21 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commands:
-    """What a te-bench.toml says. margin and budget are as the command line takes them; None: not said."""
+    """The content of a te-bench.toml. margin and budget are text as on the command line; None: not given."""
 
     file: str
     commands: tuple[Command, ...]
     setup: tuple[tuple[str, ...], ...] = ()
     directory: str = "."
     env: Mapping[str, str] = field(default_factory=dict)
-    warmup: int = 1  # runs of each command by each revision, before any is timed
+    warmup: int = 1  # untimed first runs of each command by each revision
     margin: str | None = None
     budget: str | None = None
-    timeout: float | None = None  # seconds of one run, of one setup command too
+    timeout: float | None = None  # seconds of one run, also of a setup command
 
 
 def read(path: Path) -> Commands:
-    """The commands in a file. Raises ValueError, with the file and the key, for what is wrong there."""
+    """Return the commands in a file. Raise ValueError, with the file and the key, for a wrong entry."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -109,7 +109,7 @@ def _command(file: str, name: str, table: Any) -> Command:
 
 @dataclass(frozen=True, slots=True)
 class _Taker:
-    """The values of a table, each of its type."""
+    """Take typed values from a table."""
 
     file: str
     table: Mapping[str, Any]
@@ -128,7 +128,7 @@ class _Taker:
         return value
 
     def words(self, key: str, value: Any) -> tuple[str, ...]:
-        """A command's words, split as a POSIX shell splits them; what else a shell would do is refused."""
+        """Return a command's words, split as a POSIX shell does. Refuse other shell syntax."""
         try:
             words = tuple(shlex.split(value)) if isinstance(value, str) else ()
         except ValueError as error:  # an open quotation
@@ -138,13 +138,15 @@ class _Taker:
         bare = _QUOTED.sub("''", value)
         if found := _OF_A_SHELL.search(bare):
             taken = found[0].strip()
-            other = f'by env = {{ {taken[:-1]} = "..." }}' if taken.endswith("=") else "with it in quotes,"
-            raise self._refused(key, value, f"it without {taken}, {other} or as sh -c '...', for no shell runs it")
+            other = f'by env = {{ {taken[:-1]} = "..." }}' if taken.endswith("=") else f"with {taken} in quotes,"
+            raise self._refused(
+                key, value, f"the command without {taken}, {other} or as sh -c '...', because no shell runs it"
+            )
         self.check_places(key, value, bare)
         return words
 
     def check_places(self, key: str, value: str, bare: str = "") -> None:
-        """Refuse {names} that stand for nothing: all in `bare`, which no quotes hold, and misspelled ones anywhere."""
+        """Refuse unknown {names}: any in `bare` (the text outside quotes), and near-misspellings anywhere."""
         known = [place.strip("{}") for place in (JSON, ROOT)]
         for name in _PLACE.findall(value):
             if name not in known and (f"{{{name}}}" in bare or difflib.get_close_matches(name.lower(), known)):

@@ -1,20 +1,21 @@
-"""Which trials became slower: every trial's pairs so far to REGRESSION, PASS, IMPROVED or INCONCLUSIVE, and who needs more.
+"""Decide which trials became slower: REGRESSION, PASS, IMPROVED or INCONCLUSIVE, and which trials need more pairs.
 
-A trial has two ratios, candidate / baseline: r of what its processes count by, and m of the mean of all their calls, which
-has a bar of its own, MEAN_MARGINS margins. Three claims are tested: that r or m lies above its bar, that both lie below, and
-r < 1. The first divides its share of alpha between r, two thirds, and m. The second divides nothing: where it is wrong one
-of two claims is, each of which is wrong in at most alpha of cases (Berger 1982, Technometrics 24:295).
+A trial has two ratios, candidate / baseline: r of its typical time, and m of the mean time over all its calls. The bar of
+r is 1 + margin, that of m 1 + MEAN_MARGINS margins. Three claims are tested: r or m lies above its bar; both lie below;
+r < 1. The first claim divides its share of alpha: two thirds for r, one third for m. The second divides nothing: if the
+claim is wrong, one of its two parts is, and each part is wrong in at most alpha of cases (Berger 1982, Technometrics
+24:295).
 
 Each claim is held to alpha over all trials, their geometric mean and all looks together, by Holm's procedure over
-group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112). That
-is closed testing: any k true hypotheses are rejected, at whatever look, with a probability of at most k times what one
-spends at level alpha / k, however the trials depend on each other; and the levels of every look rise with alpha, so a claim
-that has been made passes its share on to the trials still undecided. Stopping a trial once it is decided, or the whole gate
-when time is up, only loses rejections. Which trial gets the next pair may depend on what was seen: a look is a number of the
-trial's own pairs, and one that is never reached claims nothing.
+group-sequential tests (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311; Ye, Li, Liu & Yao 2013, Stat. Med. 32:1112).
+This is closed testing. Any k true hypotheses are rejected, at whatever look, with a probability of at most k times what
+one spends at level alpha / k, however the trials depend on each other. The levels of all looks rise with alpha, so a
+claim once made passes its share on to the undecided trials. Stopping a trial once it is decided, or the whole gate when
+time is up, can only lose rejections. What was seen may choose the trial that gets the next pair: a look is a number of
+the trial's own pairs, and a look that is never reached claims nothing.
 
-It is a pure function of the ratios, so the gate calls it again with every round of pairs. A trial's interval is as wide as
-the autocorrelation of all pairs so far asks for, so a claim may come or go with the pairs of another trial.
+The decision is a pure function of the ratios; the gate calls it again after every round of pairs. The width of a trial's
+interval depends on the autocorrelation of all pairs so far, so the pairs of another trial can make or undo a claim.
 docs/gate-statistics.md and tests/gate/test_gate_simulated.py have the simulated error rates.
 """
 
@@ -28,20 +29,20 @@ from te_bench.gate.question import ALPHA, MARGIN
 from te_bench.gate.slowdown import Estimate, likeness
 
 FAMILY = "geometric mean"
-#: The mean of all calls must be shown to lie below 1 + so many margins: pairs vary by 0.8 to 10 times as much by it as by
-#: the lowest tenth, 1.4 in the median.
+#: The mean over all calls must lie below 1 + this many margins. Its pairs vary by 0.8 to 10 times as much as those of the
+#: lowest tenth, 1.4 times in the median.
 MEAN_MARGINS = 2.5
-#: Pairs without which nothing is claimed. Where processes of one program run at either of two speeds, as memory happens to
-#: be laid out, all of n pairs show the same difference in up to 4^-n of cases: 0.1 %, which no noise among them warns of.
+#: The fewest pairs for a claim. If processes of one program run at either of two speeds (memory layout), all n pairs show
+#: the same difference in up to 4^-n of cases: 0.1 % for 5, and no noise among the pairs reveals it.
 FEWEST = 5
-WORTH_SAYING = 1.5  # times as wide as an interval of independent pairs: it is said why
-SUSPECT_FROM = 3  # pairs; from 4 on 78 % of slow-downs are found instead of 83 % (100 to 150 simulations)
+WORTH_SAYING = 1.5  # the reason mentions intervals from this many times the width for independent pairs
+SUSPECT_FROM = 3  # pairs; from 4 on, 78 % of slow-downs are found instead of 83 % (100 to 150 simulations)
 
 Ratios = Mapping[str, Sequence[float | None]]
 
 
 class GateVerdict(StrEnum):
-    """Slower by more than the margin; not slower by it; faster than the baseline, so not slower either; not told yet."""
+    """REGRESSION: slower by more than the margin; PASS: not; IMPROVED: faster than the baseline; INCONCLUSIVE: unknown."""
 
     REGRESSION = "REGRESSION"
     PASS = "PASS"
@@ -51,15 +52,15 @@ class GateVerdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateJudgement(MeasuredRatio):
-    """What the pairs of one trial, or the rounds of all of them, carry: by what a process counts by, and by all calls."""
+    """The judgement of one trial, or of the geometric mean over all: the ratio of typical times, and of all calls."""
 
     verdict: GateVerdict
     reason: str
-    pairs: int  # used, up to the look that this judgement is of
-    more: int = 0  # pairs to the next look of an undecided trial; 0 when there is none
-    suspect: bool = False  # still to be decided, and by all its pairs so far slower than the margin
-    mean: MeasuredRatio | None = None  # of all calls; None where they are not judged
-    needed: int | None = None  # pairs that would decide it in 80 % of cases at the ratios as measured
+    pairs: int  # used, up to this judgement's look
+    more: int = 0  # pairs to the next look of an undecided trial; 0 if there is none
+    suspect: bool = False  # undecided, and slower than the margin over all its pairs so far
+    mean: MeasuredRatio | None = None  # over all calls; None if means are not judged
+    needed: int | None = None  # pairs that would decide it in 80 % of cases if the measured ratios hold
 
     @property
     def passed(self) -> bool:
@@ -68,19 +69,19 @@ class GateJudgement(MeasuredRatio):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateDecision:
-    """The judgements by trial; `family`, of the geometric mean over the trials, is None for a single one."""
+    """The judgements by trial; `family`: that of the trials' geometric mean, None for a single trial."""
 
     trials: Mapping[str, GateJudgement]
     family: GateJudgement | None
 
     @property
     def judgements(self) -> dict[str, GateJudgement]:
-        """The trials' and the family's, by name."""
+        """Return the judgements of the trials and the family, by name."""
         return {**self.trials, **({FAMILY: self.family} if self.family else {})}
 
     @property
     def more(self) -> dict[str, int]:
-        """{trial: pairs to its next look} of the trials that are still to be decided."""
+        """Return {trial: pairs to its next look} of the undecided trials."""
         return {name: judgement.more for name, judgement in self.trials.items() if judgement.more}
 
 
@@ -94,21 +95,21 @@ def decide(
     ended: bool = False,
     mde: float | None = None,
 ) -> GateDecision:
-    """A verdict for each trial on its ratios so far, candidate / baseline, in the order of the rounds of pairs.
+    """Return a verdict for each trial on its ratios so far, candidate / baseline, in the order of the rounds of pairs.
 
-    means: of the same pairs, the ratios of the mean of all calls. REGRESSION: a trial's r > 1 + margin is shown, or that its
-    mean m > 1 + MEAN_MARGINS margin. PASS: that both are below; IMPROVED: r < 1 as well. Else INCONCLUSIVE, and `more`
-    says how many pairs the trial lacks to its next look. None in a trial's ratios is a round without a pair of it. `looks`
-    are the numbers of used pairs at which a trial is judged, fixed before the first pair; without them each trial is judged
-    once, on all it has, which is valid only where that number was not chosen by what was seen. ended: no more pairs will
-    come, so that each trial's last look is at those it has (`looks_until`).
+    None in a trial's ratios is a round without a pair of that trial. means: of the same pairs, the ratios m of the mean
+    over all calls. REGRESSION: r > 1 + margin or m > 1 + MEAN_MARGINS margin is shown. PASS: both are shown to be below.
+    IMPROVED: r < 1 is shown too. Otherwise INCONCLUSIVE; `more` says how many pairs the trial lacks to its next look.
 
-    The family's geometric mean is judged on the rounds in which every trial has a ratio, and asks for no pair of its own:
-    when all trials PASS, so does it. A trial with fewer than FEWEST pairs is INCONCLUSIVE, and stays in the family. `mde`:
-    how near to the margin a ratio need not be told from it, which bounds the pairs said to be needed; the margin itself
-    if not given, so that an unchanged program passes.
+    `looks`: the numbers of used pairs at which a trial is judged, fixed before the first pair. Without them each trial is
+    judged once, on all its pairs; that is valid only if nothing seen chose their number. ended: no more pairs will come,
+    so each trial's last look is at the pairs that it has (`looks_until`). `mde`: the smallest distance from the margin
+    that must be told apart; it bounds `needed`. Default: the margin, so that an unchanged program passes.
 
-    Raises ValueError for a trial that is called as the mean over the trials is.
+    The geometric mean is judged on the rounds in which every trial has a ratio, and asks for no pairs of its own: if all
+    trials PASS, so does the mean. A trial with fewer than FEWEST pairs is INCONCLUSIVE, and still counts in the mean.
+
+    Raise ValueError for a trial named FAMILY.
     """
     trials = _series(ratios, means, margin, alpha, looks, ended)
     slower, passes, faster = (
@@ -125,9 +126,9 @@ def decide(
 def _series(
     ratios: Ratios, means: Ratios | None, margin: float, alpha: float, looks: Sequence[int] | None, ended: bool
 ) -> dict[str, TrialRatios]:
-    """The log-ratios of each trial and, of several, of their mean. Raises ValueError as `decide` does."""
+    """Return the log-ratios of each trial and, for several trials, of their mean. Raise ValueError as `decide` does."""
     if FAMILY in ratios:
-        raise ValueError(f"a trial called {FAMILY!r}: that is what the mean over the trials is called; rename it")
+        raise ValueError(f"a trial is called {FAMILY!r}, the name of the mean over the trials; rename the trial")
     kinds = [ratios] if means is None else [ratios, means]
     if len(ratios) > 1:
         kinds = [{**one, FAMILY: _mean_of_rounds(list(one.values()))} for one in kinds]
@@ -139,12 +140,12 @@ def _series(
 def _build_series(
     ratios: Ratios, bar: float, trim: bool, looks: Sequence[int] | None, ended: bool
 ) -> dict[str, LogRatios]:
-    """Of every trial and the family, which is no more alike than its trials are."""
+    """Return the series of each trial and the family; the family's autocorrelation is bounded by its trials'."""
     found = {name: tuple(math.log(r) for r in values if r is not None) for name, values in ratios.items()}
     together = likeness([logs for name, logs in found.items() if name != FAMILY], trim=trim)
     series = {}
     for name, logs in found.items():
-        # once: a look that fewer pairs do not reach
+        # without looks: one look, out of reach of fewer pairs than FEWEST
         planned = (max(len(logs), FEWEST),) if looks is None else tuple(looks)
         at = looks_until(len(logs), planned) if ended else planned
         alike = together.bound(likeness([logs], trim=trim))
@@ -153,17 +154,17 @@ def _build_series(
 
 
 def looks_until(pairs: int, looks: tuple[int, ...]) -> tuple[int, ...]:
-    """The looks of a trial that ends after so many pairs: the last is there, if that is enough to claim anything.
+    """Return the looks of a trial that ends after `pairs` pairs; the last look is there, if FEWEST allow a claim.
 
-    As if it had been planned so: the clock does not know the ratios. What was claimed before stays claimed, for the levels
-    of the looks rise when fewer pairs are to come. Where suspects were run first, the ratios do have a say in when a trial
-    ends; simulated gates (tests/gate/test_decision.py) err no more often for it.
+    It is as if the looks had been planned so, because the clock does not know the ratios. Claims already made stand: the
+    levels of the looks rise when fewer pairs are to come. If suspects run first, the ratios do influence when a trial
+    ends; simulated gates (tests/gate/test_decision.py) err no more often for that.
     """
     return looks if not FEWEST <= pairs < looks[-1] else (*(look for look in looks if look < pairs), pairs)
 
 
 def _mean_of_rounds(trials: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """The geometric mean of each round over the trials; None where one of them has no ratio."""
+    """Return the geometric mean of each round over the trials; None if a trial has no ratio in that round."""
     found: list[float | None] = []
     for values in zip(*trials, strict=False):  # a decided trial has no later rounds
         known = [math.log(ratio) for ratio in values if ratio is not None]
@@ -174,7 +175,7 @@ def _mean_of_rounds(trials: Sequence[Sequence[float | None]]) -> list[float | No
 def _judge(
     name: str, one: TrialRatios, slower: HolmClaim, passes: HolmClaim, faster: HolmClaim, finest: float, hypotheses: int
 ) -> GateJudgement:
-    """The verdict of one trial: the claim that was made of it, REGRESSION before PASS should both have been."""
+    """Return the verdict of one trial: the claim made of it; REGRESSION wins over PASS if both were made."""
     first, pairs = one.times[0], len(one.times[0].logs)
     more = next((n - pairs for n in first.looks if n > pairs), 0)
     if pairs < 2:
@@ -209,14 +210,14 @@ def _judge(
 
 
 def _slower(one: TrialRatios, look: int, left: int, found: MeasuredRatio, mean: MeasuredRatio | None = None) -> str:
-    """By which factor a REGRESSION is slower, with its interval; left: how many hypotheses shared alpha."""
+    """Say by which factor a REGRESSION is slower, with its interval. left: how many hypotheses shared alpha."""
     typical, *_ = one.slower_by(left)
     pairs = _pairs(one.times[0].at(look).n)
     if typical is None or typical > look:
         assert mean is not None
         assert found.ratio is not None
         said = f"{_factor(mean)} over all calls on average, above {_percent(one.times[1].bar)} ({pairs})"
-        return f"{said}, though its typical ones take {100 * (found.ratio - 1):+.2f} %"
+        return f"{said}, though typical calls take {100 * (found.ratio - 1):+.2f} %"
     also = "" if mean is None else f", over all calls on average {_factor(mean)}"
     return f"{_factor(found)}, above the margin of {_percent(one.times[0].bar)} ({pairs}){also}"
 
@@ -227,7 +228,7 @@ def _factor(found: MeasuredRatio) -> str:
 
 
 def _reason(verdict: GateVerdict, one: TrialRatios, look: int, passes: int, needed: Sequence[int]) -> str:
-    """Why it is no REGRESSION; passes: how many hypotheses shared alpha."""
+    """Give the reason of a verdict other than REGRESSION. passes: how many hypotheses shared alpha."""
     found, *means = (time.at(look) for time in one.times)
     over = f"{_difference(found)} over {_pairs(found.n)}"
     also = f", all calls on average {_difference(means[0])}" if means else ""
@@ -237,9 +238,7 @@ def _reason(verdict: GateVerdict, one: TrialRatios, look: int, passes: int, need
         return f"not slower by {_percent(one.times[0].bar)}: {over}{also}"
     if not found.se:
         twice = ". Are these the same records twice?" if found.log_ratio == 0 else ""
-        return (
-            f"{_pairs(found.n)} of ratio {found.ratio:.6g}: they do not vary, so nothing says how sure that is{twice}"
-        )
+        return f"{_pairs(found.n)} of ratio {found.ratio:.6g}: without variation there is no error estimate{twice}"
     if found.n < FEWEST:
         return f"{_difference(found)} over {_too_few(found.n)}"
     said = [
@@ -249,16 +248,16 @@ def _reason(verdict: GateVerdict, one: TrialRatios, look: int, passes: int, need
     ]
     more = f"{max(needed)} pairs would decide it in 80 % of cases" if needed else "no number of pairs would decide it"
     if needed and max(needed) <= found.n:
-        more = "so many decide it in 80 % of cases, not in this one: measure again"
+        more = "so many pairs decide it in 80 % of cases, not in this one: measure again"
     return f"{'; '.join(said)}. {more[0].upper()}{more[1:]}"
 
 
 def _why_undecided(time: LogRatios, look: int, who: str) -> str:
-    """Why a time is not told from its bar: the noise, and what must be allowed for between the pairs."""
+    """Say why a time cannot be told from its bar: the noise, and the allowance for correlated pairs."""
     found = time.at(look)
     noise = f"by a noise of {100 * found.sd:.2g} % a pair over {_pairs(found.n)}"
     wide = f"interval {found.widened:.2g} times as wide"
-    why = f"; pairs may resemble the ones before (autocorrelation up to {found.alike:.2f}): {wide}"
+    why = f"; successive pairs may correlate (autocorrelation up to {found.alike:.2f}): {wide}"
     why = why if found.widened >= WORTH_SAYING else ""
     return f"{who}{_difference(found)} is not told from {_percent(time.bar)} {noise}{why}"
 
@@ -272,7 +271,7 @@ def _percent(log_ratio: float) -> str:
 
 
 def _too_few(n: int) -> str:
-    return f"{_pairs(n)}: it takes {FEWEST} at least"
+    return f"{_pairs(n)}: a verdict needs at least {FEWEST}"
 
 
 def _pairs(n: int) -> str:

@@ -1,10 +1,11 @@
-"""Where the processes of both revisions come from: a process that imports what they share, torch above all, and forks them.
+"""A process that imports what both revisions share, above all torch, and forks the processes of both revisions.
 
-So that is imported once a gate and not twice a round, and lies at the same addresses for both.
+So a gate imports torch once, not twice a round, and torch lies at the same addresses for both revisions.
 
-Run as a program by `paired_trial.ForkServer`. It loads no te_bench, for each revision has its own, but for single files of
-the gate's te_bench. Over the socket whose number is its first argument it is sent {"root": a revision's files, "modules":
-[...]} with a socket, on which the process that it forks then sends its {"pid"} and what `revision_process.serve` sends.
+`paired_trial.ForkServer` runs it as a program. It does not import te_bench, because each revision has its own; it loads
+single files of the gate's te_bench. Its first argument is the number of a socket. A request there is {"root": a revision's
+files, "modules": [...]} with another socket, on which the forked process sends {"pid"} and then what
+`revision_process.serve` sends.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any
 
 
 def _load_own(name: str, package: str = "gate") -> Any:
-    """The module in the gate's own file of that name, whatever te_bench is on the path."""
+    """Load a module from the gate's own files, whichever te_bench is on the path."""
     path = Path(__file__).resolve().parents[1] / package / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -34,7 +35,7 @@ processes = _load_own("processes", "experiments")
 
 
 def fork_revisions(requests: socket.socket) -> None:
-    """Fork a process for each request, until the gate is gone. They stay zombies, so that no pid means another process."""
+    """Fork a process for each request, until the gate ends. Children stay zombies, so no pid is ever reused."""
     while True:
         message, sockets, _, _ = socket.recv_fds(requests, 2**16, 1)
         if not message:
@@ -49,7 +50,7 @@ def fork_revisions(requests: socket.socket) -> None:
 
 
 def _serve_revision(connection: socket.socket, *, root: str, modules: Sequence[str]) -> None:
-    """Import a revision, then serve. Its files come first on the path, here and in what its trials start."""
+    """Import a revision, then serve. Its files come first on the path, here and in the processes that its trials start."""
     os.setsid()
     os.chdir(root)
     sys.path.insert(0, root)
@@ -60,7 +61,7 @@ def _serve_revision(connection: socket.socket, *, root: str, modules: Sequence[s
     try:
         for module in modules:
             __import__(module)
-    except Exception as error:  # a revision that cannot be imported
+    except Exception as error:  # the revision cannot be imported
         lines.send(error=f"{type(error).__name__}: {error}")
         return
     import te_bench
@@ -71,19 +72,19 @@ def _serve_revision(connection: socket.socket, *, root: str, modules: Sequence[s
 
 
 def main() -> None:
-    """fork_server.py SOCKET PARENT LOG [MODULE ...]: import the modules, then fork revisions."""
+    """fork_server.py SOCKET PARENT LOG [MODULE ...]: import the modules, then fork processes for revisions."""
     number, parent, log, *modules = sys.argv[1:]
     processes.end_with_parent(int(parent))
-    os.setsid()  # Ctrl-C is the gate's to handle
+    os.setsid()  # only the gate handles Ctrl-C
     processes.log_to(log, append=True)
-    # Importing torch's compiler asks whether there is a GPU: by the management library, or CUDA would not survive the fork.
+    # Importing torch's compiler asks for a GPU. Asking CUDA, not NVML, would break CUDA in the forked processes.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    gc.disable()  # it would look at all that is imported again and again
+    gc.disable()  # the imports allocate much, which the collector would scan again and again
     for module in modules:
-        with contextlib.suppress(Exception):  # a revision that needs it will say so
+        with contextlib.suppress(Exception):  # a revision that needs the module reports the error
             __import__(module)
     gc.collect()
-    gc.freeze()  # else every fork's collector would copy the pages of all this
+    gc.freeze()  # else the collector of every fork would copy the pages of all these objects
     gc.enable()
     fork_revisions(socket.socket(fileno=int(number)))
 

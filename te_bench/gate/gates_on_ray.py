@@ -1,4 +1,4 @@
-"""The gates of a self-test on the hosts of a Ray cluster: one at a time on each GPU, on a CPU one on each host."""
+"""Run a self-test's gates on the hosts of a Ray cluster: one at a time on each GPU, or on each host's CPU."""
 
 import contextlib
 import os
@@ -13,9 +13,9 @@ from te_bench.gate.places import Answer, Place, Task
 def run_each(
     cluster: Cluster, function: Callable[[Task, Place], Answer], tasks: Iterable[Task], places: Sequence[on_ray.Place]
 ) -> Iterator[Answer]:
-    """function(task, place) of each task, as it is done, as places.run_each has it; places: the cluster's.
+    """Yield function(task, place) of each task as it completes, like places.run_each; places: the cluster's.
 
-    Raises ValueError where a host is lost: who keeps the answers goes on from them by the same command.
+    Raise ValueError if a host is lost. A caller that keeps the answers can continue with the same command.
     """
     import ray
 
@@ -28,7 +28,7 @@ def run_each(
             host = cluster.of(place.node)
             assert host is not None
             of_each: dict[str, Any] = cluster.wanted.of_each(host.resources)
-            task = ray.remote(max_retries=0, max_calls=1, **of_each)(_run_there)  # fresh: none is the other's noise
+            task = ray.remote(max_retries=0, max_calls=1, **of_each)(_run_there)  # a fresh process each
             on_host = task.options(scheduling_strategy=on_ray.on(place.node))
             running[on_host.remote(function, waiting.pop(), cluster.wanted.device, there)] = place
         [done], _ = ray.wait(list(running), num_returns=1)
@@ -43,14 +43,14 @@ def _answer(done: Any, place: on_ray.Place) -> Any:
     try:
         return ray.get(done)
     except ray.exceptions.RayTaskError as error:
-        raise error.cause from None  # what Ray makes of it says a whole traceback
+        raise error.cause from None  # Ray's own error holds a whole traceback
     except ray.exceptions.RayError as error:
         lost = f"--on ray: a gate on the host {place.host} was lost ({type(error).__name__})"
-        raise ValueError(f"{lost}; the same command goes on with what is left") from None
+        raise ValueError(f"{lost}; the same command continues with the remaining gates") from None
 
 
 def _run_there(function: Callable[[Task, Place], Answer], task: Task, device: str, head: ray_host.Head) -> Answer:
-    """In a worker of Ray, which holds a GPU or the host's cores."""
+    """Run the function in a worker of Ray, which holds a GPU or the host's cores."""
     ray_host.as_on_the_head(head.threads)
     if (differs := ray_host.other_code(head)) is not None:
         raise ValueError(differs)

@@ -1,6 +1,6 @@
-"""The clock of a live gate: it times a call when the gate asks for it, in place of the revision's own.
+"""The clock of a live gate, in place of the revision's own: it times a call when the gate asks for it.
 
-Loaded by `fork_server`, the gate's own and the same for both revisions; it imports nothing of te_bench.
+`fork_server` loads this file of the gate's te_bench for both revisions; the file imports nothing of te_bench.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from te_bench.gate.revision_process import Lines
 
-EVENTS = 10  # pairs of CUDA events that are recorded before the device is waited for, where the L2 is flushed
-HELD = 10**8  # cycles that the device waits for the host at most: 0.05 s; a call may wait for the device itself
-CLOCK = 2e9  # Hz, that of a fast device's processors: a slower one waits longer
+EVENTS = 10  # pairs of CUDA events recorded before each synchronisation, when the L2 is flushed
+HELD = 10**8  # cycles: the longest that the device waits for the host, 0.05 s; a call may itself wait for the device
+CLOCK = 2e9  # Hz, of a fast GPU's SMs; a slower GPU waits longer
 
 Call = Callable[[], object]
-Block = Callable[[int], list[float]]  # the seconds of so many calls
+Block = Callable[[int], list[float]]  # seconds of each of so many calls
 
 
 def make_clock(
     lines: "Lines", name: str, warm_up: int, core: int | None, plant: Callable[..., Call] | None
 ) -> Callable[[Call, str], list[float]]:
-    """A clock in place of the revision's: it times a call when the gate asks for it, and returns all that it timed.
+    """Return a clock that times a call when the gate asks for it, and returns all the seconds that it timed.
 
-    plant(call, device, the function that makes a call's block): the call with a fault, where one is planted.
+    plant(call, device, the function that makes a call's block) returns the call with a planted fault; None: no fault.
     """
 
     def timed(call: Call, device: str) -> list[float]:
@@ -55,22 +55,22 @@ def make_clock(
 
 @contextlib.contextmanager
 def _pinned_to(core: int | None) -> Iterator[None]:
-    """Have this thread on one core, where the system lets it; anywhere for None."""
+    """Pin this thread to one core if the system allows it; None: do not pin."""
     if core is None:
         yield
         return
     cores = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # a core that it was denied meanwhile
+    with contextlib.suppress(OSError):  # the core may have been denied since
         os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # nor those, where it may choose none or all were taken away
+        with contextlib.suppress(OSError):  # the earlier cores may have been denied too
             os.sched_setaffinity(0, cores)
 
 
 def time_turn(block: Block, turn: dict[str, Any]) -> Iterator[float]:
-    """The seconds of as many calls as asked for, or of calls until so many seconds have passed."""
+    """Yield the seconds of the number of calls asked for, or of calls until the time asked for has passed."""
     if "calls" in turn:
         yield from block(turn["calls"])
         return
@@ -82,13 +82,13 @@ def time_turn(block: Block, turn: dict[str, Any]) -> Iterator[float]:
 
 
 def cpu_block(call: Call) -> Block:
-    """Seconds of each call on the wall, less those in which this thread waited for a core that others had.
+    """Return the function that times calls: wall seconds, less the time in which this thread waited for a busy core.
 
-    Waits while other threads of this process computed are its own doing and count. Linux says how long a thread waited;
-    elsewhere it is the wall's seconds.
+    Waits while other threads of this process computed still count. Linux reports a thread's waits; other systems give
+    wall seconds.
     """
     try:
-        waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # opened by the thread that is timed
+        waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)  # the timed thread must open it
     except OSError:
         waits = None
 
@@ -96,7 +96,7 @@ def cpu_block(call: Call) -> Block:
         return int(os.pread(waits, 64, 0).split()[1]) if waits is not None else 0
 
     def edge() -> tuple[float, float, float]:
-        """The wall's clock, the wait so far and what other threads have computed; read anew if interrupted meanwhile."""
+        """Return the wall clock, the wait so far and other threads' CPU time; read again after an interruption."""
         for _ in range(3):
             wait, wall, others = waited(), time.perf_counter(), time.process_time() - time.thread_time()
             if waited() == wait:
@@ -115,10 +115,10 @@ def cpu_block(call: Call) -> Block:
 
 
 def cuda_block(call: Call, *, flush: bool) -> Block:
-    """Seconds between events around each call, by the device's clock.
+    """Return the function that times calls: seconds between CUDA events around each call.
 
-    flush: as a kernel is timed, with the L2 overwritten before each call and the device held until EVENTS of them are
-    queued, so that a call which is launched more slowly than it runs is not as slow as its launches.
+    flush: time a kernel, with the L2 overwritten before each call. The device is held until EVENTS calls are queued, so
+    that a call whose launch takes longer than its run is not timed by its launch.
     """
     import torch
 
@@ -126,7 +126,7 @@ def cuda_block(call: Call, *, flush: bool) -> Block:
     l2 = torch.empty(size, dtype=torch.int8, device="cuda")
 
     def queued(calls: int, held: int) -> tuple[list[float], float]:
-        """Their seconds, after so many cycles' wait, and those of queueing them."""
+        """Return seconds of each call after a wait of `held` cycles, and the seconds that queueing them took."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
         torch.cuda.synchronize()
         if held:
@@ -156,7 +156,7 @@ def cuda_block(call: Call, *, flush: bool) -> Block:
 
 
 def _read_clocks(device: str) -> tuple[int, float | None]:
-    """(reasons why the GPU's clocks are held back, nvml.h's bits; its SM clock in Hz); (0, None) where nobody knows."""
+    """Return (nvml.h's bits of clock throttle reasons, SM clock in Hz); (0, None) if unknown."""
     if device != "cuda":
         return 0, None
     import pynvml

@@ -1,4 +1,4 @@
-"""What can be claimed of a trial's pairs, at which look, and of how many trials at once: decision.py says why."""
+"""The claims that a trial's pairs allow, at which look and for how many trials at once; decision.py explains the method."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,18 +8,18 @@ from functools import cached_property, partial
 from te_bench.gate.slowdown import Estimate, detectable, estimate, plan_pairs
 from te_bench.reports.convergence.sequential import t_levels
 
-#: Holm's divisors of alpha. Between them the next larger is taken: a level takes 0.3 s to work out, and is kept.
+#: Holm's divisors of alpha. The next larger one is used, because a level takes 0.3 s to compute and is cached.
 _DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 HUGE = math.log(1000)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRatio:
-    """A ratio and the bounds that were held to its bar, at the one-sided level of the trial's look and Holm's step.
+    """A ratio and its bounds at the one-sided level of the trial's look and Holm's step.
 
-    low: above the bar in REGRESSION; high: below it in PASS. detectable: the smallest slow-down (0.03 is 3 %) that is found
-    in 80 % of gates with this noise; by the pairs that there are, or by all that were planned where the trial was decided
-    before. None is what too few pairs cannot tell: no interval is given where a bound is off by a factor of 1,000 or more.
+    low lies above the bar in REGRESSION, high below it in PASS. detectable: the smallest slow-down (0.03 is 3 %) that 80 %
+    of gates with this noise find; with the pairs so far or, for a trial decided early, with all planned pairs. None: too
+    few pairs, as when a bound is off by a factor of 1,000 or more.
     """
 
     ratio: float | None = None
@@ -30,13 +30,13 @@ class MeasuredRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class LogRatios:
-    """The log-ratios of one kind, the looks planned for them and the bar that they are held to."""
+    """The log-ratios of one kind, their planned looks and their bar."""
 
     logs: tuple[float, ...]
     looks: tuple[int, ...]
     bar: float
     trim: bool
-    alike: float  # the bound on the autocorrelation of its log-ratios
+    alike: float  # bound on the autocorrelation of the log-ratios
 
     @cached_property
     def reached(self) -> tuple[Estimate, ...]:
@@ -52,12 +52,12 @@ class LogRatios:
         return self.reached[look] if self.reached else self.latest
 
     def claimed(self, p_value: Callable[[Estimate], float], alpha: float) -> int | None:
-        """The first look at which the claim can be made at this level."""
+        """Return the first look at which the claim can be made at this level, or None."""
         at = zip(self.reached, t_levels(self.looks, alpha), strict=False)
         return next((k for k, (found, level) in enumerate(at) if p_value(found) <= level), None)
 
     def measured(self, look: int, slower: float, passes: float, final: float, *, undecided: bool) -> MeasuredRatio:
-        """At a look, by the shares of alpha that its claims were held to; final: of one that is still to be made."""
+        """Return ratio and bounds at a look, by the alpha of each claim; final: the alpha of `detectable`."""
         found = self.at(look)
         if not found.se:
             return MeasuredRatio(ratio=found.ratio)
@@ -73,7 +73,7 @@ class LogRatios:
         )
 
     def needed(self, look: int, alpha: float, finest: float) -> int | None:
-        """Pairs that would tell it from its bar."""
+        """Return the number of pairs that would tell the ratio from its bar, or None."""
         found = self.at(look)
         if not found.se:
             return None
@@ -86,21 +86,21 @@ class LogRatios:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRatios:
-    """The series of one trial: what its processes count by and, where they are judged too, the means of all calls.
+    """The series of one trial: its typical times and, if means are judged, the means over all calls.
 
-    A claim says at which look it can be made where `left` hypotheses share alpha.
+    Each claim returns the first look at which it can be made when `left` hypotheses share alpha.
     """
 
     times: tuple[LogRatios, ...]
     alpha: float
 
     def shares(self, left: int) -> tuple[float, ...]:
-        """Of alpha, for the claim that a time is slower, of each: two thirds and one, rounded down."""
+        """Return the alpha of each time for the claim "slower": two thirds and one third, rounded down."""
         parts = (1.5, 3.0) if len(self.times) == 2 else (1.0,)
         return tuple(self.alpha / divisor(part * left) for part in parts)
 
     def slower_by(self, left: int) -> list[int | None]:
-        """The look at which each time is slower than its bar."""
+        """Return the first look at which each time is slower than its bar."""
         each = zip(self.times, self.shares(left), strict=True)
         return [one.claimed(partial(Estimate.p_above, x=one.bar), alpha) for one, alpha in each]
 
@@ -120,7 +120,7 @@ class TrialRatios:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HolmClaim:
-    """One claim over the family: the look at which it was made of a trial, and how many hypotheses shared alpha then."""
+    """One claim over the family: the look at which each trial made it, and how many hypotheses then shared alpha."""
 
     made: Mapping[str, int]
     left: Mapping[str, int]
@@ -131,7 +131,7 @@ def divisor(hypotheses: float) -> float:
 
 
 def holm(trials: Mapping[str, TrialRatios], claim: Callable[[TrialRatios, int], int | None]) -> HolmClaim:
-    """Make one claim of as many trials as Holm's procedure allows at the looks that they have reached."""
+    """Make one claim for as many trials as Holm's procedure allows at the looks reached."""
     made: dict[str, int] = {}
     left: dict[str, int] = {}
     while len(made) < len(trials):

@@ -1,7 +1,7 @@
-"""What a gate asks of records without statistics: memory, launches, checks, missing trials, worse verdicts.
+"""Compare two runs without statistics: memory, launches, checks, missing trials, worse verdicts.
 
-A finding has the exit code that it asks for on its own: 1 the candidate got worse, 3 undecided, 4 there is no result where
-the baseline has one, 0 for what is only told.
+A finding carries the exit code that it alone asks for: 1 the candidate got worse, 3 undecided, 4 the candidate lacks a
+result that the baseline has, 0 for information only.
 """
 
 import statistics
@@ -20,20 +20,20 @@ from te_bench.reports.convergence.verdict import judge_study
 from te_bench.reports.page.text import shortened
 
 MIB = 2**20
-#: {sample: (bytes, share)}: growth that is none, for processes of one program differ by less. On a GPU eager steps
-#: allocate the same in every process, compiled ones up to 2.4 MiB and 0.045 % more (40 configurations, H200). On a CPU
-#: 8 processes of one trial were resident with up to 140 MiB of 620 more.
+#: {sample: (bytes, share)}: growth that is allowed, because processes of one program differ. On a GPU eager steps
+#: allocate the same in every process; compiled steps differ by up to 2.4 MiB and 0.045 % (40 configurations, H200). On a
+#: CPU the resident memory of 8 processes of one trial differed by up to 140 MiB of 620.
 ALLOWED = {"peak_allocated_bytes": (4 * MIB, 0.001), "peak_rss_bytes": (128 * MIB, 0.1)}
 _MEMORY = {"peak_allocated_bytes": "peak allocated", "peak_rss_bytes": "peak resident"}
-#: Counts of one step that Record.work holds where the workload took them: none may grow.
+#: Counts of one step in Record.work, if the workload took them. None may grow.
 COUNTS = {"launches": "kernel launches", "graph_breaks": "graph breaks", "recompiles": "recompiles"}
-_ENDED = ("ok", "stopped")  # outcomes that no fault brought about
-_UNENDED = ("interrupted", NOT_RUN)  # those that the same command goes on with
+_ENDED = ("ok", "stopped")  # outcomes without a fault
+_UNENDED = ("interrupted", NOT_RUN)  # outcomes that the same command runs again
 _LONGEST = 60  # characters of a kernel's name
 
 
 class FindingKind(StrEnum):
-    """What a finding is about."""
+    """The subject of a finding."""
 
     MEMORY = "memory"
     COUNT = "count"
@@ -48,7 +48,7 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateFinding:
-    """One thing that differs between baseline and candidate; `code` is the exit code that it asks for."""
+    """One difference between baseline and candidate; `code` is the exit code that it asks for."""
 
     name: str  # of the trial, without its seed, or of the study
     kind: FindingKind
@@ -58,7 +58,7 @@ class GateFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """One configuration in both runs; None where a run did not plan it."""
+    """One configuration in both runs; None: that run did not plan it."""
 
     name: str
     baseline: Configuration | None
@@ -66,7 +66,7 @@ class Match:
 
     @property
     def pairs(self) -> dict[int, tuple[Record, Record]]:
-        """{seed: (baseline, candidate)} of the trials that ended ok on both sides."""
+        """Return {seed: (baseline, candidate)} of the trials that ended ok on both sides."""
         before, after = by_seed(self.baseline), by_seed(self.candidate)
         found = {seed: (before[seed].record, after[seed].record) for seed in sorted(before.keys() & after.keys())}
         return {seed: (b, c) for seed, (b, c) in found.items() if b and c and b.outcome == "ok" and c.outcome == "ok"}
@@ -77,7 +77,7 @@ def by_seed(configuration: Configuration | None) -> dict[int, Row]:
 
 
 def compare_match(match: Match) -> list[GateFinding]:
-    """Everything that is found in one configuration."""
+    """Return every finding in one configuration."""
     if match.candidate is None:
         return [_missing(match, "in the baseline, not in the candidate")]
     if match.baseline is None:
@@ -104,7 +104,7 @@ def _missing(match: Match, message: str, suffix: str = "") -> GateFinding:
 
 
 def _compare_outcomes(match: Match) -> list[GateFinding]:
-    """What became of each seed in either run, the same changes together."""
+    """Find changed outcomes by seed; equal changes share one finding."""
     before, after = by_seed(match.baseline), by_seed(match.candidate)
     both = [after[seed] for seed in sorted(before.keys() & after.keys())]
     changes = grouped(both, lambda row: (before[row.trial.seed].outcome, row.outcome))
@@ -125,7 +125,7 @@ def _compare_outcomes(match: Match) -> list[GateFinding]:
 
 
 def _find_untimed(match: Match) -> Iterable[GateFinding]:
-    """Times that the baseline has and the candidate does not, in any pair: what is not timed cannot be slower."""
+    """Find times that some pair has in the baseline only: an untimed candidate cannot be called slower."""
     for sample, suffix in TIMED.items():
         if any(seconds_of(old, sample) and not seconds_of(new, sample) for old, new in match.pairs.values()):
             yield _missing(match, "timed in the baseline, not in the candidate", suffix)
@@ -135,7 +135,7 @@ def _find_untimed(match: Match) -> Iterable[GateFinding]:
 
 
 def _is_worse(old: str, new: str) -> bool:
-    """Whether the candidate has no result, or a wrong one, for a reason that the baseline does not share."""
+    """Return whether the candidate lacks a sound result for a reason that the baseline does not share."""
     if new in _ENDED or new == old or (new in _UNENDED and old in _UNENDED):
         return False
     return old in (*_ENDED, "unsupported", *_UNENDED) or new in ("failed_check", *_UNENDED)
@@ -152,9 +152,9 @@ def _format_seeds(rows: list[Row]) -> str:
 
 
 def _compare_memory(match: Match) -> Iterable[GateFinding]:
-    """Peaks whose growth, the median over the pairs, exceeds what is ALLOWED, and those that the candidate does not have.
+    """Find peaks whose growth (median over the pairs) exceeds ALLOWED, and peaks that only the baseline recorded.
 
-    What is not measured cannot grow: a peak that the baseline recorded in some pair and the candidate in none is missing.
+    A peak is missing if the baseline recorded it in some pair and the candidate in none.
     """
     for sample, name in _MEMORY.items():
         sides = [[numbers(r.samples.get(sample)) for r in side] for side in zip(*match.pairs.values(), strict=True)]
@@ -167,7 +167,7 @@ def _compare_memory(match: Match) -> Iterable[GateFinding]:
         yield _missing(match, "peak memory of each batch recorded in the baseline, not in the candidate")
     batches = [max(old.keys() & new.keys()) for old, new in tried if old.keys() & new.keys()]
     if batches:
-        batch = min(batches)  # the largest that fits on both sides, in every pair
+        batch = min(batches)  # the largest batch that fits on both sides in every pair
         peaks = [(old[batch], new[batch]) for old, new in tried if batch in old and batch in new]
         yield from _compare_peaks(match, "peak_allocated_bytes", f"peak allocated at batch {batch}", peaks)
 
@@ -184,13 +184,13 @@ def _compare_peaks(match: Match, sample: str, name: str, peaks: list[tuple[float
 
 
 def _peaks_of_tries(record: Record) -> dict[int, float]:
-    """{batch: peak allocated bytes} of the batches of a max_batch trial that fit."""
+    """Return {batch: peak allocated bytes} of the batches of a max_batch trial that fit."""
     tries = record.work.get("tries") or []
     return {t["batch"]: peak for t in tries if t.get("fits") for peak in numbers([t.get("peak_allocated_bytes")])}
 
 
 def _compare_counts(match: Match) -> Iterable[GateFinding]:
-    """Counts of one step that grew, by the median over the pairs."""
+    """Find counts of one step that grew, by the median over the pairs."""
     for key, name in COUNTS.items():
         counted = _measured_in_both(match, "work", key)
         if counted and (growth := statistics.median(c - b for b, c in counted)) > 0:
@@ -199,7 +199,7 @@ def _compare_counts(match: Match) -> Iterable[GateFinding]:
 
 
 def _measured_in_both(match: Match, field: str, key: str) -> list[tuple[float, float]]:
-    """(baseline, candidate) of the pairs in which both records hold the value, a number or a list of them."""
+    """Return (baseline, candidate) of each pair whose records both hold the value; of a list, its highest."""
     found = []
     for pair in match.pairs.values():
         values = (getattr(record, field).get(key) for record in pair)
@@ -210,7 +210,7 @@ def _measured_in_both(match: Match, field: str, key: str) -> list[tuple[float, f
 
 
 def _compare_kernels(match: Match) -> Iterable[GateFinding]:
-    """Names of kernels that came or went, told only: a renamed kernel is no fault."""
+    """Report names of kernels that came or went, as information only: a renamed kernel is no fault."""
     sides = list(match.pairs.values())
     old, new = ({name for pair in sides for name in pair[side].kernels} for side in (0, 1))
     words = [f"+ {_shorten(n)}" for n in sorted(new - old)] + [f"- {_shorten(n)}" for n in sorted(old - new)]
@@ -223,10 +223,10 @@ def _shorten(kernel: object) -> str:
 
 
 def compare_studies(baseline: Iterable[Group], candidate: Iterable[Group]) -> list[GateFinding]:
-    """Convergence verdicts of the candidate that are worse than the baseline's, a recipe at a time.
+    """Find convergence verdicts of the candidate that are worse than the baseline's, recipe by recipe.
 
-    1: a recipe is INFERIOR or DIVERGED that was not; 3: one is INCONCLUSIVE that was as good as bf16; 4: the candidate's
-    verdict is void, the baseline's is not; 3: both are. A study without a control or a recipe is left to `compare_match`.
+    Code 1: a recipe became INFERIOR or DIVERGED. 3: a recipe became INCONCLUSIVE that was as good as bf16, or both
+    verdicts are void. 4: only the candidate's is void. `compare_match` handles studies without a control or a recipe.
     """
     old, new = ({s.title: s for group in groups for s in studies(group) if s.whole} for groups in (baseline, candidate))
     both = [title for title in new if title in old]

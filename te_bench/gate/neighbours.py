@@ -1,9 +1,9 @@
-"""Do trials that run beside it disturb the time of another? One trial, alone and on a host whose other places are busy.
+"""Measure how much trials on a host's other places disturb the time of one trial.
 
-A round times the trial three times in fresh processes on the first place: alone, beside, alone. Beside, every other place
-runs the same trial with seeds of its own, over and over, for as long as it lasts, so that it sees each of their phases. A
-round's ratio is the time beside over the geometric mean of the two alone, which a steady drift does not move; that of the
-two alone, taken in turns one way and the other, is what such a ratio would be of no difference.
+A round times the trial three times in fresh processes on the first place: alone, beside others, alone. In the second run
+every other place repeats the same trial with seeds of its own until the timed run ends, so the timed run meets every phase
+of its neighbours. A round's ratio is the time beside others over the geometric mean of the two times alone; a steady drift
+cancels. The ratio of the two times alone, inverted in every other round, shows the error of such a ratio without neighbours.
 """
 
 import json
@@ -25,7 +25,7 @@ from te_bench.reports.analysis.rows import TIMED
 FILE = "neighbours.jsonl"
 FEWEST = 2  # rounds
 LEVEL = 0.025  # of each side of a 95 % interval
-NEIGHBOURS = 10_000  # the first of their seeds
+NEIGHBOURS = 10_000  # the neighbours' first seed
 
 Place = str | None
 Supervise = Callable[[], Supervisor]
@@ -33,7 +33,7 @@ Supervise = Callable[[], Supervisor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
-    """What so many rounds tell: ratios of times, each with its 95 % interval."""
+    """The result of `rounds` rounds: ratios of times, each with its 95 % interval."""
 
     trial: Trial
     places: int
@@ -44,7 +44,7 @@ class Disturbance:
 
 
 def first_timed(suite: str, options: Options, only: str | None) -> Trial:
-    """The first trial of a suite that is timed. Raises ValueError for a suite without any."""
+    """Return the first timed trial of a suite. Raise ValueError if it times none."""
     found = [trial for trial in plan.resolve(suite, options, only=only).trials if trial.protocol in WARM_UP]
     if not found:
         raise ValueError(f"the suite {suite} times no trial; choose another")
@@ -60,11 +60,11 @@ def measure(
     rounds: int,
     say: Callable[[str], None],
 ) -> Disturbance:
-    """Run the rounds; each is a line of DIR/neighbours.jsonl. Raises ValueError where a trial does not end ok."""
+    """Run the rounds; append each as a line to DIR/neighbours.jsonl. Raise ValueError if a trial does not end ok."""
     if rounds < FEWEST:
         raise ValueError(f"--rounds {rounds}: give {FEWEST} or more, for an interval")
     if len(places) < 2:
-        raise ValueError("a trial has neighbours where there are two places at least; this host has one")
+        raise ValueError("a trial has neighbours only if there are two places or more; this host has one")
     path = directory / FILE
     if path.exists():
         raise ValueError(f"{path} has the rounds of an earlier run; give another --out")
@@ -85,7 +85,7 @@ def measure(
 
 
 def judged(trial: Trial, places: int, rounds: Sequence[tuple[float, float, float]]) -> Disturbance:
-    """rounds: seconds alone, beside and alone again."""
+    """Return the ratios of rounds, each (seconds alone, beside others, alone again)."""
     turns = [math.log(after / before) * (-1) ** number for number, (before, _, after) in enumerate(rounds)]
     return Disturbance(
         trial=trial,
@@ -98,7 +98,7 @@ def judged(trial: Trial, places: int, rounds: Sequence[tuple[float, float, float
 
 
 def _timed(trial: Trial, places: Sequence[Place], supervise: Supervise) -> Record:
-    """The trial's record on the first place, while the others run it with other seeds, begun before it."""
+    """Return the trial's record on the first place, while the other places run it with other seeds, started earlier."""
     supervisor = supervise()
     seed = NEIGHBOURS
     try:
@@ -119,7 +119,7 @@ def _timed(trial: Trial, places: Sequence[Place], supervise: Supervise) -> Recor
 
 
 def _seconds(record: Record) -> float:
-    """Of the trial's timed calls together, each by its median. Raises ValueError for a record without any."""
+    """Return the sum of the medians of the trial's timed calls, in seconds. Raise ValueError for an untimed record."""
     medians = [statistics.median(found) for sample in TIMED if (found := seconds_of(record, sample))]
     if not medians:
         raise ValueError(f"{record.trial.name} was not timed; choose another by --only")
@@ -127,7 +127,7 @@ def _seconds(record: Record) -> float:
 
 
 def sentences(found: Disturbance) -> list[str]:
-    """The answer: what neighbours cost, and what the same ratio is of nothing."""
+    """Return the answer: how much longer a trial takes beside others, and the error of that ratio."""
     others = "1 other" if found.places == 2 else f"{found.places - 1} others"
     worst = 100 * (math.exp(found.beside.log_ratio + found.beside.bound(LEVEL)) - 1)
     bound = f"at most {worst:.{0 if worst >= 10 else 2}f} % longer" if worst > 0 else "no longer"

@@ -1,4 +1,4 @@
-"""What a gate found, for a terminal, a pull request, a JUnit reader and a program."""
+"""Write a gate's findings for a terminal, a pull request, a JUnit reader and a program."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from te_bench.reports.page import tables, text
 from te_bench.reports.page.table import Table, Value, number, table_of, word
 
 SCHEMA = 2  # of the JSON; 2: the mean of all calls is judged too
-MARKER = "<!-- te-bench gate -->"  # by which a workflow finds its own comment to bring it up to date
+MARKER = "<!-- te-bench gate -->"  # a workflow finds its own comment by this marker and updates it
 MOST_SAID = 5  # regressions in sentences
 _WIDTH = tables.TERMINAL_WIDTH
 _HEADINGS = {1: "Got worse", 4: "Missing or failed", 3: "Undecided", 0: "Also"}
@@ -29,10 +29,10 @@ _ANSWERS = {0: "PASS", 1: "REGRESSION", 3: "INCONCLUSIVE", 4: "INCOMPLETE", 5: "
 
 
 def sentence(gate: Gate) -> str:
-    """The gate's answer in one sentence."""
+    """Return the gate's answer in one sentence."""
     answer = _ANSWERS[gate.exit_code]
     if gate.exit_code == 5:
-        return f"{answer}: nothing is judged, for the runs are of different environments: {'; '.join(gate.mismatch)}."
+        return f"{answer}: nothing is judged, because the runs have different environments: {'; '.join(gate.mismatch)}."
     trials = [one.verdict for one in gate.trials.values()]
     counts = [(verdict, trials.count(verdict)) for verdict in GateVerdict]
     said = [f"{n} {verdict}" for verdict, n in counts if n]
@@ -47,7 +47,7 @@ def sentence(gate: Gate) -> str:
 
 
 def table(gate: Gate, limit: int | None = None) -> Table | None:
-    """A row a trial, the slowest first, and their geometric mean; names of `limit` characters, cut."""
+    """Return one row per trial, the slowest first, and their geometric mean; names are cut to `limit` characters."""
     if gate.decision is None:
         return None
     trials = [name for name in gate.judgements if name != FAMILY]
@@ -57,8 +57,8 @@ def table(gate: Gate, limit: int | None = None) -> Table | None:
     bars = f"{_percent(gate.margin)} and {_percent(MEAN_MARGINS * gate.margin)}"
     note = (
         "Ratios: candidate / baseline, of typical calls (on a CPU the lowest tenth, on a GPU the median) and of the mean of "
-        f"all calls. To PASS, their intervals must end below 1 + {bars}. Finds is the test's power, not what it found: it "
-        "calls so slow a change a REGRESSION in 80 % of gates, a less slow one in fewer. Pairs set aside are in parentheses."
+        f"all calls. To PASS, their intervals must end below 1 + {bars}. Finds is the test's power, not its result: the "
+        "slow-down that 80 % of gates call a REGRESSION; fewer gates find a smaller one. Pairs set aside are in parentheses."
         f"{_say_where_no_interval_is(gate)}{_say_how_rare(gate)}"
     )
     return table_of("gate", "Seconds", rows, note)
@@ -69,19 +69,19 @@ def _say_where_no_interval_is(gate: Gate) -> str:
     if not without:
         return ""
     who = f"{without[0]} has" if len(without) == 1 else f"{len(without)} rows have"
-    return f" {who} no interval: so few pairs bound a ratio by no factor below 1,000, or they do not vary."
+    return f" {who} no interval: the pairs do not vary, or are too few to bound the ratio within a factor of 1,000."
 
 
 def _say_how_rare(gate: Gate) -> str:
-    """How rare a slow call may be and go unnoticed: none of n shows one in n / 3 in 5 % of cases (the rule of three)."""
+    """Say how rare a slow call can be and go unnoticed: in 5 % of cases n calls hold none of a kind that is 1 in n / 3."""
     fewest = min(gate.timed.calls.values(), default=0)
     if not fewest:
         return ""
     made = f" Of each trial either side made at least {fewest:,} calls"
     return (
-        f"{made}: what slows fewer than 1 in {fewest // 3:,} can go unseen."
+        f"{made}: a slow-down of fewer than 1 in {fewest // 3:,} calls can go unseen."
         if fewest >= 6
-        else f"{made}, too few to see what slows some."
+        else f"{made}, too few to see a slow-down of some calls."
     )
 
 
@@ -108,7 +108,7 @@ def _percent(share: float) -> str:
 
 
 def _shorten(names: Sequence[str], limit: int) -> dict[str, str]:
-    """The names cut in the middle; where two look alike then, without the words that all begin and end with."""
+    """Cut the names in the middle; if two then look alike, first drop the words that all names begin and end with."""
     cut = {name: _cut_middle(name, limit) for name in names}
     if len(set(cut.values())) == len(cut):
         return cut
@@ -120,19 +120,19 @@ def _shorten(names: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def _count_shared(words: Sequence[Sequence[str]]) -> int:
-    """How many words all lists begin with."""
+    """Return the number of words that all lists begin with."""
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False)))
 
 
 def _cut_middle(name: str, limit: int) -> str:
-    """The name with what is too long cut out of its middle: what tells trials apart stands at its ends."""
+    """Cut a name that is too long in its middle, because trials differ at the ends of their names."""
     if len(name) <= limit:
         return name
     return name[: (limit - 1) // 2] + "…" + name[len(name) - limit // 2 :]
 
 
 def terminal(gate: Gate) -> list[str]:
-    """Lines of at most 100 columns."""
+    """Return the gate as lines of at most 100 columns."""
     lines = textwrap.wrap(sentence(gate), _WIDTH)
     for said in _regressions(gate):
         lines += _wrap(said)
@@ -159,7 +159,7 @@ def _wrap(content: str) -> list[str]:
 
 
 def _regressions(gate: Gate) -> list[str]:
-    """What is slower and by how much, the slowest first; MOST_SAID of many."""
+    """Say which trials are slower and by how much, the slowest first; at most MOST_SAID of them."""
     slower = [(name, one) for name, one in gate.judgements.items() if one.verdict is GateVerdict.REGRESSION]
     slower.sort(key=lambda item: (item[0] == FAMILY, -(item[1].ratio or 0.0)))
     said = [f"{name} is {one.reason}." for name, one in slower]
@@ -167,25 +167,25 @@ def _regressions(gate: Gate) -> list[str]:
 
 
 def _undecided(gate: Gate) -> dict[str, GateJudgement]:
-    """What would have to be decided for another answer: nothing once there is a regression."""
+    """Return the undecided trials; none after a regression, which already is the answer."""
     if gate.exit_code == REGRESSED:
         return {}
     return {name: one for name, one in gate.judgements.items() if one.verdict is GateVerdict.INCONCLUSIVE}
 
 
 def _sections(gate: Gate) -> list[tuple[str, list[GateFinding]]]:
-    """The findings by what they ask for, the worst first; without those of no heading."""
+    """Return the findings by heading, the worst first, without empty headings."""
     found = [(heading, [f for f in gate.findings if f.code == code]) for code, heading in _HEADINGS.items()]
     return [(heading, findings) for heading, findings in found if findings]
 
 
 def _notes(gate: Gate) -> list[str]:
-    allowed = [f"the environments differ, which was allowed: {'; '.join(gate.mismatch)}"] if gate.allowed else []
+    allowed = [f"the environments differ, as allowed: {'; '.join(gate.mismatch)}"] if gate.allowed else []
     return [f"Note: {note}." for note in (*(allowed if gate.mismatch else []), *gate.notes)]
 
 
 def markdown(gate: Gate) -> str:
-    """A comment for a pull request, in GitHub's Markdown; whatever a record says stays text."""
+    """Return a pull request's comment in GitHub's Markdown; text from records is escaped."""
     lines = [MARKER, f"**{tables.escape(sentence(gate))}**", ""]
     lines += [line for said in _regressions(gate) for line in (tables.escape(said), "")]
     lines += [f"Baseline {tables.escape(gate.baseline)}, candidate {tables.escape(gate.candidate)}.", ""]
@@ -201,8 +201,9 @@ def markdown(gate: Gate) -> str:
 
 
 def junit(gate: Gate) -> str:
-    """JUnit XML: a test case a trial and finding. REGRESSION and what got worse: failure; missing, failed and another
-    environment: error; INCONCLUSIVE: skipped, for it is neither shown slower nor shown not to be.
+    """Return JUnit XML with a test case per trial and finding.
+
+    failure: REGRESSION and what got worse. error: missing, failed, or another environment. skipped: INCONCLUSIVE.
     """
     suite = ElementTree.Element("testsuite", name="te-bench gate", time="0")
     for name, one in gate.judgements.items():
@@ -226,18 +227,18 @@ def junit(gate: Gate) -> str:
 
 
 def _add_case(suite: ElementTree.Element, name: str, what: str, element: str | None, kind: str, message: str) -> None:
-    """A test case of its own: readers take two of one class and name for one that ran twice. element: None if it passes."""
+    """Add a test case with a name of its own: readers take equal names for one test run twice. element: None if passed."""
     group = f"te-bench.gate.{what}"
     taken = {case.get("name") for case in suite if case.get("classname") == group}
     case = ElementTree.SubElement(suite, "testcase", classname=group, name=unique(name, taken), time="0")
     said = ElementTree.SubElement(case, element or "system-out", {"message": message} if element else {})
     said.text = message
-    if element in ("failure", "error"):  # a skipped one has no type in Jenkins' schema
+    if element in ("failure", "error"):  # in Jenkins' schema a skipped case has no type
         said.set("type", kind)
 
 
 def to_json(gate: Gate) -> dict[str, Any]:
-    """The gate as a JSON value; ratios are candidate / baseline, shares of 1; what is not known is null."""
+    """Return the gate as a JSON value; ratios are candidate / baseline, shares are of 1, unknown values are null."""
     return {
         "schema": SCHEMA,
         "exit_code": gate.exit_code,
@@ -269,18 +270,18 @@ def _to_json(name: str, one: GateJudgement, gate: Gate) -> dict[str, Any]:
 
 
 def check_writable(files: Sequence[tuple[str, Path]]) -> None:
-    """Raise ValueError, before anything is measured, for a file that could not be written then."""
+    """Raise ValueError for a file that cannot be written; to be called before anything is measured."""
     for form, path in files:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         why = "Is a directory" if path.is_dir() else None if folder.is_dir() else f"{folder} is no directory"
         if why is None and not os.access(folder, os.W_OK):
-            why = f"{folder} is not yours to write to"
+            why = f"you have no permission to write in {folder}"
         if why is not None:
             raise ValueError(f"cannot write {path}: {why}. Choose another --{form}.")
 
 
 def write(gate: Gate, files: Sequence[tuple[str, Path]]) -> list[str]:
-    """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all; what could not be, said."""
+    """Write the gate as "markdown", "junit" or "json" to each file, whole or not at all; return what failed."""
 
     def dumped(gate: Gate) -> str:
         return json.dumps(to_json(gate), indent=2, allow_nan=False) + "\n"

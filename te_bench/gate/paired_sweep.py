@@ -1,7 +1,7 @@
-"""Rounds of pairs of two revisions: in each, fresh processes of both run every trial asked for once, side by side.
+"""Run rounds of pairs of two revisions: in each round, fresh processes of both run every chosen trial once, side by side.
 
-Round k is seed k of the trials, so what the two leave in their journals is what two runs with seeds leave: a gate
-reads either by the same rule. A killed round is repeated, for a pair counts only when both records of it are there.
+Round k uses seed k, so the journals of both revisions look like two runs with several seeds, and one rule judges either.
+A killed round is repeated: a pair counts only if both of its records exist.
 """
 
 import concurrent.futures
@@ -22,12 +22,12 @@ from te_bench.gate.paired_trial import ForkServer, RevisionProcess, Unrunnable, 
 from te_bench.gate.question import Question
 from te_bench.reports.analysis.rows import grouped
 
-Report = Callable[[Sequence[Record]], None]  # is told of the records of a pair
+Report = Callable[[Sequence[Record]], None]  # called with the records of a pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Revision:
-    """A revision: its files, where its records go, and what tells its environment from the other's."""
+    """A revision: its files, the store of its records, and its environment."""
 
     name: str  # "base" or "head"
     commit: str
@@ -42,51 +42,51 @@ class Revision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedPlan:
-    """What each revision's suite asks for, a trial a configuration."""
+    """The configurations that each revision's suite plans, each as one trial."""
 
     title: str
     baseline: str | None
     trials: Mapping[str, Mapping[str, Mapping[str, Any]]]  # {revision's name: {Trial.cell as recorded: JSON}}
     together: Mapping[str, str] = field(
         default_factory=dict
-    )  # {cell: what measures it}, where that measures others too
+    )  # {cell: name of the run that measures it together with other cells}
 
     @property
     def common(self) -> list[str]:
-        """The configurations that both have."""
+        """Return the configurations that both revisions have."""
         base, head = self.trials.values()
         return [cell for cell in base if cell in head]
 
     def parts(self, cells: Iterable[str]) -> list[list[str]]:
-        """The cells, those side by side that are measured at once."""
+        """Return the cells in groups; one run measures a whole group."""
         return list(grouped(cells, lambda cell: self.together.get(cell, cell)).values())
 
 
 def revision(
     name: str, commit: str, root: Path, store: Store, machine: dict[str, Any], *, of_te_bench: bool = True
 ) -> Revision:
-    """The revision with the environment of its code on this machine.
+    """Return the revision with the environment of its code on this machine.
 
-    Raises Unrunnable where there is no te_bench among the files of one of te-bench.
+    Raise Unrunnable if a revision of te-bench holds no te_bench package.
     """
     package = root / "te_bench" if of_te_bench else None
     if package and not (package / "experiments").is_dir():
         raise Unrunnable(
-            f"{name}: {commit[:12]} has no te_bench package at its root: it is no revision of te-bench; "
-            "of another project give --config te-bench.toml"
+            f"{name}: {commit[:12]} has no te_bench package at its root, so it is no revision of te-bench; "
+            "for another project give --config te-bench.toml"
         )
     try:
         found = environment.of_revision(machine, package, commit)
-    except OSError as error:  # a link to nowhere among its files
+    except OSError as error:  # a broken link among its files
         raise Unrunnable(f"{name}: {error.filename}: {error.strerror}") from error
     return Revision(name=name, commit=commit, root=root, store=store, machine=found)
 
 
 @dataclass(slots=True, kw_only=True)
 class GateProcesses:
-    """Those of both revisions: a fork server, from a gate's first round on, and in every round processes of its own.
+    """The processes of both revisions: one fork server for the whole gate, and fresh processes in every round.
 
-    Pairs forked from the same two have a ratio of their own, up to 2.5 % from 1, which more pairs do not bring nearer.
+    Pairs forked from the same two processes share an error of up to 2.5 % in their ratio, which more pairs do not reduce.
     """
 
     revisions: Sequence[Revision]
@@ -95,11 +95,11 @@ class GateProcesses:
     timed: list[RevisionProcess] = field(default_factory=list)
     training: list[RevisionProcess] = field(default_factory=list)  # beside the trials that are timed
     planned: PairedPlan | None = None
-    starting_s: float = 0.0  # what a round waited for fresh processes
+    starting_s: float = 0.0  # seconds in which a round waited for fresh processes
     _server: ForkServer | None = None
 
     def start(self) -> PairedPlan:
-        """The plans, by fresh processes. Raises Unrunnable when a revision cannot be imported or planned."""
+        """Start fresh processes and return the plans. Raise Unrunnable if a revision cannot be imported or planned."""
         began = time.monotonic()
         for one in self.timed:
             one.close()
@@ -114,7 +114,7 @@ class GateProcesses:
     def fork(self) -> list[RevisionProcess]:
         assert self._server is not None
         forked = [RevisionProcess(one.name, one.root, self._server) for one in self.revisions]
-        for process, one in zip(forked, self.revisions, strict=True):  # they import at the same time
+        for process, one in zip(forked, self.revisions, strict=True):  # both import at the same time
             process.wait_for_imports(one.root)
             process.environment = one.environment
         if self.planned is not None:
@@ -128,7 +128,7 @@ class GateProcesses:
     def measure(
         self, revisions: Sequence[Revision], trials: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> list[tuple[Revision, Record]]:
-        """A record of each trial by each revision, the first of them first; {revision's name: its trials}, of one part."""
+        """Return a record of each trial in one part; trials: {revision's name: its trials}, revisions[0] runs first."""
         question = self.question
         asked = {name: found[0] for name, found in trials.items() if found}
         trial = as_known(next(iter(asked.values())))
@@ -160,15 +160,15 @@ def run_round(
     report: Report,
     until: float | None = None,
 ) -> None:
-    """Run round `number` by processes that have started, and keep its records.
+    """Run round `number` in the started processes, and store its records.
 
-    cells: the configurations to run, by the revision's name. until: when, on the monotonic clock, no other trial is begun;
-    the first round is run whole. Raises Unrunnable when a revision cannot be imported again.
+    cells: {revision's name: the configurations to run}. until: the monotonic time after which no trial begins; the first
+    round always runs whole. Raise Unrunnable if a revision cannot be imported again.
     """
     planned = processes.planned
     assert planned is not None
     chosen = {n: {cell: {**planned.trials[n][cell], "seed": number} for cell in cells[n]} for n in cells}
-    for one in processes.revisions:  # the first round's plan names them all: what the other lacks is known by it
+    for one in processes.revisions:  # the first round's plan lists all trials, and so shows what a side lacks
         one.store.add_environment(one.machine)
         listed = planned.trials[one.name] if number == 0 else chosen[one.name]
         trials = [as_recorded(replace(as_known(trial), seed=number)) for trial in listed.values()]
@@ -180,7 +180,7 @@ def run_round(
         for part in parts if number % 2 == 0 else parts[::-1]:
             if number and until is not None and time.monotonic() > until:
                 break
-            # Not by the place in this round, which is another by as many as there are trials when their order is reversed.
+            # By the place in the plan: the place in this round changes when the order of trials is reversed.
             head_first = (number + places.index(part[0])) % 2 == 1
             asked = {n: [found[cell] for cell in part if cell in found] for n, found in chosen.items()}
             _run_pair(processes, asked, head_first, report)
@@ -189,7 +189,7 @@ def run_round(
 def _run_pair(
     processes: GateProcesses, trials: Mapping[str, Sequence[Mapping[str, Any]]], head_first: bool, report: Report
 ) -> None:
-    """The trials of one part by each revision that has them, and their records, unless a round cut short has left them."""
+    """Run and store the trials of one part by each revision that has them, unless an interrupted round stored them."""
     revisions = [one for one in processes.revisions if trials.get(one.name)]
     if all(_is_recorded(one, trial) for one in revisions for trial in trials[one.name]):
         return
@@ -207,9 +207,9 @@ def _is_recorded(one: Revision, trial: Mapping[str, Any]) -> bool:
 def _train_beside(
     processes: GateProcesses, chosen: Mapping[str, Mapping[str, Mapping[str, Any]]], report: Report
 ) -> Iterator[set[str]]:
-    """Train by both revisions, in processes of their own, while the block runs; which need not be run in it.
+    """Train both revisions in separate processes while the block runs; yield the trained cells, which the block skips.
 
-    On a CPU, where the trainings of `quick` would take as long as two rounds. What they disturb they disturb for both.
+    Only on a CPU, where the trainings of `quick` take as long as two rounds. They disturb both revisions alike.
     """
     question = processes.question
     cells = {
@@ -223,7 +223,7 @@ def _train_beside(
     if not any(cells.values()):
         yield set()
         return
-    processes.training = processes.fork()  # a second process of each revision, while a round is run
+    processes.training = processes.fork()  # a second process of each revision, beside the timed one
 
     def train(process: RevisionProcess) -> list[Record]:
         trials = [{process.name: chosen[process.name][cell]} for cell in cells[process.name]]
@@ -246,7 +246,7 @@ def _train_beside(
 
 
 def _may_run_beside(trial: Trial) -> bool:
-    """Whether nothing that a trial records depends on what runs beside it."""
+    """Return whether nothing that a trial records depends on what runs beside it."""
     return trial.device == "cpu" and trial.workload == "training" and "budget_s" not in trial.problem
 
 
@@ -261,20 +261,20 @@ def _ask_for_plans(processes: Sequence[RevisionProcess], question: Question) -> 
         try:
             trials[one.name] = _by_cell(answer["trials"])
         except (KeyError, TypeError, ValueError) as error:
-            raise Unrunnable(f"{one.name}: a plan that te-bench does not know: {error!r}") from error
+            raise Unrunnable(f"{one.name}: this te-bench cannot read the revision's plan: {error!r}") from error
     last = answers[-1]
     planned = [as_known(trial) for trial in last["trials"]]
     if divided := [trial for trial in planned if world_of(trial) > 1]:
         raise ValueError(
-            f"--suite {question.suite}: {divided[0].name} is over several ranks, which a gate does not time; leave such "
-            "trials out by --only"
+            f"--suite {question.suite}: {divided[0].name} runs on several ranks, and a gate times one process only; "
+            "exclude such trials by --only"
         )
     baseline = next((as_recorded(trial).cell for trial in planned if trial.cell == last["baseline"]), None)
     return PairedPlan(title=last["title"], baseline=baseline, trials=trials)
 
 
 def _by_cell(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """{Trial.cell: trial}. Raises ValueError where two differ in nothing but how they were to be timed."""
+    """Return {Trial.cell: trial}. Raise ValueError if two trials differ only in their timing protocol."""
     found: dict[str, Mapping[str, Any]] = {}
     for trial in trials:
         known = as_known(trial)
@@ -285,7 +285,7 @@ def _by_cell(trials: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]
 
 
 def _collect_answers(processes: Sequence[RevisionProcess]) -> list[Any]:
-    """Raises ValueError for a question that every revision refuses, in the last one's words; else Unrunnable."""
+    """Return the answers. Raise ValueError if every revision refuses the question, Unrunnable for any other failure."""
     answers, refusals = [], []
     for one in processes:
         try:

@@ -1,21 +1,21 @@
-"""A trial run by two revisions at once, which take turns at being timed: A B, B A, A B, ... One record of each.
+"""Run one trial by two revisions at once, timed in turns (A B, B A, A B, ...), and return a record of each.
 
-Both processes are there before the first turn, so whatever the machine does in the seconds of a pair it does to both. While
-one is timed the other waits. On a CPU each has one thread, keeps the memory that it frees, in huge pages, and takes its
-turns on the core of the other. By how much the pairs of unchanged code vary, in %, `quick` on two cores that others use as
-well, November 2026:
+Both processes exist before the first turn, so a disturbance within the seconds of a pair hits both. While one is timed, the
+other waits. On a CPU each process has one thread, keeps the memory that it frees, uses huge pages, and takes its turns on
+the core of the other. The table shows how much pairs of unchanged code vary, in %: suite `quick`, two cores with other load,
+November 2026.
 
 | Choice | % | Instead | % |
 |---|---:|---|---:|
 | both processes at once, in turns | 1 to 2 | one after the other | 24 to 40 |
-| memory in huge pages, load 5 | 4.3 | in small ones: which a process is given decides how fast it is | 8.6 |
-| both on one core, load 4 | 1.3 | a core each, with neighbours of its own | 4.8 |
+| memory in huge pages, load 5 | 4.3 | small pages, whose placement decides a process's speed | 8.6 |
+| both on one core, load 4 | 1.3 | one core each, with different neighbours | 4.8 |
 | 16 turns of each, calls of 40 to 100 ms | 3.6 | 8; 12; 24 or 32 | 6.1; 4.0; 3.7 |
 | 10 turns of each, a quieter machine | 1.1 | 6; 8; 12 | 1.3; 1.2; 1.2 |
 | the lowest tenth's quantile | 2.0 | the median; the minimum | 5.2; 2.7 |
 | a process's quantile | 1.2 | the median of its turns' own ratios | 1.8 |
 
-Freed memory is kept because the kernel zeroes new pages at either of two speeds, a factor of two apart.
+Freed memory is kept because the kernel zeroes new pages at either of two speeds, which differ by a factor of two.
 """
 
 import contextlib
@@ -40,30 +40,30 @@ from te_bench.gate import fork_server
 from te_bench.gate.revision_process import WARM_UP, Lines
 
 PROTOCOL = "turns"
-#: Of each revision and timed call: more make a pair no less noisy, fewer do (the table above).
+#: Turns of each revision and timed call; fewer make a pair noisier, more do not make it less noisy (table above).
 MOST_TURNS, FEWEST_TURNS = 16, 10
-#: A turn lasts the first or one call; a revision's turns the second, within the numbers above.
+#: Seconds of one turn, or one call if that is longer; seconds of all turns of a revision, within the numbers above.
 TURN_S, TIMED_S = 0.03, 0.9
-SHORTEST_S = 1e-7  # of a call: an empty one still has a time
-PAUSE_S = 0.002  # before a turn: threads of the other revision may spin for so long after its last
-#: What revisions share: it is imported once. With torch comes all but te_bench that `quick` needs.
+SHORTEST_S = 1e-7  # the shortest assumed call, so that an empty call has a time
+PAUSE_S = 0.002  # before a turn: the other revision's threads may spin for so long after their last turn
+#: Imported once for both revisions. Torch brings everything but te_bench that `quick` needs.
 SHARED = ("torch", "torch._dynamo", "scipy.stats")
 START_S = 300.0  # for the imports of a revision
-_KILLED_S = 10.0  # a killed process has ended by then
+_KILLED_S = 10.0  # within this time, a killed process has ended
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "1000000000000",
     "MALLOC_TOP_PAD_": str(64 * 2**20),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # huge pages where the kernel is asked for them (its default)
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # request huge pages; by default Linux grants them on request
 }
 _RESULT = frozenset({"outcome", "reason", "work_s", "check", "work", "samples", "kernels", "device_state"})
 
 
 class Unrunnable(Exception):
-    """A revision that cannot be imported or planned, or whose process does not answer; the message says why.
+    """A revision cannot be imported or planned, or its process does not answer; the message says why.
 
-    refused: what it said to a question that it does not accept, of a suite that it does not have for instance.
+    refused: the revision's answer to a question that it rejects, about an unknown suite for instance.
     """
 
     def __init__(self, message: str, refused: str | None = None):
@@ -72,7 +72,7 @@ class Unrunnable(Exception):
 
 
 class ForkServer:
-    """The process that revision processes are forked from, until it is closed, and they with it."""
+    """The process that revision processes are forked from; they end with it."""
 
     def __init__(self, log: Path, *, device: str):
         self.connection, theirs = socket.socketpair()
@@ -83,11 +83,11 @@ class ForkServer:
                 [sys.executable, "-P", fork_server.__file__, *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**(ONE_THREAD if device == "cpu" else {}), **os.environ},  # what the user sets stands
+                env={**(ONE_THREAD if device == "cpu" else {}), **os.environ},  # the user's variables win
             )
 
     def fork(self, root: Path) -> socket.socket:
-        """The socket of a new process, closed where there is none."""
+        """Return the socket of a new process; the socket is closed if no process could be forked."""
         ours, theirs = socket.socketpair()
         message = json.dumps({"root": str(root), "modules": ["te_bench.experiments.trial"]}).encode()
         with theirs, contextlib.suppress(OSError):
@@ -101,27 +101,27 @@ class ForkServer:
 
 
 class RevisionProcess:
-    """The gate's end of the process that forks one revision's trials, until it is closed."""
+    """The gate's end of the process that forks one revision's trials."""
 
     def __init__(self, name: str, root: Path, server: ForkServer):
-        """Raises Unrunnable where it cannot be forked."""
+        """Raise Unrunnable if the process cannot be forked."""
         self.name, self.environment = name, ""
         self.lines = Lines(server.fork(root))
         self.pid: int = self._receive()["pid"]
 
     def wait_for_imports(self, root: Path) -> None:
-        """Raises Unrunnable when they fail, or are another te_bench's."""
+        """Raise Unrunnable if the imports fail or come from another te_bench."""
         package = Path(self.answer()).resolve()
         if not package.is_relative_to(root / "te_bench"):
             raise Unrunnable(f"{self.name}: te_bench was imported from {package}, not from the revision's files")
 
     def ask(self, what: str, **message: Any) -> None:
-        """Ask for a "plan", to which `answer` is the answer: both revisions work on theirs at the same time."""
-        with contextlib.suppress(OSError):  # it is gone, as the answer will say
+        """Ask for a "plan" or "load", without waiting for `answer`: both revisions work at the same time."""
+        with contextlib.suppress(OSError):  # the process is gone, which `answer` reports
             self.lines.send(ask=what, **message)
 
     def answer(self) -> Any:
-        """What it was asked for. Raises Unrunnable when the revision cannot tell."""
+        """Return what was asked for. Raise Unrunnable if the revision cannot answer."""
         found = self._receive()
         if "error" in found:
             refused = found["error"].removeprefix("ValueError: ") if found.get("refused") else None
@@ -137,7 +137,7 @@ class RevisionProcess:
             raise Unrunnable(f"{self.name}: no answer within {START_S:g} s") from None
 
     def close(self) -> None:
-        """End it, and the trial that it runs, which holds the socket as well."""
+        """End the process and the trial that it runs, which also holds the socket."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGKILL)
         self.lines.close(_KILLED_S)
@@ -145,14 +145,14 @@ class RevisionProcess:
 
 @dataclass(slots=True)
 class TrialProcess:
-    """One revision's run of a trial, while it lasts: what it was asked, what it has said and how long it still may take."""
+    """One revision's run of a trial: what it was asked, what it has answered, and how long it may still take."""
 
     revision: RevisionProcess
     trial: Trial
     started: float  # perf_counter
     started_at: str
     limit_s: float
-    left_s: float = 0.0  # of the limit, when `since` was
+    left_s: float = 0.0  # of the limit, at `since`
     since: float | None = None  # monotonic; None while it is the other revision's turn
     pid: int | None = None
     ready: bool = False  # to be timed
@@ -168,16 +168,16 @@ class TrialProcess:
 
     @property
     def until(self) -> float:
-        """When its time is up, on the monotonic clock: the time that the other revision takes is not this one's."""
+        """The monotonic time at which the limit is reached; the other revision's turns do not count."""
         return (time.monotonic() if self.since is None else self.since) + self.left_s
 
     def send(self, **message: Any) -> None:
         self.since = time.monotonic()
-        with contextlib.suppress(OSError):  # it is gone, which the next message will tell
+        with contextlib.suppress(OSError):  # the process is gone, which the next `receive` reports
             self.revision.lines.send(**message)
 
     def take_turn(self, **asked: Any) -> list[float]:
-        """The seconds that one turn measured; [] when the process ended in it."""
+        """Return the seconds that one turn measured; [] if the process ended in it."""
         time.sleep(PAUSE_S)
         self.send(**asked)
         message = self.receive()
@@ -198,7 +198,7 @@ class TrialProcess:
         self.left_s, self.since = self.until - time.monotonic(), None
 
     def receive(self) -> dict[str, Any]:
-        """Its next message. A trial that exceeds its time is killed; of a process that is gone it is that it ended."""
+        """Return the next message; {"ended": ...} if the process is gone. Kill a trial that exceeds its limit."""
         try:
             return self.revision.lines.receive(max(self.until - time.monotonic(), 0.0))
         except EOFError:
@@ -207,7 +207,7 @@ class TrialProcess:
             return self.time_out()
 
     def time_out(self) -> dict[str, Any]:
-        """Kill it, and what it started; its last message."""
+        """Kill the trial and its children; return its last message."""
         self.result = {"outcome": "timeout", "reason": f"stopped after {self.limit_s:g} s (--timeout)"}
         if self.pid is not None:
             kill_group(self.pid)
@@ -234,11 +234,11 @@ class TrialProcess:
             self.pause_limit()
 
     def record(self) -> Record:
-        """What it came to; a result that no record can hold is a crash."""
+        """Return the record; a result that a record cannot hold counts as a crash."""
         try:
             return self._record(self.result)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
-            return self._record({"outcome": "crashed", "reason": f"no result that te-bench knows: {error!r}"})
+            return self._record({"outcome": "crashed", "reason": f"te-bench cannot read the result: {error!r}"})
 
     def _record(self, reply: Mapping[str, Any]) -> Record:
         result = {name: value for name, value in reply.items() if name in _RESULT}
@@ -256,17 +256,17 @@ class TrialProcess:
             **outcome,
             **{**result, "device_state": state},
         )
-        canonical_json(found.to_json())  # NaN and infinity are no JSON
+        canonical_json(found.to_json())  # raise for NaN and infinity, which JSON lacks
         return found
 
 
 def as_recorded(trial: Trial) -> Trial:
-    """The trial as a record of it says it was timed."""
+    """Return the trial with the protocol that a record of this gate states."""
     return replace(trial, protocol=PROTOCOL) if trial.protocol in WARM_UP else trial
 
 
 def as_known(trial: Mapping[str, Any]) -> Trial:
-    """A revision's trial as this te_bench has it: fields that only the revision knows are left out."""
+    """Return a revision's trial as this te_bench's Trial, without fields that only the revision knows."""
     names = {one.name for one in fields(Trial)}
     return Trial.from_json({name: value for name, value in trial.items() if name in names})
 
@@ -281,12 +281,12 @@ def run(
     check: bool = True,
     faults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Record]:
-    """One trial by one revision or both, the first of them first; a record of each. Never raises for what a revision does.
+    """Run one trial by one or both revisions, revisions[0] first. Return a record of each; never raise for their failures.
 
-    trials: {revision's name: the trial as that revision's plan has it, in JSON}. One that is not timed is run by one after
-    the other: it may need the machine's memory, or a budget of seconds, for itself. check: whether the result is compared
-    with its reference first, which a revision that knows no such choice does anyway. faults: {revision's name: options
-    of `planted_faults.plant`}, of a self-test.
+    trials: {revision's name: the trial as JSON in that revision's plan}. Untimed trials run one after the other: they may
+    need all of the machine's memory, or a budget of seconds, for themselves. check: compare the result with its reference
+    first; a revision that lacks this option always compares. faults, for a self-test: {revision's name: options of
+    `planted_faults.plant`}.
     """
     more = {"cache": str(cache) if cache else None, "gpu": gpu, "check": check, "core": choose_core(trials)}
 
@@ -303,10 +303,10 @@ def run(
 
 
 def choose_core(trials: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """The core that both revisions take their turns on, another for each seed; None where they may have several.
+    """Return the core on which both revisions take their turns; None if they may use several.
 
-    Another for the next process, too: two gates that begin together would else have one core between them. Each revision has
-    a thread: two that stay where they are for a while would measure what else uses either core's caches.
+    The core changes with the seed and this process's id, so that two gates started together use different cores. One core
+    serves both revisions, because two cores have neighbours that use their caches differently.
     """
     first = as_known(next(iter(trials.values())))
     if first.device != "cpu" or os.environ.get("OMP_NUM_THREADS", "1") != "1" or not hasattr(os, "sched_getaffinity"):
@@ -323,7 +323,7 @@ def _run_to_the_end(running: Sequence[TrialProcess]) -> list[Record]:
 
 
 def _wait_until_ready(running: Sequence[TrialProcess]) -> None:
-    """Until each is ready to be timed, or has ended; they work at the same time."""
+    """Wait until each process is ready to be timed, or has ended; they work at the same time."""
     while busy := [one for one in running if one.busy]:
         unread = any(b"\n" in one.revision.lines.rest for one in busy)
         left = max(min(one.until for one in busy) - time.monotonic(), 0.0)
@@ -337,7 +337,7 @@ def _wait_until_ready(running: Sequence[TrialProcess]) -> None:
 
 
 def _try_turn(one: TrialProcess) -> list[float]:
-    """The first turn: seconds that a call takes of the wall, or of its own clock where that is more; [] without one."""
+    """Run the first turn; return a call's seconds, by the wall or its own clock, whichever is longer; [] if it ended."""
     began = time.perf_counter()
     seconds = one.take_turn(seconds=TURN_S)
     each = (time.perf_counter() - began - PAUSE_S) / max(len(seconds), 1)
@@ -345,10 +345,10 @@ def _try_turn(one: TrialProcess) -> list[float]:
 
 
 def take_turns(ready: Sequence[TrialProcess]) -> None:
-    """Time one call of each, as many calls a turn by both: as many as fit into a turn by the wall's clock.
+    """Time one call of each process, with equally many calls a turn: as many as fit into a turn by the wall clock.
 
-    By a call's own clock a GPU's kernel would have turns ten times as long: the L2 is overwritten before each call and the
-    device held till it is queued.
+    The call's own clock would make a GPU kernel's turn ten times as long: the L2 is overwritten before each call, and the
+    device is held until the call is queued.
     """
     tried = [took for one in ready for took in _try_turn(one)]
     if tried:

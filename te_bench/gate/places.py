@@ -1,4 +1,4 @@
-"""Gates side by side: each in a process that has cores, and on a GPU a card, of its own."""
+"""Run gates side by side, each in a process with its own cores and, on a GPU, its own card."""
 
 import multiprocessing
 import os
@@ -15,25 +15,25 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one gate may run: on which cores (empty: on any), on which GPU (None: as the caller would)."""
+    """Where one gate may run: cores (empty: any) and GPU (None: the caller's)."""
 
     cores: tuple[int, ...] = ()
     gpu: str | None = None
 
 
 def places(count: int, *, device: str, gpus: Sequence[str] = ()) -> list[Place]:
-    """`count` places that share no core and, on cuda, none of the `gpus`; one is the whole machine's.
+    """Return `count` places that share no core and, on cuda, no GPU of `gpus`; a single place has the whole machine.
 
-    Raises ValueError for more than there are cores or GPUs.
+    Raise ValueError if there are fewer cores or GPUs.
     """
     if count < 1:
         raise ValueError(f"--at-once {count}: give 1 or more")
     if count == 1:
         return [Place(gpu=gpus[0] if gpus else None)]
     if device == "cuda" and count > len(gpus):
-        raise ValueError(f"--at-once {count}: each needs a GPU of its own, and there are {len(gpus)} here")
+        raise ValueError(f"--at-once {count}: each gate needs its own GPU, and there are {len(gpus)} here")
     if count > host.cores():
-        raise ValueError(f"--at-once {count}: each needs a core of its own, and there are {host.cores()} here")
+        raise ValueError(f"--at-once {count}: each gate needs its own core, and there are {host.cores()} here")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // count
     chunks = [tuple(cores[each * i : each * (i + 1)]) for i in range(count)]
@@ -43,31 +43,31 @@ def places(count: int, *, device: str, gpus: Sequence[str] = ()) -> list[Place]:
 def run_each(
     function: Callable[[Task, Place], Answer], tasks: Iterable[Task], places: Sequence[Place]
 ) -> Iterator[Answer]:
-    """function(task, place) of each task, as it is done; in this process where there is one place.
+    """Yield function(task, place) of each task as it completes; with one place, run in this process.
 
-    The function and the tasks must pickle. An error, Ctrl-C, or a caller that wants no more ends the others at once. Raises
-    what the function raises, and ValueError when a process ends by itself.
+    The function and the tasks must pickle. An error, Ctrl-C, or a caller that stops early ends the other tasks at once.
+    Raise what the function raises, and ValueError if a process ends by itself.
     """
     if len(places) == 1:
         for task in tasks:
             yield function(task, places[0])
         return
-    context = multiprocessing.get_context("spawn")  # threads of the caller's, of torch's say, would not survive a fork
+    context = multiprocessing.get_context("spawn")  # the caller's threads, torch's for instance, do not survive a fork
     waiting, free = list(tasks)[::-1], list(places)
     running: dict[ProcessCall, Place] = {}
     try:
         while waiting or running:
             while waiting and free:
                 call = ProcessCall(context, _run_at, free[0], os.getpid(), function, waiting.pop())
-                running[call] = free.pop(0)  # first: an interrupt while it starts must find it
+                running[call] = free.pop(0)  # before start(): an interrupt during start() must find the call
                 call.start()
             for call in wait_for_any(list(running)):
                 free.append(running.pop(call))
-                call.kill()  # what it may have left
+                call.kill()  # end its leftover children
                 try:
                     yield call.result()
                 except Ended as end:
-                    why = f"a process ended by itself ({end}; killed for want of memory perhaps: lower --at-once)"
+                    why = f"a process ended by itself ({end}). If it ran out of memory, lower --at-once"
                     raise ValueError(why) from None
     finally:
         for call in running:
@@ -75,7 +75,7 @@ def run_each(
 
 
 def _run_at(place: Place, parent: int, function: Callable[[Task, Place], Answer], task: Task) -> Answer:
-    os.setsid()  # Ctrl-C is the caller's to handle
+    os.setsid()  # only the caller handles Ctrl-C
     end_with_parent(parent)
     if place.cores:
         os.sched_setaffinity(0, place.cores)

@@ -1,6 +1,6 @@
-"""The faults of a gate's self-test: a call that is slower than it was, leaks or crashes.
+"""Plant the faults of a gate's self-test: a call that is slower, leaks or crashes.
 
-Loaded by `fork_server`, the gate's own and the same for both revisions; it imports nothing of te_bench.
+`fork_server` loads this file of the gate's te_bench for both revisions; the file imports nothing of te_bench.
 """
 
 import functools
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LEAKS = 64  # calls that leak: a GPU's memory should last for thousands
-TIMED = 20  # calls, of which the median counts
+LEAKS = 64  # calls that leak, so that a GPU's memory lasts for thousands of calls
+TIMED = 20  # calls, of which the median is taken
 
 Call = Callable[[], object]
-Block = Callable[[int], list[float]]  # the seconds of so many calls
+Block = Callable[[int], list[float]]  # seconds of each of so many calls
 
 
 def plant(
@@ -27,9 +27,9 @@ def plant(
     leak: int = 0,
     crash: bool = False,
 ) -> Call:
-    """The call with a fault: it takes (1 + slower) times as long, keeps `leak` bytes, or crashes.
+    """Return the call with a fault: it takes (1 + slower) times as long, leaks `leak` bytes, or crashes.
 
-    block_of(call)(n): the seconds of n calls, by the clock of the gate.
+    block_of(call)(n) returns the seconds of each of n calls, by the gate's clock.
     """
     import torch
 
@@ -54,9 +54,9 @@ def plant(
 
 
 def _seconds_of(call: Call, share: float, block_of: Callable[[Call], Block]) -> float:
-    """How long a kernel that spins behind a call must do so to make it longer by that share on the device.
+    """Return how many seconds a kernel must spin after a call to make the call longer by `share` on the device.
 
-    Less than the share by what such a kernel costs that spins for no time.
+    The cost of launching such a kernel is subtracted.
     """
 
     def followed() -> None:
@@ -73,9 +73,9 @@ def _seconds_of(call: Call, share: float, block_of: Callable[[Call], Block]) -> 
 
 
 def spin(seconds: float) -> None:
-    """Keep one of the device's processors busy for so long by the device's wall clock, which ticks once in 1 us or oftener.
+    """Keep one of the device's SMs busy for so many seconds by the device's wall clock, which ticks at least every 1 us.
 
-    Its cycles are no clock: a device at its power cap makes fewer of them.
+    Cycles would be no clock: a device at its power cap runs fewer cycles a second.
     """
     _spin_kernel()[(1,)](round(seconds * 1e9), num_warps=1)
 

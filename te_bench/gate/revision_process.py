@@ -1,15 +1,15 @@
-"""The process of one revision in a live gate: it runs the revision's trials, a fork for each, and times them when asked to.
+"""The process of one revision in a live gate: it forks a process for each of the revision's trials, timed on request.
 
-Loaded by `fork_server`, with the revision's checkout first on the path: this file is the gate's own, the same for both
-revisions, and everything it imports from te_bench is the revision's. It may therefore rely only on what every revision has:
+`fork_server` loads this file of the gate's te_bench for both revisions, with the revision's checkout first on the path.
+Everything that this file imports from te_bench is the revision's. It may therefore use only what every revision has:
 plugins.load, spec.Trial, measurement.Context, trial.run, plan.resolve and a `timing` whose functions take (call, device).
-What else it needs of the gate's own it is given.
+Everything else of the gate's te_bench is passed in.
 
-Talks in JSON lines over a socket. It is asked {"ask": "plan" | "load" | "trial", ...} and answers with one line, but for a
-trial: there the fork sends {"pid"}, then {"ready": NAME} whenever the workload wants to time a call, is asked for {"calls":
-n} or {"seconds": s} in each turn, or told {"stop": true}, and answers a turn with {"seconds": [...], "throttle": bits,
-"sm_clock_hz": lowest}; then {"result": what trial.run returned}. Once the fork is gone {"ended": SIGNAL or null}
-follows, whatever came before.
+The process and the gate exchange JSON lines over a socket. The gate asks {"ask": "plan" | "load" | "trial", ...}; a plan
+or load gets one line in answer. For a trial, the fork sends {"pid"}, then {"ready": NAME} whenever the workload wants to
+time a call. The gate then sends {"calls": n} or {"seconds": s} for each turn, which the fork answers with {"seconds":
+[...], "throttle": bits, "sm_clock_hz": lowest}, and {"stop": true} after the last turn. The fork sends {"result": what
+trial.run returned}. After the fork's end {"ended": SIGNAL or null} always follows.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: Calls before the first turn, by what the workload asked its clock for; a compiled step has been compiled by its check.
+#: Calls before the first turn, by the workload's choice of clock; its check has already compiled a compiled step.
 WARM_UP = {"bench_py": 3, "quickstart": 5, "kernel": 10}
-#: Bytes by which, at most, a fork's memory is moved: its revision's memory lies as the code happens to have laid it, the
-#: same in every round, and what that costs (Mytkowicz et al. 2009, ASPLOS 14:265) is no change's doing.
+#: Largest shift of a fork's memory, in bytes. The layout of a revision's memory is the same in every round and affects its
+#: speed (Mytkowicz et al. 2009, ASPLOS 14:265); a random shift keeps that effect from looking like a change's.
 MOVED = 2**20
-NICE = -10  # of a process that is timed; BenchmarkDotNet too has its own run at a high priority
+NICE = -10  # of a timed process; BenchmarkDotNet also raises the priority
 
 
 class Lines:
-    """JSON lines over a socket."""
+    """Messages as JSON lines over a socket."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
@@ -42,7 +42,7 @@ class Lines:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
-        """The next message. Raises EOFError when the other end is gone or talks nonsense, TimeoutError after `timeout` s."""
+        """Return the next message. Raise EOFError for a closed end or invalid JSON, TimeoutError after `timeout` s."""
         until = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self.rest:
             self.connection.settimeout(None if until is None else max(until - time.monotonic(), 1e-3))
@@ -65,8 +65,8 @@ class Lines:
         return message
 
     def close(self, timeout: float) -> None:
-        """Wait for the other end to close it, `timeout` s at most, then close this one."""
-        with contextlib.suppress(OSError):  # which a timeout is
+        """Wait at most `timeout` s for the other end to close the socket, then close this end."""
+        with contextlib.suppress(OSError):  # also a timeout
             self.connection.settimeout(timeout)
             while self.connection.recv(2**16):
                 pass
@@ -80,7 +80,7 @@ def serve(
     plant: Callable[..., Any],
     run_supervised: Callable[[Callable[[], None]], str | None],
 ) -> None:
-    """Answer until the gate is gone, by interleaved_clock.make_clock, planted_faults.plant, processes.run_supervised."""
+    """Answer until the gate ends, with interleaved_clock.make_clock, planted_faults.plant, processes.run_supervised."""
     answers: dict[str, Callable[..., object]] = {"plan": _plan, "load": _load}
     while True:
         try:
@@ -88,16 +88,16 @@ def serve(
         except EOFError:
             return
         ask = message.pop("ask", None)
-        if ask is None:  # a turn for a fork that died before it heard of it
+        if ask is None:  # a turn meant for a fork that has died
             continue
         if ask == "trial":
             gc.collect()
-            gc.freeze()  # else a fork's collector would walk through all that was imported, copying pages, while it is timed
+            gc.freeze()  # else a timed fork's collector would walk through all imports and copy their pages
             lines.send(ended=run_supervised(functools.partial(_run_trial, lines, make_clock, plant, **message)))
             continue
         try:
             lines.send(answer=answers[ask](**message))
-        except Exception as error:  # the revision's own: it may be broken, which is what the gate is to tell
+        except Exception as error:  # a broken revision is for the gate to report
             lines.send(error=f"{type(error).__name__}: {error}", refused=isinstance(error, ValueError))
 
 
@@ -115,7 +115,7 @@ def _plan(suite: str, only: str | None, options: dict[str, Any]) -> dict[str, An
 
 
 def _load(workloads: list[str]) -> None:
-    """Import them, once for all forks of a round."""
+    """Import the workloads once for all forks of a round."""
     from te_bench import plugins
     from te_bench.experiments import workloads as package
 
@@ -156,11 +156,11 @@ def _run_trial(
 
 
 def raise_priority(pid: int = 0) -> None:
-    """Have the processes of this session, or of another's leader, run before others, where that is permitted.
+    """Raise the priority of this session's processes, or of the session that `pid` leads, if permitted.
 
-    They are disturbed less, and done sooner.
+    Other processes then disturb them less.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, NICE)
-    with contextlib.suppress(OSError):  # sched(7): where Linux groups processes by session, that is the group's
+    with contextlib.suppress(OSError):  # sched(7): with autogrouping, Linux applies this value to the session
         Path(f"/proc/{pid or 'self'}/autogroup").write_text(str(NICE))

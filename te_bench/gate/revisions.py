@@ -1,7 +1,8 @@
-"""The gate on two revisions: rounds of pairs, judged at looks fixed before any ratio is seen, until all is decided.
+"""Gate two revisions: run rounds of pairs, judged at looks fixed before any ratio is seen, until every trial is decided.
 
-DIR/gate.json, written last, says that a gate is done: a call with the same question goes on with what a killed one left
-in DIR/base and DIR/head, and else sets it aside, once both revisions have a plan: a call that is refused changes nothing.
+DIR/gate.json, written last, marks a gate as done. If it is missing, a call with the same question continues a killed gate
+from DIR/base and DIR/head. Any other call sets the earlier gate aside, once both revisions have a plan: a refused call
+changes nothing.
 """
 
 import contextlib
@@ -36,23 +37,23 @@ from te_bench.reports.convergence.planning import duration
 from te_bench.reports.files import write_file
 
 QUESTION, LOG = "question.json", "trials.log"
-MOST_NAMED = 2  # trials of a round, in the line that announces it
-#: Pairs at which a trial is judged, if it gets so far; its last look is where the gate's time ends (decision.looks_until).
-#: What each look may claim shrinks with their number: these find most. Of simulated gates of six trials, one of them 5 %
-#: slower, 98 % find it in three minutes where pairs vary by 3.3 %; 91 % with looks at 6, 9, 13, 18 and 25.
+MOST_NAMED = 2  # trials named in the line that announces a round
+#: Pairs at which a trial is judged; its last look is where the gate's time ends (decision.looks_until). More looks leave
+#: less alpha to each; these numbers find most slow-downs. Of simulated gates of six trials, one 5 % slower, 98 % find it
+#: in three minutes with pairs that vary by 3.3 %; 91 % with looks at 6, 9, 13, 18 and 25.
 LOOKS = (6, 10, 16, 25, 36)
 
 
 def run(question: Question, directory: Path, machine: dict[str, Any], *, say: Callable[[str], None]) -> Gate:
     """Measure both revisions in rounds until every trial is decided, the last look is reached or the budget ends.
 
-    `exit_first`: or a ratio is a REGRESSION, which later looks hardly take back, as they may what else fails.
+    `exit_first`: also end at the first REGRESSION of a ratio, which later looks rarely undo, unlike other failures.
 
-    Keeps the records of each side in `directory`, as te-bench run would. A revision that cannot be run is a failed one.
-    Raises ValueError for revisions that are not there, and for what `decide` refuses.
+    Store each side's records in `directory`, like te-bench run. A revision that cannot be run counts as failed. Raise
+    ValueError for unknown revisions, and for what `decide` refuses.
     """
     check_alpha(question.alpha)
-    started, directory = time.monotonic(), directory.absolute()  # each revision has a working directory of its own
+    started, directory = time.monotonic(), directory.absolute()  # absolute: revisions change their working directory
     root, refs = question.repository, (question.base, question.head)
     commits = refs if root is None else tuple(checkouts.commit_of(root, ref) for ref in refs)
     asked = _identity(question, commits)
@@ -105,7 +106,7 @@ def run_rounds(
         say(f"  {took:.1f} s, {processes.starting_s:.1f} s of them to start")
         number += 1
         pairs.update(planned.common if chosen is None else chosen)
-        if chosen:  # the first round is longer than any: it runs every trial
+        if chosen:  # the first round runs every trial, and is the longest
             slowest = max(slowest, took / len(planned.parts(chosen)))
         if number == 2 and not looks:
             left = None if question.budget_s is None else question.budget_s - (time.monotonic() - started)
@@ -125,7 +126,7 @@ def run_rounds(
 
 
 def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -> None:
-    """Set an earlier gate's records and answer aside, in this order: a kill leaves no records of another question."""
+    """Set an earlier gate's records aside, then its answer: a kill leaves no records of another question."""
     for store in stores:
         store.begin()
     (directory / ANSWER).unlink(missing_ok=True)
@@ -133,18 +134,18 @@ def _begin(directory: Path, stores: Iterable[Store], known: Mapping[str, Any]) -
 
 
 def _note_pairs(gate: Gate, rounds: int, looks: Sequence[int]) -> list[str]:
-    """Why the table counts fewer pairs than there were rounds."""
+    """Say why the table counts fewer pairs than there were rounds."""
     if all(one.pairs == rounds for one in gate.trials.values()):
         return []
     at = " or ".join(map(str, looks))
     return [
-        f"{rounds} rounds, and fewer pairs of some trials: once one may be slower, it is measured first and alone, and what "
-        f"is decided no more. A verdict counts the pairs up to the look that decided it, at {at} pairs"
+        f"there were {rounds} rounds, but fewer pairs of some trials: a trial that may be slower is measured first and "
+        f"alone, and a decided trial no more. A verdict counts the pairs up to the look that decided it, at {at} pairs"
     ]
 
 
 def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float) -> list[str]:
-    """In which --budget every undecided trial gets the pairs that it needs, part_s for one of a part of the plan."""
+    """Say which --budget gives every undecided trial the pairs that it needs; part_s: seconds of one part of the plan."""
     undecided = {name: one for name, one in gate.trials.items() if one.verdict is GateVerdict.INCONCLUSIVE}
     if gate.regressed or not undecided:
         return []
@@ -152,15 +153,15 @@ def _note_budget(gate: Gate, planned: PairedPlan, spent_s: float, part_s: float)
     needed = {name: FEWEST if few else one.needed or math.inf for name, one in undecided.items()}
     for name, pairs in needed.items():
         if pairs > LOOKS[-1]:
-            what = "a quieter machine, a longer command or a wider --margin may"
-            return [f"no --budget decides {name}, for a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"]
+            what = "try a quieter machine, a longer command or a wider --margin"
+            return [f"no --budget decides {name}, because a gate makes at most {LOOKS[-1]} pairs of a trial; {what}"]
     more_s = part_s * sum(
         max(0, *(needed[name] - one.pairs for name, one in undecided.items() if _cells_of([name], gate, part)))
         for part in planned.parts(_cells_of(undecided, gate, planned.common))
     )
-    if more_s <= 0:  # as many pairs as would decide it in most cases: each trial's reason says so
+    if more_s <= 0:  # the pairs would decide most cases; each trial's reason says so
         return []
-    how = f"the {FEWEST} pairs of each trial without which nothing is decided" if few else "a decision in 80 % of cases"
+    how = f"the {FEWEST} pairs of each trial that any verdict needs" if few else "a decision in 80 % of cases"
     whole = duration(spent_s + more_s)
     return [f"{how} would take about {whole} in all: --budget {whole.replace(' ', '')}"]
 
@@ -174,7 +175,7 @@ def _gate_of_unrunnable(question: Question, commits: tuple[str, ...], why: str) 
 
 
 def _write_files(repository: Path | None, commit: str, folder: Path) -> Path:
-    """Where a revision's files are: checked out into `folder`, or where they are installed."""
+    """Return where a revision's files are: checked out into `folder`, or the installed ones."""
     if repository is None:
         return Path(te_bench.__file__).resolve().parents[1]
     checkouts.check_out(repository, commit, folder)
@@ -182,18 +183,18 @@ def _write_files(repository: Path | None, commit: str, folder: Path) -> Path:
 
 
 def looks_within(most: int) -> tuple[int, ...]:
-    """The pairs at which to judge a trial that may get so many: those of LOOKS below, and the last.
+    """Return the numbers of pairs at which to judge a trial that has time for `most` pairs: LOOKS below, and the last.
 
-    `most` is what the time allows a trial that is run alone, for it may be suspect. A gate without time for FEWEST pairs is
-    planned for so many, and ends undecided.
+    `most` assumes that the trial runs alone, because it may be a suspect. A gate without time for FEWEST pairs is planned
+    for that many, and ends undecided.
     """
     most = max(min(most, LOOKS[-1]), FEWEST)
     return (*(look for look in LOOKS if look < most - 1), most)
 
 
 def _identity(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
-    """What must be equal for a gate to be gone on with."""
-    # which the commits stand for, or change no measurement; of the commands, their digest is compared
+    """Return what must be equal for a call to continue a gate."""
+    # left out: the commits stand for these, or they change no measurement; commands are compared by their digest
     apart = ("repository", "base", "head", "mde", "limits", "commands")
     asked = {one.name: getattr(question, one.name) for one in fields(question) if one.name not in apart}
     memory = {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "OMP_", "GLIBC_"))}
@@ -205,7 +206,7 @@ def _identity(question: Question, commits: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _to_run(planned: PairedPlan, chosen: Sequence[str] | None) -> dict[str, list[str]]:
-    """Of the first round every trial, those that only the head has among them; later those that are to be decided."""
+    """Return the cells to run: all in the first round, also those that only the head has; later the chosen ones."""
     if chosen is None:
         return {SIDES[0]: planned.common, SIDES[1]: list(planned.trials[SIDES[1]])}
     return {name: [cell for cell in planned.common if cell in chosen] for name in SIDES}
@@ -218,7 +219,7 @@ def _judge(question: Question, directory: Path, commits: tuple[str, ...], looks:
         margin=question.margin,
         alpha=question.alpha,
         mde=question.mde,
-        allow_environment_change=True,  # one machine; an environment's own description may differ between revisions
+        allow_environment_change=True,  # the machine is one; revisions may only describe it differently
         limits=question.limits,
         looks=looks or LOOKS,
         names=_names(question, commits),
@@ -232,10 +233,10 @@ def _names(question: Question, commits: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[str]:
-    """Which of these are the next to be run: those that seem slower; without one all that are to be decided.
+    """Return which of the cells to run next: those that seem slower or, without any, all undecided ones.
 
-    Who is slower is what the gate was called for, and is known sooner so: see te_bench.gate.decision. What is to be decided
-    and is measured at once with a suspect costs nothing more.
+    The gate is asked which trials are slower, and learns it sooner this way (te_bench.gate.decision). Undecided trials that
+    are measured together with a suspect cost nothing and run too.
     """
     undecided = {name: one for name, one in gate.trials.items() if one.more}
     first = _cells_of((name for name, one in undecided.items() if one.suspect), gate, cells)
@@ -244,7 +245,7 @@ def _choose_next(gate: Gate, planned: PairedPlan, cells: Sequence[str]) -> list[
 
 
 def _cells_of(names: Iterable[str], gate: Gate, cells: Iterable[str]) -> list[str]:
-    """Those of the cells that a judgement of these names is of."""
+    """Return the cells that the judgements of these names belong to."""
     chosen = {name.removesuffix(suffix) for name in names for suffix in TIMED.values()}
     return [cell for cell in cells if gate.names.get(cell) in chosen]
 

@@ -1,7 +1,7 @@
-"""What a gate is worth on this machine: gates of the same code against itself, as it is and with a fault planted.
+"""Measure how well a gate works on this machine: gates of the same code against itself, unchanged and with planted faults.
 
-Alarms on unchanged code, slow-downs found, a leak and a crash noticed. Each gate is a whole one, with processes of its own;
-its answer is a line of DIR/self-test.jsonl, so a long self-test is gone on with.
+The result is the rate of alarms on unchanged code, and of slow-downs, leaks and crashes found. Each gate is a complete one
+with its own processes. Its answer is a line of DIR/self-test.jsonl, so a long self-test can be continued.
 """
 
 import contextlib
@@ -31,39 +31,39 @@ from te_bench.reports.page.table import Table, Value, filled, number, word
 
 ANSWERS = "self-test.jsonl"
 UNCHANGED = "unchanged"
-LEAK = 2**25  # bytes a call
+LEAK = 2**25  # bytes per call
 CONFIDENCE = 0.95
 REDRAWN = 500  # gates
-CERTAIN = 5  # gates, at most, of what no chance decides: a leak, a crash
+CERTAIN = 5  # at most so many gates of a fault that is always or never found: a leak, a crash
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Condition:
-    """What is planted, and which exit code says that it was noticed."""
+    """A planted fault, and the exit code that shows that the gate noticed it."""
 
     name: str
     fault: Mapping[str, Any]
     expected: int
-    rounds: int | None = None  # None: as many as it takes
+    rounds: int | None = None  # None: until the gate decides
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """In how many gates of a condition there was an alarm, with the exact (Clopper-Pearson) 95 % interval."""
+    """The rate of alarms in the gates of one condition, with the exact (Clopper-Pearson) 95 % interval."""
 
     condition: Condition
     gates: int
-    alarms: int  # exit code `expected`; of unchanged code, a 1
+    alarms: int  # gates with exit code `expected`; for unchanged code, false alarms (1)
     low: float
     high: float
     undecided: int  # exit code 3
     longest_s: float
-    pairs: float  # a trial, on average
-    redrawn: float | None = None  # share with a REGRESSION of REDRAWN gates made of these gates' pairs
+    pairs: float  # mean over trials
+    redrawn: float | None = None  # share with a REGRESSION among REDRAWN gates resampled from these gates' pairs
 
 
 def conditions(slower: Sequence[float]) -> list[Condition]:
-    """Unchanged code, each slow-down, a leak and a crash; the last two show in the first round."""
+    """Return unchanged code, each slow-down, a leak and a crash; the last two show in the first round."""
     return [
         Condition(name=UNCHANGED, fault={}, expected=1),
         *(Condition(name=f"{100 * share:g} % slower", fault={"slower": share}, expected=1) for share in slower),
@@ -83,12 +83,10 @@ def run(
     run_each: Callable[..., Iterable[Mapping[str, Any]]] = places.run_each,
     say: Callable[[str], None],
 ) -> list[Rate]:
-    """Run `gates` gates of each condition, a gate of each in turn, one at each place; those that `directory` has count.
+    """Run `gates` gates of each condition, the conditions in turn, one gate at each place; gates in `directory` count.
 
-    run_each: of where the places are, gates_on_ray's of a cluster.
-
-    Of a leak and a crash at most CERTAIN are run.
-    The fault is planted into one trial, the first that is timed. Raises ValueError for a suite that times none.
+    run_each: of `places`, or of gates_on_ray for a cluster. Of a leak and a crash at most CERTAIN gates are run. The fault
+    is planted into the first timed trial. Raise ValueError for a suite that times none.
     """
     if gates < 1:
         raise ValueError(f"--gates {gates}: give 1 or more")
@@ -115,7 +113,7 @@ def run(
 
 
 def _run_gate(question: Question, machine: dict[str, Any], condition: Condition, place: Place) -> dict[str, Any]:
-    """The answer of one gate."""
+    """Run one gate and return its answer."""
     began = time.monotonic()
     question = replace(
         question,
@@ -130,15 +128,15 @@ def _run_gate(question: Question, machine: dict[str, Any], condition: Condition,
 
 
 def stored(directory: Path) -> list[Rate]:
-    """The rates of the answers that a self-test left, by the rule of `decide` on their pairs.
+    """Return the rates of a finished self-test, judged anew on its pairs by `decide`.
 
-    Raises ValueError for none, and for those of several questions.
+    Raise ValueError if there are no answers, or answers to several questions.
     """
     path = directory / ANSWERS
     answers = _read(path)
     questions = {json.dumps(answer["asked"], sort_keys=True) for answer in answers}
     if len(questions) != 1:
-        raise ValueError(f"{path} holds the answers of {len(questions)} self-tests: one is wanted")
+        raise ValueError(f"{path} holds the answers of {len(questions)} self-tests; give a directory with one")
     asked = answers[0]["asked"]
     answers = [{**answer, "exit_code": _exit_code(answer)} for answer in answers]
     slower = dict.fromkeys(answer["slower"] for answer in answers if answer["slower"])
@@ -146,7 +144,7 @@ def stored(directory: Path) -> list[Rate]:
 
 
 def _exit_code(answer: Mapping[str, Any]) -> int:
-    """Of a gate's pairs by the rule of `decide`; as it was where other things were found, or means of all calls judged."""
+    """Return the exit code by `decide` on a gate's pairs; the stored one for other findings, or if means were judged."""
     trials, asked = answer["trials"], answer["asked"]
     judged = any(trial.get("means") for trial in trials.values())
     if judged or not trials or answer["condition"] in ("leak", "crash"):
@@ -185,7 +183,7 @@ def _answer(gate: Gate, condition: Condition) -> dict[str, Any]:
 
 
 def _identity(question: Question, machine: Mapping[str, Any], at_once: int) -> dict[str, Any]:
-    """What answers must share to be counted together: the question, the machine, how many disturb each other, the code."""
+    """Return what answers must share to be counted together: question, machine, number of gates at once, code."""
     names = ("device", "suite", "only", "margin", "alpha", "budget_s", "exit_first", "faulty", "timeout_s")
     asked = {name: getattr(question, name) for name in names}
     more = {"data": dict(question.options.get("data") or {}), "looks": list(revisions.LOOKS)}
@@ -193,7 +191,7 @@ def _identity(question: Question, machine: Mapping[str, Any], at_once: int) -> d
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Every answer; a line that a kill tore is none."""
+    """Return every answer, without lines that a kill left incomplete."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
@@ -203,7 +201,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _append(path: Path, answer: Mapping[str, Any]) -> None:
     with path.open("a") as file:
-        if file.tell() and not path.read_bytes().endswith(b"\n"):  # a line that a kill tore
+        if file.tell() and not path.read_bytes().endswith(b"\n"):  # a kill left an incomplete line
             file.write("\n")
         file.write(json.dumps(answer) + "\n")
         file.flush()
@@ -213,9 +211,9 @@ def _append(path: Path, answer: Mapping[str, Any]) -> None:
 def measure_rate(
     condition: Condition, answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, exit_first: bool = False
 ) -> Rate:
-    """How often a condition raised the alarm.
+    """Return how often a condition raised the alarm.
 
-    Gates that end with the first regression are not redrawn where one is planted: they never saw their later looks.
+    Gates that end at the first regression are not resampled if a fault is planted: they never reached their later looks.
     """
     alarms, n = sum(answer["exit_code"] == condition.expected for answer in answers), len(answers)
     low, high = interval(alarms, n)
@@ -235,11 +233,11 @@ def measure_rate(
 
 
 def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float, gates: int = REDRAWN) -> float | None:
-    """What share of gates finds a REGRESSION whose ratios are drawn, with replacement, from all that a trial has in these.
+    """Return the share with a REGRESSION among `gates` gates whose pairs are resampled from the answers' pairs.
 
-    More gates than there is time to run, though of the same pairs: the share has no interval. A gate has as many pairs as
-    most of the answers have of the trial that was undecided for longest, and looks where such a gate does. A trial of which
-    many pairs were made, because they were noisy, is drawn by them. None of fewer than two gates.
+    This gives more gates than there is time to run, but of the same pairs, so the share has no interval. A resampled gate
+    has as many pairs of each trial as most answers have of their longest undecided trial, and the looks of such a gate. A
+    trial with many pairs, because they were noisy, is drawn from all of them. None for fewer than two gates.
     """
     known: dict[str, list[Sequence[float]]] = {}  # {trial: (ratio, mean) of its pairs, or (ratio,)}
     for answer in answers:
@@ -262,21 +260,21 @@ def redraw(answers: Sequence[Mapping[str, Any]], *, margin: float, alpha: float,
 
 
 def interval(k: int, n: int) -> tuple[float, float]:
-    """Clopper & Pearson 1934 (Biometrika 26:404): the exact 95 % interval of a share of which k of n were seen."""
+    """Return the exact 95 % interval of a share of which k of n were seen (Clopper & Pearson 1934, Biometrika 26:404)."""
     if n == 0:
-        return 0.0, 1.0  # of a condition that has not been reached
+        return 0.0, 1.0  # no gate of this condition has run
     one_sided = (1 + CONFIDENCE) / 2
     return 1 - rate_bound(n - k, n, one_sided), rate_bound(k, n, one_sided)
 
 
 def passed(rates: Sequence[Rate], alpha: float) -> bool:
-    """Whether every leak and crash was noticed, and unchanged code raises no more alarms than alpha allows for certain."""
+    """Return whether every leak and crash was noticed, and unchanged code raised no more alarms than alpha can explain."""
     noticed = all(one.alarms == one.gates for one in rates if one.condition.rounds == 1)
     return noticed and all(one.low <= alpha for one in rates if not one.condition.fault)
 
 
 def table(rates: Sequence[Rate]) -> Table:
-    """A row a condition."""
+    """Return one row per condition."""
     rows = [
         {
             "Planted": word(one.condition.name),
@@ -290,7 +288,7 @@ def table(rates: Sequence[Rate]) -> Table:
         for one in rates
     ]
     note = (
-        "Alarms: gates with exit code 1, of a crash 4; of unchanged code they are false. Interval: exact, 95 %. Redrawn: "
-        f"of {REDRAWN} gates whose ratios are drawn from all of these. Undecided: exit code 3. Pairs: a trial, on average."
+        "Alarms: gates with exit code 1, for a crash 4; for unchanged code they are false. Interval: exact, 95 %. Redrawn: "
+        f"alarms in {REDRAWN} gates resampled from all ratios. Undecided: exit code 3. Pairs: mean per trial."
     )
     return filled("self-test", "Self-test", rows, note)  # there are conditions

@@ -1,11 +1,11 @@
-"""How much slower is a candidate than its baseline: the trimmed mean of paired log-ratios, and what so many pairs can tell.
+"""Estimate how much slower a candidate is than its baseline: the trimmed mean of paired log-ratios, and its test's power.
 
-A ratio is candidate / baseline, one number for each pair of processes: above 1 is slower. Two processes of one pair that
-run the same program are exchangeable, so the logarithm of their ratio lies symmetrically around 0 whatever disturbs the
-machine, and around log r where the candidate takes r times as long. What disturbs a shared machine has heavy tails, under
-which the trimmed t-test holds its level and loses least. One-sided 5 % over looks at 6, 10, 15 and 20 pairs; false alarms,
-and slow-downs of one standard deviation of undisturbed pairs that are found, in % of 20,000 simulations
-(tests/gate/test_slowdown.py repeats the trimmed one):
+A ratio is candidate / baseline, one number per pair of processes; above 1 is slower. If both processes of a pair run the
+same program, they are exchangeable, so the logarithm of their ratio is symmetric around 0 whatever disturbs the machine; if
+the candidate takes r times as long, it is symmetric around log r. Disturbances of a shared machine have heavy tails. Under
+them the trimmed t-test holds its level and loses least power. The table shows false alarms, and found slow-downs of one
+standard deviation of undisturbed pairs, in % of 20,000 simulations: one-sided 5 % over looks at 6, 10, 15 and 20 pairs
+(tests/gate/test_slowdown.py repeats the trimmed ones).
 
 | Log-ratios | t | trimmed t | signed rank |
 |---|---:|---:|---:|
@@ -15,11 +15,11 @@ and slow-downs of one standard deviation of undisturbed pairs that are found, in
 | 1 pair in 10 is 10 x as wide | 3.0, 65 | 4.4, 94 | 4.6, 91 |
 | 1 in 20 hit on one side | 2.8, 70 | 4.9, 97 | 4.6, 96 |
 
-The signed-rank test cannot reject at a level below 2^-n: a gate of 20 trials would need 9 pairs to say anything at all.
+The signed-rank test cannot reject at a level below 2^-n: a gate of 20 trials would need 9 pairs for any claim.
 Trimming a fifth from each end instead of a tenth costs 3 to 6 points of power under normal noise.
 
-Pairs that resemble the ones before carry less than they seem to: `Likeness` says how much alike they may be, `widening` what
-that costs.
+Correlated pairs carry less information than independent ones: `Likeness` bounds their autocorrelation, `widening` is its
+cost.
 """
 
 import math
@@ -34,24 +34,24 @@ from te_bench.reports.convergence.power import POWER, fewest
 
 Array = NDArray[np.float64]
 
-TRIMMED = 0.1  # of the pairs at each end, one pair at least
-FEWEST_TRIMMED = 6  # pairs: of 5 there would remain 2 degrees of freedom, which tell less than the mean of 4
+TRIMMED = 0.1  # of the pairs at each end, at least one pair
+FEWEST_TRIMMED = 6  # pairs; trimming 5 would leave 2 degrees of freedom, worse than the mean's 4
 SAME = 1e-12  # a standard error of log-ratios below this is rounding
 SURE = 1.645  # standard errors from the autocorrelation to its upper bound: 95 %, one-sided
-MOST_ALIKE = 0.95  # autocorrelation beyond which none is assumed: the mean of few pairs would tell nothing at all
-FEWEST_ALIKE = 3  # pairs without which none is known to resemble another
-MOST_PAIRS = 100_000  # beyond this no number of pairs is said to do
+MOST_ALIKE = 0.95  # the largest autocorrelation assumed; beyond it the mean of few pairs would tell nothing
+FEWEST_ALIKE = 3  # pairs, the fewest with an autocorrelation
+MOST_PAIRS = 100_000  # plan_pairs answers None beyond this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """The trimmed mean of n log-ratios; t = (log_ratio - x) / se has df degrees of freedom where x is the true one."""
+    """The trimmed mean of n log-ratios; t = (log_ratio - x) / se has df degrees of freedom if the true log-ratio is x."""
 
     n: int
     log_ratio: float
     se: float  # widened; 0: the log-ratios do not vary
     df: int
-    alike: float = 0.0  # the autocorrelation from one pair to the next that se allows for
+    alike: float = 0.0  # autocorrelation between successive pairs that se allows for
 
     @property
     def ratio(self) -> float:
@@ -59,7 +59,7 @@ class Estimate:
 
     @property
     def sd(self) -> float:
-        """Of the log-ratio of one pair, as far as it matters to the mean: se sqrt(n), without the widening."""
+        """Standard deviation of one pair's log-ratio, as it affects the mean: se sqrt(n), without the widening."""
         return self.se * math.sqrt(self.n) / self.widened
 
     @property
@@ -67,46 +67,46 @@ class Estimate:
         return widening(self.n, self.alike)
 
     def p_above(self, x: float) -> float:
-        """One-sided p-value of log ratio > x. Log-ratios without spread show nothing."""
+        """Return the one-sided p-value of log ratio > x; 1 for log-ratios without spread."""
         return float(stdtr(self.df, (x - self.log_ratio) / self.se)) if self.se else 1.0
 
     def p_below(self, x: float) -> float:
-        """One-sided p-value of log ratio < x; not even ratios of exactly 1 show it: they are the same records twice."""
+        """Return the one-sided p-value of log ratio < x; 1 without spread, even for ratios of 1: one record twice."""
         return float(stdtr(self.df, (self.log_ratio - x) / self.se)) if self.se else 1.0
 
     def bound(self, level: float) -> float:
-        """How far above (or below) log_ratio the one-sided confidence bound of 1 - level lies."""
+        """Return the distance from log_ratio to its one-sided confidence bound of 1 - level."""
         return -float(stdtrit(self.df, level)) * self.se
 
 
 def trimmed(n: int) -> int:
-    """How many of n sorted log-ratios are left out at each end."""
+    """Return how many of n sorted log-ratios are left out at each end."""
     return 0 if n < FEWEST_TRIMMED else max(1, math.floor(TRIMMED * n + 0.5))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Likeness:
-    """The autocorrelation from one log-ratio to the next, as so many pairs have it."""
+    """The autocorrelation between successive log-ratios, estimated from `pairs` pairs."""
 
     estimate: float
     pairs: int
 
     @property
     def off(self) -> float:
-        """How far off the estimate may be."""
+        """The possible error of the estimate."""
         return SURE / math.sqrt(self.pairs) if self.pairs else math.inf
 
     def bound(self, own: "Likeness") -> float:
-        """The upper bound for one series of the gate: at least its own likeness where that is shown to be larger."""
+        """Return the upper bound for one series: at least its own autocorrelation if that is shown to be larger."""
         least = own.estimate if own.estimate - own.off > self.estimate else 0.0
         return min(max(self.estimate + self.off, least, 0.0), MOST_ALIKE)
 
 
 def likeness(series: Sequence[Sequence[float]], *, trim: bool = True) -> Likeness:
-    """The mean autocorrelation of series of log-ratios that share a machine, weighted by their pairs; of 3 pairs or more.
+    """Return the mean autocorrelation of series of log-ratios on one machine, weighted by pairs; series below 3 are ignored.
 
-    Of n log-ratios with autocorrelation r the estimate is about r - (1 + 4 r) / n (Marriott & Pope 1954, Biometrika 41:390),
-    which is solved for r; of few pairs a third of the correction is left out, for it would magnify the noise.
+    For n log-ratios with autocorrelation r, the estimate's mean is about r - (1 + 4 r) / n (Marriott & Pope 1954, Biometrika
+    41:390), which is solved for r. The divisor is at least 1/3, so that few pairs do not magnify the noise.
     """
     known = [np.asarray(one, dtype=np.float64) for one in series if len(one) >= FEWEST_ALIKE]
     pairs, total = 0, 0.0
@@ -122,11 +122,11 @@ def likeness(series: Sequence[Sequence[float]], *, trim: bool = True) -> Likenes
 
 
 def widening(n: int, alike: float) -> float:
-    """By what the standard error of a mean grows where neighbours among n log-ratios are alike, 0 <= alike < 1.
+    """Return the factor by which the standard error of a mean of n log-ratios grows with autocorrelation 0 <= alike < 1.
 
     In a first-order autoregression the mean's variance is v = 1 + 2 sum (1 - k/n) alike^k times as large, k from 1 to n - 1,
-    and the sample's is 1 - (v - 1) / (n - 1) of what it was (Anderson 1971, The Statistical Analysis of Time Series, 8.2):
-    the square root of the quotient.
+    and the sample's variance is 1 - (v - 1) / (n - 1) times as large (Anderson 1971, The Statistical Analysis of Time
+    Series, 8.2). The factor is the square root of the quotient.
     """
     more = 2 * alike / (1 - alike) * (1 - (1 - alike**n) / (n * (1 - alike)))  # the sum, twice
     return math.sqrt((1 + more) / (1 - more / (n - 1)))
@@ -138,11 +138,11 @@ def _winsorized(values: Array, g: int) -> Array:
 
 
 def estimate(log_ratios: Sequence[float], *, trim: bool = True, alike: float = 0.0) -> Estimate:
-    """Trimmed mean m and its standard error f sqrt(SSD_w / (h (h - 1))), SSD_w the winsorized sum of squares, h = n - 2 g.
+    """Return the trimmed mean m and its standard error f sqrt(SSD_w / (h (h - 1))).
 
-    g is `trimmed(n)`, 0 without `trim`; f is the `widening` for pairs that are `alike`. Where they are,
-    (m - true) / se follows Student's t with h - 1 degrees of freedom nearly (Tukey & McLaughlin 1963, Sankhya A 25:331). Of
-    2 to 5 log-ratios it is the mean and the t-test.
+    SSD_w is the winsorized sum of squares, h = n - 2 g; g is `trimmed(n)`, 0 without `trim`; f is the `widening` for the
+    autocorrelation `alike`. (m - true) / se nearly follows Student's t with h - 1 degrees of freedom (Tukey & McLaughlin
+    1963, Sankhya A 25:331). For 2 to 5 log-ratios this is the mean and the t-test.
     """
     values = np.asarray(log_ratios, dtype=np.float64)
     n, g = values.size, trimmed(values.size) if trim else 0
@@ -154,9 +154,9 @@ def estimate(log_ratios: Sequence[float], *, trim: bool = True, alike: float = 0
 
 
 def detectable(sd: float, n: int, *, alpha: float, alike: float = 0.0) -> float | None:
-    """The smallest difference of log-ratios from a bound that n pairs tell from it with POWER; None below 2 pairs.
+    """Return the smallest distance of a log-ratio from a bound that n pairs detect with POWER; None below 2 pairs.
 
-    By the noncentral t distribution: one-sided level alpha, sd and alike as in `Estimate`.
+    The test is one-sided at level alpha, by the noncentral t distribution; sd and alike are as in `Estimate`.
     """
     if n < 2:
         return None
@@ -166,14 +166,15 @@ def detectable(sd: float, n: int, *, alpha: float, alike: float = 0.0) -> float 
 
 
 def plan_pairs(sd: float, mde: float, *, alpha: float, alike: float = 0.0) -> int | None:
-    """The fewest pairs that tell a log-ratio `mde` from its bound with POWER at one-sided level alpha.
+    """Return the fewest pairs that detect a distance `mde` of a log-ratio from its bound with POWER.
 
-    sd, alike: of the log-ratio of one pair, as in `Estimate`, from a pilot. None: more than MOST_PAIRS.
+    The test is one-sided at level alpha. sd, alike: of the log-ratio of one pair, as in `Estimate`, from a pilot. None: more
+    than MOST_PAIRS.
     """
 
     def enough(n: int) -> bool:
         return (detectable(sd, n, alpha=alpha, alike=alike) or math.inf) <= mde
 
-    # as many as a known variance would need is too few, and by little
+    # start from the pairs that a known variance would need, which are slightly too few
     least = max(2, math.floor(min(float(MOST_PAIRS), ((ndtri(1 - alpha) + ndtri(POWER)) * sd / mde) ** 2)))
     return fewest(enough, least, MOST_PAIRS)

@@ -1,14 +1,14 @@
-"""The gate on stored records: two runs' configurations paired by seed, their ratios judged, all else compared, an exit code.
+"""Gate stored records: pair two runs' configurations by seed, judge their ratios, compare all else, give an exit code.
 
-Exit codes, the first that applies:
-5  the environments differ in what can change a result, and that was not allowed: nothing is judged
+The exit code is the first that applies:
+5  the environments differ in what can change a result, and --allow-environment-change is not given: nothing is judged
 1  a trial is slower by more than the margin, takes more memory or more launches, exceeds a --compare-fail limit, or a
    convergence verdict got worse
-4  a configuration is missing, a trial failed that did not, or nothing could be compared
+4  a configuration is missing, a trial failed that did not before, or nothing could be compared
 3  some trial, or the geometric mean, is undecided
 0  every trial passes
-A regression that has been shown comes before what is missing, and that before what is undecided: a workflow that lets 4
-or 3 through, for a configuration that was deleted on purpose, must not let a regression through with it.
+A regression comes first: a workflow that allows exit codes 4 or 3, for a configuration deleted on purpose, must still stop
+at a regression.
 """
 
 import dataclasses
@@ -39,38 +39,38 @@ from te_bench.reports.convergence.equivalence import check_alpha
 from te_bench.reports.exchange.pytest_stats import STATS, Limit, summary, why_exceeded
 
 PASSED, REGRESSED, UNDECIDED, INCOMPLETE, MISMATCHED = 0, 1, 3, 4, 5
-#: Of an environment's identity, what is to differ between the two sides of a gate.
+#: The part of an environment's identity that is expected to differ between the two sides of a gate.
 _JUDGED = "code"
 #: nvml.h, nvmlClocksEventReasons*: hardware slowdown, software and hardware thermal slowdown, power brake. Not 0x4, the
-#: software power cap: an H200 at work in large GEMMs is always at it.
+#: software power cap: an H200 that runs large GEMMs is always at its cap.
 _THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
-#: Of each of two stored runs that are to say something. Where pairs vary by 0.4 %, as a GPU's do, eight find a slow-down of
-#: 3.0 % in 80 % of gates, five 3.7 %.
+#: Advised for each of two stored runs. With pairs that vary by 0.4 %, as a GPU's do, 80 % of gates find a slow-down of
+#: 3.0 % with eight seeds, of 3.7 % with five.
 SEEDS = 8
-TELLING = 5  # different times of a process: two processes of short kernels may share fewer, as coarse as clocks are
+TELLING = 5  # different times in a process; short kernels may share fewer by chance, because clocks are coarse
 QUIET = 0.1  # the quantile of a process's samples on a CPU
-COMMAND = "command"  # the workload of what te_bench.gate.commands measures, whose names are the user's own
+COMMAND = "command"  # the workload of te_bench.gate.commands, whose trials the user names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedPairs:
-    """{trial: its ratios candidate / baseline, by round}, of what processes count by and of all their calls.
+    """{trial: its ratios candidate / baseline, by round}: of the processes' typical times and of the mean of all calls.
 
-    A round is a seed of any trial. None where a trial has no pair of that seed, or one in which either GPU throttled.
+    A round is a seed of any trial. None: the trial has no pair of that seed, or a GPU throttled in it.
     """
 
     ratios: dict[str, list[float | None]] = field(default_factory=dict)
     means: dict[str, list[float | None]] = field(default_factory=dict)
     throttled: dict[str, int] = field(default_factory=dict)  # pairs set aside for their clocks
-    copies: dict[str, list[int]] = field(default_factory=dict)  # seeds that do not count: another seed's over again
-    calls: dict[str, int] = field(default_factory=dict)  # of the pairs that count, on the side that has fewer
+    copies: dict[str, list[int]] = field(default_factory=dict)  # ignored seeds, whose times repeat another seed's
+    calls: dict[str, int] = field(default_factory=dict)  # calls in the pairs that count, on the side that has fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """What a gate found. `decision` is None where no trial was timed on both sides."""
+    """The result of a gate. `decision` is None if no trial was timed on both sides."""
 
-    baseline: str  # what is compared, for a reader
+    baseline: str  # names of the sides, for a reader
     candidate: str
     margin: float
     alpha: float
@@ -78,9 +78,9 @@ class Gate:
     findings: tuple[GateFinding, ...] = ()
     timed: TimedPairs = field(default_factory=TimedPairs)
     mismatch: tuple[str, ...] = ()  # how the environments differ
-    allowed: bool = False  # to differ
+    allowed: bool = False  # whether the environments may differ
     compared: int = 0  # pairs of records that ended ok
-    names: Mapping[str, str] = field(default_factory=dict)  # {Trial.cell: what its trials are called here}
+    names: Mapping[str, str] = field(default_factory=dict)  # {Trial.cell: name of its trials in this gate}
     notes: tuple[str, ...] = ()
 
     @property
@@ -97,7 +97,7 @@ class Gate:
 
     @property
     def regressed(self) -> bool:
-        """Whether a ratio is a REGRESSION."""
+        """Return whether a ratio is a REGRESSION."""
         return GateVerdict.REGRESSION in self.verdicts
 
     @property
@@ -125,12 +125,12 @@ def compare(
     looks: Sequence[int] | None = None,
     names: tuple[str, str] | None = None,
 ) -> Gate:
-    """Judge the records in `candidate` against those in `baseline`, each configuration, paired by seed.
+    """Judge each configuration's records in `candidate` against those in `baseline`, paired by seed.
 
-    A process counts by its `process_s`, and by its `mean_s`. Of each suite the environment planned in last is read. `only`:
-    a glob over trial names. limits: plain thresholds beside the test, as --compare-fail states them. looks: the numbers of
-    pairs at which a gate that is still measuring is judged. names: what to call the two sides. Raises ValueError for a
-    directory without a plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
+    A process counts by its `process_s`, and by its `mean_s`. Of each suite, the most recently planned environment is read.
+    `only`: a glob over trial names. limits: thresholds besides the test, as given by --compare-fail. looks: the numbers of
+    pairs at which a gate that still measures is judged. names: of the two sides. Raise ValueError for a directory without a
+    plan, a glob that matches nothing, a baseline without trials, and what `decide` raises.
     """
     check_alpha(alpha)
     results = tuple(load_results([directory]) for directory in (baseline, candidate))
@@ -169,7 +169,7 @@ def compare(
 
 
 def judge_at_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) -> Gate:
-    """`compare`'s answer at some look, judged as that of a gate that measures no more."""
+    """Return `compare`'s gate, judged as one that measures no more pairs."""
     if gate.decision is None:
         return gate
     timed, margin, alpha = gate.timed, gate.margin, gate.alpha
@@ -178,7 +178,7 @@ def judge_at_end(gate: Gate, *, looks: Sequence[int], mde: float | None = None) 
 
 
 def _choose_newest(results: Results, only: str | None) -> list[Group]:
-    """Of each suite the group of its newest environment, with the rows that `only` matches."""
+    """Return, for each suite, the group of its newest environment, with the rows that `only` matches."""
     groups: dict[str, Group] = {}
     for group in results.groups:
         groups.setdefault(group.suite, group)
@@ -195,7 +195,7 @@ def _filter(configurations: Sequence[Configuration], only: str | None) -> tuple[
 
 
 def _find_differences(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> tuple[str, ...]:
-    """What differs in the identities of environments that measured the same configurations, the code apart."""
+    """Return the differences, except in code, between environments that measured the same configurations."""
     found: dict[str, None] = {}
     for before in sides[0]:
         configurations = {configuration.id for configuration in before.configurations}
@@ -210,7 +210,7 @@ def _find_differences(results: Sequence[Results], sides: Sequence[Sequence[Group
 
 def _note_environments(results: Sequence[Results], sides: Sequence[Sequence[Group]]) -> list[str]:
     return [
-        f"the {name} holds other environments too, which are left out: of each suite the newest is read"
+        f"the {name} also holds older environments, which are ignored: the newest of each suite is read"
         for name, result, side in zip(("baseline", "candidate"), results, sides, strict=True)
         if {group.environment for group in result.groups} - {group.environment for group in side}
     ]
@@ -222,47 +222,47 @@ def _note_order(matches: Sequence[Match]) -> list[str]:
     if len(pairs) < 2 or not (times[0][-1] < times[1][0] or times[1][-1] < times[0][0]):
         return []
     return [
-        "the two runs were not interleaved: whatever changed on the machine from one to the other, its load say, counts "
-        "as the candidate's, and no interval knows of it"
+        "the two runs were not interleaved: any change of the machine between them, such as its load, counts as the "
+        "candidate's, and no interval accounts for that"
     ]
 
 
 def _note_copies(timed: TimedPairs) -> list[str]:
-    """Which pairs are left out for being copies."""
+    """Say which pairs are ignored because they are copies."""
     return [
-        f"{name}: left out, for a side has the very times of an earlier seed there: seed{'s' * (len(seeds) > 1)} "
+        f"{name}: ignored, because one side repeats the times of an earlier seed: seed{'s' * (len(seeds) > 1)} "
         f"{', '.join(map(str, seeds))}"
         for name, seeds in timed.copies.items()
     ]
 
 
 def _note_added(matches: Sequence[Match]) -> list[str]:
-    """What to do where nothing could be compared, for what runs in the candidate runs in it alone."""
+    """Say what to do if nothing could be compared because trials run in the candidate only."""
     added = [match.name for match in matches if match.candidate and match.candidate.ok]
     if not added or any(match.pairs for match in matches):
         return []
     what = f"{added[0]}, merge it" if len(added) == 1 else f"these {len(added)} trials, merge them"
-    return [f"if the candidate adds {what} first or let exit code {INCOMPLETE} through"]
+    return [f"if the candidate adds {what} first or allow exit code {INCOMPLETE}"]
 
 
 def _note_few_seeds(sides: Sequence[Sequence[Group]], timed: TimedPairs) -> list[str]:
-    """What to do about stored trials of which there are too few pairs to claim anything."""
+    """Say what to do about stored trials with too few pairs for a claim."""
     pairs = [sum(ratio is not None for ratio in ratios) for ratios in timed.ratios.values()]
     few = sum(number < FEWEST for number in pairs)
     if not few:
         return []
-    said = f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, which claim nothing. "
+    said = f"{few} of {len(pairs)} timed trials have fewer than {FEWEST} pairs of seeds, too few for a verdict. "
     if all(one.trial.workload == COMMAND for side in sides for group in side for one in group.configurations):
         return [f"{said}te-bench gate --config FILE --base REV --budget TIME times more pairs of these commands"]
     suites = " or ".join(dict.fromkeys(group.suite for side in sides for group in side))
     return [
-        f"{said}On each side, with its code, te-bench run {printable(suites)} --seeds {SEEDS} --out DIR adds "
-        "the seeds that the run in DIR lacks; give it the other options that the run had"
+        f"{said}To add the seeds that the run in DIR lacks, run te-bench run {printable(suites)} --seeds {SEEDS} --out DIR "
+        "on each side, with that side's code and that run's other options"
     ]
 
 
 def _match(baseline: Sequence[Group], candidate: Sequence[Group]) -> list[Match]:
-    """Every configuration of either run, those of the baseline first, with its name: the trial's without the seed."""
+    """Return every configuration of either run, the baseline's first; the name is the trial's without the seed."""
     before, after = ({one.id: one for group in side for one in group.configurations} for side in (baseline, candidate))
     known = {**after, **before}
     order = [*before, *(key for key in after if key not in before)]
@@ -305,7 +305,7 @@ def _pair_times(matches: Sequence[Match]) -> TimedPairs:
 
 
 def _find_copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> list[int]:
-    """Seeds of which a side has the very times of an earlier seed: one process is no two, and no clock repeats itself so."""
+    """Return seeds for which a side repeats the times of an earlier seed exactly, which only copied records do."""
     found: set[int] = set()
     for side in (0, 1):
         seen: set[tuple[float, ...]] = set()
@@ -318,7 +318,7 @@ def _find_copies(pairs: Mapping[int, tuple[Record, Record]], sample: str) -> lis
 
 
 def _find_exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[GateFinding]:
-    """Trials whose statistics grew beyond a limit, a finding for each; pairs in which a GPU throttled count here neither."""
+    """Return a finding for each statistic that grew beyond a limit; pairs in which a GPU throttled are ignored."""
     found = []
     for match in matches if limits else ():
         for sample, suffix in TIMED.items():
@@ -339,7 +339,7 @@ def _find_exceeded(matches: Sequence[Match], limits: Sequence[Limit]) -> list[Ga
 
 
 def _summarize(records: Sequence[Record], sample: str) -> dict[str, float]:
-    """Each of pytest-benchmark's statistics of a process's samples, in seconds: the median over the processes."""
+    """Return each of pytest-benchmark's statistics of a process's samples, in seconds: the median over the processes."""
     found = [summary(seconds_of(record, sample)) for record in records]
     return {name: statistics.median(one[name] for one in found) for name in STATS}
 
@@ -348,15 +348,15 @@ Of = Callable[[Sequence[float], str], float | None]
 
 
 def mean_s(seconds: Sequence[float], device: str) -> float | None:
-    """The mean of all its samples: what slows few calls, on whatever device, slows it; None without any."""
+    """Return the mean of all samples, which also shows a slow-down of few calls; None if there are none."""
     return statistics.fmean(seconds) if seconds else None
 
 
 def process_s(seconds: Sequence[float], device: str) -> float | None:
-    """What a process counts by: the median of its samples, on a CPU their lowest tenth's quantile; None without any.
+    """Return a process's typical time: the median of its samples or, on a CPU, their 10 % quantile; None without samples.
 
-    Whatever else runs on a shared CPU only ever adds time, and not evenly: pairs vary least by this quantile
-    (paired_trial.py has the numbers).
+    Other load on a shared CPU only ever adds time, and unevenly. With this quantile pairs vary least (paired_trial.py has
+    the numbers).
     """
     if not seconds or device != "cpu":
         return median(seconds)
@@ -364,7 +364,7 @@ def process_s(seconds: Sequence[float], device: str) -> float | None:
 
 
 def _ratio(pair: tuple[Record, Record], sample: str, of: Of = process_s) -> float | None:
-    """Of the seconds of the candidate's process over the baseline's."""
+    """Return the candidate's seconds over the baseline's."""
     old, new = (of(seconds_of(record, sample), record.trial.device) for record in pair)
     return new / old if old and new else None
 

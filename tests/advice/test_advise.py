@@ -397,8 +397,13 @@ def test_what_cannot_run_is_left_out_with_its_reason(tmp_path: Path) -> None:
 
 def test_a_baseline_that_does_not_run_has_no_speedup(tmp_path: Path) -> None:
     machine = Machine(question(), fails={"train_step/gpt2-b12-t1024-V50257/flash/bf16/eager": "oom"})
-    found = decided(machine, gathered(machine), tmp_path)
+    evidence = gathered(machine)
+    found = decided(machine, evidence, tmp_path)
     assert (found.speedup, found.have_seconds) == (None, None)
+    assert any(
+        said.startswith("What you have has no time, so that there is no speed-up: oom")
+        for said in answer.sentences(evidence, found, [])
+    )
 
 
 @pytest.mark.parametrize("failing", ["survey", "train_step"])

@@ -106,14 +106,14 @@ def test_an_answer_from_published_records_writes_there_only_if_it_is_asked_to(co
     assert "advise --model tiny --out" in (page := (folder / "advice.md").read_text())
     assert "--rewrite" not in page
     done = command(*TINY, "--rewrite")
-    assert (done.code, done.err) == (2, "te-bench: --rewrite is of a published folder, with --recorded: leave it out\n")
+    assert (done.code, done.err) == (2, "te-bench: --rewrite needs --recorded and a published folder: leave it out\n")
 
 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
         (("--out", "empty"), "empty holds no records of te-bench advise"),
-        ((), "--recorded answers from a folder: name it with --out"),
+        ((), "--recorded reads a folder: name it with --out"),
         (("--out", "run", "--device", "cpu"), "--recorded measures nothing: leave --device, --gpus, --memory and"),
         (("--out", "run", "--batch", 2), "run holds the answer on another model, code or device"),
     ],

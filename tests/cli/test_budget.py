@@ -344,7 +344,8 @@ def test_a_plan_says_which_trials_a_time_budget_ends(command: Command) -> None:
 def test_a_plan_says_what_the_largest_batch_takes_on_a_cpu(command: Command) -> None:
     said = " ".join(command("plan", "memory", "--device", "cpu").out.split())
     assert (
-        "each trial tries some 20 batches of up to 2 GiB: of a small model half a minute to 3 min on two cores" in said
+        "each trial tries some 20 batches of up to 2 GiB; for a small model on two cores that takes 0.5 to 3 min"
+        in said
     )
 
 
@@ -372,7 +373,7 @@ def test_seeds_after_the_plan_are_told_not_to_count(command: Command, tmp_path: 
         assert found["conclusion"]["seeds"] == 3
         said = " ".join(command("plan", *CONVERGENCE, *asked, "--out", tmp_path / "out").out.split())
         assert "What 3 seeds can conclude, margin 0.01 nat" in said
-        assert f"{changed} after this run's first plan, which counts; another run takes another --out" in said
+        assert f"{changed} after this run's first plan, which counts; to change it, give another --out" in said
     assert "What 4 seeds can conclude" in command("plan", *CONVERGENCE, "--seeds", 4, "--out", tmp_path / "new").out
 
 
@@ -690,9 +691,7 @@ def test_a_run_that_began_by_one_design_does_not_go_on_by_the_other(began, then,
     asked = (*CONVERGENCE, "--seeds", 6)
     assert command("run", *asked, "--design", began, "--out", tmp_path / "run").code == 130
     done = command("run", *asked, "--design", then, "--out", tmp_path / "run")
-    told = (
-        f"--design {then}: the first plan in {tmp_path / 'run'} is of {began}, and it counts; give --design {began}, or"
-    )
+    told = f"--design {then}: the first plan in {tmp_path / 'run'} has the design {began}, which counts; give --design"
     assert (done.code, told in plainly(done.err)) == (2, True), done.err
     pilot = ("--out", tmp_path / "pilot")
     assert command("run", *CONVERGENCE, "--as-pilot", "--design", began, *pilot).code == 130

@@ -54,7 +54,7 @@ def gate(command: Command, tmp_path: Path) -> Gate:
         ((), {"gib": 2.0}, 1, "peak resident +1,024.0 MiB"),
         ((), {"attention": "math"}, 4, "in the baseline, not in the candidate"),
         ((), {"slower": 1.5, "torch": "2.12.0"}, 5, "torch: 2.11.0 -> 2.12.0"),
-        (["--allow-environment-change"], {"slower": 1.5, "torch": "2.12.0"}, 1, "which was allowed: torch"),
+        (["--allow-environment-change"], {"slower": 1.5, "torch": "2.12.0"}, 1, "as allowed: torch"),
     ],
 )
 def test_each_answer_has_its_exit_code(gate: Gate, arguments: Any, candidate: Any, code: int, said: str) -> None:
@@ -64,11 +64,11 @@ def test_each_answer_has_its_exit_code(gate: Gate, arguments: Any, candidate: An
 
 def test_3_too_few_pairs(gate: Gate) -> None:
     done = gate(seeds=2)
-    assert (done.code, "2 pairs: it takes 5 at least" in done.out) == (3, True)
+    assert (done.code, "2 pairs: a verdict needs at least 5" in done.out) == (3, True)
     said = " ".join(done.out.split())
     assert "1 of 1 timed trials have fewer than 5 pairs of seeds" in said
-    assert "te-bench run nanogpt --seeds 8 --out DIR adds the seeds" in said
-    assert "give it the other options that the run had" in said
+    assert "run te-bench run nanogpt --seeds 8 --out DIR on each side" in said
+    assert "with that side's code and that run's other options" in said
     assert "pairs of seeds" not in gate().out
 
 
@@ -87,7 +87,7 @@ def test_1_a_threshold_beside_the_test(gate: Gate, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--margin", "0.02"), "--margin 0.02: give more than 0 % and at most 100 %, with the sign"),
+        (("--margin", "0.02"), "--margin 0.02: give more than 0 % and at most 100 %, with the % sign"),
         (("--mde", "1"), "--mde 1: give more than 0 %"),
         (("--alpha", "0.7"), "alpha 0.7"),
         (("--compare-fail", "middle:3%"), "--compare-fail middle:3%: write STAT:N% or STAT:N"),
@@ -153,7 +153,7 @@ def test_a_file_that_fails_costs_neither_the_answer_nor_the_others(gate, tmp_pat
 def test_two_runs_are_measured_by_nothing(gate: Gate, arguments: tuple[str, ...], named: str) -> None:
     done = gate(*arguments)
     assert (done.code, done.out) == (2, "")
-    said = f"{named}: of two revisions that are measured, and --baseline reads two runs; leave out"
+    said = f"{named}: only for measuring two revisions, and --baseline reads two runs; leave out"
     assert said in " ".join(done.err.split())
 
 
@@ -161,7 +161,7 @@ def test_a_suite_with_trials_over_ranks_is_refused_in_a_sentence(command: Comman
     """Each rank would ask the gate for turns of its own."""
     done = command("gate", "--self-test", "--suite", "scaling", "--device", "cpu", "--out", tmp_path)
     assert done.code == 2
-    assert "-ddp-x2/flash/bf16/eager/s0 is over several ranks, which a gate does not time; leave" in done.err
+    assert "-ddp-x2/flash/bf16/eager/s0 runs on several ranks, and a gate times one process only; exclude" in done.err
 
 
 @pytest.mark.parametrize(("given", "missing"), [("baseline", "candidate"), ("candidate", "baseline")])
@@ -180,5 +180,5 @@ def test_percentages() -> None:
     for given, value in (("2%", 0.02), ("2.5 %", 0.025), (" .5%", 0.005), ("100%", 1.0), ("0.02%", 0.0002)):
         assert fraction("--margin", given) == pytest.approx(value)
     for given in ("2", "0.02", "", "%", "0%", "-2%", "+2%", "101%", "2,5%", "nan%", "2%%", "1e1%", "٢%"):
-        with pytest.raises(ValueError, match=r"such as 2% or 2\.5%"):
+        with pytest.raises(ValueError, match=r"with the % sign: 2% or 2\.5%"):
             fraction("--margin", given)

@@ -174,7 +174,7 @@ def test_the_change_that_adds_the_first_benchmark_is_told_what_to_do(gate, commi
     assert (done.code, "INCOMPLETE: nothing was timed on both sides" in said) == (4, True), done
     assert "inside: runs in the candidate and fails in the baseline: ended with exit code 2: " in said
     assert "can't open file" in said
-    assert said.endswith("Note: if the candidate adds inside, merge it first or let exit code 4 through.")
+    assert said.endswith("Note: if the candidate adds inside, merge it first or allow exit code 4.")
 
 
 def test_only_runs_no_bench_that_it_leaves_out_and_takes_brackets_as_they_stand(gate, commit, tmp_path):
@@ -283,27 +283,28 @@ ONE = '[bench.a]\ncommand = "true"\n'
         (f"env = {{ A = 1 }}\n{ONE}", "env.A: 1; give a string"),
         (
             '[bench.a]\ncommand = "a && b"\n',
-            "bench.a.command: 'a && b'; give it without &&, with it in quotes, or as sh -c '...', for no shell runs it",
+            "bench.a.command: 'a && b'; give the command without &&, with && in quotes, or as sh -c '...', because no "
+            "shell runs it",
         ),
-        ('[bench.a]\ncommand = "a|b"\n', "give it without |, with"),
-        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give it without >, with"),
-        ('[bench.a]\ncommand = "a $HOME"\n', "give it without $, with"),
+        ('[bench.a]\ncommand = "a|b"\n', "give the command without |, with"),
+        ("[bench.a]\ncommand = \"a '>' 2>b\"\n", "give the command without >, with"),
+        ('[bench.a]\ncommand = "a $HOME"\n', "give the command without $, with"),
         (
             '[bench.a]\ncommand = "A=1 b"\n',
-            "bench.a.command: 'A=1 b'; give it without A=, by env = { A = \"...\" } or as sh -c",
+            "bench.a.command: 'A=1 b'; give the command without A=, by env = { A = \"...\" } or as sh -c",
         ),
-        ('[bench.a]\ncommand = "a tests/*.py"\n', "give it without *, with"),
-        ('[bench.a]\ncommand = "a b?.py"\n', "give it without ?, with"),
-        ('[bench.a]\ncommand = "a ~/b"\n', "give it without ~, with"),
-        ('[bench.a]\ncommand = "a # b"\n', "give it without #, with"),
+        ('[bench.a]\ncommand = "a tests/*.py"\n', "give the command without *, with"),
+        ('[bench.a]\ncommand = "a b?.py"\n', "give the command without ?, with"),
+        ('[bench.a]\ncommand = "a ~/b"\n', "give the command without ~, with"),
+        ('[bench.a]\ncommand = "a # b"\n', "give the command without #, with"),
         ('[bench.a]\ncommand = "a {jsn}"\n', "give {json} or {root} in place of {jsn}, which stands for nothing"),
         ('[bench.a]\ncommand = "a --out={out}"\n', "in place of {out}, which stands for nothing"),
         ("[bench.a]\ncommand = \"sh -c 'a {JSON}'\"\n", "in place of {JSON}, which stands for nothing"),
-        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give it without ;, with"),
+        (f'setup = ["make; make install"]\n{ONE}', "setup[0]: 'make; make install'; give the command without ;, with"),
         (f'env = {{ A = "{{rot}}/src" }}\n{ONE}', "env.A: '{rot}/src'; give {json} or {root} in place of {rot}"),
         (f"warmup = 0\n{ONE}", "warmup: 0; give a whole number from 1"),
         (f"timeout = 0\n{ONE}", "timeout: 0; give seconds, more than 0"),
-        (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the sign"),
+        (f'margin = "5"\n{ONE}', "margin 5: give more than 0 % and at most 100 %, with the % sign"),
         (f'budget = "soon"\n{ONE}', "budget soon: give a time greater than 0"),
     ],
 )
@@ -329,8 +330,8 @@ def test_what_goes_with_a_config(command: Command, tmp_path: Path, monkeypatch: 
     assert [(one.margin, one.budget_s, one.timeout_s) for one in asked] == [(0.05, 90, 7), (0.03, 60, 9)]
     assert [one.commands.commands[0].words for one in asked] == [("sh", "-c", "a  b")] * 2
     done = command("gate", "--config", "a.toml", "--base", "main", "--suite", "quick")
-    assert (done.code, "--suite: of suites, and --config times commands instead" in done.err) == (2, True)
-    assert "say what to compare with, too" in command("gate", "--config", "a.toml").err
+    assert (done.code, "--suite: only for suites, and --config times commands instead" in done.err) == (2, True)
+    assert "add a revision to compare with" in command("gate", "--config", "a.toml").err
     assert "cannot read b.toml: No such file" in command("gate", "--config", "b.toml", "--base", "main").err
 
 

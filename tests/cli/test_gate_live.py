@@ -56,7 +56,7 @@ def test_3_a_budget_that_ends_too_soon(gate: Callable[..., Any], repository: Rep
     base = repository.commit({"a": FAST})
     done = gate(base, "--budget", "0.06s")
     assert (done.code, "1 pair:" in done.out) == (3, True)
-    assert "Note: the 5 pairs of each trial without which nothing is decided would take about" in done.out
+    assert "Note: the 5 pairs of each trial that any verdict needs would take about" in done.out
     assert outcomes(tmp_path / "out") == {("a", "ok"): 1}
 
 
@@ -192,9 +192,12 @@ def test_2_what_cannot_be_asked(gate, command, repository, tmp_path, monkeypatch
     assert "--budget soon" in gate("HEAD", "--budget", "soon").err
     assert "--timeout 0" in gate("HEAD", "--timeout", 0).err
     assert "give one of them" in gate("HEAD", "--baseline", tmp_path).err
-    assert "--self-test has no --markdown" in command("gate", "--self-test", "--markdown", tmp_path / "x.md").err
+    assert (
+        "--self-test writes its answers to --out, not to --markdown"
+        in command("gate", "--self-test", "--markdown", tmp_path / "x.md").err
+    )
     for option, value in (("--gates", 3), ("--at-once", 2), ("--slower", "2%"), ("--on", "ray")):
-        assert "are of --self-test: give that too" in gate("HEAD", option, value).err
+        assert "need --self-test: add it" in gate("HEAD", option, value).err
     assert "--at-once 2: with --on ray" in command("gate", "--self-test", "--on", "ray", "--at-once", 2).err
     none = "def resolve(*a, **k): raise ValueError('no such suite')\n"
     refused = gate(repository.commit({"a": FAST}, experiments__plan=none))

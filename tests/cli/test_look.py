@@ -61,7 +61,7 @@ def test_a_plan_says_of_which_of_te_benchs_models_the_layers_do_not_divide(comma
     asked = ("plan", "scaling", "--device", "cuda", "--seeds", 1, "--only", "*-tp-x*/cudnn/bf16/*")
     planned = json.loads(command(*asked, "--json").out)["trials"]
     refused = {(t["problem"]["world"], t.get("unsupported")) for t in planned if "rival" not in t["problem"]}
-    said = "parallel tp: the 12 heads of gpt2 do not divide into 8 ranks; take fewer, or choose ddp"
+    said = "parallel tp: the 12 heads of gpt2 do not divide into 8 ranks; give fewer, or choose ddp"
     assert refused == {(2, None), (4, None), (8, said)}
 
 
@@ -90,7 +90,7 @@ def test_plan_gives_the_trials_that_run_would_do(command: Command) -> None:
     many = len(trials)
     assert [line.split()[0] for line in text[:many]] == [t.id for t in trials]
     assert text[many] == f"{many} trials: Quick look: tiny GPT, 2 x 64 tokens"
-    assert text[many + 1].startswith("time: not known, for none of these trials has run")
+    assert text[many + 1].startswith("time: not known, because none of these trials has run")
 
 
 def test_doctor_says_what_can_run_and_why_not(command: Command) -> None:

@@ -77,10 +77,10 @@ def test_other_machines_are_named_and_refused_unless_allowed(command: Command, t
     differ = "gpu: NVIDIA H200 -> NVIDIA H100; torch: 2.11.0 -> 2.12.0"
     done = command("merge", first, second, "--out", tmp_path / "out")
     assert (done.code, done.out) == (5, "")
-    assert f"nothing is merged, for the runs are of different environments: {differ}." in done.err
+    assert f"nothing is merged, because the runs have different environments: {differ}." in done.err
     assert not (tmp_path / "out").exists()
     done = command("merge", first, second, "--out", tmp_path / "out", "--allow-environment-change")
-    assert done.err == f"Note: the environments differ, which was allowed: {differ}.\n"
+    assert done.err == f"Note: the environments differ, as allowed: {differ}.\n"
     assert {key[1] for key in load(tmp_path / "out").records} == {"env-h200", "env-other"}
 
 

@@ -87,7 +87,7 @@ USAGE = [
     ),
     (
         ["run", "fp8", "--gpus-per-trial", "2", "--parallel", "fsdp2", "--gather", "fp8", "--only", "*/bf16/*"],
-        "--gather fp8 is of steps in FP8, and --only '*/bf16/*' chooses none; leave out one",
+        "--gather fp8 applies to steps in FP8, and --only '*/bf16/*' chooses none; leave one of them out",
     ),
     (["run", "attention", "--gpus-per-trial", "2", "--parallel", "ddp"], "--parallel: the suite attention has no"),
     (["run", "quick", "--gpus", "0"], "--gpus 0: this run is on the cpu; leave it out, or add --device cuda"),
@@ -171,7 +171,7 @@ def test_trials_of_several_gpus_have_a_set_of_them_each() -> None:
     assert options.places(here, None) == here
     assert options.places(here, 2) == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
     assert options.places([], 2) == []
-    with pytest.raises(ValueError, match="--gpus-per-trial 8: 5 GPUs are to be had here; give fewer, or --device cpu"):
+    with pytest.raises(ValueError, match="--gpus-per-trial 8: only 5 GPUs are here; give fewer, or --device cpu"):
         options.places(here, 8)
 
 
@@ -262,7 +262,7 @@ def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
 def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path: Path) -> None:
     """A record of the same configuration tells of every seed; without one a GPU's take as long as published ones."""
     asked = ("plan", "speed", "--device", "cpu", "--model", "tiny", "--only", "*/flash/bf16/*", "--out", "run")
-    assert "time: not known, for none of these trials has run in run;" in " ".join(command(*asked).out.split())
+    assert "time: not known, because none of these trials has run in run;" in " ".join(command(*asked).out.split())
     on_a_gpu = " ".join(command("plan", "attention", "--device", "cuda", "--only", "*/cudnn/*").out.split())
     assert re.search(
         r"at the pace of the published records \(H100, H200\) they take \d+ s to \d+ \w+, one at", on_a_gpu

@@ -26,7 +26,7 @@ def test_a_row_for_each_number_of_gpus(command: Command) -> None:
 
 def test_json_holds_what_the_table_rounds(command: Command) -> None:
     found = json.loads(command("plan", "scaling", "--world=64", "--tflops", 400, "--json").out)
-    assert found["one_gpu"] == "400 TFLOP/s over a whole step but its update, as stated"
+    assert found["one_gpu"] == "400 TFLOP/s over a whole step without its update, as given"
     rows = found["rows"]
     assert [row["world"] for row in rows] == [1, 8, 16, 32, 64]
     assert rows[0]["efficiency"] == 1
@@ -79,7 +79,7 @@ def test_from_records_of_one_gpu(command: Command) -> None:
     assert found["rows"][0]["step_s"] == pytest.approx(0.1542, rel=1e-3)  # as it was measured
     other = json.loads(command(*given, "--model", "llama3-8b", "--only", "*/compile*", "--json").out)["one_gpu"]
     assert "/bf16/compile" in other
-    assert other.endswith("scaled to what is asked by FLOP")
+    assert other.endswith("scaled to the asked step by FLOP")
 
 
 def test_what_is_known_of_an_h100_is_what_is_published(command: Command) -> None:
@@ -138,13 +138,13 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--link 400", "--link 400: write what one GPU has to other nodes, 400Gb/s or 50GB/s for instance"),
-        ("--link 0Gb/s", "--link 0Gb/s: write what one GPU has"),
+        ("--link 400", "--link 400: give the bandwidth of one GPU to other nodes, such as 400Gb/s or 50GB/s"),
+        ("--link 0Gb/s", "--link 0Gb/s: give the bandwidth of one GPU"),
         ("--world 12", "--world 12 is no multiple of --gpus-per-node 8: give whole nodes"),
         ("--world 8 --parallel ddp2", "unknown mode of parallelism 'ddp2'. Did you mean ddp"),
         (
             "--world 8 --parallel zero1",
-            "--parallel zero1 is not predicted: what it sends after the update is not modelled.",
+            "--parallel zero1 is not predicted: its communication after the update is not modelled.",
         ),
         ("--world 0", "--world 0: give 1 to 131072"),
         ("--tp 0", "--tp 0: give 1 or more"),
@@ -162,7 +162,7 @@ def test_without_an_option_of_its_own_it_is_a_suite(command: Command, monkeypatc
         ("--parallel tp --world 8 --tp 4", "--tp 4: under --parallel tp all of --world 8 share a layer"),
         ("--tflops 4000", "--tflops 4000: give more than 0 and at most the 989.5 of an h200 in bf16"),
         ("--tflops nan", "--tflops nan: give more than 0"),
-        ("--tflops 4 --from x", "--from and --tflops both say what one GPU computes: give one of them"),
+        ("--tflops 4 --from x", "--from and --tflops both give the speed of one GPU: give one of them"),
         ("--world 8 --only x", "--only x chooses among the trials of --from DIR: give that, too"),
         ("--from nowhere", "nowhere holds no journal.jsonl"),
         ("--validate --world 8", "--validate compares with published figures and takes no --world: leave it out"),

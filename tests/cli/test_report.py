@@ -48,7 +48,7 @@ def test_a_run_says_where_its_seeds_are_too_few_for_a_gate(command, tmp_path, se
     ]
     out = journals.write(tmp_path / "out", records, suite="fp8", body=here)
     done = command("run", "fp8", "--device", "cpu", "--seeds", seeds, "--out", out)
-    told = f"te-bench gate --baseline {out}, {said} too few: it takes 5, better 8. The same command with --seeds 8 adds"
+    told = f"te-bench gate --baseline {out}, {said} too few: a gate needs 5, better 8. The same command with --seeds 8 adds"
     assert (done.code, "".join(told.split()) in "".join(done.out.split())) == (0, said is not None)  # wrapped anywhere
     assert ("too few" in done.out) == (said is not None)
 
@@ -61,7 +61,7 @@ def test_a_link_called_report_is_not_written_through(command: Command, run: Path
     for arguments in (("report", run), ("run", "quick", "--device", "cpu", "--out", run)):
         done = command(*arguments)
         assert done.code == 2
-        assert f"{run}/report is a link, and te-bench writes through none: remove it" in done.err
+        assert f"{run}/report is a link, and te-bench does not write through links: remove it" in done.err
     assert not list(target.iterdir())
     assert (run / JOURNAL).read_bytes() == before
     done = command("report", run, "--out", target)  # as it is called by its user

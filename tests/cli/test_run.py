@@ -42,7 +42,8 @@ def test_a_real_run_from_plan_to_report_and_the_rerun_that_does_nothing(tmp_path
     said = " ".join(done.stdout.split())
     assert "by te-bench gate --baseline" in said
     assert (
-        "1 seed a trial is too few: it takes 5, better 8. The same command with --seeds 8 adds what is missing." in said
+        "1 seed a trial is too few: a gate needs 5, better 8. The same command with --seeds 8 adds the missing ones."
+        in said
     )
 
     again = te_bench("run", *arguments, "--out", out, timeout=300)

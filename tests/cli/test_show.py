@@ -185,5 +185,5 @@ def test_the_folder_of_a_gate_is_told_where_its_answer_is(command: Command, ladd
     for verb in ("show", "report"):
         done = command(verb, gate)
         assert (done.code, done.out) == (2, "")
-        assert f"{gate} is of te-bench gate: {gate}/gate.json has its answer, and {judge} judges its" in done.err
+        assert f"{gate} is the directory of a gate: {gate}/gate.json has its answer, and {judge} judges its" in done.err
     assert command(*judge.split()[1:]).code == 3

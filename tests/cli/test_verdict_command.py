@@ -52,7 +52,7 @@ def test_exit_code_and_sentences_of_a_run_and_another_margin_is_exploration(comm
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_verdict_says_that_a_recipe_is_held_to_two_bf16_runs_where_it_is(command, tmp_path, runs: int) -> None:
     write_study(tmp_path / "run", study_records(sd=0.0003), {**JUDGEMENT, "bf16_runs": runs})
-    said = "a recipe is held to the mean of bf16's two runs of each seed, the control's and A/A's; A/A and the planted fault"
+    said = "a recipe is compared with the mean of bf16's two runs of each seed, the control's and A/A's"
     assert (said in flat(command("verdict", tmp_path / "run").out)) == (runs == 2)
 
 

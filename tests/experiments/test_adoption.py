@@ -45,8 +45,14 @@ def steps(experiment: Experiment) -> list[Trial]:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"weights": "bf16"}, "--weights: of te-bench's own models alone; make yours in the dtype that you want"),
-        ({"states": "fp8"}, "--states: of te-bench's own models alone; AdamW keeps the moments of yours in the dtype"),
+        (
+            {"weights": "bf16"},
+            "--weights applies to te-bench's own models only; create your model in the dtype that you want",
+        ),
+        (
+            {"states": "fp8"},
+            "--states applies to te-bench's own models only; AdamW keeps your model's moments in the dtype",
+        ),
     ],
 )
 def test_weights_and_states_of_your_model_are_its_own(asked: dict[str, str], said: str, model: str) -> None:
@@ -153,11 +159,16 @@ def test_the_same_trial_whatever_else_is_said(model: str) -> None:
         ("convergence", {}, {"text": False}, "the suite convergence trains on text, and this model takes none"),
         ("speed", {"tokens": 99}, {"block": 64}, "--tokens 99: the model's longest sequence has 64; give at most that"),
         ("speed", {"tokens": 9}, {"sequence": 17}, "--tokens 9: the model's sequences all have 17; leave it out"),
-        ("stress", {"tokens": 4096}, {}, "--tokens 4096: .* here how long a run trains; say that by --steps"),
-        ("convergence", {"tokens": 4096, "preset": "cpu"}, {}, "how long your model's sequences are"),
+        (
+            "stress",
+            {"tokens": 4096},
+            {},
+            "--tokens 4096: .* here the length of a run; set the length of a run by --steps",
+        ),
+        ("convergence", {"tokens": 4096, "preset": "cpu"}, {}, "the length of your model's sequences"),
         ("quick", {}, {}, "--model: the suite quick chooses its models itself; leave it out"),
-        ("layer", {}, {}, "--model planned:make: the suite layer knows te-bench's own layers alone; give llama3-1b"),
-        ("pieces", {}, {}, "--model planned:make: the suite pieces knows te-bench's own layers alone; give gpt2"),
+        ("layer", {}, {}, "--model planned:make: the suite layer knows only te-bench's own layers; give llama3-1b"),
+        ("pieces", {}, {}, "--model planned:make: the suite pieces knows only te-bench's own layers; give gpt2"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_in_a_sentence(suite, more, about, sentence, model, monkeypatch):

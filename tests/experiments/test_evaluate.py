@@ -225,7 +225,7 @@ def test_characters_are_rebuilt_from_the_text_that_was_trained_on(tmp_path: Path
     found = evaluate(tmp_path / "mine.pt", text, tokenizer="chars", attention="manual")
     assert found.arms[0].perplexity is not None
     (tmp_path / "other.txt").write_text("another text")
-    with pytest.raises(ValueError, match="it is right for the data set that the model was trained on only"):
+    with pytest.raises(ValueError, match="it fits only the data set that the model was trained on"):
         evaluate(tmp_path / "mine.pt", f"text:{tmp_path / 'other.txt'}", tokenizer="chars", attention="manual")
 
 
@@ -303,7 +303,7 @@ def test_the_command_takes_a_shorter_window_and_ends_with_4_where_no_loss_is(che
         ({"stride": 0}, "stride 0"),
         ({"batch": 0}, "batch 0"),
         ({"tokenizer": "words"}, "unknown tokenizer"),
-        ({"tokenizer": "bpe:280"}, "right for the data set that the model was trained on only"),
+        ({"tokenizer": "bpe:280"}, "fits only the data set that the model was trained on"),
         ({"tokenizer": "file:/there/is/none"}, "cannot read /there/is/none"),
         ({"checkpoint": Path("/there/is/none")}, "cannot read /there/is/none"),
         ({"passages": Path("/there/is/none")}, "cannot read /there/is/none"),

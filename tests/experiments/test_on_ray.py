@@ -240,7 +240,7 @@ def test_a_full_disk_on_the_head_ends_the_sweep_and_loses_nothing(cluster: Any, 
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (full, resource.RLIM_INFINITY))
         done = run.finish(60)
     kept = rows(out)
-    said = f"te-bench: cannot write {out / 'journal.jsonl'}: File too large. What was measured before is safe.\n"
+    said = f"te-bench: cannot write {out / 'journal.jsonl'}: File too large. Earlier measurements are safe.\n"
     assert (done.returncode, done.stderr.endswith(said), 2 <= len(kept) < 8) == (2, True, True), done
     assert eventually(lambda: not workers(), 20)
 

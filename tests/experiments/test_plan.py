@@ -113,7 +113,7 @@ def test_a_rival_and_its_recipe_go_together(key: str) -> None:
     plan.check(peer)
     with pytest.raises(ValueError, match="torchao_tensorwise is the recipe float8_current_scaling, not rowwise"):
         plan.check(dataclasses.replace(peer, recipe="rowwise_scaling"))
-    with pytest.raises(ValueError, match="torchao_tensorwise has blocks or a head of its own; leave out te-bench's"):
+    with pytest.raises(ValueError, match="torchao_tensorwise has its own blocks or head; leave out te-bench's"):
         plan.check(dataclasses.replace(peer, problem={**problem, "blocks": "fused"}))
 
 
@@ -230,16 +230,19 @@ def test_an_overlap_is_of_sequence_parallelism_where_the_record_can_prove_it() -
     [
         (
             {"parallel": "tp", "world": 2, "overlap": "symmetric"},
-            "overlap is of a train_step or scaling with sequence_parallel",
+            "overlap applies to a train_step or scaling with sequence_parallel",
         ),
-        ({"parallel": "ddp"}, "a step over ranks has a mode, parallel, and 2 ranks or more, world"),
-        ({"world": 2}, "a step over ranks has a mode"),
-        ({"parallel": "ddp", "world": 1}, "a step over ranks has a mode"),
+        ({"parallel": "ddp"}, "a step over ranks needs a mode, parallel, and 2 ranks or more, world"),
+        ({"world": 2}, "a step over ranks needs a mode"),
+        ({"parallel": "ddp", "world": 1}, "a step over ranks needs a mode"),
         ({"parallel": "dpd", "world": 2}, "unknown mode of parallelism 'dpd'. Did you mean ddp"),
-        ({"parallel": "fsdp2", "world": 2, "gather": "fp8"}, "gather fp8 is of a train_step in FP8 over ranks by"),
-        ({"parallel": "hsdp", "world": 4}, "shard is of fsdp2.tp and hsdp, which have it: the ranks of a group"),
-        ({"parallel": "ddp", "world": 2, "shard": 2}, "shard is of fsdp2.tp and hsdp, which have it"),
-        ({"parallel": "ddp", "world": 2, "sequence_parallel": True}, "sequence_parallel is of fsdp2.tp and tp"),
+        ({"parallel": "fsdp2", "world": 2, "gather": "fp8"}, "gather fp8 applies to a train_step in FP8 over ranks by"),
+        ({"parallel": "hsdp", "world": 4}, "shard, the ranks of a group, goes with fsdp2.tp and hsdp"),
+        (
+            {"parallel": "ddp", "world": 2, "shard": 2},
+            "shard, the ranks of a group, goes with fsdp2.tp and hsdp, and only",
+        ),
+        ({"parallel": "ddp", "world": 2, "sequence_parallel": True}, "sequence_parallel applies to fsdp2.tp and tp"),
         (
             {"parallel": "tp", "world": 3, "sequence_parallel": True},
             "sequences of 64 tokens do not divide into 3 ranks: give other --tokens, or leave --sequence-parallel out",
@@ -254,7 +257,7 @@ def test_ranks_that_cannot_be_are_refused(more: dict[str, Any], message: str) ->
 
 def test_a_training_over_ranks_has_steps_and_a_batch() -> None:
     """Ranks that read clocks of their own would not stop at the same step."""
-    only = "only trainings with a number of steps and a batch go over ranks: leave --gpus-per-trial out, or choose conv"
+    only = "over ranks a training needs a number of steps and a batch: leave --gpus-per-trial out, or choose conv"
     with pytest.raises(ValueError, match=only):
         plan.resolve("curves", Options(device="cpu", gpus_per_trial=2, parallel="ddp"))
 
@@ -325,7 +328,7 @@ def test_options_of_steps_are_refused_where_no_step_could_heed_them() -> None:
             {"device": "cpu", "model": "llama3-1b", "batch": 1, "tokens": 8192},
             "is 47.9 TFLOP",
         ),  # of 256 classes
-        ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. For"),
+        ("convergence", {"device": "cpu", "preset": "gpt2-short"}, "3.8 min for each, and a trial has 300 steps. To"),
         (
             "convergence",
             {"device": "cpu", "preset": "gpt2", "batch": 12, "accumulate": 4, "data": {"": "random"}},

@@ -99,7 +99,7 @@ def test_retry_repeats_once_what_did_not_end_ok_and_its_last_record_counts(tmp_p
     assert {row["outcome"] for row in first} == {"ok", "crashed", "unsupported", "interrupted"}
     done = te_bench("run", "faults", *where, "--retry", main=PLANTED, env=IDLE)
     repeated = rows(tmp_path / "out")[len(first) :]
-    assert f"{tmp_path}/out: the journal ended in the middle of a line, which is cut" in done.stdout
+    assert f"{tmp_path}/out: the journal's last line was incomplete and is removed" in done.stdout
     assert [row["trial"]["id"] for row in repeated] == failed
     assert f"{len(first) - len(failed)} of {len(first)} trials are already in" in done.stdout
     now = {record.trial.problem["model"]: record.outcome for record in load(tmp_path / "out").records.values()}

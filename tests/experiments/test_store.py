@@ -219,7 +219,7 @@ def test_a_published_journal_is_read_as_xz_packed_it_and_not_written(tmp_path: P
     (tmp_path / JOURNAL).unlink()
     found = load(tmp_path)
     assert (dict(found.records), found.plans, found.size) == (dict(before.records), before.plans, before.size)
-    with pytest.raises(ValueError, match=r"journal\.jsonl\.xz is of a run that is over.*xz -d"):
+    with pytest.raises(ValueError, match=r"journal\.jsonl\.xz belongs to a complete run.*xz -d"):
         Store(tmp_path)
     assert not (tmp_path / JOURNAL).exists()
     for damaged in (packed.read_bytes()[:-40], b"hello"):
@@ -273,13 +273,13 @@ def test_a_second_writer_is_told_the_process_the_host_and_the_command_of_the_fir
 def test_somebody_elses_lock_is_refused_and_not_written(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lock").write_bytes(content)
     for fresh in (False, True):
-        with pytest.raises(ValueError, match=rf"{tmp_path}/lock is not te-bench's, which leaves it as it is: move it"):
+        with pytest.raises(ValueError, match=rf"{tmp_path}/lock was not written by te-bench: move it"):
             Store(tmp_path, fresh=fresh)
     assert (tmp_path / "lock").read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     (tmp_path / "lock").unlink()
     os.mkfifo(tmp_path / "lock")  # which is not waited for
-    with pytest.raises(ValueError, match="lock is not te-bench's"):
+    with pytest.raises(ValueError, match="lock was not written by te-bench"):
         Store(tmp_path)
 
 
@@ -299,7 +299,9 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, content: b
     if content is not None:
         target.write_bytes(content)
     (out / name).symlink_to(target)
-    with pytest.raises(ValueError, match=rf"{out}/{name} is a link, and te-bench writes through none: remove it"):
+    with pytest.raises(
+        ValueError, match=rf"{out}/{name} is a link, and te-bench does not write through links: remove it"
+    ):
         Store(out)
     assert (target.read_bytes() if target.exists() else None) == content
 
@@ -364,7 +366,9 @@ def test_a_disk_that_fills_up_leaves_the_journal_as_it_was(tmp_path: Path, room:
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, resource.RLIM_INFINITY))
         with Store(tmp_path) as store:
             for _ in range(2):
-                with pytest.raises(ValueError, match=r"cannot write .*: File too large\. What was measured before"):
+                with pytest.raises(
+                    ValueError, match=r"cannot write .*: File too large\. Earlier measurements are safe"
+                ):
                     store.add(record(3))
                 assert (tmp_path / "journal.jsonl").read_bytes() == before
             assert not store.journal.done(record(3).key)

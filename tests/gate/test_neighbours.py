@@ -116,7 +116,7 @@ def test_earlier_rounds_are_not_overwritten_and_one_place_has_no_neighbour(tmp_p
     measured(host, tmp_path)
     with pytest.raises(ValueError, match="give another --out"):
         measured(host, tmp_path)
-    with pytest.raises(ValueError, match="two places at least; this host has one"):
+    with pytest.raises(ValueError, match="two places or more; this host has one"):
         neighbours.measure(TRIAL, [None], host.supervise, tmp_path, rounds=2, say=print)
 
 

@@ -1,1 +1,1 @@
-"""What is read off a run besides its times: kernels, compilations, FP8 numerics, memory."""
+"""Readings of a run besides its times: kernels, compilations, FP8 numerics, memory, energy, communication."""

@@ -1,4 +1,4 @@
-"""What collectives cost a step over several ranks: how long they run, how long nothing else does, how fast the link is."""
+"""Measure what collectives cost a step over several ranks: their time, their exposed time, and the link's bandwidth."""
 
 import re
 import statistics
@@ -13,18 +13,18 @@ from te_bench.experiments import timing
 from te_bench.experiments.instruments import profiling
 
 COLLECTIVE = re.compile(r"nccl\w*Kernel")
-#: Bytes of the all-reduce that measures the link: far beyond where NVLink's bandwidth no longer grows; a CPU's, for gloo.
+#: Bytes of the all-reduce that measures the link, far above the size at which NVLink's bandwidth saturates; cpu: for gloo.
 BYTES = {"cuda": 2**28, "cpu": 2**24}
 
 Span = tuple[float, float]
 
 
 def of_steps(next_step: Callable[[], None], device: str, of_all: Callable[[Any], list[Any]]) -> dict[str, float]:
-    """{"compute_s", "collectives_s", "exposed_s", "waiting_s"} of a step, by the trace of a GPU's kernels; {} on a CPU.
+    """Return {"compute_s", "collectives_s", "exposed_s", "waiting_s"} of a step from the GPU's kernel trace; {} on a CPU.
 
-    compute_s: seconds in which this GPU runs anything but collectives; collectives_s: in which a collective runs that every
-    rank has begun; exposed_s: those of them in which this GPU computes nothing; waiting_s: in which a collective waits for
-    another rank. of_all: a value of every rank; all ranks ask at once.
+    compute_s: seconds in which this GPU runs anything but collectives. collectives_s: seconds in which a collective runs
+    that every rank has begun. exposed_s: the part of these in which this GPU computes nothing. waiting_s: seconds in which a
+    collective waits for another rank. of_all: gathers every rank's value; all ranks call it.
     """
     if device != "cuda":
         return {}
@@ -42,7 +42,7 @@ def of_steps(next_step: Callable[[], None], device: str, of_all: Callable[[Any],
 
 
 def durations(collectives: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
-    """{name: seconds of each, in their order}."""
+    """Return {name: seconds of each collective, in their order}."""
     found: dict[str, list[float]] = {}
     for name, begin, end in sorted(collectives, key=lambda span: span[1]):
         found.setdefault(name, []).append(end - begin)
@@ -52,9 +52,10 @@ def durations(collectives: Iterable[tuple[str, float, float]]) -> dict[str, list
 def since_all_began(
     collectives: Iterable[tuple[str, float, float]], of_ranks: Sequence[Mapping[str, Sequence[float]]]
 ) -> list[Span]:
-    """What is left of each span since its last rank began: as long as it took the rank that it took least.
+    """Return the part of each span since its last rank began: as long as the shortest time of any rank.
 
-    of_ranks: `durations` of every rank; all are in each collective. A name that ranks ran unlike often is left as it is.
+    of_ranks: `durations` of every rank; all ranks are in each collective. If ranks ran a name unequally often, its spans are
+    returned whole.
     """
     least = {
         name: [min(each) for each in zip(*(rank[name] for rank in of_ranks), strict=True)]
@@ -70,14 +71,14 @@ def since_all_began(
 
 
 def exposed(collectives: Iterable[Span], others: Iterable[Span]) -> float:
-    """Seconds in which a collective runs and nothing else does: of rounding too, at most those in which one runs."""
+    """Return the seconds in which a collective runs and nothing else; rounding is kept within the collectives' total."""
     collectives, others = list(collectives), list(others)
     running = _total(_union(collectives))
     return min(running, max(0.0, _total(_union([*collectives, *others])) - _total(_union(others))))
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """The same seconds, in spans apart from each other."""
+    """Return the same seconds as disjoint spans."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -92,10 +93,10 @@ def _total(spans: Iterable[Span]) -> float:
 
 
 def bandwidth(device: str, of_all: Callable[[Any], list[Any]]) -> dict[str, Any] | None:
-    """{"collective", "bytes", "seconds", "busbw"}: of a large all-reduce over all ranks, as nccl-tests counts.
+    """Return {"collective", "bytes", "seconds", "busbw"} of a large all-reduce over all ranks, counted like nccl-tests.
 
-    busbw is 2 (n - 1) / n of the buffer over the median time: what each link carries, whatever the number of ranks. None
-    where a step leaves a rank no memory for it. of_all: a value of every rank.
+    busbw is 2 (n - 1) / n of the buffer over the median time: the bandwidth of each link, whatever the number of ranks. None
+    if a rank has no memory left for the buffer. of_all: gathers every rank's value.
     """
     try:
         buffer = torch.ones(BYTES[device] // 4, device=device)

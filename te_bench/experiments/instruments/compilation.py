@@ -1,25 +1,25 @@
-"""What torch.compile did in a trial, by Dynamo's own counters: graph breaks and recompilations.
+"""Count what torch.compile did in a trial, by Dynamo's own counters: graph breaks and recompilations.
 
-    begin(trial)              where the trial starts, before anything is compiled
+    begin(trial)              at the trial's start, before any compilation
     ... check, time ...
-    work |= counts(trial)     after the last timed call, before what is not timed compiles too
+    work |= counts(trial)     after the last timed call, before untimed calls compile
 
-The counters are Dynamo's in torch 2.11 and 2.13 alike, and PyTorch's own benchmarks read them (pytorch/pytorch,
+torch 2.11 and 2.13 have the same counters, and PyTorch's own benchmarks read them (pytorch/pytorch,
 benchmarks/dynamo/common.py, get_dynamo_stats).
 """
 
 from te_bench.experiments.problems import LayerProblem, StepProblem, TrialProblem
 from te_bench.experiments.spec import Trial
 
-#: Where Dynamo notes what it could not trace. "graph_break" alone lacks a branch on data, a frame left to Python whole
-#: because it breaks inside a loop, and one given up at the recompilation limit (torch 2.13).
+#: Dynamo's counters of code that it could not trace. "graph_break" alone misses a branch on data, a frame left to Python
+#: because it breaks inside a loop, and a frame given up at the recompilation limit (torch 2.13).
 BREAKS = ("graph_break", "unimplemented")
 
 
 def begin(trial: Trial) -> None:
-    """Forget what this process compiled, in a mode that compiles: code compiled before would count as recompiled.
+    """Forget what this process compiled, in a mode that compiles; otherwise that code would count as recompiled.
 
-    It may touch CUDA, so it comes after any fork.
+    This may touch CUDA, so call it after any fork.
     """
     if not _compiles(trial):
         return
@@ -31,17 +31,17 @@ def begin(trial: Trial) -> None:
 
 
 def _compiles(trial: Trial) -> bool:
-    """Fused blocks, layers and what rivals compute by themselves are captured as they are."""
+    """Return whether the trial compiles; fused blocks, layers and rivals with their own blocks are captured uncompiled."""
     p = TrialProblem.of(trial)
     as_it_is = isinstance(p, LayerProblem) or (isinstance(p, StepProblem) and p.as_it_is)
     return trial.mode != "eager" and not (trial.mode == "cudagraph" and as_it_is)
 
 
 def counts(trial: Trial) -> dict[str, int]:
-    """{"graph_breaks", "recompiles"} since `begin`; {} where the trial's mode compiles nothing.
+    """Return {"graph_breaks", "recompiles"} since `begin`; {} if the trial's mode does not compile.
 
-    graph_breaks: places at which tracing stopped, once for each time that they were traced. recompiles: compilations of
-    code that had been compiled before, whatever the reason; a first compilation is none.
+    graph_breaks: places at which tracing stopped, counted each time that they were traced. recompiles: compilations of code
+    that had been compiled before, for any reason.
     """
     if not _compiles(trial):
         return {}

@@ -1,4 +1,4 @@
-"""FP8 numerics: of one more pass at the end of a trial, and in the middle of a training without a trace in it."""
+"""Record FP8 numerics: in one extra pass at a trial's end, or during a training without affecting it."""
 
 import contextlib
 import warnings
@@ -16,11 +16,11 @@ from te_bench.training.step import TrainStep
 from te_bench.training.undisturbed import gradients_apart, undisturbed
 
 COUNTED = ("saturated", "underflowed")
-SEED = 0x70726F62  # of the probe's dropout masks, the same at each look: ASCII "prob"
+SEED = 0x70726F62  # of the probe's dropout masks, the same for each probe: ASCII "prob"
 
 
 def of_a_pass(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
-    """{"numerics": te.numerics} of one more forward and backward pass, in eager mode and off the clock; {} without FP8."""
+    """Return {"numerics": te.numerics} of one extra forward and backward pass, eager and untimed; {} without FP8."""
     if trial.recipe is None:
         return {}
     with fp8.record_numerics():
@@ -32,10 +32,10 @@ def of_a_pass(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) ->
 
 
 def probe(step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float | None]:
-    """{"amax:MODULE.TENSOR": max |x|, "saturated:...", "underflowed:...": fractions of its elements}, of one micro-batch.
+    """Return {"amax:MODULE.TENSOR": max |x|, "saturated:...", "underflowed:...": fractions of elements} of a micro-batch.
 
-    tokens and targets (B, T). An amax that is not finite is None. Weights, gradients, FP8 state and random numbers are
-    afterwards as they were, bit for bit.
+    tokens and targets (B, T). A non-finite amax is None. Weights, gradients, FP8 state and random numbers are restored bit
+    for bit.
     """
     modules = {name: module for name, module in step.model.named_modules() if isinstance(module, Linear)}
     seen: dict[str, tuple[Tensor, int]] = {}
@@ -71,9 +71,9 @@ def _figures(
 
 @contextlib.contextmanager
 def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> Iterator[None]:
-    """While inside, note amax and size of the module's input, weight and grad_output: not every recipe keeps amaxes.
+    """Inside, record amax and size of the module's input, weight and grad_output, because not every recipe keeps amaxes.
 
-    Fused blocks, watched, go by their modules.
+    Fused blocks run module by module while watched.
     """
 
     def note(tensor: str, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a training step keeps in this rank's memory, by kind."""
+"""Count what a training step keeps in this rank's memory, by kind."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import Trial
 from te_bench.training.step import TrainStep
 
-MULTIPLE = 16  # of a product's rows that FP8 GEMMs take
+MULTIPLE = 16  # FP8 GEMMs need rows in this multiple
 
 
 def of_step(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> dict[str, float]:
-    """Bytes: weights (and buffers), gradients and states of the optimizer, each of this rank's share, counted.
+    """Return bytes of this rank's weights (with buffers), gradients and optimizer states.
 
-    Of FP8 also fp8_copies, the weights' that an eager pass keeps for its backward pass, and fp8_operands, the rest in FP8
-    that it keeps of these rows: not of a rival, nor of one row of a length that does not halve. tokens, targets: this
-    rank's rows, more than which no pass has.
+    FP8 steps also have fp8_copies, the weights' FP8 copies that an eager pass keeps for its backward pass, and fp8_operands,
+    the other FP8 tensors kept for these rows. Both are absent for a rival, and for one row of a length that cannot be
+    halved. tokens, targets: this rank's rows, the most of any pass.
     """
     parameters = list(step.model.parameters())
     states = [value for state in step.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -28,13 +28,13 @@ def of_step(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> d
     batches = _once_and_twice(tokens, targets)
     if trial.recipe is None or StepProblem.of(trial).against is not None or not batches:
         return found
-    one, two = (_kept_in_fp8(step, *batch) for batch in batches)  # what does not grow with the tokens is the weights'
+    one, two = (_kept_in_fp8(step, *batch) for batch in batches)  # the weights' part does not grow with the tokens
     times = tokens.numel() / batches[0][0].numel()
     return {**found, "fp8_copies": 2 * one - two, "fp8_operands": (two - one) * times}
 
 
 def _once_and_twice(tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """A batch of some tokens and one of twice as many, both within these; none where there is no half."""
+    """Return a batch of some tokens and one of twice as many, both within these; [] if they cannot be halved."""
     if len(tokens) > 1:
         return [(tokens[:rows], targets[:rows]) for rows in (1, 2)]
     if tokens.is_floating_point() or tokens.shape[-1] % (2 * MULTIPLE):
@@ -48,7 +48,7 @@ def _bytes(tensors: list[Tensor]) -> float:
 
 
 def _kept_in_fp8(step: TrainStep, tokens: Tensor, targets: Tensor) -> float:
-    """Bytes in FP8 that autograd keeps from the forward to the backward pass; every rank does both."""
+    """Return the FP8 bytes that autograd keeps from the forward to the backward pass; every rank runs both."""
     kept: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a profiler sees of a call: the operators and kernels that ran, how often, and their seconds."""
+"""Profile a call: the operators and kernels that ran, their counts and their seconds."""
 
 import dataclasses
 import re
@@ -11,16 +11,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from te_bench.experiments import exclusive
 
-#: How Kineto names the GPU's copies and fills; and the driver the kernels of its own by which a captured graph does some of
-#: them, "memcpy32_post" and "memset32" (H200, CUDA 13.0).
+#: Prefixes of copies and fills: Kineto's names, and the driver's own kernels that do some of them in a captured graph,
+#: "memcpy32_post" and "memset32" (H200, CUDA 13.0).
 COPIES = ("Memcpy ", "Memset ", "memcpy32", "memset32")
 LOOKS = {"cuda": 2, "cpu": 1}  # calls that kernels_seen makes
-PROFILED = 3  # calls under the profiler, whose mean kernel_seconds is
-KERNELS = 60  # names that kernel_seconds holds; the seconds of all others go together
+PROFILED = 3  # calls under the profiler; kernel_seconds is their mean
+KERNELS = 60  # names in kernel_seconds; all other kernels share one entry
 
-#: What of the host's events `Seen.counts` has: products, norms and activations of PyTorch, operators and autograd Functions
-#: of te_bench, what torch.compile made, and the driver's launches. An operator inside one of WHOLE is a part of that one and
-#: not counted.
+#: The host events that `Seen.counts` has: PyTorch's products, norms and activations, te_bench's operators and autograd
+#: Functions, torch.compile's regions, and the driver's launches. An operator inside one of WHOLE is a part of it, and not
+#: counted.
 HOST = re.compile(
     r"aten::(mm|addmm|_scaled_mm(_v2)?|_fused_adamw_)$|te_bench::|Segment(Backward)?$|Torch-Compiled Region|"
     r"aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|RsqrtBackward0$|cudaGraphLaunch|cu(da)?LaunchKernel"
@@ -33,12 +33,11 @@ OF_A_CPU = re.compile(rf"attention|scaled_mm|^(?:{HOST.pattern})")
 class Seen:
     """What a profiler saw of one call.
 
-    names: the attention and FP8 operators and every GPU kernel, longest total time first. launches: kernels that the GPU
-    ran, each as often as it did, those that a captured graph replays among them. Copies and fills by the driver are left
-    out, by whatever means: libraries decide by their own heuristics whether to clear a workspace. None on a CPU, whose
-    operators launch nothing, and where the profiler saw no GPU.
-    counts: how often each of these kernels ran, and what HOST names of the host; on a CPU the key of a product in PyTorch
-    has the operands' dtype too, "aten::mm c10::BFloat16", where the profiler tells it (torch 2.13).
+    names: the attention and FP8 operators and every GPU kernel, longest total time first. launches: the number of kernels
+    that the GPU ran, with those that a captured graph replays. Copies and fills are left out, because libraries decide by
+    heuristics whether to clear a workspace. None on a CPU, whose operators launch nothing, and if the profiler saw no GPU.
+    counts: how often each of these kernels, and each of HOST's events, ran; on a CPU the key of a PyTorch product includes
+    the operands' dtype, "aten::mm c10::BFloat16", if the profiler reports it (torch 2.13).
     """
 
     names: list[str]
@@ -47,9 +46,9 @@ class Seen:
 
 
 def kernels_seen(call: Callable[[], object], device: str) -> Seen:
-    """The operators and kernels that a call runs, and its launches, the fewer of two: what else ran is not its own.
+    """Return what a call runs, and the smaller launch count of two calls: additional kernels are not the call's own.
 
-    Whoever wants to count launches has called it before.
+    To count launches, warm the call up first.
     """
     first = seen_once(call, device)
     if device != "cuda":
@@ -63,7 +62,7 @@ def kernels_seen(call: Callable[[], object], device: str) -> Seen:
 
 def seen_once(call: Callable[[], object], device: str) -> Seen:
     if device == "cuda":
-        torch.cuda.synchronize()  # what was queued before is not the call's
+        torch.cuda.synchronize()  # exclude work queued before the call
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities, record_shapes=device != "cuda") as profiler:  # and dtypes
         call()
@@ -85,15 +84,15 @@ def seen_once(call: Callable[[], object], device: str) -> Seen:
         elif not on_gpu and HOST.match(event.name) and not _a_part(event):
             counts[event.name] += 1
     names = [name[:200] for name in sorted(seconds, key=lambda name: -seconds[name])]
-    return Seen(names, launches or None, counts)  # no call of ours runs nothing: the profiler saw no GPU
+    return Seen(names, launches or None, counts)  # every call runs something; 0 means that the profiler saw no GPU
 
 
 def _seen_on_cpu(profiler: profile) -> Seen:
-    """By Kineto's own events: profiler.events() makes objects and a tree of all 4,000 of a small step, half a second."""
+    """Read Kineto's own events: profiler.events() builds a tree of a small step's 4,000 events, in half a second."""
     found = [event for event in profiler.profiler.kineto_results.events() if OF_A_CPU.search(event.name())]  # type: ignore[union-attr]
     names: dict[str, None] = {}
     counts: Counter[str] = Counter()
-    # When what counts as one ends, and each name: the autograd engine says some twice.
+    # The end of the last WHOLE event, and of each name: the autograd engine reports some events twice.
     ends: dict[tuple[int, str], int] = {}
     for event in sorted(found, key=lambda event: (event.start_ns(), -event.end_ns())):
         name, thread = event.name(), event.start_thread_id()
@@ -108,7 +107,7 @@ def _seen_on_cpu(profiler: profile) -> Seen:
 
 
 def _a_part(event: FunctionEvent) -> bool:
-    """Whether the event is inside of a product or an operator that counts as one."""
+    """Return whether the event lies inside a WHOLE product or operator."""
     parent = event.cpu_parent
     while parent is not None and not WHOLE.match(parent.name):
         parent = parent.cpu_parent
@@ -120,11 +119,11 @@ def _of_dtype(name: str, dtypes: Sequence[str]) -> str:
 
 
 def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
-    """{kernel: seconds a call} on a GPU, {operator: seconds of its own} on a CPU, the longest first."""
+    """Return {kernel: seconds per call} on a GPU, {operator: its own seconds} on a CPU, the longest first."""
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     with exclusive.alone(), profile(activities=activities) as profiler:
-        exclusive.meet()  # it begins sooner in one rank than in another, which the collectives would wait for
+        exclusive.meet()  # the profiler starts at different times in the ranks, and collectives would wait
         for _ in range(PROFILED):
             call()
         if on_gpu:
@@ -142,7 +141,7 @@ def kernel_seconds(call: Callable[[], object], device: str) -> dict[str, float]:
 
 
 def kernel_spans(call: Callable[[], object]) -> list[tuple[str, float, float]]:
-    """(name, begin, end) in seconds of everything that a GPU did in PROFILED calls, by one clock."""
+    """Return (name, begin, end), in seconds of one clock, of everything that a GPU did in PROFILED calls."""
     with exclusive.alone(), profile(activities=[ProfilerActivity.CUDA]) as profiler:
         exclusive.meet()
         for _ in range(PROFILED):
@@ -156,5 +155,5 @@ def kernel_spans(call: Callable[[], object]) -> list[tuple[str, float, float]]:
 
 
 def spans_kernels(event: FunctionEvent) -> bool:
-    """Whether a GPU's event is an annotation, of a compiled graph or a collective: it spans the kernels that it names."""
+    """Return whether a GPU event is an annotation, of a compiled graph or a collective, which spans other kernels."""
     return bool(event.is_user_annotation) or event.name.startswith(("## ", "Torch-Compiled", "nccl:", "FSDP::"))

@@ -1,1 +1,1 @@
-"""`te-bench plan scaling`: how fast a model trains on more GPUs than the machine has. Arithmetic alone, no torch."""
+"""`te-bench plan scaling`: predict how fast a model trains on more GPUs than are present. Pure calculation, no torch."""

@@ -1,8 +1,8 @@
 """Seconds of NCCL's collectives: t = a + f * S / busbw, for NVIDIA GPUs with NVLink in a node and a NIC each.
 
-S is the whole tensor's bytes, f what a rank sends of it, and busbw the "bus bandwidth" of nccl-tests (PERFORMANCE.md).
-The latencies and the protocols' bandwidths are those of NCCL's tuner (src/graph/tuning.cc, as torch repeats them in
-_inductor/comm_analysis.py); the bandwidths of large messages were measured by others, each with its source.
+S is the whole tensor's bytes, f the share that a rank sends, and busbw the "bus bandwidth" of nccl-tests (PERFORMANCE.md).
+The latencies and the protocols' bandwidths are those of NCCL's tuner (src/graph/tuning.cc, repeated in torch's
+_inductor/comm_analysis.py). The bandwidths of large messages were measured by others, each with its source.
 """
 
 import math
@@ -13,26 +13,26 @@ GB, MICROSECOND = 1e9, 1e-6
 GATHER, REDUCE = "gather", "reduce"  # an all-gather or a reduce-scatter; an all-reduce
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
 
-#: Of a ring of 8 GPUs on NVLink, H100 or H200: 350 to 370 GB/s (github.com/NVIDIA/nccl, issues 1281 and 1455).
+#: Bytes/s of a ring of 8 GPUs on NVLink, H100 or H200: 350 to 370 GB/s (github.com/NVIDIA/nccl, issues 1281 and 1455).
 NVLINK = 360 * GB
-#: All-reduce in a node of 8 H200, by its size: bus bandwidth (Stas Bekman, ml-engineering; above 450 it is NVLS).
+#: {bytes of an all-reduce in a node of 8 H200: bus bandwidth, GB/s} (Stas Bekman, ml-engineering; above 450 it is NVLS).
 IN_NODE = {2**15: 3.2, 2**20: 75.0, 2**24: 256.0, 2**26: 369.0, 2**28: 442.0, 2**34: 482.0}
-#: What large messages reach of the links' 400 GB/s a node, by nodes: reduce-scatter at 360 to 260 GB/s (nccl, issue 1229).
+#: {nodes: share of the links' 400 GB/s a node}, for large messages: reduce-scatter at 360 to 260 GB/s (nccl, issue 1229).
 OF_LINK = {4: 0.90, 8: 0.8625, 16: 0.80, 32: 0.75, 64: 0.70, 128: 0.65}
 
-#: NCCL's tuner, microseconds: what a collective takes at all, and each of its steps on NVLink and between nodes.
+#: NCCL's tuner, microseconds: a collective's fixed time, and the time of each step on NVLink and between nodes.
 BASE = {"ring": {LL: 6.6, LL128: 14.0, SIMPLE: 8.4}, "tree": {LL: 6.8, LL128: 14.0, SIMPLE: 8.4}}
 ON_NVLINK = {"ring": {LL: 0.6, LL128: 1.9, SIMPLE: 3.4}, "tree": {LL: 0.6, LL128: 1.25, SIMPLE: 4.0}}
 BETWEEN_NODES = {"ring": {LL: 2.7, LL128: 4.0, SIMPLE: 14.0}, "tree": {LL: 5.0, LL128: 8.5, SIMPLE: 14.0}}
-#: What a step on NVLink takes at least where the collective spans nodes.
+#: The least time of a step on NVLink in a collective that spans nodes.
 NET_OVERHEAD = {LL: 1.0, LL128: 1.0, SIMPLE: 3.0}
-#: The most that protocol LL moves, GB/s: in a Hopper's node, over two nodes, over more.
+#: The most that protocol LL moves, GB/s: within a node of Hopper GPUs, over two nodes, over more.
 MOST_OF_LL = (141.0, 39.0, 20.4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks of a collective: `local` of them on each node, whose GPUs have `link` bytes a second to other nodes."""
+    """The ranks of a collective: `local` of them on each node; `link`: bytes/s from each GPU to other nodes."""
 
     ranks: int
     local: int
@@ -44,13 +44,13 @@ class Group:
 
     @property
     def busbw(self) -> float:
-        """Bytes a second of large messages in a ring: each GPU's NIC carries its share, NVLink the whole."""
+        """Bytes/s of large messages in a ring: each GPU's NIC carries its share, NVLink the whole."""
         return NVLINK if self.nodes == 1 else min(NVLINK, self.local * self.link * of_link(self.nodes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """What one takes: seconds, of them those that no bandwidth shortens, and the bytes that a rank sends."""
+    """The cost of a collective: seconds, the part of them that no bandwidth shortens, and the bytes that a rank sends."""
 
     seconds: float = 0.0
     latency: float = 0.0
@@ -66,7 +66,7 @@ class Collective:
 
 
 def of_link(nodes: int) -> float:
-    """The share of the links that a collective over so many nodes reaches: measured for 4 to 128, in log2 of them."""
+    """Return the share of the links' bandwidth that a collective over `nodes` reaches: measured for 4 to 128, in log2."""
     known = sorted(OF_LINK)
     if nodes <= known[0]:
         return OF_LINK[known[0]]
@@ -76,7 +76,7 @@ def of_link(nodes: int) -> float:
 
 
 def collective(kind: str, size: float, group: Group) -> Collective:
-    """An all-gather or reduce-scatter (GATHER) or an all-reduce (REDUCE) of `size` bytes by its fastest algorithm."""
+    """Return an all-gather or reduce-scatter (GATHER) or all-reduce (REDUCE) of `size` bytes by its fastest algorithm."""
     n = group.ranks
     if n == 1 or size <= 0:
         return Collective()
@@ -84,7 +84,7 @@ def collective(kind: str, size: float, group: Group) -> Collective:
     if kind == REDUCE and group.nodes == 1:
         seconds, latency = _all_reduce_in_node(size, sent), _all_reduce_in_node(1, 0)
         return Collective(seconds=max(seconds, latency), latency=latency, sent=sent)
-    protocols = (LL, LL128, SIMPLE) if group.nodes == 1 else (LL, SIMPLE)  # no network but NVLink keeps LL128's order
+    protocols = (LL, LL128, SIMPLE) if group.nodes == 1 else (LL, SIMPLE)  # LL128 needs NVLink's ordering of writes
     ways = [_ring(kind, sent, group, protocol) for protocol in protocols]
     if kind == REDUCE:
         ways += [_tree(size, group, protocol) for protocol in protocols]
@@ -93,10 +93,10 @@ def collective(kind: str, size: float, group: Group) -> Collective:
 
 
 def _all_reduce_in_node(size: float, sent: float) -> float:
-    """By the measured bandwidths, straight between their logarithms; the smallest messages all take one time."""
+    """Interpolate the measured bandwidths in log-log; messages below the smallest measured size take equally long."""
     sizes = sorted(IN_NODE)
     if size <= sizes[0]:
-        return 1.75 * sizes[0] / (IN_NODE[sizes[0]] * GB)  # 2 (n - 1) / n of the 8 GPUs that were measured
+        return 1.75 * sizes[0] / (IN_NODE[sizes[0]] * GB)  # 2 (n - 1) / n for the 8 measured GPUs
     if size >= sizes[-1]:
         return sent / (IN_NODE[sizes[-1]] * GB)
     below, above = next((a, b) for a, b in pairwise(sizes) if size <= b)
@@ -105,7 +105,7 @@ def _all_reduce_in_node(size: float, sent: float) -> float:
 
 
 def _ring(kind: str, sent: float, group: Group, protocol: str) -> tuple[float, float]:
-    """n - 1 steps, an all-reduce twice as many; as many of them leave a node as there are nodes but one."""
+    """Return (seconds, latency) of n - 1 steps, twice as many for an all-reduce; nodes - 1 of the steps leave a node."""
     rounds = 2 if kind == REDUCE else 1
     across = group.nodes - 1
     inside = group.ranks - 1 - across
@@ -115,7 +115,7 @@ def _ring(kind: str, sent: float, group: Group, protocol: str) -> tuple[float, f
 
 
 def _tree(size: float, group: Group, protocol: str) -> tuple[float, float]:
-    """Up and down once: a chain in each node, a double binary tree over nodes, every byte sent twice."""
+    """Return (seconds, latency) of one pass up and down: a chain in each node, a double binary tree over nodes."""
     steps = (group.local - 1) * _step("tree", protocol, group)
     steps += math.floor(math.log2(group.nodes)) * BETWEEN_NODES["tree"][protocol]
     latency = (BASE["tree"][protocol] + 2 * steps) * MICROSECOND
@@ -128,7 +128,7 @@ def _step(algorithm: str, protocol: str, group: Group) -> float:
 
 
 def _bandwidth(protocol: str, group: Group, *, simple: float, ll: float) -> float:
-    """What a protocol reaches of the large messages' bandwidth."""
+    """Return the part of the large messages' bandwidth that a protocol reaches."""
     if protocol == LL:
         return min(ll * group.busbw, MOST_OF_LL[min(group.nodes, 3) - 1] * GB)
     return (simple if protocol == SIMPLE else 120 / 128) * group.busbw

@@ -1,4 +1,4 @@
-"""What is to be predicted: the work of a step, how it is spread over GPUs, and what one GPU computes. No torch."""
+"""The input of a prediction: the work of a step, its layout over GPUs, and the speed of one GPU. No torch."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU that layouts are predicted for. machine: its name as NVML gives it; memory: bytes, by NVIDIA's data sheet."""
+    """A GPU to predict for. machine: its NVML name; memory: bytes, by NVIDIA's data sheet."""
 
     name: str
     machine: str
     memory: float
 
     def peak(self, precision: str) -> float:
-        """Dense FLOP a second."""
+        """Return dense FLOP/s."""
         found = peaks.peak(self.machine, precision)
         assert found is not None
         return found
@@ -30,13 +30,13 @@ GPUS = {
     "h100": Gpu(name="H100 SXM", machine="NVIDIA H100 80GB HBM3", memory=80e9),
     "h200": Gpu(name="H200 SXM", machine="NVIDIA H200", memory=141e9),
 }
-#: Bytes a second of torch's fused AdamW on an H100, by the records of results/h100/speed-llama3-1b; 2.7 TB/s on an H200.
+#: Bytes/s of torch's fused AdamW on an H100, by the records of results/h100/speed-llama3-1b; 2.7 TB/s on an H200.
 UPDATES = 2.6e12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """FLOP a second that one GPU reaches over a whole step but its update: of work in bf16, and in FP8."""
+    """FLOP/s of one GPU over a whole step without its update: for work in bf16, and in FP8."""
 
     bf16: float
     fp8: float
@@ -46,8 +46,8 @@ class Rate:
 class Work:
     """A step: `batch` sequences a micro-batch for each copy of the model, block_size tokens each.
 
-    recompute: what of a layer's forward pass the backward pass does again: nothing, every second matrix product
-    (torchtitan's selective checkpointing) or all. reduce_bytes: of an element of a gradient as it is reduced.
+    recompute: the part of a layer's forward pass that the backward pass repeats: none, every second matrix product
+    (torchtitan's selective checkpointing) or all. reduce_bytes: bytes of a gradient's element when it is reduced.
     """
 
     config: DecoderConfig
@@ -59,15 +59,15 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, for one copy of the model."""
+        """Tokens of a micro-batch, for one copy of the model."""
         return self.batch * self.config.block_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a step is spread: by mode, and with tp ranks a layer, pp stages of `chunks` parts each and cp parts a sequence.
+    """How a step is divided: by mode, with tp ranks a layer, pp stages of `chunks` parts each and cp parts a sequence.
 
-    sliced: tensor parallelism that sends while it multiplies (torch's async TP).
+    sliced: tensor parallelism overlaps communication with its GEMMs (torch's async TP).
     """
 
     mode: str
@@ -82,12 +82,12 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Of the model, each with a batch of its own."""
+        """Number of copies of the model, each with a batch of its own."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
     def _near(self) -> int:
-        """Ranks of a node that hold the same part of the model."""
+        """Number of ranks in a node that hold the same part of the model."""
         return max(1, min(self.gpus_per_node, self.world) // self.tp)
 
     def group(self, ranks: int, local: int) -> Group:
@@ -99,7 +99,7 @@ class Layout:
 
     @property
     def shards(self) -> Group:
-        """Over which weights, gradients and states are cut."""
+        """The ranks over which weights, gradients and states are sharded."""
         if self.mode in ("ddp", "tp"):
             return self.group(1, 1)
         same = self.copies * self.cp
@@ -107,7 +107,7 @@ class Layout:
 
     @property
     def replicas(self) -> Group:
-        """Over which gradients are all-reduced, beside or after they are cut."""
+        """The ranks over which gradients are all-reduced, instead of or after sharding."""
         if self.mode == "ddp":
             return self.group(self.copies, self._near)
         if self.mode == "hsdp":

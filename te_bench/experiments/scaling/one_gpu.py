@@ -1,4 +1,4 @@
-"""What one GPU computes, from a step that was measured on one: its FLOP over its seconds without the update."""
+"""The speed of one GPU, from a step measured on it: its FLOP over its seconds without the update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A whole step that ran alone on one GPU. update: bytes that its optimizer moves a parameter."""
+    """A whole step that ran alone on one GPU. update: bytes that its optimizer moves per parameter."""
 
     model: str
     batch: int
@@ -33,13 +33,13 @@ class Measured:
 
     @property
     def rate(self) -> Rate:
-        """One for all FLOP of the step, of whatever precision they are. Raises ValueError for an impossible time."""
+        """One rate for all FLOP of the step, in any precision. Raise ValueError for an impossible time."""
         config = model(self.model, self.tokens)
         left = self.seconds - self.update * cost.parameters(config, config.shape.vocab) / UPDATES
         if left <= 0:
             raise ValueError(
                 f"a step of {self.model} in {self.seconds * 1e3:.3g} ms is shorter than its optimizer's update: "
-                "it is of no GPU that this plans for; give --tflops"
+                "no GPU of this prediction is so fast; give --tflops"
             )
         return Rate(bf16=self.flop / left, fp8=self.flop / left)
 
@@ -51,7 +51,7 @@ class Measured:
         return f"{step}, {self.how}: {self.rate.bf16 / TERA:.0f} TFLOP/s"
 
 
-#: Where nothing else is said. The 8B steps: one H200, bf16 weights and AdamW states, torch 2.11, 2026-11-23.
+#: The default steps. The 8B steps: one H200, bf16 weights and AdamW states, torch 2.11, 2026-11-23.
 KNOWN: Mapping[tuple[str, str], Measured] = {
     ("h200", "bf16"): Measured(
         model="llama3-8b", batch=1, tokens=8192, precision="bf16", seconds=0.7712, update=14,
@@ -73,12 +73,12 @@ KNOWN: Mapping[tuple[str, str], Measured] = {
 
 
 def stated(tflops: float) -> Rate:
-    """One rate for all FLOP of a step."""
+    """Return one rate for all FLOP of a step."""
     return Rate(bf16=tflops * TERA, fp8=tflops * TERA)
 
 
 def nearest(steps: list[Measured], name: str, precision: str) -> Measured | None:
-    """The fastest of the steps of that model and precision; of another model that with the most FLOP. None without any."""
+    """Return the fastest step of that model and precision, else of the model with the most FLOP; None without steps."""
     assert precision in PRECISIONS
     same = [step for step in steps if step.precision == precision]
     exact = [step for step in same if step.model == name]

@@ -1,15 +1,15 @@
-"""A training step on many GPUs, predicted from what one computes and what collectives take. Pure arithmetic, no torch.
+"""Predict a training step on many GPUs from the speed of one and the time of collectives. Pure calculation, no torch.
 
-A step is its compute, what of its collectives no compute hides, the bubble of a pipeline and the optimizer's update:
-- FLOP: models/cost.py's, 2 a weight and token forward, 4 backward; causal attention 2 and 5 (it is computed again).
-- Sharded weights (FSDP2): each layer is gathered before its forward and its backward pass and its gradient is
-  reduce-scattered. One layer is fetched ahead, so that exposed is the first gather, the last reduce-scatter, and of each
-  layer max(0, collectives - compute) (torch.distributed.fsdp fetches so; the sum is ours).
-- DDP: buckets of 25 MiB (torch's bucket_cap_mb) are all-reduced beside the backward pass; the token table's come last.
+A step consists of its compute, the collectives that compute does not hide, a pipeline's bubble and the optimizer's update:
+- FLOP: as in models/cost.py, 2 a weight and token forward, 4 backward; causal attention 2 and 5 (it is recomputed).
+- Sharded weights (FSDP2): each layer is gathered before its forward and its backward pass, and its gradient is
+  reduce-scattered. One layer is prefetched. Exposed are the first gather, the last reduce-scatter, and of each layer
+  max(0, collectives - compute) (the prefetch is torch.distributed.fsdp's; the sum is te-bench's).
+- DDP: buckets of 25 MiB (torch's bucket_cap_mb) are all-reduced during the backward pass; the token table's come last.
 - Tensor parallelism with sequence parallelism: two all-gathers and two reduce-scatters a layer and pass (Korthikanti et
-  al. 2022), with nothing to hide behind. Recomputing "selective" gathers again (torchtitan keeps what was reduced),
-  "full" does all again. Sliced (async TP), a slice of tp is exposed, and what exceeds the products.
-- Pipeline: (pp - 1) / (chunks * micro_batches) of a step idle (Narayanan et al. 2021), layers dealt out evenly.
+  al. 2022), all exposed. Recomputing "selective" repeats the gathers (torchtitan keeps the reduced outputs), "full" repeats
+  all. Sliced (async TP), exposed are a slice of 1 / tp and what exceeds the products.
+- Pipeline: (pp - 1) / (chunks * micro_batches) of a step idle (Narayanan et al. 2021), with evenly divided layers.
 """
 
 import math
@@ -21,18 +21,18 @@ from te_bench.experiments.scaling.layout import UPDATES, Layout, Rate, Work
 from te_bench.models import cost
 
 BUCKET = 25 * 2**20
-#: Bytes of AdamW's update a parameter: float32 weight, gradient and moments read, all but the gradient written.
+#: Bytes per parameter of AdamW's update: float32 weight, gradient and moments are read, all but the gradient written.
 UPDATE = 28
-#: A step bound by its compute spends so much of its time there.
+#: A step is bound by compute if compute takes at least this share of its time.
 MOSTLY = 0.9
 TOO_LITTLE = "memory"
-#: Kinds of what models/cost.py says that a step keeps from a layer's forward to its backward pass.
+#: The kinds of models/cost.py that a step keeps from a layer's forward to its backward pass.
 KEPT = ("residual stream", "attention", "the activation's input", "operands of weight gradients")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one step on one layout, seconds and bytes of one rank. communication_s: of all collectives, hidden or not."""
+    """One step on one layout; seconds and bytes of one rank. communication_s: of all collectives, hidden or not."""
 
     layout: Layout
     seconds: float
@@ -47,13 +47,13 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.tokens / self.seconds / self.layout.world
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """One layer's forward or backward pass on one rank: what it computes, and its collectives of tensor parallelism."""
+    """One layer's forward or backward pass on one rank: its compute, and its collectives of tensor parallelism."""
 
     compute: float
     sent: Collective
@@ -65,7 +65,7 @@ class _Pass:
 
 
 def predict(work: Work, layout: Layout, rate: Rate, memory: float) -> Prediction:
-    """The step of a GPU with so many bytes of memory."""
+    """Predict the step on GPUs with so many bytes of memory."""
     s = work.config.shape
     forward, backward = _passes(work, layout, rate)
     head = 6 * work.tokens / layout.cp * s.hidden * s.vocab / rate.bf16 / layout.tp
@@ -111,7 +111,7 @@ def _bound_of(layout: Layout, data: Collective) -> str:
 
 
 def _passes(work: Work, layout: Layout, rate: Rate) -> tuple[_Pass, _Pass]:
-    """A layer's, of one micro-batch on one rank."""
+    """Return a layer's forward and backward pass, for one micro-batch on one rank."""
     s = work.config.shape
     n = work.tokens / layout.cp
     of_linears = rate.fp8 if work.precision == "fp8" else rate.bf16
@@ -133,11 +133,11 @@ def _passes(work: Work, layout: Layout, rate: Rate) -> tuple[_Pass, _Pass]:
 
 
 def _data_parallel(work: Work, layout: Layout, forward: _Pass, backward: _Pass) -> tuple[Collective, float]:
-    """The collectives over copies of the model in a step, and the seconds of them that nothing hides."""
+    """Return a step's collectives over copies of the model, and their exposed seconds."""
     s = work.config.shape
     layer, table = s.weights / layout.tp, s.hidden * s.vocab / layout.tp
     layers = s.layers / layout.pp
-    tables = 1 if s.tied or layout.pp > 1 else 2  # of a stage: the first holds one, the last the other
+    tables = 1 if s.tied or layout.pp > 1 else 2  # in a pipeline the first stage holds one, the last the other
     if layout.mode == "ddp":
         rest = _buckets(4 * (layer * layers + table * (tables - 1)), layout)
         last = _buckets(4 * table, layout)
@@ -145,7 +145,7 @@ def _data_parallel(work: Work, layout: Layout, forward: _Pass, backward: _Pass) 
     of_layer = 1 if work.precision == "fp8" else 2
     gather, gather_table = (collective(GATHER, size, layout.shards) for size in (of_layer * layer, 2 * table))
     reduce, reduce_table = (_reduced(work, layout, elements) for elements in (layer, table))
-    # Stages of a pipeline keep what they gathered, and reduce after the last micro-batch.
+    # Pipeline stages keep the gathered weights, and reduce after the last micro-batch.
     times, gathers = (1, 1) if layout.pp > 1 else (work.micro_batches, 2)
     exposed = gather_table.seconds + reduce_table.seconds
     exposed += layers * max(0.0, gather.seconds - forward.seconds)
@@ -158,7 +158,7 @@ def _data_parallel(work: Work, layout: Layout, forward: _Pass, backward: _Pass) 
 
 
 def _reduced(work: Work, layout: Layout, elements: float) -> Collective:
-    """A gradient's reduce-scatter over shards, and of a shard's all-reduce over replicas."""
+    """Return a gradient's reduce-scatter over shards, and a shard's all-reduce over replicas."""
     size = work.reduce_bytes * elements
     scattered = collective(GATHER, size, layout.shards)
     return scattered + collective(REDUCE, size / layout.shards.ranks, layout.replicas)
@@ -170,7 +170,7 @@ def _buckets(size: float, layout: Layout) -> Collective:
 
 
 def _memory(work: Work, layout: Layout) -> dict[str, float]:
-    """Bytes of a rank: an estimate, for what an allocator wastes and NCCL takes is not in it."""
+    """Estimate the bytes of a rank, without the allocator's waste and NCCL's buffers."""
     s = work.config.shape
     fp8 = work.precision == "fp8"
     parts = layout.tp * layout.pp
@@ -178,7 +178,7 @@ def _memory(work: Work, layout: Layout) -> dict[str, float]:
     layer, layers, table = s.weights / layout.tp, s.layers / layout.pp, s.hidden * s.vocab / layout.tp
     of_layer = 1 if fp8 else 2
     if layout.shards.ranks == 1 or layout.pp > 1:
-        gathered = 2 * held  # copies in half precision of all that a rank computes with
+        gathered = 2 * held  # half-precision copies of all weights that a rank uses
     else:
         gathered = max(2 * layer * of_layer, layer * of_layer + 2 * table) + work.reduce_bytes * max(layer, table)
     n = work.tokens / layout.cp / layout.tp

@@ -1,7 +1,7 @@
-"""Published throughputs, and how far a prediction is from each. One constant a family is fitted, on its smallest world.
+"""Compare predictions with published throughputs. Each family has one fitted constant, from its smallest world.
 
-The constant is the share of the GPU's peak that one GPU's compute reaches: of bf16's for work in bf16, of FP8's for work
-in FP8. It stands for GPU kind, power limit and software, and for nothing of what is between GPUs.
+The constant is the share of the GPU's peak that one GPU reaches: of the bf16 peak for work in bf16, of the FP8 peak for work
+in FP8. It covers GPU kind, power limit and software, and nothing between GPUs.
 """
 
 import statistics
@@ -12,13 +12,13 @@ from te_bench.experiments.scaling.layout import GPUS, Layout, Rate, Work
 from te_bench.experiments.scaling.predict import predict
 from te_bench.experiments.scaling.shapes import model
 
-LINK = 50e9  # 400 Gb/s a GPU, of all that are here
+LINK = 50e9  # 400 Gb/s a GPU, in all families
 FITTED, MORE, OTHER = "fitted", "more GPUs", "another model or layout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """Tokens a second and GPU that somebody published of a work on a layout."""
+    """Published tokens per second and GPU, for a work on a layout."""
 
     what: str
     tokens_per_second: float
@@ -28,7 +28,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Figures of one software, GPU kind and precision; the first is that of the smallest model on the smallest world."""
+    """Figures of one software, GPU kind and precision; the first has the smallest model on the smallest world."""
 
     name: str
     source: str
@@ -44,7 +44,7 @@ def _llama(size: str, batch: int, precision: str, *, micro_batches: int = 1, rec
 
 
 def _mpt(size: str, batch: int, *, micro_batches: int = 1, recompute: str = "none") -> Work:
-    """llm-foundry reduces gradients in bf16 (fsdp_config: mixed_precision: PURE)."""
+    """Return an MPT step; llm-foundry reduces gradients in bf16 (fsdp_config: mixed_precision: PURE)."""
     return Work(
         config=model(f"mpt-{size}", 2048), batch=batch, precision="bf16", micro_batches=micro_batches,
         recompute=recompute, reduce_bytes=2,
@@ -57,7 +57,7 @@ def _on(world: int, *, tp: int = 1, pp: int = 1, chunks: int = 1, cp: int = 1, s
 
 
 def _titan(precision: str, in_8: float, in_128: float, of_70b: Sequence[float], of_8b: Sequence[float]) -> list[Figure]:
-    """torchtitan's on H100: 8B alone, and with TP 8 plain and async."""
+    """Return torchtitan's figures on H100: FSDP alone, and with TP 8, plain and async."""
     eight, seventy = _llama("8b", 2, precision, recompute="selective"), _llama("70b", 16, precision, recompute="full")
     narrow = _llama("8b", 12, precision, recompute="selective")
     return [
@@ -79,7 +79,7 @@ def _titan(precision: str, in_8: float, in_128: float, of_70b: Sequence[float], 
 
 
 def _deep(what: str, speed: float, chunks: int) -> Figure:
-    """405B in 8 stages, a batch of 32. Its micro-batches are not published: 8 give the published ratio of both schedules."""
+    """Return 405B in 8 stages, batch 32. Its micro-batches are unpublished: 8 reproduce both schedules' published ratio."""
     layout = _on(512, tp=8, pp=8, chunks=chunks, sliced=True)
     work = _llama("405b", 4, "fp8", micro_batches=8, recompute="full")
     return Figure(what=f"Llama 405B FSDP 8, async TP 8, PP 8 {what}", tokens_per_second=speed, work=work, layout=layout)
@@ -154,7 +154,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A figure beside its prediction. Where the family's constant is fitted on the figure, it says nothing."""
+    """A figure with its prediction. The error is meaningless for the figure on which the family's constant is fitted."""
 
     family: Family
     figure: Figure
@@ -167,17 +167,17 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was published; above 0 it is too fast."""
+        """Error of the prediction, as a share of the published value; above 0 the prediction is too fast."""
         return self.predicted / self.figure.tokens_per_second - 1
 
     @property
     def kind(self) -> str:
-        """What tells its figure from the one that its family was fitted on."""
+        """How the figure differs from the fitted figure of its family."""
         return FITTED if self.fitted else MORE if self.figure.what == self.family.figures[0].what else OTHER
 
 
 def fit(figure: Figure, gpu: str) -> float:
-    """The share of the GPU's peak with which the figure is predicted as it was published."""
+    """Return the share of the GPU's peak with which the prediction equals the published figure."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -192,7 +192,7 @@ def _speed(figure: Figure, gpu: str, efficiency: float) -> float:
 
 
 def validate() -> list[Compared]:
-    """Every published figure beside its prediction, family after family."""
+    """Return every published figure with its prediction, family by family."""
     found = []
     for family in FAMILIES:
         efficiency = fit(family.figures[0], family.gpu)
@@ -204,7 +204,7 @@ def validate() -> list[Compared]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Errors:
-    """Of so many predictions, the median and the largest size of their errors."""
+    """Number, median and maximum of absolute errors."""
 
     number: int
     median: float
@@ -212,6 +212,6 @@ class Errors:
 
 
 def errors(compared: Sequence[Compared], kinds: Sequence[str] = (MORE, OTHER)) -> Errors:
-    """Of the predictions of these kinds."""
+    """Return the errors of the predictions of these kinds."""
     sizes = [abs(one.error) for one in compared if one.kind in kinds]
     return Errors(number=len(sizes), median=statistics.median(sizes), worst=max(sizes))

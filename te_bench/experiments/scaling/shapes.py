@@ -1,4 +1,4 @@
-"""Models to plan for: all that te-bench knows by name, and larger ones that no GPU here holds, by their shapes alone."""
+"""Models to plan for: all that te-bench knows by name, and larger ones, by their shapes alone."""
 
 import dataclasses
 
@@ -22,12 +22,12 @@ PLANNED: dict[str, DecoderConfig] = {
 
 
 def known() -> dict[str, DecoderConfig]:
-    """All of them, by their names."""
+    """Return all configurations by name."""
     return {**PLANNED, **configs()}
 
 
 def model(name: str, tokens: int | None = None) -> DecoderConfig:
-    """The configuration by its name, with sequences of so many tokens. Raises ValueError for another name."""
+    """Return a configuration by name, with sequences of `tokens` tokens. Raise ValueError for an unknown name."""
     found = known()
     plugins.check("model", name, sorted(found))
     return found[name] if tokens is None else dataclasses.replace(found[name], block_size=tokens)

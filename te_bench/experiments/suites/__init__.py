@@ -1,1 +1,1 @@
-"""Sweeps, a file each: `experiment(options) -> Experiment`. The first line of its docstring is what `list suites` shows."""
+"""Suites, a file each: `experiment(options) -> Experiment`. `list suites` shows the first line of each docstring."""

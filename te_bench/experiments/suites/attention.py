@@ -1,4 +1,4 @@
-"""Attention alone, forward and backward, at eleven shapes, two of which are changed too; and where it should be scaled."""
+"""Attention forward and backward at eleven shapes, some with windows, documents or dropout; and errors by where to scale."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ GPU_SHAPES: list[tuple[Any, ...]] = [
     (4, 32, 2048, 128, True, 8),
     (1, 32, 8192, 128, True, 8),
 ]
-#: What is changed of some of them, one thing at a time, to see what it costs.
+#: Changes to some shapes, one at a time, to measure their cost.
 GPU_CHANGES: dict[tuple[Any, ...], list[Settings]] = {
     (12, 12, 1024, 64, True): [{"window_left": 511, "window_right": 0}, {"documents": 4}, {"dropout": 0.1}],
     (4, 32, 2048, 128, True, 8): [
@@ -62,13 +62,13 @@ def experiment(options: Options) -> Experiment:
 
 
 def can_hold(name: str, problem: Settings) -> bool:
-    """False for a backend that would hold too many scores."""
+    """Return False for a backend that would keep too many scores."""
     scores_bytes = 2 * problem["batch"] * problem["heads"] * problem["length"] ** 2
     return name not in suite_trials.KEEPS_SCORES or scores_bytes <= suite_trials.SCORES_LIMIT
 
 
 def fused() -> list[str]:
-    """Backends to train with: they keep no scores, and round nothing to FP8, in which attention has none of the changes."""
+    """Return backends for training: without kept scores, and without FP8, whose attention supports none of the changes."""
     return [name for name in attention.names() if not (name in suite_trials.KEEPS_SCORES or attention.in_fp8(name))]
 
 

@@ -1,6 +1,6 @@
-"""Does FP8 train like bf16? Pairs of the same weights and batches, or recipes against a pool of bf16 runs; a fault.
+"""Does FP8 train like bf16? Compares recipes with bf16 runs, pair by pair or with a pool, and a planted fault.
 
-With --weights or --states: do weights and moments in fewer bits train like float32's?
+With --weights or --states: do weights and moments with fewer bits train like float32's?
 """
 
 import dataclasses
@@ -15,40 +15,39 @@ ALPHA = 0.05
 ASKED = "does FP8 train like bf16"
 #: Nats. gpt2 and llama: 0.27 % of GPT-2's loss, 1.82; DeepSeek-V3 reports less than 0.25 % (arXiv:2412.19437, 3.3). Their
 #: TIGHTER margin is stated beside it.
-#: The tiny GPT of preset cpu ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
-#: gpt2-short: at step 200 of 2,035 of four times the tokens, bf16 is 0.010 (sd) from itself an ulp away.
+#: Preset cpu: its tiny GPT ends within 0.0005 of its A/A arm and within 0.004 of its FP8 arms (5 seeds, 2026-11-22).
+#: gpt2-short: at step 200 of 2,035 of four times the tokens, two bf16 runs an ulp apart differ by 0.010 (sd).
 MARGINS = {"cpu": 0.01, "cpu-pool": 0.05, "char": 0.01, "gpt2": 0.005, "llama": 0.005, "gpt2-short": 0.02}
 TIGHTER = {"gpt2": 0.003, "llama": 0.003}
 #: Runs of each recipe.
 SEEDS = {"cpu": 6, "cpu-pool": 5, "char": 8, "gpt2": 12, "llama": 12, "gpt2-short": 14}
-#: Presets whose recipes share a pool of bf16 runs, unless --design says otherwise.
+#: Presets whose recipes share a pool of bf16 runs, unless --design overrides it.
 POOLED = frozenset({"cpu-pool"})
 PILOT = 3  # rounds of a pilot: with six recipes and three bf16 runs a round, 20 degrees of freedom
 
-#: The broken arm: a fault that is seen for certain (docs/convergence-questions.md), and the recipe that it is planted into.
+#: The broken arm: a fault that is certainly detected (docs/convergence-questions.md), and the recipe that gets it.
 FAULT, FAULTY = "flushed_gradients", "float8_current_scaling"
 
-#: Runs of the broken arm: of a pool's plan, and of the presets whose fault ends 14 times (300 steps of GPT-2) or more what
-#: its gaps vary by (sd) above the margin. Three pairs show that in over 99 % of studies.
+#: Runs of the broken arm in a pool's plan, and in presets whose fault ends far above the margin: 14 (300 steps of GPT-2) or
+#: more standard deviations of its gaps. Three pairs show such a fault in over 99 % of studies.
 BROKEN = 3
 FAR_BROKEN = frozenset({"char", "gpt2", "llama", "gpt2-short"})
-#: Of other pairs and of branches. The tiny GPT's fault ends 3.4 sd above the margin, branched or not (ten seeds on a CPU):
-#: three pairs show that in 44 % of studies, six in over 99 %.
+#: The same for other pairs and for branches. The tiny GPT's fault ends 3.4 sd above the margin, branched or not (ten seeds
+#: on a CPU): three pairs show it in 44 % of studies, six in over 99 %.
 BROKEN_NEARER = 6
 
-Way = tuple[str | None, Settings]  # a recipe, None for bf16, and the parts that it runs through besides the problem's
+Way = tuple[str | None, Settings]  # a recipe, None for bf16, and settings added to the problem
 
-#: Of the step that te-bench recommends, which has an FP8 head too.
+#: The step that te-bench recommends, with an FP8 head.
 FASTEST_WAY: Way = ("delayed_scaling", {"head": "fp8"})
-#: The same with E4M3 gradients, for E5M2's cost half of the gap (results/h200/convergence-e4m3): judged before all others,
-#: for of a family of seven no affordable number of seeds tells a gap as small as it then has from the margin.
+#: The same with E4M3 gradients, because E5M2 causes half of the gap (results/h200/convergence-e4m3). It is judged first:
+#: in a family of seven recipes, no affordable number of seeds tells its small gap from the margin.
 NEAREST_WAY: Way = ("delayed_scaling_e4m3", {"head": "fp8"})
 
-#: Heads of the fused step: the FP8 one is an option of its own, with a verdict of its own.
+#: Heads of the fused step; the FP8 head has a verdict of its own.
 FUSED_HEADS = ("chunked", "fp8")
 
-#: Fewest of a verdict on branches, whose runs are pairs whatever the preset, one a trunk: of fewer trunks the claim would
-#: rest on a spread that is hardly known.
+#: Fewest trunks of a verdict on branches, which are always pairs, one a trunk: from fewer, the spread is hardly known.
 TRUNKS = 6
 
 HEEDS = presets.TRAINING.union(
@@ -92,7 +91,7 @@ def experiment(options: Options) -> Experiment:
             "alpha": ALPHA if options.alpha is None else options.alpha,
             "seeds": len(seeds),
             "steps": problem["steps"],
-            # Of a seed A/A is bf16 once more: the mean of both costs nothing, and varies less than one of them.
+            # A seed's A/A run is a second bf16 run: the mean of both costs nothing, and varies less than one of them.
             **({"bf16_runs": 2, "fault_runs": faults} if ratio is None else {"pool": ratio}),
             **({"first_seed": options.first_seed} if options.first_seed else {}),
             **({"primary": trials[2].cell} if ratio is None and ways[0] == NEAREST_WAY else {}),
@@ -111,46 +110,50 @@ def _question(options: Options) -> str:
 
 
 def _branched(options: Options, preset: str, steps: int) -> Settings:
-    """What --branch-at sets. Raises ValueError for what does not go with it."""
+    """Return the settings of --branch-at. Raise ValueError for conflicting options."""
     if options.branch_at is None:
         return {}
     flag = f"--branch-at {options.branch_at}"
     if options.design == "pool":
-        raise ValueError(f"{flag} beside --design pool: runs of one trunk are pairs; leave --design out")
+        raise ValueError(f"{flag} with --design pool: runs of one trunk are pairs; leave --design out")
     if options.branch_at >= steps:
-        raise ValueError(f"{flag}: the training has {steps} steps, and FP8 is to have some; give fewer")
+        raise ValueError(f"{flag}: the training has {steps} steps, and FP8 must have some; give fewer")
     if run_options.fewer_bits(options):
-        raise ValueError(f"{flag} beside --weights or --states: it judges FP8 that begins there; leave one of them out")
+        raise ValueError(
+            f"{flag} with --weights or --states: --branch-at judges FP8 that begins there; leave one of them out"
+        )
     if options.bf16_from is not None:
-        raise ValueError(f"{flag} beside --bf16-from: one judges where FP8 begins, the other where it ends; give one")
+        raise ValueError(f"{flag} with --bf16-from: one judges FP8's begin, the other its end; give one")
     if options.parallel is not None:
-        raise ValueError(f"{flag} beside --parallel: a trunk is of a step on one GPU; leave one of them out")
+        raise ValueError(f"{flag} with --parallel: a trunk is trained on one GPU; leave one of them out")
     if options.fused and preset not in presets.FUSED:
         fused = " or ".join(sorted(presets.FUSED))
-        raise ValueError(f"{flag} beside --fused: all go on from one step, by modules or fused; take --preset {fused}")
+        raise ValueError(
+            f"{flag} with --fused: all branches continue one step, by modules or fused; give --preset {fused}"
+        )
     return {"branch_at": options.branch_at}
 
 
 def best_ratio(recipes: int) -> int:
-    """bf16 runs for each run of a recipe with the least variance of a gap for the same number of runs: about sqrt(recipes).
+    """Return the bf16 runs per run of a recipe with the least variance of a gap for a given total: about sqrt(recipes).
 
-    One of them is A/A's, so that there are two at least. Dunnett 1955, J. Am. Stat. Assoc. 50:1096.
+    One of them is A/A's, so there are at least two. Dunnett 1955, J. Am. Stat. Assoc. 50:1096.
     """
     return min((2, 3, 4), key=lambda ratio: ((recipes + ratio) * (1 + 1 / ratio), -ratio))
 
 
 def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
-    """What is judged: recipes; with --weights or --states bf16, which then has them as the recipes that are named."""
+    """Return what is judged: recipes; with --weights or --states, bf16 and the named recipes with these settings."""
     if fewer := run_options.fewer_bits(options):
         if options.fused:
-            raise ValueError("--fused beside --weights or --states: one question at a time; leave --fused out")
+            raise ValueError("--fused with --weights or --states: a study answers one question; leave --fused out")
         accumulate = problem.get("accumulate", 1)
         if reason := fewer_bits.unsupported(fewer.get("weights"), fewer.get("states"), accumulate=accumulate):
             raise ValueError(f"--weights: preset {preset}: {reason}, by --accumulate 1, or give --states alone")
         own: Settings = {"optimizer": presets.fused_parts(options)["optimizer"], **fewer}
         return [(recipe, own) for recipe in (None, *(options.recipes or ()))]
     recipes = presets.recipes_of(options)
-    if preset in presets.FUSED:  # bf16 too runs through the fused step
+    if preset in presets.FUSED:  # bf16 also uses the fused step
         found: list[Way] = [(recipe, {}) for recipe in recipes]
         if options.recipes is None:
             found = [NEAREST_WAY, *found, FASTEST_WAY, (suite_trials.FP8_ATTENTION, {})]
@@ -166,27 +169,27 @@ def _ways(options: Options, preset: str, problem: Settings) -> list[Way]:
 
 
 def _ending_in_bf16(options: Options, steps: int) -> Settings:
-    """What --bf16-from sets. Raises ValueError for what does not go with it."""
+    """Return the settings of --bf16-from. Raise ValueError for conflicting options."""
     if options.bf16_from is None:
         return {}
     flag = f"--bf16-from {options.bf16_from}"
     if options.bf16_from >= steps:
-        raise ValueError(f"{flag}: the training has {steps} steps, and bf16 is to have some; give fewer")
+        raise ValueError(f"{flag}: the training has {steps} steps, and bf16 must have some; give fewer")
     if run_options.fewer_bits(options):
-        raise ValueError(f"{flag} beside --weights or --states: it judges where FP8 ends; leave one of them out")
+        raise ValueError(f"{flag} with --weights or --states: --bf16-from judges where FP8 ends; leave one of them out")
     if options.parallel is not None:
-        raise ValueError(f"{flag} beside --parallel: the precision changes on one GPU alone; leave one of them out")
+        raise ValueError(f"{flag} with --parallel: the precision can change only on one GPU; leave one of them out")
     return {"bf16_from": options.bf16_from}
 
 
 def _possible(ways: list[Way]) -> list[Way]:
-    """Those but an FP8 head of a recipe that has none: a study with it would never be complete."""
+    """Remove FP8 heads of recipes that refuse one; a study with them would never be complete."""
     without = suite_trials.without_fp8_head()
     return [(recipe, parts) for recipe, parts in ways if not (parts.get("head") == "fp8" and recipe in without)]
 
 
 def _arms(options: Options, problem: Settings, ways: list[Way], seed: int) -> list[Trial]:
-    """The arms of one pair: what differs between them is in "arm", "perturb_ulp" and "fault", precision and recipe."""
+    """Return the arms of one pair; they differ in "arm", "perturb_ulp", "fault", precision and recipe."""
     asked: list[Way] = [
         (None, {"arm": "control"}),
         (None, {"arm": "aa", "perturb_ulp": 1}),
@@ -197,7 +200,7 @@ def _arms(options: Options, problem: Settings, ways: list[Way], seed: int) -> li
 
 
 def _round(options: Options, problem: Settings, ways: list[Way], number: int, ratio: int) -> list[Trial]:
-    """One run of every recipe and `ratio` of bf16, each of a seed of its own: after any round the arms are balanced."""
+    """Return one run of every recipe and `ratio` bf16 runs with their own seeds: the arms are balanced after any round."""
     first = number * ratio
     control, aa, *recipes, broken = _arms(options, problem, ways, first)
     bf16 = [dataclasses.replace(control, seed=seed) for seed in range(first, first + ratio - 1)]
@@ -206,5 +209,5 @@ def _round(options: Options, problem: Settings, ways: list[Way], number: int, ra
 
 
 def _some(trials: list[Trial], number: int, faults: int) -> list[Trial]:
-    """The broken arm has a run in the first rounds alone."""
+    """Keep the broken arm in the first rounds only."""
     return [trial for trial in trials if trial.problem["arm"] != "broken" or number < faults]

@@ -1,6 +1,6 @@
 """Loss curves: the best validation loss in a time budget, at each backend's largest batch; bf16 beside fp8 by step.
 
-Of GPT-2 and nanoGPT's character model, on a CPU of a tiny GPT; --model, --batch and --tokens are for both halves.
+Models: GPT-2 and nanoGPT's character model, on a CPU a tiny GPT. --model, --batch and --tokens apply to both halves.
 """
 
 from te_bench.experiments import suite_trials
@@ -8,7 +8,7 @@ from te_bench.experiments.presets import CHAR, TINY
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 
-SEEDS = 3  # of the step-by-step curves: the spread between them is the bf16 arm's band
+SEEDS = 3  # of the curves by step; their spread is the band of the bf16 arm
 BUDGET_S = 60.0
 
 
@@ -25,7 +25,7 @@ def experiment(options: Options) -> Experiment:
 
 
 def _budget(options: Options) -> list[Trial]:
-    """What a user gets out of the same minutes: GPT-2 on a GPU, the tiny model at a fixed batch on a CPU."""
+    """Return trainings of equal time: GPT-2 on a GPU, the tiny model at a fixed batch on a CPU."""
     cuda = options.device == "cuda"
     sizes = suite_trials.sized(options, {"model": "gpt2", "block": 1024} if cuda else {"model": "tiny", "block": 64})
     model, block = sizes["model"], sizes["block"]
@@ -52,7 +52,7 @@ def _budget(options: Options) -> list[Trial]:
 
 
 def _steps(options: Options) -> list[Trial]:
-    """Loss against step in bf16 and fp8 from the same weights on the same batches, once for each seed."""
+    """Return loss by step in bf16 and fp8, from the same weights on the same batches, for each seed."""
     usual = CHAR if options.device == "cuda" else TINY
     base = usual | {"model": suite_trials.named(options, usual["model"]), "block": options.tokens or usual["block"]}
     base["batch"] = options.batch or usual["batch"]

@@ -1,6 +1,6 @@
-"""te-bench demo: a first report in about a minute. On a GPU one round of `quick`; on a CPU the smallest GPT's steps.
+"""A first report in about a minute: on a GPU one round of `quick`, on a CPU steps of the smallest GPT.
 
-A byte's vocabulary keeps a CPU's steps short: GPT-2's would take most of a tiny GPT's step, and of a newcomer's minute.
+A vocabulary of bytes keeps a CPU's steps short: GPT-2's vocabulary would take most of a tiny GPT's step.
 """
 
 import dataclasses

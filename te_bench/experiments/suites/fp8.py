@@ -1,4 +1,4 @@
-"""A training step in every FP8 recipe beside bf16, eager, compiled and as one CUDA graph: of GPT-2 124M, or --model's."""
+"""A training step in every FP8 recipe and in bf16, eager, compiled and as one CUDA graph: GPT-2 124M, or --model."""
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings

@@ -1,6 +1,6 @@
-"""A head's loss and both gradients, from 32 k to 256 k classes: all logits compiled, in chunks, in FP8, and by Liger.
+"""A head's loss and both gradients, 32 k to 256 k classes: all logits (compiled), in chunks, in FP8, and by Liger.
 
-Shapes are those of `te-bench tune head`; torch.compile's head with all the logits is the baseline.
+The shapes are those of `te-bench tune head`; torch.compile's head with all logits is the baseline.
 """
 
 from te_bench.experiments import suite_trials, tuning
@@ -14,7 +14,7 @@ ALL_LOGITS = "reference"
 def experiment(options: Options) -> Experiment:
     cuda = options.device == "cuda"
     shapes = tuning.KINDS["head"].defaults(cuda)
-    # The baseline first. Compiled for a CPU it says nothing of a GPU.
+    # The baseline first; it is compiled on a GPU only.
     names = sorted(linear_cross_entropy.names(), key=lambda name: name != ALL_LOGITS)
     trials = tuple(
         Trial(

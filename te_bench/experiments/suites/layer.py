@@ -1,9 +1,9 @@
-"""Transformer Engine's quickstart layer, as it was shown and with one function on every configuration; or --model's.
+"""Transformer Engine's quickstart layer: as published, and in variants that all compute one function; or --model's layer.
 
-"faithful": dropout 0.1, and the masks of the original: full for the plain layer, causal inside TransformerLayer, which so
-computes another function with half of the attention work. "fair": no dropout, causal everywhere. "mlp": its norm and MLP
-alone, te.LayerNormMLP beside the plain one. Of a model, llama3-8b for instance, "fair" alone, without what the quickstart
-shows first: plain PyTorch by kernels and compiled, te.TransformerLayer, torchao and Transformer Engine.
+"faithful": dropout 0.1, and the original's masks: full for the plain layer, causal inside TransformerLayer, which therefore
+computes another function with half of the attention work. "fair": no dropout, causal everywhere. "mlp": its norm and MLP,
+te.LayerNormMLP against the plain one. Of a model, such as llama3-8b, only "fair", without the quickstart's first steps:
+plain PyTorch by kernels and compiled, te.TransformerLayer, torchao and Transformer Engine.
 """
 
 from te_bench.experiments import suite_trials
@@ -20,9 +20,9 @@ MLP: Settings = {**FAIR, "variant": "mlp"}
 HISTORY = 16  # the quickstart's amax_history_len
 
 DELAYED, CURRENT, ROWWISE = "delayed_scaling", "float8_current_scaling", "rowwise_scaling"
-THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # what Transformer Engine has on Hopper
+THEIRS = (DELAYED, CURRENT, "float8_block_scaling")  # recipes that Transformer Engine supports on Hopper
 
-#: Attention and mode of te_layer's configurations besides cuDNN's in eager mode: ours, and both captured.
+#: Attention and mode of te_layer's configurations, besides cuDNN in eager mode: te-bench's kernel, and both captured.
 OURS = (("gluon", "eager"), ("cudnn", "cudagraph"), ("gluon", "cudagraph"))
 
 BOTH = ("eager", "compile")
@@ -35,7 +35,7 @@ def experiment(options: Options) -> Experiment:
     sizes = GPU if cuda else CPU
     if options.model is not None:
         return _of_model(options, options.model, sizes)
-    faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # a CPU's flash has no dropout
+    faithful = _faithful("cudnn" if cuda else "math", theirs=cuda)  # flash on a CPU has no dropout
     fair = _fair_gpu() if cuda else _fair_cpu()
     trials = []
     for seed in suite_trials.seeds(options, SEEDS if cuda else 1):
@@ -50,17 +50,15 @@ def experiment(options: Options) -> Experiment:
 
 
 def _of_model(options: Options, model: str, usual: Settings) -> Experiment:
-    """torch.compile in bf16 first; --batch sequences of --tokens."""
+    """Return the layer of a model: torch.compile in bf16 first; --batch sequences of --tokens."""
     cuda = options.device == "cuda"
     others = [name for name, config in configs().items() if not config.shape.learned_positions]
     if model not in configs():
-        raise ValueError(
-            f"--model {model}: the suite layer knows te-bench's own layers alone; give {', '.join(others)}"
-        )
+        raise ValueError(f"--model {model}: the suite layer knows only te-bench's own layers; give {', '.join(others)}")
     shape = configs()[model].shape
     if shape.learned_positions:
         raise ValueError(
-            f"--model {model}: leave it out, a GPT's layer is the quickstart's; or give {', '.join(others)}"
+            f"--model {model}: a GPT's layer is the quickstart's layer; leave --model out, or give {', '.join(others)}"
         )
     sized = suite_trials.sized(options, {"batch": usual["batch"], "block": usual["sequence"]})
     sizes: Settings = {"model": model, "hidden": shape.hidden, "ffn": shape.ffn, "heads": shape.heads}
@@ -85,7 +83,7 @@ def _of_model(options: Options, model: str, usual: Settings) -> Experiment:
 
 
 def _faithful(kernel: str, *, theirs: bool) -> list[Configuration]:
-    """The five steps of the quickstart; those before TransformerLayer write attention out."""
+    """Return the five steps of the quickstart; those before TransformerLayer write attention out."""
     found: list[Configuration] = [("plain", "manual", None, "eager"), ("plain_sdpa", kernel, None, "eager")]
     found += [("te_basic", "manual", None, "eager"), ("te_fused", "manual", None, "eager")]
     whole = ("te_layer", "transformer_engine") if theirs else ("te_layer",)
@@ -100,7 +98,7 @@ def _fair_gpu() -> list[Configuration]:
 
 
 def _whole_gpu() -> list[Configuration]:
-    """te.TransformerLayer, in bf16 and under each recipe."""
+    """Return te.TransformerLayer in bf16 and in each recipe."""
     recipes = suite_trials.recipes()
     found: list[Configuration] = [("te_layer", "cudnn", None, mode) for mode in BOTH]
     for recipe in recipes:

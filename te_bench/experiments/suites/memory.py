@@ -1,15 +1,15 @@
-"""The largest batch that fits: manual, flash and cuDNN attention, padded vocabulary or not; on a GPU the fastest steps.
+"""The largest batch that fits: manual, flash and cuDNN attention, vocabulary padded or not; on a GPU the fastest steps.
 
-Of GPT-2 124M, on a CPU of a tiny GPT, or --model's. Attention that keeps its scores is left out where those of one sequence
-do not fit.
+Models: GPT-2 124M, on a CPU a tiny GPT, or --model. Attention that keeps its scores is left out if the scores of one
+sequence do not fit.
 """
 
 from te_bench.experiments import suite_trials
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import Experiment, Options, Trial
 
-CPU_LIMIT_GIB = 2.0  # of the trial's own data: a demonstration of the bisection, not a property of the machine
-#: What a configuration has of its own, attention, vocabulary, precision, mode.
+CPU_LIMIT_GIB = 2.0  # of the trial's own data; shows the bisection, not the machine's limit
+#: Settings of a configuration's own, attention, vocabulary, precision, mode.
 Configuration = tuple[Settings, str, bool, str, str]
 OWN, PADDED = False, True
 

@@ -1,7 +1,7 @@
-"""PyTorch's ladder for nanoGPT, on to torch.compile, CUDA graphs and FP8: GPT-2 124M, 12 x 1024 tokens, or --model's.
+"""PyTorch's ladder for nanoGPT, then torch.compile, CUDA graphs and FP8: GPT-2 124M, 12 x 1024 tokens, or --model.
 
-Of a model whose vocabulary needs no padding the rungs without and with it are one, and attention that keeps its scores is
-left out where those do not fit.
+If a model's vocabulary needs no padding, the rungs with and without padding are one. Attention that keeps its scores is left
+out if the scores do not fit.
 """
 
 from te_bench.experiments import suite_trials

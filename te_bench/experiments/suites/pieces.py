@@ -1,6 +1,6 @@
-"""Norms and activations alone, each way, with the cast to FP8 too: by te-bench, torch.compile, Liger and torch's operators.
+"""Norms and activations alone, both passes, also with the cast to FP8: te-bench, torch.compile, Liger, torch's operators.
 
-Sizes are those of a layer: 16384 tokens, of width 4096 for norms and 14336 for activations, or --model's widths.
+The sizes are a layer's: 16384 tokens, width 4096 for norms and 14336 for activations, or --model's widths.
 """
 
 from te_bench.experiments import suite_trials
@@ -22,7 +22,7 @@ def _activation(*others: str) -> dict[str, tuple[str, ...]]:
     return {"forward": others, "backward": others, "forward_quantized": (), "backward_quantized": ()}
 
 
-#: {kind of norm or activation: {function of kernels.norm's or kernels.activation's contract: who has it besides PLAIN and
+#: {kind of norm or activation: {function of the contract of kernels.norm or kernels.activation: backends besides PLAIN and
 #: OURS}}.
 PIECES = {
     "rmsnorm": _norm(TORCH, LIGER),
@@ -31,7 +31,7 @@ PIECES = {
     "gelu": _activation(TORCH),
     "gelu_erf": _activation(TORCH),
 }
-USUAL = ("rmsnorm", "swiglu", "layernorm", "gelu")  # kinds, where no model is named
+USUAL = ("rmsnorm", "swiglu", "layernorm", "gelu")  # kinds without --model
 GPU: Settings = {"batch": 2, "tokens": 8192, "hidden": 4096, "ffn": 14336}
 CPU: Settings = {"batch": 2, "tokens": 64, "hidden": 128, "ffn": 448}
 
@@ -43,7 +43,7 @@ def experiment(options: Options) -> Experiment:
     if options.model is not None:
         if options.model not in configs():
             raise ValueError(
-                f"--model {options.model}: the suite pieces knows te-bench's own layers alone; give {', '.join(configs())}"
+                f"--model {options.model}: the suite pieces knows only te-bench's own layers; give {', '.join(configs())}"
             )
         shape = configs()[options.model].shape
         kinds, sizes = (shape.norm, shape.activation), sizes | {"hidden": shape.hidden, "ffn": shape.ffn}
@@ -78,5 +78,5 @@ def experiment(options: Options) -> Experiment:
 
 
 def rivals(kind: str, call: str) -> tuple[str, ...]:
-    """Who has a piece: PLAIN, which is the baseline and is compiled on a GPU, OURS, and others."""
+    """Return the backends of a piece: PLAIN (the baseline, compiled on a GPU), OURS, and others."""
     return PLAIN, OURS, *PIECES[kind][call]

@@ -1,6 +1,6 @@
-"""A minute or two: what FP8 does to GPT-2's step on this GPU; on a CPU a few configurations of everything, on a tiny GPT.
+"""One or two minutes: the effect of FP8 on GPT-2's step on this GPU; on a CPU a few configurations on a tiny GPT.
 
-A tiny GPT would say nothing of a GPU, whose time it leaves to the host. Larger sweeps are the suite `speed`'s.
+A tiny GPT would say nothing about a GPU, because its time is the host's. The suite `speed` has larger sweeps.
 """
 
 from te_bench.experiments import suite_trials
@@ -11,7 +11,7 @@ from te_bench.experiments.suites import attention, speed
 SEEDS = {"cuda": 2, "cpu": 1}  # a third round of GPT-2's took 36 s on an H200, where two take 111 (2026-11-23)
 BLOCK = 64
 FP8_FROM = (8, 9)  # compute capability: Ada
-SMALL_BATCH, SMALL_GPU = 4, 32 * 2**30  # manual attention's 12 x 1024 tokens take 22.6 GiB, its check beside them
+SMALL_BATCH, SMALL_GPU = 4, 32 * 2**30  # manual attention with 12 x 1024 tokens takes 22.6 GiB, besides its check
 
 
 def experiment(options: Options) -> Experiment:
@@ -19,9 +19,9 @@ def experiment(options: Options) -> Experiment:
 
 
 def _on_a_gpu(options: Options) -> Experiment:
-    """As everybody begins, as torch.compile has it, and te-bench's step, in FP8 where the GPU has it: of the suite `speed`.
+    """Return three steps of the suite `speed`: the common first step, torch.compile's, and te-bench's, in FP8 if supported.
 
-    A plan made without a GPU is a Hopper's.
+    Without a GPU, the plan is for a Hopper GPU.
     """
     gpu = suite_trials.gpu_here()
     capability = gpu.get("capability") or suite_trials.HOPPER
@@ -46,7 +46,7 @@ def _on_a_gpu(options: Options) -> Experiment:
 
 
 def _on_a_cpu(options: Options) -> Experiment:
-    """The kernels are compared in fp32, for a CPU computes bf16 slowly."""
+    """Compare the kernels in fp32, because a CPU computes bf16 slowly."""
     configurations = [(name, False, "fp32") for name in ("manual", "math", "flash")]
     configurations += [("flash", True, precision) for precision in ("fp32", "bf16", "fp8")]
     problem: Settings = {"model": "tiny", "batch": 2, "block": BLOCK}
@@ -64,7 +64,7 @@ def _on_a_cpu(options: Options) -> Experiment:
 
 
 def curves(options: Options, **changed: int) -> list[Trial]:
-    """The same short training in bf16 and in fp8: one pair of loss curves. changed: of its settings."""
+    """Return one short training in bf16 and in fp8, for a pair of loss curves. changed: changed settings."""
     data = suite_trials.corpus_problem(options, "tiny", options.data_for("tiny", "stdlib"), "bytes", BLOCK)
     problem: Settings = {
         **data,

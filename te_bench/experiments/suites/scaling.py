@@ -1,10 +1,10 @@
-"""Tokens a second and GPU on 1, 2, 4 and 8 GPUs, by ddp, fsdp2 and tp in bf16 and FP8: of GPT-2 124M, or --model's.
+"""Tokens per second and GPU on 1, 2, 4 and 8 GPUs, by ddp, fsdp2 and tp in bf16 and FP8: GPT-2 124M, or --model.
 
-Beside te-bench's own steps are other projects', each divided as its project does it (te_bench.training.ways).
+Other projects' steps run beside te-bench's, each divided as its project does it (te_bench.training.ways).
 
-There are --batch sequences for each GPU, however many there are, so that efficiency is the time of a step on one GPU over
-that on several. Under tp every GPU has its part of each sequence's work. On a CPU two processes take the place of GPUs. What
-needs more GPUs than there are is not run.
+Each GPU has --batch sequences, however many GPUs there are, so efficiency is the time of a step on one GPU over the time on
+several. Under tp every GPU does a part of each sequence's work. On a CPU two processes take the place of GPUs. Trials that
+need more GPUs than there are do not run.
 """
 
 import dataclasses
@@ -21,23 +21,21 @@ from te_bench.models.configs import configs
 SEEDS = 3
 WORLDS = {"cuda": (1, 2, 4, 8), "cpu": (1, 2)}
 RECIPES = ("delayed_scaling", "float8_current_scaling")
-#: How a step is divided, and the execution modes that it goes with on a GPU; None: one GPU, which has all of them.
+#: Modes of parallelism, and the execution modes that each supports on a GPU; None: one GPU, which supports all.
 MODES: dict[str | None, tuple[str, ...]] = {
     None: ("compile", "cudagraph"),
     "ddp": ("compile", "cudagraph"),
     "fsdp2": ("compile", "cudagraph"),
     "tp": ("compile",),
 }
-#: On one GPU a rival's step is divided so over a group of one rank, as torchtitan's is; with a ddp it has one process.
+#: On one GPU a rival's step uses this mode over a group of one rank, like torchtitan's; a rival with ddp runs undivided.
 ALONE = "fsdp2"
 RIVALS_OF_OWN = (
-    "torchtitan's ddp, its loss by chunks and its activation checkpointing, and what overlaps Transformer Engine's tp "
-    "(Userbuffers): te-bench has no such steps of theirs"
+    "torchtitan's ddp, its loss by chunks and its activation checkpointing, and Transformer Engine's overlapped tp "
+    "(Userbuffers): te-bench does not run these steps"
 )
 RIVALS_OF_A_USER = "torchtitan's, torchao's and Transformer Engine's steps: over several GPUs for te-bench's own models"
-LEFT_OUT = (
-    "hsdp and fsdp2+tp: they are for several hosts, and these trials are of one; speed measures them by --shard N",
-)
+LEFT_OUT = ("hsdp and fsdp2+tp: for several hosts, and these trials run on one; speed measures them with --shard N",)
 
 
 def experiment(options: Options) -> Experiment:
@@ -84,7 +82,7 @@ def _ours(options: Options, problem: Settings, world: int, seed: int) -> list[Tr
 
 
 def _fused(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
-    """Of te-bench's own models the step that is the fastest on one GPU, which ddp divides; on a CPU none is fused."""
+    """Return, for te-bench's own models, the fastest step on one GPU, divided by ddp; none on a CPU."""
     if options.device != "cuda" or adoptee(options) is not None:
         return []
     divided = {**problem, **_over("ddp" if world > 1 else None, problem, world)}
@@ -94,7 +92,7 @@ def _fused(options: Options, problem: Settings, world: int, seed: int) -> list[T
 
 
 def _theirs(options: Options, problem: Settings, world: int, seed: int) -> list[Trial]:
-    """Other projects' steps, of te-bench's own models: of a GPT those alone that are no Llama's; on a CPU bf16's alone."""
+    """Return other projects' steps of te-bench's own models: for a GPT no step with its own blocks; on a CPU only bf16."""
     if adoptee(options) is not None:
         return []
     cuda, gpt = options.device == "cuda", configs()[problem["model"]].family == "gpt"
@@ -130,12 +128,12 @@ def _step(
     cuda = options.device == "cuda"
     divided = {**problem, **_over(parallel, problem, world)}
     step = suite_trials.step(options, divided, "cudnn" if cuda else "flash", precision, mode, seed, recipe=recipe)
-    # Of a large vocabulary a CPU's processes would send each other little else.
+    # On a CPU, a large vocabulary would make up nearly all of the communication.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
     return dataclasses.replace(step.with_(**small), workload="scaling")
 
 
 def _over(parallel: str | None, problem: Settings, world: int) -> Settings:
-    """So many ranks, of --batch sequences each."""
+    """Return the settings of `world` ranks with --batch sequences each."""
     over: Settings = {} if parallel is None else {"parallel": parallel, "world": world}
     return {"batch": problem["batch"] * world, **over}

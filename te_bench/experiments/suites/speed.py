@@ -1,7 +1,7 @@
-"""A training step at its fastest: fused head, optimizer and blocks in one CUDA graph beside torch.compile.
+"""A training step at its fastest: fused head, optimizer and blocks in one CUDA graph, beside torch.compile.
 
-GPT-2 124M, 12 x 1024 tokens, or --model, --batch and --tokens; what everybody begins with, manual attention, is of the
-former alone.
+GPT-2 124M, 12 x 1024 tokens, or --model, --batch and --tokens. Manual attention, the common first step, runs for GPT-2's
+default problem only.
 """
 
 from te_bench.experiments import suite_trials
@@ -15,10 +15,10 @@ SEEDS = 3
 GPT2: Settings = {"model": "gpt2", "batch": 12, "block": 1024}
 RECIPES = ("delayed_scaling", "float8_current_scaling")
 
-#: Heads of the fast step in bf16 and in fp8; the FP8 head is an option of its own.
+#: Heads of the fast step in bf16 and in fp8; the FP8 head is optional.
 HEADS = {"bf16": ("chunked",), "fp8": ("chunked", "fp8")}
 
-#: Blocks of one module after the other, and fused ones; the latter on a GPU with our own attentions and the best of others'.
+#: Blocks: one module after the other, and fused. On a GPU fused blocks run with te-bench's attention and the best others.
 BLOCKS: tuple[Settings, ...] = ({}, {"blocks": "fused"})
 OWN = ("triton", "gluon")
 BESIDE = (*OWN, "flash4")
@@ -43,31 +43,31 @@ def experiment(options: Options) -> Experiment:
 
 
 def _ceilings(device: str, seed: int) -> Trial:
-    """What the floors are made of; a GPU's copy far beyond its L2, a CPU's only to show that the workload runs."""
+    """Return the copy and GEMM that measure ceilings: on a GPU far beyond the L2, on a CPU only to run the workload."""
     roof: Settings = {"copy_bytes": 2**31, "edge": 8192} if device == "cuda" else {"copy_bytes": 2**24, "edge": 256}
     return Trial(workload="ceilings", device=device, problem=roof, attention=NO_ATTENTION, protocol="kernel", seed=seed)
 
 
 def beginning(options: Options, problem: Settings, seed: int) -> Trial:
-    """What everybody begins with: attention written out, the vocabulary as it is, eager bf16."""
+    """Return the common first step: attention written out, unpadded vocabulary, eager bf16."""
     return suite_trials.step(options, problem, "manual", "bf16", "eager", seed, padded=False)
 
 
 def compiled(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> Trial:
-    """bf16 as torch.compile makes it at its best."""
+    """Return torch.compile's fastest bf16 step."""
     return suite_trials.step(options, problem, attention, "bf16", "compile-reduce-overhead", seed)
 
 
 def fused(
     options: Options, problem: Settings, seed: int, attention: str, precision: str, recipe: str = RECIPES[0]
 ) -> Trial:
-    """te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 the head too is in FP8."""
+    """Return te-bench's own step on a GPU: blocks, head and optimizer fused in one CUDA graph; in fp8 with an FP8 head."""
     ours: Settings = {**problem, "optimizer": "triton", "head": HEADS[precision][-1], "blocks": "fused"}
     return suite_trials.step(options, ours, attention, precision, "cudagraph", seed, recipe=recipe)
 
 
 def rivals_of(options: Options, problem: Settings, seed: int, attention: str = "cudnn") -> list[Trial]:
-    """Other projects' steps, each as its users train; beside a GPT, as published, torchao's alone, and on a GPU alone."""
+    """Return other projects' steps, as their users train; for a GPT only torchao's, as published, and only on a GPU."""
     gpt = adoptee(options) is None and configs()[problem["model"]].family == "gpt"
     if gpt and options.device == "cpu":
         return []
@@ -89,9 +89,9 @@ def rivals_of(options: Options, problem: Settings, seed: int, attention: str = "
 
 
 def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list[Trial]:
-    """torch.compile in bf16 first. A CPU has neither CUDA graphs nor Triton: all is eager there, and in plain PyTorch.
+    """Return the trials of a seed, torch.compile in bf16 first; on a CPU all are eager, in plain PyTorch.
 
-    begun: with what everybody begins with.
+    begun: include the common first step.
     """
     cuda = options.device == "cuda"
     attention, modes = ("cudnn", ("compile-reduce-overhead", "cudagraph")) if cuda else ("flash", ("eager",))
@@ -113,6 +113,6 @@ def _trials(options: Options, problem: Settings, seed: int, begun: bool) -> list
         for blocks in BLOCKS
         for kernel in (attention, *(BESIDE if cuda and blocks else ()))
     ]
-    # The reference optimizer takes float64's time: a vocabulary that a CPU can update.
+    # The reference optimizer computes in float64, so a CPU gets a small vocabulary.
     small: Settings = {} if cuda or adoptee(options) else {"vocab": 250, "padded_vocab": 256}
     return [trial.with_(**small) for trial in trials]

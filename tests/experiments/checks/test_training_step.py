@@ -150,7 +150,7 @@ def test_steps_in_fewer_bits_that_no_machine_has_are_unsupported() -> None:
     ):
         with pytest.raises(Unsupported, match=reason):
             trial_model.require_supported(a_trial("bf16", **problem))
-    with pytest.raises(Unsupported, match="fp32: of steps in bf16 and fp8 alone"):
+    with pytest.raises(Unsupported, match="fp32: only for steps in bf16 and fp8"):
         trial_model.require_supported(a_trial("fp32", weights="bf16", states="bf16"))
 
 

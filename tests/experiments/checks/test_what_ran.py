@@ -219,7 +219,7 @@ def test_a_compiled_fp8_step_shows_every_emulated_gemm() -> None:
 
 
 def test_fused_blocks_that_are_compiled_for_a_cpu_are_unsupported() -> None:
-    with pytest.raises(trial_model.Unsupported, match="blocks fused: compiled for a CPU nothing shows"):
+    with pytest.raises(trial_model.Unsupported, match="blocks fused: compiled for a CPU, no record shows"):
         trial_model.require_supported(a_trial(mode="compile", blocks="fused"))
 
 

@@ -124,7 +124,7 @@ def test_weights_and_states_in_fewer_bits_are_judged_against_float32s() -> None:
     assert experiment.title.startswith("Convergence: do bf16 weights and FP8 states train like float32?")
     alone = resolve(device="cpu", states="bf16").trials
     assert {arm_name(t) for t in alone if t.problem["arm"] == "recipe"} == {"bf16, bf16 states"}
-    with pytest.raises(ValueError, match="one question at a time; leave --fused out"):
+    with pytest.raises(ValueError, match="a study answers one question; leave --fused out"):
         resolve(device="cpu", states="bf16", fused=True)
     for preset in ("gpt2", "llama"):
         assert resolve(device="cuda", preset=preset, weights="bf16", states="bf16").trials
@@ -314,7 +314,7 @@ def test_trials_that_share_a_gpu_say_so() -> None:
 
 
 def test_sharing_is_for_gpus_and_for_losses() -> None:
-    with pytest.raises(ValueError, match="--share: trials on a GPU; on a CPU they run side by side"):
+    with pytest.raises(ValueError, match="--share: only for trials on a GPU; on a CPU they run side by side"):
         resolve(share=2)
     for suite in ("speed", "stress"):
         with pytest.raises(ValueError, match=f"--share: the suite {suite} measures times"):
@@ -509,20 +509,20 @@ def test_recipes_that_end_in_bf16_stand_beside_those_that_do_not() -> None:
     [
         ({"branch_at": 0}, r"^--branch-at 0: bf16 trains that many steps before FP8 does: give 1 or more"),
         ({"branch_at": -3}, r"^--branch-at -3: bf16 trains that many steps"),
-        ({"branch_at": 150}, r"^--branch-at 150: the training has 150 steps, and FP8 is to have some; give fewer"),
+        ({"branch_at": 150}, r"^--branch-at 150: the training has 150 steps, and FP8 must have some; give fewer"),
         ({"branch_at": 40, "steps": 40}, r"^--branch-at 40: the training has 40 steps"),
-        ({"branch_at": 75, "states": "bf16"}, r"^--branch-at 75 beside --weights or --states: it judges FP8"),
-        ({"branch_at": 75, "fused": True}, r"^--branch-at 75 beside --fused: .* take --preset gpt2 or llama"),
+        ({"branch_at": 75, "states": "bf16"}, r"^--branch-at 75 with --weights or --states: --branch-at judges FP8"),
+        ({"branch_at": 75, "fused": True}, r"^--branch-at 75 with --fused: .* give --preset gpt2 or llama"),
         (
             {"branch_at": 75, "design": "pool"},
-            r"^--branch-at 75 beside --design pool: runs of one trunk are pairs; leave",
+            r"^--branch-at 75 with --design pool: runs of one trunk are pairs; leave",
         ),
         ({"bf16_from": 0}, r"^--bf16-from 0: give 1 or more$"),
-        ({"bf16_from": 150}, r"^--bf16-from 150: the training has 150 steps, and bf16 is to have some; give fewer"),
-        ({"bf16_from": 75, "branch_at": 75}, r"^--branch-at 75 beside --bf16-from: one judges where FP8 begins, the"),
-        ({"bf16_from": 75, "weights": "bf16"}, r"^--bf16-from 75 beside --weights or --states: it judges where FP8"),
-        ({"bf16_from": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--bf16-from 75 beside --parallel: the prec"),
-        ({"branch_at": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--branch-at 75 beside --parallel: a trunk"),
+        ({"bf16_from": 150}, r"^--bf16-from 150: the training has 150 steps, and bf16 must have some; give fewer"),
+        ({"bf16_from": 75, "branch_at": 75}, r"^--branch-at 75 with --bf16-from: one judges FP8's begin, the"),
+        ({"bf16_from": 75, "weights": "bf16"}, r"^--bf16-from 75 with --weights or --states: --bf16-from judges where"),
+        ({"bf16_from": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--bf16-from 75 with --parallel: the prec"),
+        ({"branch_at": 75, "parallel": "ddp", "gpus_per_trial": 2}, r"^--branch-at 75 with --parallel: a trunk"),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused_in_a_sentence(asked: dict[str, Any], why: str) -> None:

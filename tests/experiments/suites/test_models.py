@@ -95,7 +95,7 @@ def test_the_suite_of_a_layer_takes_a_models(device: str, options: dict[str, Any
 
 
 def test_a_gpts_layer_is_the_quickstarts_whose_sizes_are_fixed() -> None:
-    said = "--model gpt2: leave it out, a GPT's layer is the quickstart's; or give llama3"
+    said = "--model gpt2: a GPT's layer is the quickstart's layer; leave --model out, or give llama3"
     with pytest.raises(ValueError, match=said):
         resolve("layer", "cuda", model="gpt2")
     with pytest.raises(ValueError, match=r"--batch: the suite layer chooses its batches itself; leave it out"):

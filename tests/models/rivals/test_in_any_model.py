@@ -194,5 +194,5 @@ def test_a_machine_without_the_package_says_so(own_model: Source) -> None:
     others = dataclasses.replace(
         a_trial(own_model, 16), problem={**a_trial(own_model, 16).problem, "rival": "transformer_engine_current"}
     )
-    with pytest.raises(Unsupported, match="rival transformer_engine_current: it trains te-bench's own models alone"):
+    with pytest.raises(Unsupported, match="rival transformer_engine_current: it trains only te-bench's own models"):
         trial_model.require_supported(others)
