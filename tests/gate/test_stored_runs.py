@@ -56,6 +56,16 @@ def test_an_unchanged_program_passes_though_its_code_s_hash_differs(tmp_path: Pa
     assert one.ratio == pytest.approx(1, abs=0.003)
 
 
+def test_too_few_pairs_of_a_users_commands_are_added_by_the_gate_that_times_them(tmp_path: Path) -> None:
+    def commands(side: str) -> list[Record]:
+        timed = [trial(workload="command", variant="start", seed=seed) for seed in (0, 1)]
+        return [step_record(one, 30.0, 1.0, side) for one in timed]
+
+    notes = " ".join(gate(tmp_path, commands("baseline"), commands("candidate")).notes)
+    assert "fewer than 5 pairs of seeds, too few for a verdict. te-bench gate --config FILE --base REV" in notes
+    assert "te-bench run" not in notes
+
+
 def test_pairs_are_of_the_same_seed_whatever_the_order(tmp_path: Path) -> None:
     # seeds differ by 10 % each: paired wrongly, nothing could be told
     found = gate(tmp_path, steps("baseline"), steps("candidate", slower=1.05, seeds=reversed(SEEDS)))
