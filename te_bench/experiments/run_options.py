@@ -207,7 +207,7 @@ class Options:
     )
     batch: int | None = _option(
         "Sequences of a training step, in suites that allow it.",
-        check=_one_or_more,
+        check=between(1, 2**24),
         unheeded="chooses its batches itself",
     )
     recipes: tuple[str, ...] | None = _option(
