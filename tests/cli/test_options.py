@@ -43,7 +43,7 @@ USAGE = [
     (["run", "quick", "--timeout", "nan"], "--timeout nan: give seconds greater than 0"),
     *(
         (["run", "curves", "--budget", no], f"--budget {no}: give a time greater than 0 with its unit: 90s")
-        for no in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "", "m", "soon", "2 days", "1h30m", "90sec")
+        for no in ("0", "0h", "-5", "-2h", "inf", "nan", "1e999h", "m", "soon", "2 days", "1h30m", "90sec")
     ),
     (["run", "speed", "--gpus-per-trial", "2"], TOGETHER),
     (["run", "speed", "--parallel", "ddp"], TOGETHER),
@@ -150,7 +150,7 @@ def test_cuda_with_a_torch_that_has_none_says_what_to_install(command, monkeypat
     assert environment.default_device() == "cpu"
 
 
-@pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,", ""])
+@pytest.mark.parametrize("wanted", ["2", "0,2", "0,0", "0, 0", "one", "0,"])
 def test_gpus_that_are_not_there_are_refused(command: Command, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     gpus(monkeypatch)
     done = command("run", "quick", "--device", "cuda", "--gpus", wanted)
