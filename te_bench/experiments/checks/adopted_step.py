@@ -334,10 +334,11 @@ def _reference(
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         targets = targets.double() if targets.is_floating_point() else targets
     elif trial.recipe is not None:
-        _emulate(model, converted, recipes.load(trial.recipe))
+        _emulate(model, converted, recipes.load(trial.recipe), trial.seed)
         for head in _model(step).fp8_heads:
             scale = HEAD_SCALE * targets.numel()
-            emulate(model.get_submodule(head), recipes.Float8CurrentScaling(), gradient_scale=scale)
+            in_fp8 = recipes.Float8CurrentScaling()
+            emulate(model.get_submodule(head), in_fp8, seed=trial.seed, gradient_scale=scale)
     if not exact:
         for name in _model(step).norms:
             _in_half_precision(model.get_submodule(name))
@@ -413,7 +414,7 @@ def _same(a: float, b: float) -> bool:
     return not abs(a - b) > SAME * abs(a)
 
 
-def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) -> None:
+def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe, seed: int) -> None:
     """Emulate FP8 in what te.convert takes; a Conv1D becomes the Linear that it is."""
     for name, before in converted.items():
         if before == "Conv1D":
@@ -422,4 +423,4 @@ def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe) 
             new.weight, new.bias = nn.Parameter(old.weight.detach().t().contiguous()), old.bias
             model.set_submodule(name, new)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    emulate(model, recipe, leave=[name for name in linears if name not in converted])
+    emulate(model, recipe, leave=[name for name in linears if name not in converted], seed=seed)

@@ -235,9 +235,10 @@ def _reference(
     if recipe is not None:
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         left = recipe.keeps(name for name in linears if name != model.head_name)
-        emulate(model, recipe, leave=(model.head_name, *left))
+        emulate(model, recipe, leave=(model.head_name, *left), seed=trial.seed)
     if fp8_head:
-        emulate(model.tables().head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+        scale = HEAD_SCALE * targets.numel()
+        emulate(model.tables().head, Float8CurrentScaling(), seed=trial.seed, gradient_scale=scale)
     if as_fused:
         for module in model.attentions():
             module.attention = attention_rows.as_fused

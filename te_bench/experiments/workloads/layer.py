@@ -292,7 +292,7 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     fused = attends not in (None, *gradients.UNFUSED) and not in_fp8
     library = _by_parts(Iteration(plain, exact, trial.seed), as_fused=fused)
     if (recipe := layers.recipe_of(p)) is not None:
-        emulate(library.module, recipe)
+        emulate(library.module, recipe, seed=trial.seed)
     yardstick = library.results()
     trial_model.allow_tf32(p.precision)  # the references set it for theirs
 

@@ -39,6 +39,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         require(trial.recipe or "", recipe.unsupported(trial.device, trial_model.capability(trial.device)))
     p = LinearProblem.of(trial)
     x, weight, dy = _drawn(trial)
+    torch.manual_seed(trial.seed)  # stochastic rounding draws the same whatever ran before
     trial_model.allow_tf32(trial.precision)
     layer = te.Linear(p.in_features, p.out_features, bias=False, device=trial.device)
     with torch.no_grad():
@@ -94,7 +95,7 @@ def _held_to_float64(
     with torch.no_grad():
         plain.weight.copy_(weight)
     if recipe is not None:
-        emulate(plain, recipe)
+        emulate(plain, recipe, seed=trial.seed)
     known = _passes(plain, x, dy, trial, contextlib.nullcontext())
     quantities, ratios = [], []
     for name, ours, exact, yardstick in zip(NAMES, found, truth, known, strict=True):

@@ -38,6 +38,10 @@ def test_is_checked_and_timed(recipe: str | None) -> None:
     assert all(q["error"] <= q["limit"] for q in found.check["quantities"])
 
 
+def test_a_check_that_draws_random_numbers_is_the_same_whatever_ran_before() -> None:
+    assert run("nvfp4_block_scaling").check == run("nvfp4_block_scaling").check
+
+
 def test_of_many_features_fewer_rows_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
     right = workload._held_to_float64
