@@ -22,7 +22,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
+from te_bench.experiments.checks import rounding, seeds, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
@@ -58,6 +58,8 @@ def _run(trial: Trial, context: Context) -> Measurement:
         checked = forward if chosen == trial.attention else torch.compile(checked, dynamic=False)
     check = check_attention(trial, checked) if context.check else CHECKED_BEFORE
     q, k, v, dout = inputs(trial, p.batch, p.heads)
+    if context.check:
+        seeds.require("inputs", trial.seed, functools.partial(_inputs_of, trial), (q, k, v, dout))
     out = forward(q, k, v)
     flop = 4 * p.batch * p.heads * p.head_dim * seen_pairs(p)
     work: dict[str, Any] = {"forward_flop": flop, "backward_flop": 5 * flop // 2}
@@ -88,6 +90,11 @@ def _run(trial: Trial, context: Context) -> Measurement:
     seconds = sum(statistics.median(samples[way]) for way in ("forward_s", "backward_s"))
     joules = energy.sample(both, trial.device, [seconds])
     return dataclasses.replace(measurement, samples={**measurement.samples, **joules})
+
+
+def _inputs_of(trial: Trial, seed: int) -> Sequence[Tensor]:
+    p = AttentionProblem.of(trial)
+    return inputs(dataclasses.replace(trial, seed=seed), p.batch, p.heads)
 
 
 def problem_of(trial: Trial) -> attention.Problem:

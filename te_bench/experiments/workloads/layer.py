@@ -11,6 +11,7 @@ them the check's, whose x needs a gradient.
 """
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import attention_rows, gradients, large, rounding, tolerances, what_ran
+from te_bench.experiments.checks import attention_rows, gradients, large, rounding, seeds, tolerances, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.timed import Timed
@@ -46,6 +47,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     compilation.begin(trial)
     iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
     check = check_layer(trial, rival, p, iteration) if context.check else CHECKED_BEFORE
+    if context.check:
+        seeds.require("inputs and weights", trial.seed, functools.partial(_drawn, p), (iteration.x, iteration.dy))
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
     memory.reset(trial.device)
     timed = Timed(iteration)
@@ -150,6 +153,11 @@ def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         plain = layers.load("plain").build(p)
         x, dy = (torch.rand(p.sequence, p.batch, p.hidden).to(p.dtype) for _ in range(2))
     return {name: weight.detach().to(p.dtype) for name, weight in plain.named_parameters()}, x, dy
+
+
+def _drawn(p: LayerConfig, seed: int) -> list[Tensor]:
+    weights, x, dy = draw(p, seed)
+    return [x, dy, *weights.values()]
 
 
 class Iteration:

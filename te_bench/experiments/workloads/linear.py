@@ -9,6 +9,7 @@ precision, FP8 emulated, and a floor.
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import gradients, rounding, what_ran
+from te_bench.experiments.checks import gradients, rounding, seeds, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
@@ -38,7 +39,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     if recipe is not None:
         require(trial.recipe or "", recipe.unsupported(trial.device, trial_model.capability(trial.device)))
     p = LinearProblem.of(trial)
-    x, weight, dy = _drawn(trial)
+    x, weight, dy = given = _drawn(trial, trial.seed)
+    if context.check:
+        seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
     torch.manual_seed(trial.seed)  # stochastic rounding draws the same whatever ran before
     trial_model.allow_tf32(trial.precision)
     layer = te.Linear(p.in_features, p.out_features, bias=False, device=trial.device)
@@ -66,10 +69,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     return dataclasses.replace(measurement, work={**measurement.work, **profile})
 
 
-def _drawn(trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) and dy (M, N) in the dtype that autocast computes in, and the weight (N, K) in float32."""
     p = LinearProblem.of(trial)
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    generator = torch.Generator(trial.device).manual_seed(seed)
     dtype = trial_model.DTYPES[trial_model.kernel_dtype(trial)]
     sizes = (p.tokens, p.in_features), (p.out_features, p.in_features), (p.tokens, p.out_features)
     x, weight, dy = (torch.randn(size, generator=generator, device=trial.device) for size in sizes)

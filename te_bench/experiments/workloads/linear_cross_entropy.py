@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
+from te_bench.experiments.checks import rounding, seeds, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
@@ -57,11 +57,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     require(p.head, backend.unsupported(problem))
     compilation.begin(trial)
     forward = torch.compile(backend.forward, dynamic=False) if trial.mode == "compile" else backend.forward
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
-    draw = functools.partial(torch.randn, generator=generator, device=trial.device)
-    x = draw(p.n, p.d).to(trial_model.DTYPES[trial.precision]).requires_grad_()
-    weight = (draw(p.padded, p.d) / p.d**0.5).to(x.dtype).requires_grad_()
-    targets = torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
+    x, weight, targets = given = _drawn(trial, trial.seed)
+    if context.check:
+        seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
     call = functools.partial(_result, forward, x, weight, targets, p.vocab)
     check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
     memory.reset(trial.device)
@@ -80,6 +78,16 @@ def run(trial: Trial, context: Context) -> Measurement:
     )
     joules = energy.sample(timed, trial.device, samples["kernel_s"])
     return dataclasses.replace(measurement, samples={**samples, **joules})
+
+
+def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (N, D) and weight (padded, D) in the trial's dtype, and targets (N,) int64."""
+    p = HeadProblem.of(trial)
+    generator = torch.Generator(trial.device).manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator, device=trial.device)
+    x = draw(p.n, p.d).to(trial_model.DTYPES[trial.precision]).requires_grad_()
+    weight = (draw(p.padded, p.d) / p.d**0.5).to(x.dtype).requires_grad_()
+    return x, weight, torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
+from te_bench.experiments.checks import rounding, seeds, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, FACTOR
@@ -83,10 +83,12 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_device(trial.device)
     p = PieceProblem.of(trial)
     compilation.begin(trial)
-    given = _drawn(p, trial)
+    given = _drawn(p, trial, trial.seed)
     call = OTHERS.get((p.backend, p.kind), _by_backend)(p, trial, given)
     results = call()
     check = _held_to_float64(p, trial, given, results) if context.check else CHECKED_BEFORE
+    if context.check:
+        seeds.require("operands", trial.seed, lambda seed: _drawn(p, trial, seed).operands, given.operands)
     work: dict[str, Any] = {"bytes": sum(t.nbytes for t in (*given.operands, *results.values()))}
     del results
     timed = Timed(call)
@@ -114,8 +116,8 @@ def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement
             raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
 
 
-def _drawn(p: PieceProblem, trial: Trial) -> Given:
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+def _drawn(p: PieceProblem, trial: Trial, seed: int) -> Given:
+    generator = torch.Generator(trial.device).manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
         x = torch.randn(size, generator=generator, device=trial.device)
