@@ -22,7 +22,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, seeds, what_ran
+from te_bench.experiments.checks import held, rounding, seeds, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
@@ -72,7 +72,9 @@ def _run(trial: Trial, context: Context) -> Measurement:
     samples = {"forward_s": ahead.samples(timing.kernel, trial.device)}
     left = [_few(p, ahead.take().detach()).cpu()]  # beside the backward pass it would take memory
     samples |= {"backward_s": back.samples(timing.kernel, trial.device)}
-    samples |= memory.peak(trial.device)
+    peaks = memory.peak(trial.device)
+    held.require(peaks, held.of_tensors([dout, out]) + 2 * held.of_tensors([q, k, v]))  # and their gradients
+    samples |= peaks
     work |= compilation.counts(trial)
 
     measurement = Measurement(check=check, work=work, samples=samples)

@@ -22,7 +22,7 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import attention_rows, gradients, large, rounding, seeds, tolerances, what_ran
+from te_bench.experiments.checks import attention_rows, gradients, held, large, rounding, seeds, tolerances, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
 from te_bench.experiments.checks.timed import Timed
@@ -53,7 +53,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     memory.reset(trial.device)
     timed = Timed(iteration)
     latency = timed.samples(timing.quickstart, trial.device)
-    samples = {"latency_s": latency, **memory.peak(trial.device)}
+    peaks = memory.peak(trial.device)
+    held.require(peaks, held.of_module(iteration.module, (iteration.x, iteration.dy)))
+    samples = {"latency_s": latency, **peaks}
     y = timed.take().cpu()  # where it is no part of what is held
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
     work |= compilation.counts(trial)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, seeds, what_ran
+from te_bench.experiments.checks import held, rounding, seeds, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
@@ -63,12 +63,14 @@ def run(trial: Trial, context: Context) -> Measurement:
     call = functools.partial(_result, forward, x, weight, targets, p.vocab)
     check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
     memory.reset(trial.device)
-    held = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
-    call()
+    before = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
+    results = call()
     samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
+    held.require(samples, held.of_tensors([*given, *results]))
+    del results
     timed = Timed(call)
     samples |= {"kernel_s": timed.samples(timing.kernel, trial.device)}
-    work = {"flop": 6 * p.n * p.d * p.padded, **held, **compilation.counts(trial)}
+    work = {"flop": 6 * p.n * p.d * p.padded, **before, **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:
         return measurement

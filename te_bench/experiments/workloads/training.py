@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import janitor, trial_model, trunks
-from te_bench.experiments.checks import adopted_step, training_step, update, what_ran, windows
+from te_bench.experiments.checks import adopted_step, held, training_step, update, what_ran, windows
 from te_bench.experiments.instruments import compilation, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
@@ -79,7 +79,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     reason, peaks, looked, ended = _train(curve, step, at, first), dict[str, list[float]](), None, trial
     if reason is None and (last := end_of(trial)) is not None:
         assert p.bf16_from is not None
-        ended, peaks = last, memory.peak(trial.device, step)
+        ended, peaks = last, _peaks(trial, step)
         scratch = Path(tempfile.mkdtemp(prefix="te-bench-"))
         with janitor.remove_at_end(scratch):  # a trial may be killed, and its state is as large as a trunk
             state = scratch / "state"
@@ -92,7 +92,7 @@ def run(trial: Trial, context: Context) -> Measurement:
                 raise CheckFailed(f"step {p.bf16_from} does not go on in bf16 from the weights and moments before it")
         reason = _train(curve, step, at, p.bf16_from)
     reason = reason or curve.finish()
-    peaks = {name: [max(*values, *peaks.get(name, values))] for name, values in memory.peak(trial.device, step).items()}
+    peaks = {name: [max(*values, *peaks.get(name, values))] for name, values in _peaks(trial, step).items()}
     samples = {**curve.samples(), **peaks, **_before(trunk)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
@@ -105,6 +105,12 @@ def run(trial: Trial, context: Context) -> Measurement:
         return measurement
     work = {**looked.work, "ended": {"ran": measurement.work["ran"]}}
     return dataclasses.replace(looked, work=work, samples=samples)
+
+
+def _peaks(trial: Trial, step: TrainStep) -> dict[str, list[float]]:
+    peaks = memory.peak(trial.device, step)
+    held.require(peaks, held.of_step(step, ()))
+    return peaks
 
 
 def _train(curve: "_Curve", step: TrainStep, at: Callable[[int], tuple[Tensor, Tensor]], first: int) -> str | None:
