@@ -15,8 +15,8 @@ from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import FACTOR, GEMM_FLOOR
-from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import GemmProblem
 from te_bench.experiments.spec import Trial
@@ -53,8 +53,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     build = _fp8 if shape.dtype == "e4m3" else _product if shape.epilogue is None else _with_activation
     case = build(shape, p.backend, trial.device)
     check = _held_to_float64(shape, case) if context.check else CHECKED_BEFORE
-    samples = {"kernel_s": timing.kernel(case.call, trial.device)}
-    names = profiling.kernels_seen(case.call, trial.device).names if context.check else []
+    timed = Timed(case.call)
+    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
+    names = timed.seen(trial.device).names if context.check else []
     work: dict[str, Any] = {"flop": 2 * shape.m * shape.n * shape.k}
     return Measurement(check=check, work=work, samples=samples, kernels=names)
 

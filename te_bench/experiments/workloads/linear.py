@@ -20,6 +20,7 @@ from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import gradients, rounding, seeds, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
@@ -58,13 +59,14 @@ def run(trial: Trial, context: Context) -> Measurement:
         gradients.settle(trial.recipe, lambda: call(rows))
         check = _held_to_float64(trial, call(rows), x[:rows], weight, dy[:rows], recipe)
     gradients.settle(trial.recipe, call)
-    samples = {"kernel_s": timing.kernel(call, trial.device)}
+    timed = Timed(call)
+    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
     work: dict[str, Any] = {"flop": 6 * p.tokens * p.in_features * p.out_features}
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:
         return measurement
     asked = what_ran.expected_of_layer(trial, linears=1)
-    measurement = what_ran.require(trial, profiling.kernels_seen(call, trial.device), measurement, asked)
+    measurement = what_ran.require(trial, timed.seen(trial.device), measurement, asked)
     profile = {"kernel_s": profiling.kernel_seconds(call, trial.device)} if trial.device == "cuda" else {}
     return dataclasses.replace(measurement, work={**measurement.work, **profile})
 

@@ -8,7 +8,6 @@ check: the loss and both gradients against float64, by the rule of attention's; 
 gradient are in FP8, by the error of an emulation.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing, trial_model
+from te_bench.experiments import trial_model
 from te_bench.experiments.checks import held, rounding, seeds, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
@@ -28,7 +27,7 @@ from te_bench.experiments.checks.tolerances import (
     HEAD_GRADIENT_UNITS,
     HEAD_LOSS_SIGMAS,
 )
-from te_bench.experiments.instruments import compilation, energy, memory
+from te_bench.experiments.instruments import compilation, memory
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
@@ -61,25 +60,17 @@ def run(trial: Trial, context: Context) -> Measurement:
     if context.check:
         seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
     call = functools.partial(_result, forward, x, weight, targets, p.vocab)
-    check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
+    right = functools.partial(_held_to_float64, x=x, weight=weight, targets=targets, vocab=p.vocab, name=p.head)
+    check = right(call()) if context.check else CHECKED_BEFORE
     memory.reset(trial.device)
     before = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
     results = call()
     samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
     held.require(samples, held.of_tensors([*given, *results]))
     del results
-    timed = Timed(call)
-    samples |= {"kernel_s": timed.samples(timing.kernel, trial.device)}
-    work = {"flop": 6 * p.n * p.d * p.padded, **before, **compilation.counts(trial)}
-    measurement = Measurement(check=check, work=work, samples=samples)
-    if not context.check:
-        return measurement
-    _held_to_float64(timed.take(), x, weight, targets, p.vocab, p.head)
-    measurement = what_ran.require(
-        trial, timed.seen(trial.device), measurement, what_ran.expected_of_head(trial, p.head)
-    )
-    joules = energy.sample(timed, trial.device, samples["kernel_s"])
-    return dataclasses.replace(measurement, samples={**samples, **joules})
+    measurement = Measurement(check=check, work={"flop": 6 * p.n * p.d * p.padded, **before}, samples=samples)
+    ran = functools.partial(what_ran.require, trial, expected=what_ran.expected_of_head(trial, p.head))
+    return Timed(call).measured(trial, context, measurement, right, ran)
 
 
 def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:

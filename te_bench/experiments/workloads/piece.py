@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.experiments import timing, trial_model
+from te_bench.experiments import trial_model
 from te_bench.experiments.checks import rounding, seeds, what_ran
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, FACTOR
-from te_bench.experiments.instruments import compilation, energy, profiling
+from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement, require
 from te_bench.experiments.problems import PieceProblem
 from te_bench.experiments.spec import Trial
@@ -91,22 +91,14 @@ def run(trial: Trial, context: Context) -> Measurement:
         seeds.require("operands", trial.seed, lambda seed: _drawn(p, trial, seed).operands, given.operands)
     work: dict[str, Any] = {"bytes": sum(t.nbytes for t in (*given.operands, *results.values()))}
     del results
-    timed = Timed(call)
-    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
-    work |= compilation.counts(trial)
-    measurement = Measurement(check=check, work=work, samples=samples)
-    if not context.check:
-        return measurement
-    _held_to_float64(p, trial, given, timed.take())
-    seen = timed.seen(trial.device)
+    right = functools.partial(_held_to_float64, p, trial, given)
+    ran = functools.partial(require_own, p, trial)
+    return Timed(call).measured(trial, context, Measurement(check=check, work=work), right, ran)
+
+
+def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement: Measurement) -> Measurement:
+    """Return the measurement with its kernels. Raises CheckFailed, without timings, unless the backend's own alone ran."""
     measurement = dataclasses.replace(measurement, kernels=seen.names)
-    require_own(p, trial, seen, measurement)
-    joules = energy.sample(timed, trial.device, samples["kernel_s"])
-    return dataclasses.replace(measurement, samples={**samples, **joules})
-
-
-def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement: Measurement) -> None:
-    """Raise CheckFailed, without timings, where another backend's kernels ran, or not its own."""
     for name, pattern in KERNELS.items():
         ran = any(re.search(pattern, kernel) for kernel in seen.counts)
         asked = trial.mode == "compile" if name == COMPILED else name == p.backend
@@ -114,6 +106,7 @@ def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement
         if ran != asked and not interpreted:
             reason = f"asked for {p.backend}, {trial.mode}, but {'' if ran else 'nothing of '}{name} ran"
             raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
+    return measurement
 
 
 def _drawn(p: PieceProblem, trial: Trial, seed: int) -> Given:

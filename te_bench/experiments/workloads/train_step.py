@@ -17,6 +17,7 @@ from torch import Tensor
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import gathers, held, training_step, update, what_ran, windows
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.instruments import collectives, compilation, energy, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
@@ -56,7 +57,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
 
     memory.reset(trial.device)
     with update.made(step, timing.BENCH_PY_BURN_IN + timing.BENCH_PY_TIMED):
-        latency = timing.bench_py(next_step, trial.device)
+        latency = Timed(next_step).samples(timing.bench_py, trial.device)
     peaks = memory.peak(trial.device, step)
     held.require(peaks, held.of_step(step, batches[0]))
     loss = torch.stack(losses).tolist()
