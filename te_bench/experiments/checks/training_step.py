@@ -80,18 +80,18 @@ def require_seed(trial: Trial) -> None:
 
 
 def foretold(
-    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, by: Callable[..., float] = evaluate
+    trial: Trial, step: TrainStep, batch: Callable[[], tuple[Tensor, Tensor]], by: Callable[..., float] = evaluate
 ) -> float:
     """Return the loss that a step on this batch should find, by an evaluation of the batch.
 
-    NaN on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a user's model: their steps may
-    find another loss.
+    NaN, without a call of `batch`, on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a
+    user's model: their steps may find another loss.
     """
     p = StepProblem.of(trial)
     theirs = p.source is not None or p.fault is not None or p.against is not None
     if trial.device not in tolerances.DEVICES or theirs or trial_model.config_of(trial).dropout:
         return math.nan
-    parts = (x.chunk(step.optim.accumulate) for x in (inputs, targets))
+    parts = (x.to(trial.device).chunk(step.optim.accumulate) for x in batch())
     with undisturbed(step.model):
         return by(step.model, zip(*parts, strict=True), trial.precision)
 

@@ -49,7 +49,8 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     )
     if step.parallel.world > 1:  # the check's references began again with one process's seed
         torch.manual_seed(step.parallel.seed(trial.seed))
-    told = training_step.foretold(trial, step, *batches[0]) if context.check and step.parallel is SINGLE else math.nan
+    asked = context.check and step.parallel is SINGLE
+    told = training_step.foretold(trial, step, lambda: batches[0]) if asked else math.nan
     losses: list[Tensor] = []
 
     def next_step() -> None:
@@ -71,10 +72,10 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
     training_step.require_foretold(0, loss[0], told)
-    asked = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
+    parts = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
     with update.made(step, profiling.LOOKS[trial.device]):
         seen = profiling.kernels_seen(next_step, trial.device)
-    measurement = what_ran.require(trial, seen, measurement, asked)
+    measurement = what_ran.require(trial, seen, measurement, parts)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
@@ -84,7 +85,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     work = {**measurement.work, **profile, **read, **numerics, **sent}
     measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
     if not math.isnan(told):
-        told = training_step.foretold(trial, step, *batches[len(losses) % BATCHES])
+        told = training_step.foretold(trial, step, lambda: batches[len(losses) % BATCHES])
         next_step()
         training_step.require_foretold(len(losses) - 1, losses[-1].item(), told)
     gathers.require(trial, step, sent.get("collectives"), measurement)
