@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -101,25 +101,47 @@ def compared(
     loss_limit = FACTOR * abs(library.loss - truth.loss)
     loss_limit += (LOSS_FLOOR[loss_floor or precision] + rounded_mean) * abs(truth.loss)
     quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit), *_norm(ours, library, truth, precision)]
-    before = len(quantities)
-    errors = {name: relative_error(library.of[name], gradient) for name, gradient in truth.of.items()}
-    typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
-    for name, gradient in truth.of.items():
-        limit = FACTOR * max(errors[name], typical) + FLOOR[precision]
-        quantities.append(Quantity(f"grad {name}", relative_error(ours.of.get(name), gradient), limit))
-    rounded = {"typical": typical, "slack": slack}
-    for name, gradient in truth.of.items():
-        scale, *row = rounding.quantities(
-            f"grad {name}", ours.of.get(name), gradient, library.of[name], precision, **rounded
-        )
-        quantities += [scale, *(row if rows else ())]
-    if precision == "fp8":
-        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[before:], strict=False)]
-        overall = geometric_mean(ratios)
-        if slack == 1.0:
-            quantities.append(Quantity(EMULATION, overall, FP8_OVERALL))
-        quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
-    return quantities
+    found, known, exact = ({f"grad {name}": x for name, x in each.of.items()} for each in (ours, library, truth))
+    gradients, ratios = beside(found, known, exact, precision, slack=slack, rows=rows)
+    in_fp8 = of_emulation(ratios.values(), above=slack == 1.0) if precision == "fp8" else []
+    return quantities + gradients + in_fp8
+
+
+def beside(
+    ours: Mapping[str, Tensor | None],
+    library: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    precision: str,
+    *,
+    typical: float | None = None,
+    slack: float = 1.0,
+    rows: bool = True,
+) -> tuple[list[Quantity], dict[str, float]]:
+    """Return each tensor's error, scale and, with `rows`, worst row, and {name: its error over the yardstick's}.
+
+    typical: the least that counts as the yardstick's relative error; None is the median of all tensors, for one that the
+    library happened to round well is no yardstick.
+    """
+    errors = {name: relative_error(library[name], value) for name, value in truth.items()}
+    typical = statistics.median(errors.values()) if typical is None else typical
+    found, ratios = list[Quantity](), dict[str, float]()
+    for name, value in truth.items():
+        error, limit = relative_error(ours.get(name), value), FACTOR * max(errors[name], typical) + FLOOR[precision]
+        rounded = {"typical": typical, "slack": slack}
+        scale, *row = rounding.quantities(name, ours.get(name), value, library[name], precision, **rounded)
+        found += [Quantity(name, error, limit), scale, *(row if rows else ())]
+        ratios[name] = error / max(errors[name], 1e-30)
+    return found, ratios
+
+
+def of_emulation(ratios: Iterable[float], *, above: bool) -> list[Quantity]:
+    """Return the geometric mean of error / emulation's error, with `above` held from above, and from below.
+
+    A wrong format is within FACTOR in any one tensor. A step that rounds much less was not computed in FP8.
+    """
+    overall = geometric_mean(list(ratios))
+    coarser = [Quantity(EMULATION, overall, FP8_OVERALL)] if above else []
+    return [*coarser, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST)]
 
 
 def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int], list[Quantity]]) -> list[Quantity]:

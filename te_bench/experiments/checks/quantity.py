@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_bench.experiments.checks.tolerances import FACTOR
 from te_bench.experiments.measurement import CheckFailed, Measurement
 
 #: The check of a record whose trial an earlier round of the same gate has checked.
@@ -46,6 +47,12 @@ def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
         others = f" ({len(wrong)} of {len(quantities)} quantities are wrong)"
         raise CheckFailed(reason + others, Measurement(check=check))
     return check
+
+
+def of_largest(name: str, x: Tensor, truth: Tensor, yardstick: Tensor, floor: float) -> Quantity:
+    """Return FlashAttention's rule: max |x - truth| <= FACTOR max |yardstick - truth| + floor."""
+    error, usual = ((each.double() - truth.double()).abs().max().item() for each in (x, yardstick))
+    return Quantity(name, error, FACTOR * usual + floor)
 
 
 def relative_error(x: Tensor | None, truth: Tensor) -> float:

@@ -11,24 +11,22 @@ for is counted from its model, not from the modules that were built: a Linear is
 
 import dataclasses
 import functools
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from te_bench import plugins
 from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import MANUAL
+from te_bench.experiments.checks.kernel_parts import FAMILIES, GEMMS, kernels_of, kernels_of_rivals, parts
 from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
-from te_bench.kernels import adamw, attention, linear_cross_entropy
+from te_bench.kernels import attention, linear_cross_entropy
 from te_bench.kernels.activation import KINDS
-from te_bench.models import decoder, rivals
+from te_bench.models import decoder
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
@@ -43,10 +41,6 @@ PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad, the last of which a recipe
 SOME: Range = (1, None)
 NONE: Range = (0, 0)
 
-#: What a trial's problem names, each by a package of rivals.
-FAMILIES: dict[str, Any] = {"head": linear_cross_entropy, "optimizer": adamw}
-
-GEMMS = ("gemm_fp8", "gemm_half", "gemm_float")
 WORDS = {
     "gemm_fp8": "GEMMs in FP8",
     "gemm_half": "GEMMs in half precision",
@@ -60,101 +54,9 @@ WORDS = {
     "host_launches": "kernels launched one by one",
 }
 
-#: Kernels that multiply matrices: cuBLAS and cuBLASLt (nvjet, xmma, CUTLASS and what older GPUs have) and te_bench's own.
-GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma|^scaled_kernel$")
-#: By such words too: attention, what Inductor fused around a product, the sums of one whose K was split, and an operator,
-#: which launches the kernel that is counted.
-OTHER = re.compile(
-    r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
-)
-#: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
-IN_FP8 = re.compile(r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$")
-IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
-
-PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
-EMULATED = "te_bench::reference_gemm"
-PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
-PRODUCT_HALF = "te_bench::block_formats_product"  # of what was cast to MXFP8 or NVFP4, by half precision's GEMMs
-HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
-
-#: device -> what proves a part, beside heads and optimizers, which say so themselves.
-CASTS = {"cuda": r"^(mxfp8|nvfp4)_cast_kernel$", "cpu": r"^te_bench::(mxfp8|nvfp4)_cast$"}
-FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Segment$"}
-#: Kernels that fused blocks launch beside; a compiler makes its own of what they do.
-BESIDE = {"rotary": r"^rotary_kernel$", "rows": r"^_forward(_cast)?_kernel$"}
-TORCH_ADAMW = {"cuda": r"FusedOptimizerTensorListMetadata", "cpu": r"^aten::_fused_adamw_$"}
-COMPILED = r"^Torch-Compiled Region|^triton_(poi|red|per|tem)_"
-
-
-def gemm_of(kernel: str) -> str | None:
-    """One of GEMMS, by the name of a GPU's kernel, or None for what multiplies no matrices."""
-    if not GEMM.search(kernel) or OTHER.search(kernel):
-        return None
-    if IN_FP8.search(kernel):
-        return "gemm_fp8"
-    return "gemm_half" if IN_HALF.search(kernel) else "gemm_float"
-
-
-def _product_of(operator: str, half: bool) -> str | None:
-    """One of GEMMS, by a CPU's operator; half: what one counts as whose dtype the profiler does not tell."""
-    if PRODUCT_FP8.match(operator):
-        return "gemm_fp8"
-    if operator == PRODUCT_HALF:
-        return "gemm_half"
-    if not PRODUCT.match(operator):
-        return None
-    if operator.endswith(HALVES) or (half and not operator.endswith(FLOATS)):
-        return "gemm_half"
-    return "gemm_float"
-
-
-def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
-    """{part: how often it ran} of what a profiler counted (Seen.counts); every part is there, 0 where nothing ran.
-
-    half: whether a CPU's products are in half precision where no dtype says so.
-    """
-    gemm: Callable[[str], str | None] = gemm_of if device == "cuda" else lambda name: _product_of(name, half)
-    patterns = {
-        "block_format_casts": CASTS[device],
-        "fused_blocks": FUSED[device],
-        "optimizer_torch": TORCH_ADAMW[device],
-        "compiled": COMPILED,
-    }
-    patterns |= _kernels_of(device)
-    if device == "cuda":
-        patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel", **BESIDE}
-        patterns |= _of_rivals()
-    found = Counter(dict.fromkeys((*GEMMS, *patterns), 0))
-    for name, times in counts.items():
-        if kind := gemm(name):
-            found[kind] += times
-        elif device == "cuda" and name == EMULATED:
-            found["gemm_fp8"] += times
-        for part, pattern in patterns.items():
-            found[part] += times if re.search(pattern, name) else 0
-    return dict(found)
-
-
-@functools.cache
-def _kernels_of(device: str) -> dict[str, str]:
-    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device, by their own files."""
-    found = {
-        f"{family}_{name}": plugins.load(f"{of.__name__}.backends", name, "BACKEND").kernels
-        for family, of in FAMILIES.items()
-        for name in of.names()
-    }
-    return {part: kernels[device] for part, kernels in found.items() if device in kernels}
-
 
 def _same_kernels(name: str, head: linear_cross_entropy.Backend, device: str) -> bool:
     return device in head.kernels and linear_cross_entropy.load(name).kernels.get(device) == head.kernels[device]
-
-
-@functools.cache
-def _of_rivals() -> dict[str, str]:
-    """{"rival_TITLE": what proves it on a GPU} of those that have kernels of their own."""
-    known = [rivals.load(name) for name in rivals.names()]
-    return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}
 
 
 def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) -> Expected:
@@ -183,7 +85,7 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
     if their_head:  # which may be one of te_bench's backends, too
         chosen |= {f"head_{name}" for name in linear_cross_entropy.names() if _same_kernels(name, head, trial.device)}
-    for part in (*_kernels_of(trial.device), "optimizer_torch"):
+    for part in (*kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         expected[part] = (least, None) if part in chosen else NONE
     if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
@@ -200,7 +102,7 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
         expected["rows"] = (accumulate * made.rows, None)
     if trial.device == "cuda":
         theirs = f"rival_{p.against.title}" if p.against else None
-        for part in _of_rivals():
+        for part in kernels_of_rivals():
             expected[part] = (accumulate * made.parts, None) if part == theirs else NONE
     return expected | _mode(trial, as_it_is=p.as_it_is, theirs=_by_operators_of_its_own(trial))
 
@@ -229,7 +131,7 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
         expected["gemm_half"] = SOME  # its own code may leave autocast
     chosen = f"optimizer_{p.optimizer or 'torch'}"
-    for part in (*_kernels_of(trial.device), "optimizer_torch"):
+    for part in (*kernels_of(trial.device), "optimizer_torch"):
         if part.startswith("optimizer"):
             expected[part] = SOME if part == chosen else NONE
     if trial.device == "cuda" and p.against is not None and p.against.kernels is not None:
@@ -286,7 +188,7 @@ def expected_of_layer(
 def expected_of_head(trial: Trial, head: str) -> Expected:
     """What a head alone is made of: its own kernels, where it has any, none of another head's, and a compiler's or not."""
     own = f"head_{head}"
-    heads = [part for part in _kernels_of(trial.device) if part.startswith("head_")]
+    heads = [part for part in kernels_of(trial.device) if part.startswith("head_")]
     return {part: SOME if part == own else NONE for part in heads} | _mode(trial, as_it_is=True)
 
 

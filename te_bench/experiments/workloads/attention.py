@@ -23,7 +23,7 @@ from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks import held, rounding, seeds, what_ran
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
 from te_bench.experiments.instruments import compilation, energy, memory
@@ -185,8 +185,9 @@ def _quantities(
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
     quantities, scales = [], []
     for name, exact, known, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=False):
-        floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
-        quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(known, exact) + floor))
+        rounded = (exact.to(value.dtype).double() - exact).abs().max().item()
+        floor = FACTOR * rounded + ACCUMULATED * exact.abs().max().item()
+        quantities.append(of_largest(name, value, exact, known, floor))
         scales.append(rounding.quantities(name, value, exact, known, precision)[0])
     return quantities + scales
 
@@ -271,7 +272,3 @@ def _gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any
     q, k, v, dout = tensors
     out = forward(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
-def _max_error(x: Tensor, truth: Tensor) -> float:
-    return (x.double() - truth.double()).abs().max().item()

@@ -12,7 +12,6 @@ them the check's, whose x needs a gradient.
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +21,11 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import attention_rows, gradients, held, large, rounding, seeds, tolerances, what_ran
+from te_bench.experiments.checks import attention_rows, gradients, held, large, seeds, tolerances, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge, relative_error
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LEFT, SUMMED
+from te_bench.experiments.checks.tolerances import FACTOR, LEFT, SUMMED
 from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported, require
 from te_bench.experiments.problems import LayerProblem
@@ -306,24 +305,14 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     yardstick = library.results()
     trial_model.allow_tf32(p.precision)  # the references set it for theirs
 
-    errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
-    typical = statistics.median(errors.values())  # where the library happened to round well is no yardstick
-    quantities = []
-    for name, value in truth.items():
-        limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
-        quantities.append(Quantity(name, _error(ours[name], value), limit))
     # Others may round more coarsely than the recipe says, and so does FP8 attention than this yardstick.
     alike = (rival.numerics or not p.recipe) and not in_fp8
-    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else FACTOR}
-    more: list[Quantity] = []
-    for name, value in truth.items():
-        known = yardstick[name]
-        assert value is not None
-        assert known is not None
-        more += rounding.quantities(name, ours[name], value, known, "fp8" if p.recipe else p.precision, **rounded)
-    if p.recipe:
-        quantities += _fp8_quantities(rival, truth, quantities, errors)
-    return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
+    known, exactly = ({name: _there(value) for name, value in of.items()} for of in (yardstick, truth))
+    quantities, ratios = gradients.beside(ours, known, exactly, p.precision, slack=1.0 if alike else FACTOR)
+    if p.recipe:  # others may also multiply more exactly
+        weights = [name for name, value in exactly.items() if name.startswith("grad") and value.dim() == 2]
+        quantities += gradients.of_emulation((ratios[name] for name in weights), above=rival.numerics)
+    return judge("the plain layer, fp64, same weights, mask and data", quantities)
 
 
 def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
@@ -341,22 +330,6 @@ def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
     return reference
 
 
-def _error(x: Tensor | None, truth: Tensor | None) -> float:
-    assert truth is not None, "the reference has every gradient"
-    return relative_error(x, truth)
-
-
-def _fp8_quantities(
-    rival: Layer, truth: dict[str, Tensor | None], found: list[Quantity], errors: dict[str, float]
-) -> list[Quantity]:
-    """The geometric mean over the weights of error / emulation's error: a wrong format is within FACTOR in any one tensor.
-
-    A step that rounds much less was not computed in FP8. te_bench's layers are held to it from above too; others may
-    multiply more exactly or round more coarsely than the recipe says.
-    """
-    weights = [
-        q for q in found if (value := truth[q.name]) is not None and q.name.startswith("grad") and value.dim() == 2
-    ]
-    overall = geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
-    above = [Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL)] if rival.numerics else []
-    return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST)]
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None, "the reference has every gradient"
+    return x

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import gradients, rounding, seeds, what_ran
+from te_bench.experiments.checks import gradients, seeds, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import LinearProblem
@@ -102,14 +101,7 @@ def _held_to_float64(
     if recipe is not None:
         emulate(plain, recipe, seed=trial.seed)
     known = _passes(plain, x, dy, trial, contextlib.nullcontext())
-    quantities, ratios = [], []
-    for name, ours, exact, yardstick in zip(NAMES, found, truth, known, strict=True):
-        error, usual = relative_error(ours, exact), relative_error(yardstick, exact)
-        quantities.append(Quantity(name, error, FACTOR * usual + FLOOR[trial.precision]))
-        quantities += rounding.quantities(name, ours, exact, yardstick, trial.precision)
-        ratios.append(error / max(usual, 1e-30))
-    if recipe is not None:
-        overall = geometric_mean(ratios)
-        quantities.append(Quantity("ratio to FP8 emulation", overall, FP8_OVERALL))
-        quantities.append(Quantity("ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
-    return judge("fp64 of the same operands", quantities)
+    ours, usual, exact = (dict(zip(NAMES, each, strict=True)) for each in (found, known, truth))
+    quantities, ratios = gradients.beside(ours, usual, exact, trial.precision, typical=0.0)
+    in_fp8 = [] if recipe is None else gradients.of_emulation(ratios.values(), above=True)
+    return judge("fp64 of the same operands", quantities + in_fp8)

@@ -18,15 +18,9 @@ from torch import Tensor
 from te_bench.experiments import trial_model
 from te_bench.experiments.checks import held, rounding, seeds, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import (
-    ACCUMULATED,
-    EPSILON,
-    FACTOR,
-    HEAD_GRADIENT_UNITS,
-    HEAD_LOSS_SIGMAS,
-)
+from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, HEAD_GRADIENT_UNITS, HEAD_LOSS_SIGMAS
 from te_bench.experiments.instruments import compilation, memory
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
@@ -106,8 +100,7 @@ def _held_to_float64(
     floors += [HEAD_GRADIENT_UNITS * unit * truth.abs().max().item() for truth in exact[1:]]
     quantities = []
     for quantity, value, truth, yardstick, floor in zip(NAMES, found, exact, known, floors, strict=True):
-        limit = FACTOR * (yardstick.double() - truth).abs().max().item() + floor
-        quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
+        quantities.append(of_largest(quantity, value, truth, yardstick, floor))
         if value.dim():
             quantities += rounding.quantities(quantity, value, truth, yardstick, precision)
     return judge("reference, fp64", quantities)

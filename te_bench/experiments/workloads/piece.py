@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import rounding, seeds, what_ran
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks import kernel_parts, rounding, seeds
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, FACTOR
+from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON
 from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement, require
 from te_bench.experiments.problems import PieceProblem
@@ -44,7 +44,7 @@ KERNELS = {
     TORCH: r"^aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|^RsqrtBackward0$",
     OURS: r"^_(add_)?(forward|backward)(_cast)?_kernel$|^te_bench::(norm|activation)_",
     LIGER: r"^_((block_)?rms_norm|layer_norm|swiglu\w*)_(forward|backward)",
-    COMPILED: what_ran.COMPILED,
+    COMPILED: kernel_parts.COMPILED,
 }
 
 Results = dict[str, Tensor]
@@ -235,8 +235,7 @@ def _held_to_float64(p: PieceProblem, trial: Trial, given: Given, found: Results
         value, yardstick = (_wide(of[name], given.scale) for of in (found, known))
         precision = "fp8" if in_fp8 else trial.precision
         floor = (EPSILON[precision] + ACCUMULATED) * truth.abs().max().item()
-        limit = FACTOR * (yardstick - truth).abs().max().item() + floor
-        quantities.append(Quantity(name, (value - truth).abs().max().item(), limit))
+        quantities.append(of_largest(name, value, truth, yardstick, floor))
         if truth.dim():
             quantities += rounding.quantities(name, value, truth, yardstick, precision)
     return judge("fp64 of the same operands", quantities)

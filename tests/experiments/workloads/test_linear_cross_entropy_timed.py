@@ -10,7 +10,7 @@ from planting import once, only_timed
 from torch import Tensor
 
 from te_bench.experiments import timing
-from te_bench.experiments.checks import what_ran
+from te_bench.experiments.checks import kernel_parts
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import linear_cross_entropy as workload
@@ -122,7 +122,7 @@ def test_a_head_by_another_backend_fails(asked: str, who: str, whole: bool, monk
     load = linear_cross_entropy.load
     other = load(who) if whole else dataclasses.replace(load(asked), forward=load(who).forward)
     monkeypatch.setattr(linear_cross_entropy, "load", lambda name: other if name == asked else load(name))
-    what_ran._kernels_of.cache_clear()
+    kernel_parts.kernels_of.cache_clear()
     with pytest.raises(CheckFailed, match=r"^head chunked: (0|1 or more) expected, [01] ran$") as caught:
         run(asked, "fp32")
     assert caught.value.measurement.samples == {}
