@@ -37,7 +37,7 @@ OfRows = Callable[[slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed, and for some rows what leaves it: in float64, and rounded by plain PyTorch."""
+    """A call to time, and what leaves it for some rows: in float64, and rounded by plain PyTorch."""
 
     call: Call
     exact: OfRows
@@ -90,7 +90,7 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
 
 
 def _quantized(rows: int, k: int, layout: Layout, device: str) -> Operand:
-    """Normal data in E4M3, for a tensor core's power and clock depend on them."""
+    """Return normal data in E4M3: a tensor core's power and clock depend on the values."""
     x = torch.randn(rows, k, device=device)
     if layout.block in (STRIP, SQUARE):
         height = 1 if layout.block == STRIP else BLOCK
@@ -116,7 +116,7 @@ def _product(shape: GemmShape, name: str, device: str) -> Case:
 
 
 def _with_activation(shape: GemmShape, name: str, device: str) -> Case:
-    """h = a @ b.T and f(h); or of a GRADIENT (a @ b) * f'(h)."""
+    """Return the case of h = a @ b.T and f(h), or of a GRADIENT, (a @ b) * f'(h)."""
     _require_half(shape, name, device)
     f = activation.load("triton" if device == "cuda" else "reference")
     a = _drawn(shape.m, shape.k, device)
@@ -154,7 +154,7 @@ def _require_half(shape: GemmShape, name: str, device: str) -> None:
 
 
 def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
-    """Raises CheckFailed where something that leaves is further from the truth than it may be."""
+    """Raise CheckFailed where a result errs more than it may."""
     outs = case.call()
     ours, theirs, sizes = ([0.0] * len(outs) for _ in range(3))
     each = max(1, CHECKED_TOGETHER // shape.n)
@@ -172,5 +172,5 @@ def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
 
 
 def _larger(known: float, x: Tensor) -> float:
-    """The larger of known and max |x|; NaN if there is one."""
+    """Return the larger of known and max |x|; NaN if there is one."""
     return torch.maximum(x.abs().max(), x.new_tensor(known)).item()

@@ -80,7 +80,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def config_of(trial: Trial) -> LayerConfig:
-    """Raises ValueError for wrong settings, or that do not go together, Unsupported for a model whose layer none builds."""
+    """Return the trial's layer. Raises ValueError for wrong settings, Unsupported for a model whose layer none builds."""
     p = LayerProblem.of(trial)
     if p.model is None and p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
@@ -101,7 +101,7 @@ def config_of(trial: Trial) -> LayerConfig:
 
 
 def _of_model(p: LayerProblem) -> dict[str, Any]:
-    """What the model that is named says of its layer."""
+    """Return what the model that the problem names says of its layer."""
     if p.model is None:
         return {}
     plugins.check("model", p.model, list(configs()))
@@ -114,7 +114,7 @@ def _of_model(p: LayerProblem) -> dict[str, Any]:
 
 
 def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
-    """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
+    """Raise Unsupported, with the reason, if this machine or this rival cannot run the trial."""
     trial_model.require_device(trial.device)
     if trial.mode == "compile-reduce-overhead":
         raise Unsupported(f"{trial.mode}: the layer runs eager, compile or cudagraph")
@@ -135,20 +135,20 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
 
 
 def gemm_flop(p: LayerConfig) -> int:
-    """6 for each weight and token: forward and backward of the four Linears, or of the MLP's two."""
+    """Return 6 for each weight and token: forward and backward of the four Linears, or of the MLP's two."""
     attention = 0 if p.part == "mlp" else p.hidden * (sum(p.columns) + p.columns[0])
     return p.sequence * p.batch * 6 * (attention + p.hidden * (p.up + p.ffn))
 
 
 def flop(p: LayerConfig) -> int:
-    """gemm_flop, and 12 s a token for attention and each feature of its queries, half of it when causal."""
+    """Return gemm_flop plus 12 T a token and feature of attention's queries, half of it if causal."""
     if p.part == "mlp":
         return gemm_flop(p)
     return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.columns[0] // (2 if p.causal else 1)
 
 
 def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
+    """Return the plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
     torch.manual_seed(seed)
     with torch.device(p.device):
         plain = layers.load("plain").build(p)
@@ -164,7 +164,7 @@ def _drawn(p: LayerConfig, seed: int) -> list[Tensor]:
 class Iteration:
     """One rival with its weights and data: a call is a forward pass in its context and a backward pass.
 
-    wide computes in float64 what p says, from the same weights and data. Mode cudagraph replays both.
+    wide: compute in float64 what p says, from the same weights and data. Mode cudagraph replays both passes.
     """
 
     def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
@@ -196,14 +196,14 @@ class Iteration:
         return self.output
 
     def passes(self, x: Tensor) -> Tensor:
-        """The output of one pass, whose backward pass has added to the gradients."""
+        """Return the output of one pass; its backward pass adds to the gradients."""
         with self.context():
             y = self.forward(x)
         y.backward(self.dy)
         return y.detach()
 
     def _captured(self, x: Tensor) -> tuple[Any, Tensor]:
-        """A CUDA graph of both passes, which adds to the gradients that are there now, and its output."""
+        """Return a CUDA graph of both passes, which adds to the gradients that are there, and its output."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -216,7 +216,7 @@ class Iteration:
         return graph, y
 
     def _once(self, x: Tensor) -> Tensor:
-        """The output of one more pass, by a graph of its own where the mode has one, whose gradients alone are left."""
+        """Return the output of one more pass, by a new graph in mode cudagraph, and leave its gradients alone."""
         self.graph = self.output = None  # it adds to gradients that are let go here
         self.module.zero_grad(set_to_none=True)
         if not self.captures:
@@ -229,10 +229,10 @@ class Iteration:
         return y.clone()
 
     def results(self, *, keep: bool = False) -> dict[str, Tensor | None]:
-        """What the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
+        """Return what the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
 
-        The weight of query, key and value in parts; their bias whole, for the key's has gradient 0. The MLP adds to nothing.
-        keep: as `checked`, too.
+        The weight of query, key and value comes in parts; their bias whole, for the key's gradient is 0. The MLP adds
+        to nothing. keep: keep output and gradients as `checked`, too.
         """
         x = self.x.clone().requires_grad_()
         y = self._once(x)
@@ -254,12 +254,12 @@ class Iteration:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those that there are now, by the plain layer's names, on the host."""
+        """Return the gradients that are there, by the plain layer's names, on the host."""
         found = layers.plain_gradients(self.rival, self.module, self.names)
         return {name: gradient.cpu() for name, gradient in found.items() if gradient is not None}
 
     def numerics(self) -> dict[str, Any]:
-        """te.numerics of one more pass, eager: counting is no part of what was compiled."""
+        """Return te.numerics of one more pass, eager: counting is no part of what was compiled."""
         with te.record_numerics():
             with self.context():
                 y = self.module(self.x)
@@ -281,11 +281,9 @@ def require_left(iteration: Iteration, y: Tensor, calls: int) -> None:
 def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
-    The yardstick is the plain layer at the trial's own precision, eager, its attention rounded as fused kernels do where
-    the trial's is one, and FP8 emulated: FACTOR times its error plus a floor is allowed, as for training steps, and scale
-    and rows have limits of their own (checks.rounding).
-    With dropout another layer is checked in place of the timed one: random masks cannot be compared. Raises
-    CheckFailed.
+    The yardstick is the plain layer at the trial's own precision, eager, with FP8 emulated, and its attention rounded as
+    fused kernels round if the trial's is one. The limits are those of training steps (gradients.beside). With dropout
+    another layer is checked in place of the timed one, for random masks cannot be compared. Raises CheckFailed.
     """
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
@@ -316,9 +314,9 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
 
 
 def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
-    """The same, whose attention goes by the heads that share a key where the scores of a sequence are too many.
+    """Let attention go by the heads that share a key if a sequence has too many scores. Return the reference.
 
-    as_fused: rounded as fused kernels round it.
+    as_fused: round attention as fused kernels round it.
     """
     p = reference.p
     if p.part == "layer":

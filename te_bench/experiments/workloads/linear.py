@@ -71,7 +71,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, K) and dy (M, N) in the dtype that autocast computes in, and the weight (N, K) in float32."""
+    """Return x (M, K), the weight (N, K) and dy (M, N): the weight in float32, the others in autocast's dtype."""
     p = LinearProblem.of(trial)
     generator = torch.Generator(trial.device).manual_seed(seed)
     dtype = trial_model.DTYPES[trial_model.kernel_dtype(trial)]
@@ -83,7 +83,7 @@ def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def _passes(
     layer: nn.Module, x: Tensor, dy: Tensor, trial: Trial, in_fp8: contextlib.AbstractContextManager[Any]
 ) -> tuple[Tensor, ...]:
-    """y, dx and dW."""
+    """Return y, dx and dW."""
     with autocast(x.device, trial.precision), in_fp8:
         y = layer(x)
     return (y.detach(), *torch.autograd.grad(y, (x, layer.get_parameter("weight")), dy))
@@ -92,7 +92,7 @@ def _passes(
 def _held_to_float64(
     trial: Trial, found: tuple[Tensor, ...], x: Tensor, weight: Tensor, dy: Tensor, recipe: recipes.Recipe | None
 ) -> dict[str, Any]:
-    """Raises CheckFailed, naming the worst of y, dx and dW; FP8 that is not FP8, or coarser, fails as steps' does."""
+    """Hold y, dx and dW to float64 as a step's gradients are. Raises CheckFailed, naming the worst."""
     wide = (x.detach().double(), weight.double(), dy.double())
     truth = (wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0])
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)

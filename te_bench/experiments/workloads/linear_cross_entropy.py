@@ -54,7 +54,7 @@ def run(trial: Trial, context: Context) -> Measurement:
     if context.check:
         seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
     call = functools.partial(_result, forward, x, weight, targets, p.vocab)
-    right = functools.partial(_held_to_float64, x=x, weight=weight, targets=targets, vocab=p.vocab, name=p.head)
+    right = functools.partial(_held_to_float64, trial, given)
     check = right(call()) if context.check else CHECKED_BEFORE
     memory.reset(trial.device)
     before = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
@@ -78,23 +78,21 @@ def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:
-    """The loss, dx and dW."""
+    """Return the loss, dx and dW."""
     loss = forward(x, weight, targets, vocab=vocab)
     dx, dw = torch.autograd.grad(loss, (x, weight))
     return loss.detach(), dx, dw
 
 
-def _held_to_float64(
-    found: Result, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, name: str
-) -> dict[str, Any]:
-    """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each gradient."""
+def _held_to_float64(trial: Trial, given: Result, found: Result) -> dict[str, Any]:
+    """Hold the loss and both gradients to FlashAttention's rule, and each gradient's scale and rows. Raises CheckFailed."""
+    (x, weight, targets), p = given, HeadProblem.of(trial)
+    precision, unit, vocab = trial.precision, EPSILON[trial.precision], p.vocab
     exact = _in_float64(x.detach().double(), weight.detach().double(), targets, vocab)
-    if name == FP8:
-        precision, unit = "fp8", EPSILON["bf16"]
+    if p.head == FP8:
+        precision, unit = FP8, EPSILON["bf16"]
         known = _in_float64(_dequantized(x), _dequantized(weight), targets, vocab, as_fp8=True)
     else:
-        precision = next(key for key, dtype in trial_model.DTYPES.items() if dtype is x.dtype)
-        unit = EPSILON[precision]
         known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
     floors = [HEAD_LOSS_SIGMAS * unit * len(x) ** -0.5 + ACCUMULATED * exact[0].item()]
     floors += [HEAD_GRADIENT_UNITS * unit * truth.abs().max().item() for truth in exact[1:]]
@@ -107,7 +105,7 @@ def _held_to_float64(
 
 
 def _in_float64(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, *, as_fp8: bool = False) -> Result:
-    """The loss, dx and dW of float64 operands, some rows at a time; as_fp8: bf16 logits and their gradient in E5M2."""
+    """Return loss, dx and dW of float64 operands, some rows at a time. as_fp8: logits in bf16, their gradient in E5M2."""
     each = max(1, CHECKED_TOGETHER // len(weight))
     loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     for start in range(0, len(x), each):

@@ -5,7 +5,7 @@ gated activation x has 2 n. precision is the dtype of operands and results; FP8 
 known, and its amax, as delayed scaling has it. A norm's call add_* first adds a branch to a residual stream.
 samples: kernel_s of single calls; on a GPU that counts it energy_j (1). work: bytes, of all operands and all results: what
 is to be moved at least; a norm's statistics are not counted. In mode compile also graph_breaks and recompiles.
-check: each result against float64, by the rule of attention's: the yardstick is the backend `reference`.
+check: each result against float64, by attention's rule; the yardstick is the backend `reference`.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ E4M3 = torch.float8_e4m3fn
 #: Results by the first word of a call.
 NAMES = {"forward": ("y",), "add": ("sum", "y"), "backward": ("dx", "dweight", "dbias")}
 
-#: Who has kernels, or on a CPU operators, by which all its calls are known. PyTorch has RMSNorm's gradient made of others.
+#: backend -> its kernels, or on a CPU operators, that tell all its calls. PyTorch makes RMSNorm's gradient of others.
 COMPILED = "torch.compile"
 KERNELS = {
     TORCH: r"^aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|^RsqrtBackward0$",
@@ -67,7 +67,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Operands: x (M, N), of a gated activation (M, 2N); a norm's weight and bias (N,); dy or the branch (M, N)."""
+    """Operands: x (M, N), (M, 2N) for a gated activation; a norm's weight and bias (N,); dy or the branch (M, N)."""
 
     x: Tensor
     parameters: tuple[Tensor, ...]
@@ -130,7 +130,7 @@ def _drawn(p: PieceProblem, trial: Trial, seed: int) -> Given:
 
 
 def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By a backend of kernels.norm or kernels.activation, which torch.compile sees in mode compile."""
+    """Return the call by a backend of kernels.norm or kernels.activation, compiled in mode compile."""
     machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
     machine["quantized"] = given.scale is not None
     cast: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Res
 
 
 def _by_operator(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By OPERATORS in the trial's precision, and their gradients by autograd."""
+    """Return the call by OPERATORS in the trial's precision, with gradients by autograd."""
     operator = OPERATORS[p.kind]
     if p.call == "forward":
         return lambda: _named(p, operator(given.x, *given.parameters))
@@ -175,7 +175,7 @@ def _by_operator(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Re
 
 
 def _by_liger(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By what LigerFusedGateUpSiLUMulFunction is made of. Source: liger-kernel 0.8.5, ops/swiglu.py."""
+    """Return the call of what LigerFusedGateUpSiLUMulFunction is made of. Source: liger-kernel 0.8.5, ops/swiglu.py."""
     require(p.backend, None if importlib.util.find_spec("liger_kernel") is not None else "pip install liger-kernel")
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
 
@@ -193,12 +193,12 @@ def _names(p: PieceProblem) -> tuple[str, ...]:
 
 
 def _rounded(p: PieceProblem) -> str:
-    """The result that a cast is of."""
+    """Return the name of the result that is cast."""
     return "dx" if p.call.startswith("backward") else "y"
 
 
 def _named(p: PieceProblem, found: Any, amax: Tensor | None = None) -> Results:
-    """What the contract of a call returns, but statistics; FP8 in both layouts, with its amax."""
+    """Return a call's results by name, without statistics; of FP8 both layouts and the amax."""
     named: Results = {}
     for name, value in zip(_names(p), found if type(found) is tuple else (found,), strict=False):
         if isinstance(value, Quantized):
@@ -210,7 +210,7 @@ def _named(p: PieceProblem, found: Any, amax: Tensor | None = None) -> Results:
 
 
 def _exact(p: PieceProblem, given: Given, dtype: torch.dtype = torch.float64) -> Results:
-    """The results by OPERATORS in that dtype, before any cast."""
+    """Return the results by OPERATORS in that dtype, before any cast."""
     x, *parameters = (t.detach().to(dtype) for t in (given.x, *given.parameters))
     other = None if given.other is None else given.other.to(dtype)
     if not p.call.startswith("backward"):
@@ -222,7 +222,7 @@ def _exact(p: PieceProblem, given: Given, dtype: torch.dtype = torch.float64) ->
 
 
 def _held_to_float64(p: PieceProblem, trial: Trial, given: Given, found: Results) -> dict[str, Any]:
-    """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each result."""
+    """Hold each result to FlashAttention's rule, and its scale and rows. Raises CheckFailed."""
     exact = _exact(p, given)
     known = _by_backend(dataclasses.replace(p, backend=PLAIN), dataclasses.replace(trial, mode="eager"), given)()
     if given.scale is not None:

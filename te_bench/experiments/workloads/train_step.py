@@ -1,4 +1,4 @@
-"""Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
+"""Seconds and bytes of one training step at a fixed batch, on random tokens, once its gradients have been checked.
 
 samples: latency_s (20), loss (30), peak_*_bytes (1), on GPUs that count it energy_j (1), of all ranks.
 work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
@@ -28,7 +28,7 @@ from te_bench.training.step import TrainStep
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
 
-#: What another workload reads off the step after it was timed: (step, next_step, a batch, samples) -> more of work.
+#: Another workload reads this off the timed step: (step, next_step, a batch, samples) -> more of work.
 More = Callable[[TrainStep, Callable[[], None], tuple[Tensor, Tensor], dict[str, list[float]]], dict[str, Any]]
 
 
@@ -93,7 +93,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
 
 
 def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
-    """Those of a step over several ranks that no graph replays."""
+    """Return the collectives of a step over several ranks that no graph replays."""
     if world_of(trial) == 1 or trial.mode not in gathers.SEEN:
         return {}
     seen = collectives.of_call(next_step)
@@ -101,5 +101,5 @@ def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, targets) on the device: tokens uniform over the true vocabulary, or what a user's model takes."""
+    """Return (inputs, targets) on the device: tokens uniform over the true vocabulary, or what a user's model takes."""
     return list(map(trial_model.batches_of(trial), range(BATCHES)))

@@ -1,7 +1,6 @@
 """A loss curve on real data, by steps or by a budget of seconds, with a fixed validation stream beside it.
 
-The clock counts training only: not evaluation, not the looks at FP8's numerics, not the check, not the first two steps, in
-which a compiled model is compiled.
+`experiments.curve` reads it and has its clock, which counts training only.
 samples: step, loss, time_s, and grad_norm where gradients are clipped; val_step, val_loss, val_time_s; val_loss_native, at
 the end, under a budget at each evaluation; probe_step, and of each Linear's tensors amax:MODULE.TENSOR, saturated:... and
 underflowed:..., the latter two fractions of the elements.
@@ -67,8 +66,8 @@ def run(trial: Trial, context: Context) -> Measurement:
         work["trunk"] = {"sha256": weights, "trained": trunk.trained, "took_s": trunk.took_s}
     memory.reset(trial.device)  # a graft holds weights and moments twice, training does not
 
-    probe = [step.parallel.rows(x) for x in _micro(at(0), optim.accumulate)]
-    curve = Curve(trial, step, corpus, probe=(probe[0], probe[1]), first=first, end=p.bf16_from)
+    inputs, targets = (step.parallel.rows(x[: sizes["batch"]]) for x in at(0))  # the first micro-batch
+    curve = Curve(trial, step, corpus, probe=(inputs, targets), first=first, end=p.bf16_from)
     work |= {"batch": sizes["batch"], "tokens": rows["batch"] * sizes["block"], "windows": curve.windows}
     work |= ranks_of(trial)
     reason, peaks, looked, ended = _train(curve, step, at, first), dict[str, list[float]](), None, trial
@@ -88,7 +87,7 @@ def run(trial: Trial, context: Context) -> Measurement:
         reason = _train(curve, step, at, p.bf16_from)
     reason = reason or curve.finish()
     peaks = {name: [max(*values, *peaks.get(name, values))] for name, values in _peaks(trial, step).items()}
-    samples = {**curve.samples, **peaks, **_before(trunk)}
+    samples = {**curve.samples, **peaks, **_of_trunk({} if trunk is None else trunk.samples)}
     measurement = Measurement(check=check, work=work, samples=samples)
     if reason:
         raise Diverged(reason, measurement)
@@ -109,7 +108,7 @@ def _peaks(trial: Trial, step: TrainStep) -> dict[str, list[float]]:
 
 
 def _train(curve: Curve, step: TrainStep, at: Callable[[int], tuple[Tensor, Tensor]], first: int) -> str | None:
-    """Train to the curve's end; a reason where that was not reached."""
+    """Train to the curve's end. Return a reason if training ended before."""
     step.fed = functools.partial(curve.fed.note, step)
     reasons = (curve.add(number, loss) for number, loss in train(step, at, curve.progress, first))
     reason = next((reason for reason in reasons if reason), None) or curve.read()
@@ -119,7 +118,7 @@ def _train(curve: Curve, step: TrainStep, at: Callable[[int], tuple[Tensor, Tens
 
 
 def _in_bf16(last: Trial, curve: Curve, batch: tuple[Tensor, Tensor], state: Path) -> TrainStep:
-    """The step that goes on from `state` in bf16. It is not checked: the study's bf16 control is, which has the same."""
+    """Return a step that goes on from `state` in bf16. The study's bf16 control, which is checked, has the same."""
     curve.step = None  # type: ignore[assignment]
     memory.reset(last.device)
     compilation.begin(last)
@@ -134,9 +133,9 @@ def _in_bf16(last: Trial, curve: Curve, batch: tuple[Tensor, Tensor], state: Pat
 
 
 def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measurement: Measurement) -> Measurement:
-    """With what ran in one more step, whose weights nobody uses after.
+    """Return the measurement with what ran in one more step, whose weights nobody uses after.
 
-    At the largest batch the profiler would have no memory left.
+    The step is of few rows: at the largest batch the profiler would have no memory left.
     """
     accumulate = trial_model.optim_of(trial).accumulate
     few = _few(batch, accumulate, trial)
@@ -148,7 +147,7 @@ def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measure
 
 
 def _trunk(trial: Trial, context: Context, corpus: corpora.Corpus | None) -> trunks.Trunk | None:
-    """What a branch goes on from; None of a trial that begins with the first step. Raises Diverged where bf16 breaks."""
+    """Return what a branch goes on from, or None for a trial that begins with the first step. Raises Diverged."""
     control = trunk_of(trial)
     if control is None:
         return None
@@ -159,7 +158,7 @@ def _trunk(trial: Trial, context: Context, corpus: corpora.Corpus | None) -> tru
 
 
 def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[str, list[Any]]:
-    """Train the control's first steps as it would itself, and write where they led to; what they sampled.
+    """Train the control's first steps as it would itself, and write their end to `folder`. Return their samples.
 
     The step is not checked: the control's own is, which goes on from here.
     """
@@ -170,23 +169,20 @@ def _grow(control: Trial, corpus: corpora.Corpus | None, folder: Path) -> dict[s
     torch.manual_seed(step.parallel.seed(control.seed))
     curve = Curve(control, step, corpus, probe=at(0), end=branch_at)
     if reason := _train(curve, step, at, 0):
-        raise Diverged(f"the trunk, in bf16: {reason}", Measurement(samples=_named(curve.samples)))
+        raise Diverged(f"the trunk, in bf16: {reason}", Measurement(samples=_of_trunk(curve.samples)))
     resume.save(step, folder, branch_at)
     return curve.samples
 
 
-def _before(trunk: trunks.Trunk | None) -> dict[str, list[Any]]:
-    return {} if trunk is None else _named(trunk.samples)
-
-
-def _named(samples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def _of_trunk(samples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return a trunk's samples by the names that they have in a record."""
     return {f"trunk_{name}": samples[name] for name in TRUNK if name in samples}
 
 
 def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: Path) -> None:
     """Write the trained model to TRIAL-ID.pt, for `te-bench evaluate`; of a user's model its state dict.
 
-    A planted fault is no recipe to run it in, and what ended in bf16 has none. Of several ranks all make the weights whole,
+    A model with a planted fault, or one that ended in bf16, is written without a recipe. All ranks make the weights whole,
     and the first writes them.
     """
     model: Any = step.model
@@ -203,20 +199,14 @@ def _save(step: TrainStep, trial: Trial, corpus: corpora.Corpus | None, folder: 
 
 
 def _begun(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
-    """The step and its check. A planted fault would rightly fail it, and is what that trial is to measure."""
+    """Return the step and its check. A planted fault would fail it, and is what the trial measures."""
     if TrainingProblem.of(trial).fault:
         return trial_model.step_of(trial), {"skipped": "planted fault"}
     return training_step.begin(trial, tokens, targets)
 
 
-def _micro(batch: tuple[Tensor, Tensor], accumulate: int) -> tuple[Tensor, Tensor]:
-    """The first micro-batch."""
-    rows = len(batch[0]) // accumulate
-    return batch[0][:rows], batch[1][:rows]
-
-
 def _few(batch: tuple[Tensor, Tensor], accumulate: int, trial: Trial) -> tuple[Tensor, Tensor]:
-    """A batch's first rows, eager; else all, for a captured step takes no other shape and a compiled one compiles anew."""
+    """Return a batch's first rows in mode eager, else all: other shapes cannot be captured, or compile anew."""
     if trial.mode != "eager":
         return batch
     parts = TrainingProblem.of(trial).replicas
