@@ -19,10 +19,10 @@ from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.training.step import TrainStep
 
-CHANGES = ("parts", "rival", "checkpointing")  # what is done to the model: the references are without
-#: Of a loss in float32: sums of another order differ by less. Noise of less is left to the gradients to show.
+CHANGES = ("parts", "rival", "checkpointing")  # changes of the model that the references go without
+#: Relative difference of two float32 losses that are one: sums in another order differ by less; gradients show less noise.
 SAME = 1e-6
-DRAWS = 16  # pairs of passes of a model that draws random numbers: they may decide over the experts of few tokens
+DRAWS = 16  # pairs of passes of a model that draws: the numbers may decide over the experts of few tokens
 
 
 def model_of(step: TrainStep) -> Adopted:
@@ -40,10 +40,10 @@ def reference(
     parts: large.ByParts,
     taken: routes.Taken,
 ) -> Gradients:
-    """Loss and gradients of the same module from the same weights: float64's, or the yardstick's at that precision.
+    """Return loss and gradients of the same module from the same weights, in float64 or as the yardstick at `precision`.
 
-    parts: computes what is large by parts; float64's, which comes first, finds out whether anything is. taken: what the
-    step chose.
+    parts: computes what is large by parts. float64 comes first and finds out whether anything is. taken: what the step
+    chose.
     """
     exact = precision == "fp64"
     as_it_is = {name: value for name, value in trial.problem.items() if name not in CHANGES}
@@ -70,7 +70,7 @@ def reference(
             _in_half_precision(model.get_submodule(name))
     if parts.found:
         parts.recompute_blocks(model)
-    arithmetic = "bf16" if precision == "fp8" else precision  # what FP8 rounds is emulated, under the same autocast
+    arithmetic = "bf16" if precision == "fp8" else precision  # under FP8's autocast, with the rounding emulated
     rounded = not exact and trial.attention not in UNFUSED
     modes: list[TorchFunctionMode] = [routes.Again(taken)] if taken.calls else []
     modes += [grouped_gemm.Exact(), Doubled()] if exact else [AsFused()] if rounded else []
@@ -83,13 +83,13 @@ def reference(
                 raise
             kept = "keep every tensor as a parameter or a buffer, and make others in the dtype of the input"
             raise Unsupported(f"its pass in float64, which the check needs, raised: {error}; {kept}") from None
-    if exact or trial.recipe is None:  # a Conv1D's weight lies the other way round, once it is converted
+    if exact or trial.recipe is None:  # a converted Conv1D's weight lies the other way round
         found = found._replace(of={n: g.t() if n in turned else g for n, g in found.of.items()})
     return found
 
 
 def _in_half_precision(norm: nn.Module) -> None:
-    """Round what a norm reads and gives as te's does under autocast, where the model's own reads and gives float32."""
+    """Round a norm's input and output as te's norms do under autocast, where the model's own are float32."""
 
     def rounded(x: Any) -> Any:
         device = x.device.type
@@ -122,7 +122,11 @@ def _require_same_loss(model: Adopted, inputs: Tensor, targets: Tensor, parts: l
             found.append(model(inputs[one], targets[one]).item())
         return found
 
-    with torch.no_grad(), parts.beside(), model.autocast():  # in the model's own precision: half of float64's time
+    with (
+        torch.no_grad(),
+        parts.beside(),
+        model.autocast(),
+    ):  # in the model's own precision, which takes half of float64's time
         torch.manual_seed(1)
         unused = generator.get_state()
         losses, attempt = losses_of(0), 1
@@ -141,7 +145,7 @@ def _same(a: float, b: float) -> bool:
 
 
 def _emulate(model: Adopted, converted: dict[str, str], recipe: recipes.Recipe, seed: int) -> None:
-    """Emulate FP8 in what te.convert takes; a Conv1D becomes the Linear that it is."""
+    """Emulate FP8 in the layers that te.convert takes; a Conv1D becomes a Linear."""
     for name, before in converted.items():
         if before == "Conv1D":
             old: Any = model.get_submodule(name)

@@ -39,22 +39,22 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.checkpointing import blocks_of
 from te_bench.training.step import CannotCapture, TrainStep, autocast
 
-#: Targets of a batch, at least, in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. Of few targets
-#: one rounding moves every gradient that follows, and the check takes rows to err independently.
+#: Fewest targets of a batch in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. With few targets
+#: one rounding moves every gradient after it, and the check takes rows to err independently.
 FEWEST_TARGETS = 8
-#: Targets of a batch, at least, in half precision where a function has a kink, and how many are enough however few numbers
-#: the function is given: of few, the one or two that rounding moves across decide over a gradient. Of right steps of T5 with
-#: 128 features at a ReLU 6 of 16 failed with 8 targets, one of 40 with 32 and with 48, none with 64 and 96; with 2048
-#: features 2 of 40 with 4 and one with 8. In float32, and with GELU for ReLU, none of 96 did (a CPU, 2026-11-27).
+#: Fewest targets of a batch in half precision if a function has a kink, and how many are enough however few numbers the
+#: function gets: among few, the one or two that rounding moves across decide over a gradient. Of right steps of T5 with 128
+#: features at a ReLU 6 of 16 failed with 8 targets, one of 40 with 32 and with 48, none with 64 and 96; with 2048 features
+#: 2 of 40 with 4 and one with 8. In float32, and with GELU for ReLU, none of 96 failed (a CPU, 2026-11-27).
 FEWEST_AT_KINK, ENOUGH_AT_KINK = 16, 64
-#: Numbers that a function with a kink is given, at least, where targets are fewer than enough: none of 104 steps failed.
+#: Fewest numbers that a function with a kink gets if targets are fewer than enough: none of 104 steps failed.
 NUMBERS_AT_KINK = 2**13
-SWITCHED = frozenset(("topk", "max_pool2d"))  # which of several counts, and not how large one is
+SWITCHED = frozenset(("topk", "max_pool2d"))  # they choose among values, and do not bend one
 NO_KERNEL = "No available kernel"  # what scaled_dot_product_attention says
 
 
 def begin(trial: Trial, inputs: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
-    """The trial's step and its check, of fewer sequences or layers where float64 does not fit. Raises CheckFailed.
+    """Return the trial's step and its check, of fewer sequences or layers if float64 does not fit. Raises CheckFailed.
 
     Raises Unsupported for a kernel that the model's attention cannot have, and for a model whose loss is random.
     """
@@ -91,7 +91,7 @@ def _forget(trial: Trial) -> None:
 
 
 def within_memory(trial: Trial) -> Trial:
-    """The trial, or with as many layers as this GPU can check, where its model can have fewer."""
+    """Return the trial, with as many layers as this GPU can check if its model can have fewer."""
     source = StepProblem.of(trial).source
     assert source is not None
     if trial.device == "cpu" or (depth := adopted.depth_of(source)) is None or depth < 2:
@@ -105,7 +105,7 @@ def within_memory(trial: Trial) -> Trial:
 
 
 def _shallower(trial: Trial) -> Trial | None:
-    """The trial with a quarter of its layers; None where it has one, or its model cannot have fewer."""
+    """Return the trial with a quarter of its layers; None if it has one, or its model cannot have fewer."""
     p = StepProblem.of(trial)
     assert p.source is not None
     layers = p.layers or adopted.depth_of(p.source) or 1
@@ -122,7 +122,7 @@ def _parameters(source: Any, layers: int) -> int:
 
 
 def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[TrainStep, dict[str, Any], bool]:
-    """(step, check, whether the step is the trial's own)."""
+    """Return (step, check, whether the step is the trial's own)."""
     if trial.recipe is not None and targets.numel() < FEWEST_TARGETS:
         few = f"a batch of {targets.numel()} targets is too small to tell rounding from a fault"
         raise Unsupported(f"fp8: {few}: take {FEWEST_TARGETS} or more")
@@ -151,17 +151,17 @@ def _checked(trial: Trial, inputs: Tensor, targets: Tensor, rows: int) -> tuple[
 
 
 def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, kinks: Kinks) -> list[Quantity]:
-    """Loss and gradients of one batch beside float64's and the yardstick's."""
+    """Compare loss and gradients of one batch with float64's, by the limits that the yardstick's errors set."""
     settle(trial.recipe, lambda: step.gradients(inputs, targets, records=True))
     ours, taken = _pass(trial, step, inputs, targets, chooses="topk" in kinks.found)
     parts = large.ByParts()
     truth = reference(trial, step, inputs, targets, "fp64", parts, taken)
     if parts.found:
-        gc.collect()  # by parts, it refers to itself: its weights would stay beside the yardstick's
+        gc.collect()  # a model by parts refers to itself: its weights would stay beside the yardstick's
     library = reference(trial, step, inputs, targets, trial.precision, parts, taken)
     step.parallel.meet()
-    trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
-    # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
+    trial_model.allow_tf32(trial.precision)  # the references set it for themselves
+    # No two roundings agree on a gradient that is 0 but for rounding, such as a key's bias's.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]
     told = truth._replace(of={name: gradient for name, gradient in truth.of.items() if name not in noise})
     if not told.of:
@@ -179,9 +179,10 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
 def _pass(
     trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, chooses: bool
 ) -> tuple[Gradients, routes.Taken]:
-    """The step's gradients, and what topk chose in its passes: of a compiled step, which shows no functions, in eager ones.
+    """Return the step's gradients, and what topk chose in its passes.
 
-    Nothing of a compiled step whose recipe counts passes: what its scales are would change.
+    A compiled step shows no functions, so eager passes show them. Nothing is looked at if the recipe counts passes, for
+    another pass would change its scales.
     """
     taken, model = routes.Taken(), model_of(step)
     with taken if chooses and trial.mode == "eager" else contextlib.nullcontext():
@@ -216,10 +217,10 @@ def _require_many_at_kinks(trial: Trial, kinks: Kinks, targets: int, accumulate:
 
 
 def _noise(name: str, library: Gradients, truth: Gradients) -> float:
-    """The largest relative error of a gradient that is 0 but for rounding.
+    """Return the largest relative error of a gradient that is 0 but for rounding.
 
-    NOISE_FACTOR times the yardstick's, and a floor: a bias's gradient sums up what its weight's is made of, in float32, and
-    fused attention leaves another remainder of that sum than attention written out.
+    It is NOISE_FACTOR times the yardstick's, and a floor: a bias's gradient sums up in float32 what its weight's is
+    made of, and fused attention leaves another remainder of that sum than attention written out.
     """
     gradient = truth.of[name]
     weight = truth.of.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
@@ -228,9 +229,10 @@ def _noise(name: str, library: Gradients, truth: Gradients) -> float:
 
 
 def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
-    """An eager forward pass of a micro-batch, which counts FP8 GEMMs.
+    """Run an eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
-    Raises Unsupported where the model's attention has no such kernel, and where it calls none of its checkpointed blocks.
+    Raises Unsupported if the model's attention has no such kernel, or if the pass calls none of its checkpointed
+    blocks.
     """
     model, one = model_of(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
@@ -260,7 +262,7 @@ def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -
 
 @contextlib.contextmanager
 def _checkpointing(trial: Trial, model: Adopted) -> Iterator[None]:
-    """Raise Unsupported where a pass goes by the parts of blocks that are checkpointed, and calls none of them."""
+    """Raise Unsupported if a pass calls the parts of checkpointed blocks, and none of the blocks."""
     p, called = StepProblem.of(trial), []
     blocks = [] if p.checkpointing is None else blocks_of(model)
     handles = [block.register_forward_pre_hook(lambda *_: called.append(1)) for block in blocks]
@@ -274,7 +276,7 @@ def _checkpointing(trial: Trial, model: Adopted) -> Iterator[None]:
 
 
 def _require_fp8_of_rival(trial: Trial, model: Adopted) -> None:
-    """Raise Unsupported where the rival's FP8 GEMMs cannot take what the pass gave them, or there are none."""
+    """Raise Unsupported if the rival's FP8 GEMMs cannot take what the pass gave them, or there are none."""
     name, changed = StepProblem.of(trial).rival, model.changed
     assert changed is not None
     odd = [rows for rows in sorted(model.rows) if rows % changed.multiple]
@@ -287,6 +289,6 @@ def _require_fp8_of_rival(trial: Trial, model: Adopted) -> None:
 
 
 def _reason(warning: str) -> str:
-    """What SDPA warns, without where in its source; nothing of its headings, one a kernel."""
+    """Return what SDPA warns, without the place in its source; nothing for the heading of each kernel."""
     text = warning.partition(" (Triggered internally")[0].strip()
     return "" if text.endswith("because:") else text

@@ -139,7 +139,7 @@ def _rounded_to_nvfp4(
 
 
 def _hadamard(device: torch.device) -> Tensor:
-    """Transformer Engine's, (16, 16) float64, with its signs: orthogonal."""
+    """Return Transformer Engine's, (16, 16) float64, with its signs: orthogonal."""
     signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float64)
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
     four = torch.kron(two, two)

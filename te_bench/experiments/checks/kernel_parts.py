@@ -13,15 +13,15 @@ from te_bench import plugins
 from te_bench.kernels import adamw, linear_cross_entropy
 from te_bench.models import rivals
 
-#: What a trial's problem names, each by a package of rivals.
+#: Settings of a trial's problem that name a backend, and the package of backends.
 FAMILIES: dict[str, Any] = {"head": linear_cross_entropy, "optimizer": adamw}
 
 GEMMS = ("gemm_fp8", "gemm_half", "gemm_float")
 
-#: Kernels that multiply matrices: cuBLAS and cuBLASLt (nvjet, xmma, CUTLASS and what older GPUs have) and te_bench's own.
+#: Kernels that multiply matrices: cuBLAS's and cuBLASLt's (nvjet, xmma, CUTLASS and older GPUs'), and te_bench's.
 GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma|^scaled_kernel$")
-#: By such words too: attention, what Inductor fused around a product, the sums of one whose K was split, and an operator,
-#: which launches the kernel that is counted.
+#: Others whose names have such words: attention, Inductor's fusions around a product, sums after a split K, and operators,
+#: whose kernels are counted.
 OTHER = re.compile(
     r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
 )
@@ -29,13 +29,13 @@ OTHER = re.compile(
 IN_FP8 = re.compile(r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$")
 IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
 
-PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
+PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # a CPU's operator
 EMULATED = "te_bench::reference_gemm"
 PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
-PRODUCT_HALF = "te_bench::block_formats_product"  # of what was cast to MXFP8 or NVFP4, by half precision's GEMMs
+PRODUCT_HALF = "te_bench::block_formats_product"  # of operands cast to MXFP8 or NVFP4, by half-precision GEMMs
 HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
 
-#: device -> what proves a part, beside heads and optimizers, which say so themselves.
+#: device -> the pattern of a part's kernels. Heads and optimizers say their own.
 CASTS = {"cuda": r"^(mxfp8|nvfp4)_cast_kernel$", "cpu": r"^te_bench::(mxfp8|nvfp4)_cast$"}
 FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Segment$"}
 #: Kernels that fused blocks launch beside; a compiler makes its own of what they do.
@@ -45,7 +45,7 @@ COMPILED = r"^Torch-Compiled Region|^triton_(poi|red|per|tem)_"
 
 
 def gemm_of(kernel: str) -> str | None:
-    """One of GEMMS, by the name of a GPU's kernel, or None for what multiplies no matrices."""
+    """Return one of GEMMS by the name of a GPU's kernel, or None for what multiplies no matrices."""
     if not GEMM.search(kernel) or OTHER.search(kernel):
         return None
     if IN_FP8.search(kernel):
@@ -54,7 +54,7 @@ def gemm_of(kernel: str) -> str | None:
 
 
 def _product_of(operator: str, half: bool) -> str | None:
-    """One of GEMMS, by a CPU's operator; half: what one counts as whose dtype the profiler does not tell."""
+    """Return one of GEMMS by a CPU's operator. half: whether an untold dtype counts as half precision."""
     if PRODUCT_FP8.match(operator):
         return "gemm_fp8"
     if operator == PRODUCT_HALF:
@@ -67,7 +67,7 @@ def _product_of(operator: str, half: bool) -> str | None:
 
 
 def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
-    """{part: how often it ran} of what a profiler counted (Seen.counts); every part is there, 0 where nothing ran.
+    """Return {part: how often it ran} of a profiler's counts (Seen.counts); every part is there, 0 if nothing ran.
 
     half: whether a CPU's products are in half precision where no dtype says so.
     """
@@ -95,7 +95,7 @@ def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[
 
 @functools.cache
 def kernels_of(device: str) -> dict[str, str]:
-    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device, by their own files."""
+    """Return {"head_NAME" or "optimizer_NAME": the pattern of its kernels} of those that have names on the device."""
     found = {
         f"{family}_{name}": plugins.load(f"{of.__name__}.backends", name, "BACKEND").kernels
         for family, of in FAMILIES.items()
@@ -106,6 +106,6 @@ def kernels_of(device: str) -> dict[str, str]:
 
 @functools.cache
 def kernels_of_rivals() -> dict[str, str]:
-    """{"rival_TITLE": what proves it on a GPU} of those that have kernels of their own."""
+    """Return {"rival_TITLE": the pattern of its kernels on a GPU} of rivals that have their own."""
     known = [rivals.load(name) for name in rivals.names()]
     return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}

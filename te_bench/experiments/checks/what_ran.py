@@ -1,8 +1,8 @@
-"""What ran in a step or a layer, part by part, held to what the trial asked for.
+"""Hold what ran in a step or a layer, part by part, to what the trial asked for.
 
-The parts are GEMMs by precision, fused blocks, head, optimizer and execution mode. A GPU's kernels tell them by their names,
-from within a captured graph too, a CPU's operators by theirs: each GEMM emulated in FP8 is one operator. What a trial asks
-for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and wgrad.
+The parts are GEMMs by precision, fused blocks, head, optimizer and execution mode; kernel_parts tells them by names. What a
+trial asks for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and
+wgrad.
 
     expected = expected_of_step(trial, rows) or expected_of_layer(trial)    {part: (least, most)}
     parts(seen.counts, device)                     {part: how often it ran}
@@ -33,11 +33,11 @@ from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
 from te_bench.models.sources import PINNED
 
-Range = tuple[int, int | None]  # the least and the most that is right; None: however many
+Range = tuple[int, int | None]  # the least and the most that is right; None is no limit
 Expected = dict[str, Range]
 
-LINEARS = 4  # of a layer: query, key and value together, the projection, and the MLP's two
-PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad, the last of which a recipe may leave in half precision
+LINEARS = 4  # of a layer: QKV as one, the projection, and the MLP's two
+PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad; a recipe may leave wgrad in half precision
 SOME: Range = (1, None)
 NONE: Range = (0, 0)
 
@@ -60,7 +60,7 @@ def _same_kernels(name: str, head: linear_cross_entropy.Backend, device: str) ->
 
 
 def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) -> Expected:
-    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch; model: of a user's step."""
+    """Return what a training step of the trial is made of. rows: tokens of a micro-batch; model: of a user's step."""
     if isinstance(model, Adopted):
         return _expected_of_adopted(trial, model)
     config = trial_model.config_of(trial)
@@ -71,10 +71,10 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     expected = _gemms(trial, (linears - kept) * accumulate)
     expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
     overlaps = p.overlap is not None and trial.device == "cuda"
-    pieces = (p.world or 1) // p.replicas if overlaps else 1  # GEMMs that fprop and dgrad each are, by each rank's rows
+    pieces = (p.world or 1) // p.replicas if overlaps else 1  # fprop and dgrad are a GEMM for each rank's rows
     for part, some in ((_linears(trial), linears - kept), (_plain(trial), kept)):
         expected = _plus(expected, part, (PASSES - 1) * (pieces - 1) * some * accumulate)
-    if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
+    if p.checkpointing is not None:  # a block computes its products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
         again = (linears - kept - made.parts) * accumulate * pieces
         expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate * pieces)
@@ -83,16 +83,16 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     their_head = p.against.head if p.against else None
     head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
-    if their_head:  # which may be one of te_bench's backends, too
+    if their_head:  # it may be one of te_bench's backends, too
         chosen |= {f"head_{name}" for name in linear_cross_entropy.names() if _same_kernels(name, head, trial.device)}
     for part in (*kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         expected[part] = (least, None) if part in chosen else NONE
-    if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
+    if trial.device != "cpu" or "cpu" not in head.kernels:  # there the head is one operator and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
         in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half, _rounds_head(trial, config))
         expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
-    # A GPU's kernel that adds and norms runs before each part and at the end; a CPU's Function ends at each attention.
+    # On a GPU a kernel adds and norms before each part and at the end; on a CPU a Function ends at each attention.
     times = accumulate * (made.parts + 1 if trial.device == "cuda" else made.attentions + 1)
     fused = p.blocks is not None
     expected["fused_blocks"] = (times, times) if fused else NONE
@@ -108,9 +108,9 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
 
 
 def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
-    """Whether the gradient of the head's weight is bfloat16: of one in it, or of an optimizer's copy, which is.
+    """Return whether the gradient of the head's weight is bfloat16, as of a bfloat16 weight or an optimizer's copy.
 
-    Of a table that the embedding shares it is the table's, for both; under a compiler each makes its own.
+    A table that the embedding shares has one gradient for both. Under a compiler each makes its own.
     """
     p = StepProblem.of(trial)
     copied = p.optimizer is not None and (not config.shape.tied or _compiles(trial, p.as_it_is))
@@ -118,10 +118,10 @@ def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
-    """What is known of a user's step: GEMMs of its precision, a rival's kernels, the optimizer and the mode."""
+    """Return what is known of a user's step: GEMMs of its precision, a rival's kernels, optimizer and mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
-    # The pass that was looked at was eager; under torch.compile te.convert's blocks go layer by layer.
+    # first_pass is eager; under torch.compile te.convert's blocks go layer by layer.
     fused = SOME if model.fused and not trial.mode.startswith("compile") else NONE
     expected: Expected = {"gemm_fp8": NONE, "block_format_casts": NONE, "fused_blocks": fused}
     if trial.precision == "fp8":
@@ -141,10 +141,10 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeOf:
-    """How many of what a model has in all its blocks, as it describes itself.
+    """How many parts of each kind all blocks of a model have, as the model describes itself.
 
-    linears: their names, the head's apart. turns: of queries and keys, and back. rows: gated activations and norms of heads,
-    each a kernel that goes by rows.
+    linears: names of all but the head. turns: rotations of queries and keys, forward and backward. rows: gated
+    activations and norms of heads, each a kernel that goes by rows.
     """
 
     parts: int
@@ -156,7 +156,7 @@ class MadeOf:
 
 @functools.cache
 def _made_of(config: DecoderConfig) -> MadeOf:
-    """By its parts and modules; of its weights nothing is allocated."""
+    """Count them by the model's parts and modules; no weight is allocated."""
     with torch.device("meta"):
         model = decoder.build(config)
     parts, rotary = model.parts(), model.angles(1) is not None
@@ -172,10 +172,10 @@ def _made_of(config: DecoderConfig) -> MadeOf:
 def expected_of_layer(
     trial: Trial, *, linears: int = LINEARS, theirs: bool = False, emulated: bool = False
 ) -> Expected:
-    """What an iteration of a layer, or of its MLP alone with two `linears`, is made of.
+    """Return what an iteration of a layer is made of, or of its MLP alone with two `linears`.
 
-    theirs: it is of a library that compiles parts of itself in any mode. emulated: in FP8 without FP8's GEMMs, which in
-    a captured graph shows none of its products.
+    theirs: the layer is of a library that compiles parts of itself in any mode. emulated: FP8 without FP8's GEMMs; a
+    captured graph shows none of its products.
     """
     expected = _gemms(trial, linears)
     if emulated:
@@ -186,19 +186,19 @@ def expected_of_layer(
 
 
 def expected_of_head(trial: Trial, head: str) -> Expected:
-    """What a head alone is made of: its own kernels, where it has any, none of another head's, and a compiler's or not."""
+    """Return what a head alone is made of: its own kernels, none of another head's, and a compiler's or none."""
     own = f"head_{head}"
     heads = [part for part in kernels_of(trial.device) if part.startswith("head_")]
     return {part: SOME if part == own else NONE for part in heads} | _mode(trial, as_it_is=True)
 
 
 def _plain(trial: Trial) -> str:
-    """The part that the trial's GEMMs without FP8 are."""
+    """Return the part that GEMMs without FP8 are."""
     return "gemm_float" if trial.precision == "fp32" else "gemm_half"
 
 
 def _linears(trial: Trial) -> str:
-    """The part that the products of the trial's Linears are."""
+    """Return the part that the products of the trial's Linears are."""
     return "gemm_fp8" if trial.precision == "fp8" and not _by_half_gemms(trial) else _plain(trial)
 
 
@@ -216,7 +216,7 @@ def _plus(expected: Expected, part: str, times: int) -> Expected:
 
 
 def _gemms(trial: Trial, linears: int) -> Expected:
-    """The GEMMs of so many Linears; on a GPU attention made of ordinary operators has some more of the same names."""
+    """Return the GEMMs of so many Linears; on a GPU attention of ordinary operators has more of the same names."""
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
@@ -228,7 +228,7 @@ def _gemms(trial: Trial, linears: int) -> Expected:
 
 @functools.cache
 def _without_kernels() -> list[str]:
-    """Attention backends that a GPU's kernels cannot be told by; `auto` gives to others."""
+    """Return the attention backends that no kernel of a GPU tells; `auto` hands on to others."""
     backends = {name: attention.load(name) for name in attention.names()}
     return [name for name, backend in backends.items() if "cuda" not in backend.kernels and backend.choose is None]
 
@@ -238,7 +238,10 @@ def _compiles(trial: Trial, as_it_is: bool) -> bool:
 
 
 def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
-    """as_it_is: mode cudagraph compiles nothing. A step that is captured whole leaves the host few kernels to launch."""
+    """Return what the execution mode launches. as_it_is: mode cudagraph compiles nothing.
+
+    A step that is captured whole leaves the host few kernels to launch.
+    """
     expected: Expected = {}
     if _compiles(trial, as_it_is):
         expected["compiled"] = SOME
@@ -259,7 +262,7 @@ def _attention_compiled(trial: Trial) -> bool:
 
 
 def _by_operators_of_its_own(trial: Trial) -> bool:
-    """Whether it is a rival's step that calls attention so."""
+    """Return whether a rival's step calls attention by operators of its own."""
     if "rival" not in trial.problem:
         return False
     rival = StepProblem.of(trial).against
@@ -267,7 +270,7 @@ def _by_operators_of_its_own(trial: Trial) -> bool:
 
 
 def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
-    """Which parts did not run as they were asked for, with both numbers, or None."""
+    """Return which parts did not run as they were asked for, with both numbers, or None."""
     reasons = []
     for part, (least, most) in expected.items():
         if least <= ran[part] and (most is None or ran[part] <= most):
@@ -278,7 +281,7 @@ def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
 
 
 def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expected) -> Measurement:
-    """The measurement with its kernels, launches and, in work["ran"], the parts. Raises CheckFailed, without timings."""
+    """Return the measurement with kernels, launches and work["ran"]. Raises CheckFailed, without timings."""
     measurement = require_attention(trial, seen, measurement)
     ran = parts(seen.counts, trial.device, half=trial.precision != "fp32")
     measurement = dataclasses.replace(measurement, work={**measurement.work, "ran": ran})
@@ -288,9 +291,9 @@ def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expect
 
 
 def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
-    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
+    """Return the measurement with its kernels and, in work, the launches that were counted and `auto`'s choice.
 
-    Raises CheckFailed, without timings, when another attention ran; Unsupported, when that is what a compiler made of it.
+    Raises CheckFailed, without timings, if another attention ran; Unsupported if a compiler made that of it.
     """
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
@@ -312,9 +315,9 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
 
 
 def _made_by_compiler(trial: Trial, seen: Seen) -> str | None:
-    """What Inductor, which knows written-out attention by its pattern, made of it: torch._inductor.fx_passes.fuse_attention.
+    """Return a reason if Inductor made a kernel of written-out attention (torch._inductor.fx_passes.fuse_attention).
 
-    None where it stayed written out. That a model has it written out at all its eager steps tell.
+    None if it stayed written out. A model's eager steps show whether it is written out at all.
     """
     if trial.mode == "eager" or trial_model.attention_of(trial) != MANUAL:
         return None

@@ -19,7 +19,7 @@ ABOVE = 1.25
 
 
 def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> float | None:
-    """Return the joules of a step on this GPU; None where nobody counts. seconds: of a step, the same in all ranks.
+    """Return the joules of a step on this GPU; None if its driver does not count. seconds: of a step, alike in all ranks.
 
     Raises CheckFailed for a counter that stood still, or that says more than the power limit lets a GPU take.
     """
@@ -47,7 +47,7 @@ def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> fl
 def sample(
     next_step: Callable[[], object], device: str, latency: list[float], parallel: Parallel = SINGLE
 ) -> dict[str, Any]:
-    """{"energy_j": [joules of a step on all GPUs]}, {} where one of them counts none. latency: seconds of timed steps."""
+    """Return {"energy_j": [joules of a step on all GPUs]}, {} if one counts none. latency: seconds of timed steps."""
     seconds = max(parallel.of_all(statistics.median(latency)))
     joules = parallel.of_all(of_steps(next_step, device, seconds))
     return {} if None in joules else {"energy_j": [sum(joules)]}

@@ -55,10 +55,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     peaks = memory.peak(trial.device)
     held.require(peaks, held.of_module(iteration.module, (iteration.x, iteration.dy)))
     samples = {"latency_s": latency, **peaks}
-    y = timed.take().cpu()  # where it is no part of what is held
+    y = timed.take().cpu()  # on the host it is not counted as held
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
     work |= compilation.counts(trial)
-    if trial.device == "cuda" and trial.mode != "cudagraph":  # whose pool holds what a pass made
+    if trial.device == "cuda" and trial.mode != "cudagraph":  # a graph's pool holds what a pass made
         work["held_bytes"] = torch.cuda.memory_allocated()
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
