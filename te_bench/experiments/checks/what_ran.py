@@ -11,7 +11,7 @@ wgrad.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import nn
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import MANUAL
+from te_bench.experiments.checks import update
 from te_bench.experiments.checks.kernel_parts import FAMILIES, GEMMS, kernels_of, kernels_of_rivals, parts
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
 from te_bench.experiments.problems import StepProblem
@@ -32,6 +34,7 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
 from te_bench.models.sources import PINNED
+from te_bench.training.step import TrainStep
 
 Range = tuple[int, int | None]  # the least and the most that is right; None is no limit
 Expected = dict[str, Range]
@@ -288,6 +291,16 @@ def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expect
     if reason := disagreement(expected, ran):
         raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
     return measurement
+
+
+def require_step(
+    trial: Trial, step: TrainStep, call: Callable[[], object], tokens: int, measurement: Measurement
+) -> Measurement:
+    """Return `require` of a few calls, each a step of `tokens` on all ranks. Raises CheckFailed for another step's calls."""
+    with update.made(step, profiling.LOOKS[trial.device]):
+        seen = profiling.kernels_seen(call, trial.device)
+    rows = tokens // step.optim.accumulate // step.parallel.replicas
+    return require(trial, seen, measurement, expected_of_step(trial, rows, step.model))
 
 
 def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:

@@ -39,14 +39,8 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_device(trial.device)
     p = HeadProblem.of(trial)
     backend = linear_cross_entropy.load(p.head)
-    problem = Problem(
-        d=p.d,
-        vocab=p.vocab,
-        padded=p.padded,
-        dtype=trial.precision,
-        device=trial.device,
-        capability=trial_model.capability(trial.device),
-    )
+    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
+    problem = Problem(d=p.d, vocab=p.vocab, padded=p.padded, dtype=trial.precision, **machine)
     require(p.head, backend.unsupported(problem))
     compilation.begin(trial)
     forward = torch.compile(backend.forward, dynamic=False) if trial.mode == "compile" else backend.forward

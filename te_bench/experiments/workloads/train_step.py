@@ -62,9 +62,8 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     peaks = memory.peak(trial.device, step)
     held.require(peaks, held.of_step(step, batches[0]))
     loss = torch.stack(losses).tolist()
-    each, block = p.batch * p.block, p.block  # of a micro-batch
-    tokens = each * step.optim.accumulate
-    flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
+    tokens = p.batch * p.block * step.optim.accumulate
+    flop = tokens * step.model.flop_per_token(p.block)  # type: ignore[operator]
     work = {"tokens": tokens, "flop": flop, **ranks_of(trial), **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
@@ -72,10 +71,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
     training_step.require_foretold(0, loss[0], told)
-    parts = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
-    with update.made(step, profiling.LOOKS[trial.device]):
-        seen = profiling.kernels_seen(next_step, trial.device)
-    measurement = what_ran.require(trial, seen, measurement, parts)
+    measurement = what_ran.require_step(trial, step, next_step, tokens, measurement)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})

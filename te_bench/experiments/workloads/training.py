@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import janitor, trial_model, trunks
-from te_bench.experiments.checks import adopted_step, held, training_step, update, what_ran
+from te_bench.experiments.checks import adopted_step, held, training_step, what_ran
 from te_bench.experiments.curve import Curve
-from te_bench.experiments.instruments import compilation, memory, profiling
+from te_bench.experiments.instruments import compilation, memory
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainingProblem, end_of, ranks_of, trunk_of
 from te_bench.experiments.spec import Trial
@@ -137,13 +137,9 @@ def _looked(trial: Trial, step: TrainStep, batch: tuple[Tensor, Tensor], measure
 
     The step is of few rows: at the largest batch the profiler would have no memory left.
     """
-    accumulate = trial_model.optim_of(trial).accumulate
-    few = _few(batch, accumulate, trial)
+    few = _few(batch, step.optim.accumulate, trial)
     memory.reset(trial.device)
-    with update.made(step, profiling.LOOKS[trial.device]):
-        seen = profiling.kernels_seen(lambda: step(*few), trial.device)
-    tokens = few[0].numel() // accumulate // step.parallel.replicas
-    return what_ran.require(trial, seen, measurement, what_ran.expected_of_step(trial, tokens, step.model))
+    return what_ran.require_step(trial, step, lambda: step(*few), few[0].numel(), measurement)
 
 
 def _trunk(trial: Trial, context: Context, corpus: corpora.Corpus | None) -> trunks.Trunk | None:
