@@ -16,31 +16,32 @@ class Timed:
 
     def __init__(self, call: Callable[[], Any]):
         self._call, self._last = call, list[Any]()
-        self._seconds: list[float] = []  # of each call, by a clock of our own; on a GPU of its launches
+        self._busy: list[float] = []  # seconds of CPU time that this thread took in each call
 
     @property
     def calls(self) -> int:
-        return len(self._seconds)
+        return len(self._busy)
 
     def __call__(self) -> Any:
-        began = time.perf_counter()
+        began = time.thread_time()
         self._last.clear()
         self._last.append(self._call())
-        self._seconds.append(time.perf_counter() - began)
+        self._busy.append(time.thread_time() - began)
         return self._last[0]
 
     def samples(self, protocol: Callable[[Callable[[], object], str], list[float]], device: str) -> list[float]:
         """Return the seconds of its calls by a protocol of `timing`.
 
         Raises CheckFailed if the samples are more than the calls, or longer together than the protocol took; on a CPU also
-        if they are shorter than the calls.
+        if they are shorter than the CPU time of as many calls. A gate's protocol keeps some of its calls, and subtracts
+        the time in which the thread waited for a core.
         """
         before, began = self.calls, time.perf_counter()
         found = protocol(self, device)
-        elapsed, own = time.perf_counter() - began, self._seconds[before:]
-        if len(own) < len(found):
-            raise CheckFailed(f"{len(found)} calls were timed, {len(own)} of them of what was checked")
-        least = sum(own[-len(found) :]) if device == "cpu" else 0.0
+        elapsed, busy = time.perf_counter() - began, sorted(self._busy[before:])
+        if len(busy) < len(found):
+            raise CheckFailed(f"{len(found)} calls were timed, {len(busy)} of them of what was checked")
+        least = sum(busy[: len(found)]) if device == "cpu" else 0.0
         if not least <= sum(found) <= elapsed:
             bounds = f"{least:.6g} to {elapsed:.6g} s by another clock"
             raise CheckFailed(f"the {len(found)} samples are {sum(found):.6g} s together, and {bounds}")
