@@ -297,7 +297,7 @@ def require_step(
     trial: Trial, step: TrainStep, call: Callable[[], object], tokens: int, measurement: Measurement
 ) -> Measurement:
     """Return `require` of a few calls, each a step of `tokens` on all ranks. Raises CheckFailed for another step's calls."""
-    with update.made(step, profiling.LOOKS[trial.device]):
+    with update.made(step, lambda: profiling.LOOKS[trial.device]):
         seen = profiling.kernels_seen(call, trial.device)
     rows = tokens // step.optim.accumulate // step.parallel.replicas
     return require(trial, seen, measurement, expected_of_step(trial, rows, step.model))

@@ -57,8 +57,9 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
         losses.append(step(*batches[len(losses) % BATCHES]))
 
     memory.reset(trial.device)
-    with update.made(step, timing.BENCH_PY_BURN_IN + timing.BENCH_PY_TIMED):
-        latency = Timed(next_step).samples(timing.bench_py, trial.device)
+    timed = Timed(next_step)
+    with update.made(step, lambda: timed.calls):
+        latency = timed.samples(timing.bench_py, trial.device)
     peaks = memory.peak(trial.device, step)
     held.require(peaks, held.of_step(step, batches[0]))
     loss = torch.stack(losses).tolist()
