@@ -74,7 +74,7 @@ def require_seed(trial: Trial) -> None:
 
     def first_rows(seed: int) -> list[Tensor]:
         model = trial_model.build(dataclasses.replace(trial.with_(layers=1), seed=seed))
-        return [p.detach()[:1].clone() for p in model.parameters() if p.dim() > 1]
+        return [torch.cat([p.detach()[:1].flatten().float() for p in model.parameters() if p.dim() > 1])]
 
     seeds.require("weights", trial.seed, first_rows)
 
