@@ -1,4 +1,4 @@
-"""Joules of a training step or a pass of a layer, by the driver's own counter of each GPU."""
+"""Measure the joules of a training step or a layer's pass, by the driver's energy counter of each GPU."""
 
 import math
 import statistics
@@ -12,14 +12,14 @@ from te_bench.experiments import environment, exclusive
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import SINGLE, Parallel
 
-#: Seconds of steps at least: the counter is brought up to date every 0.1 s or so, which is then 3 % of the energy.
+#: Measure at least so many seconds of steps: the counter updates about every 0.1 s, which is 3 % of this window.
 WINDOW_S = 3.0
 #: Times the power limit, which a GPU keeps on average over a second or so.
 ABOVE = 1.25
 
 
 def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> float | None:
-    """Return the joules of a step on this GPU; None if its driver does not count. seconds: of a step, alike in all ranks.
+    """Return the joules of a step on this GPU; None without a counter. seconds: of a step, the same in all ranks.
 
     Raises CheckFailed for a counter that stood still, or that says more than the power limit lets a GPU take.
     """
@@ -31,7 +31,7 @@ def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> fl
     with exclusive.alone():
         torch.cuda.synchronize()
         before, began = environment.energy(uuid), time.perf_counter()
-        for _ in range(steps):  # in every rank, whether or not its GPU counts: they compute together
+        for _ in range(steps):  # in every rank, also without a counter: all ranks compute together
             next_step()
         torch.cuda.synchronize()
         after, elapsed = environment.energy(uuid), time.perf_counter() - began
@@ -47,7 +47,7 @@ def of_steps(next_step: Callable[[], object], device: str, seconds: float) -> fl
 def sample(
     next_step: Callable[[], object], device: str, latency: list[float], parallel: Parallel = SINGLE
 ) -> dict[str, Any]:
-    """Return {"energy_j": [joules of a step on all GPUs]}, {} if one counts none. latency: seconds of timed steps."""
+    """Return {"energy_j": [joules of a step on all GPUs]}, {} if a GPU has no counter. latency: seconds of timed steps."""
     seconds = max(parallel.of_all(statistics.median(latency)))
     joules = parallel.of_all(of_steps(next_step, device, seconds))
     return {} if None in joules else {"energy_j": [sum(joules)]}
