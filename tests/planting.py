@@ -1,5 +1,6 @@
 """Mutations of a training step that tests of several layers must see."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,13 @@ def attention_of(step: TrainStep, fault: Callable[[Attend], Attend]) -> None:
     model: Any = step.model
     for layer in model.attentions():
         layer.attention = fault(layer.attention)
+
+
+def once(call: Callable[[], object], device: str) -> list[float]:
+    """A protocol of `timing`: the seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return [time.perf_counter() - began]
 
 
 def only_timed(monkeypatch: pytest.MonkeyPatch, protocol: str) -> Callable[[], bool]:

@@ -4,7 +4,7 @@ Nothing here comes from te_bench's quantisers, GEMMs or Linear: a mistake in the
 """
 
 import functools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -13,60 +13,79 @@ from torch import Tensor, nn
 
 from te_bench.models import recipe as recipes
 
+Rounded = Callable[..., Tensor]  # `_rounded` with its recipe and random numbers
 FORMATS = {448.0: torch.float8_e4m3fn, 57344.0: torch.float8_e5m2}  # by their largest number
 
 
 def emulate(
-    model: nn.Module, recipe: recipes.Recipe, leave: Container[str] = (), *, gradient_scale: float | None = None
+    model: nn.Module,
+    recipe: recipes.Recipe,
+    leave: Container[str] = (),
+    *,
+    seed: int,
+    gradient_scale: float | None = None,
 ) -> None:
-    """Let every nn.Linear of `model`, those named in `leave` apart, multiply what was rounded to FP8 and back.
+    """Make every nn.Linear of `model` but those named in `leave` multiply operands that are rounded to FP8 and back.
 
-    gradient_scale: what grad_output is multiplied by, where that is fixed beforehand, whatever its amax.
+    seed: decides over stochastic rounding, whatever ran before in the process. gradient_scale: a fixed scale of
+    grad_output; None takes it from the amax.
     """
+    draws = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    rounded = functools.partial(_rounded, recipe=recipe, draws=draws)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in leave:
-            forward = functools.partial(_forward, module, recipe, gradient_scale)
+            forward = functools.partial(_forward, module, recipe, rounded, gradient_scale)
             module.forward = forward  # type: ignore[method-assign]
 
 
-def _forward(module: nn.Linear, recipe: recipes.Recipe, gradient_scale: float | None, x: Tensor) -> Tensor:
+def _forward(
+    module: nn.Linear, recipe: recipes.Recipe, rounded: Rounded, gradient_scale: float | None, x: Tensor
+) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    y = _Linear.apply(x.to(dtype).flatten(0, -2), module.weight, recipe, gradient_scale).view(*x.shape[:-1], -1)
+    flat = x.to(dtype).flatten(0, -2)
+    y = _Linear.apply(flat, module.weight, recipe, rounded, gradient_scale).view(*x.shape[:-1], -1)
     return y if module.bias is None else y + module.bias.to(dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T and both its gradients, each operand rounded along what its GEMM contracts, as the recipe's scales go."""
+    """x W^T and both its gradients. Each operand is rounded along the dimension that its GEMM contracts."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe, gradient_scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: recipes.Recipe, rounded: Rounded, gradient_scale: float | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.gradient_scale = recipe, gradient_scale
-        rounded = functools.partial(_rounded, recipe=recipe)
+        ctx.recipe, ctx.rounded, ctx.gradient_scale = recipe, rounded, gradient_scale
         return rounded(x, "input") @ rounded(weight, "weight").to(x.dtype).t()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        rounded = functools.partial(_rounded, recipe=ctx.recipe)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), rounded = ctx.saved_tensors, ctx.rounded
         come = functools.partial(rounded, role="grad_output", given=ctx.gradient_scale)
         dx = come(dy) @ rounded(weight.t(), "weight").to(dy.dtype).t()
         if getattr(ctx.recipe, "bf16_wgrad", False):
-            return dx, (dy.t() @ x).to(weight.dtype), None, None
-        dw = come(dy.t(), tokens=True) @ rounded(x.t(), "input", tokens=True).t()
-        return dx, dw.to(weight.dtype), None, None
+            dw = dy.t() @ x
+        else:
+            dw = come(dy.t(), tokens=True) @ rounded(x.t(), "input", tokens=True).t()
+        return dx, dw.to(weight.dtype), None, None, None
 
 
 def _rounded(
-    x: Tensor, role: str, recipe: recipes.Recipe, given: float | None = None, *, tokens: bool = False
+    x: Tensor,
+    role: str,
+    recipe: recipes.Recipe,
+    draws: torch.Generator,
+    given: float | None = None,
+    *,
+    tokens: bool = False,
 ) -> Tensor:
-    """x (M, K) after a trip through FP8; K is what the GEMM contracts. given: the scale, whatever the amax.
+    """Return x (M, K) after a trip through FP8; the GEMM contracts K.
 
-    tokens: K is tokens, and role no weight.
+    given: the scale; None takes it from the amax. tokens: K is tokens, and role no weight.
     """
     if isinstance(recipe, recipes.NVFP4BlockScaling):
-        return _rounded_to_nvfp4(x, role, recipe, tokens)
+        return _rounded_to_nvfp4(x, role, recipe, draws, tokens)
     forward, backward = recipe.fp8_format.value  # not recipe.dtype(): the yardstick is to see its mistakes
     dtype = FORMATS[backward if role == "grad_output" else forward]
     rows, columns = x.shape
@@ -89,8 +108,13 @@ def _rounded(
     return back.view(padded.shape)[:rows, :columns].to(x.dtype)
 
 
-def _rounded_to_nvfp4(x: Tensor, role: str, recipe: recipes.NVFP4BlockScaling, tokens: bool) -> Tensor:
-    """x (M, K) after a trip through NVFP4; Hadamard-transformed along tokens, whose number is then a multiple of 16."""
+def _rounded_to_nvfp4(
+    x: Tensor, role: str, recipe: recipes.NVFP4BlockScaling, draws: torch.Generator, tokens: bool
+) -> Tensor:
+    """Return x (M, K) after a trip through NVFP4.
+
+    Along tokens it is Hadamard-transformed, and their number padded to a multiple of 16.
+    """
     (rows, columns), v = x.shape, x.double()
     if tokens and not recipe.disable_rht:
         columns = -(-columns // 16) * 16
@@ -107,7 +131,7 @@ def _rounded_to_nvfp4(x: Tensor, role: str, recipe: recipes.NVFP4BlockScaling, t
     above = (below + 1).clamp(max=7)
     share = (size - grid[below]) / (grid[above] - grid[below]).clamp(min=0.5)  # of the way to the next one
     if role == "grad_output" and not recipe.disable_stochastic_rounding:
-        up = share > torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=_draws(size.device))
+        up = share > torch.rand(size.shape, dtype=torch.float64, device=size.device, generator=draws)
     else:
         up = share > 0.5  # ties, which differ by nothing in size, apart
     back = torch.where(up, grid[above], grid[below]).copysign(blocks) * shared / scale
@@ -115,14 +139,8 @@ def _rounded_to_nvfp4(x: Tensor, role: str, recipe: recipes.NVFP4BlockScaling, t
 
 
 def _hadamard(device: torch.device) -> Tensor:
-    """Transformer Engine's, (16, 16) float64, with its signs: orthogonal."""
+    """Return Transformer Engine's, (16, 16) float64, with its signs: orthogonal."""
     signs = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float64)
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
     four = torch.kron(two, two)
     return (signs[:, None] * torch.kron(four, four)).to(device)
-
-
-@functools.cache
-def _draws(device: torch.device) -> torch.Generator:
-    """The yardstick's own random numbers: the trial's stay what they would be without a check."""
-    return torch.Generator(device).manual_seed(0)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -27,26 +27,26 @@ from te_bench.training.step import Optim, TrainStep, autocast, fp8_autocast
 from te_bench.training.undisturbed import undisturbed
 
 #: Passes before the check of a step whose recipe keeps its scales. Delayed scaling begins with scale 1, at which small
-#: gradients vanish, and with them all that flows through their GEMM: each pass brings the next one down to its scale.
+#: gradients vanish, and all that flows through their GEMM. Each pass brings one more GEMM to its scale.
 SETTLE = 4
 
-#: Backends that keep the scores, and make dS of no rounded output.
+#: Backends that keep the scores, so that dS does not come from a rounded output.
 UNFUSED = ("manual", "math")
 
-#: Bytes a parameter while the references are there: of the step its weight, gradient, moments and a copy for GEMMs, the
-#: gradient that it found, and of float64 weight and gradient. Of a GPU's memory these may take SHARE; activations the rest.
+#: Bytes a parameter beside the references: the step's weight, gradient, moments and copy for GEMMs (18), the gradient that
+#: it found (4), float64's weight and gradient (16). They may take SHARE of a GPU's memory; activations have the rest.
 HELD = 18 + 4 + 16
 SHARE = 0.45
 
-#: The ratio of all tensors' errors to those of FP8's emulation; batches whose mean decides where one's is beyond its limit.
+#: Name of the ratio of all errors to those of FP8's emulation, and how many batches' mean decides if one exceeds its limit.
 EMULATION, BATCHES = "grad, ratio to FP8 emulation", 3
 
-#: What the head `fp8` multiplies softmax - onehot by, which is at most 1: a loss's mean over the targets comes after it.
+#: The head `fp8` multiplies softmax - onehot, at most 1, by this. The mean over the targets comes after it.
 HEAD_SCALE = 2.0**15
 
 
 class Gradients(NamedTuple):
-    """What one pass gives: loss and each parameter's gradient; of a step that clips, clipped, and the norm before that."""
+    """Loss and gradients of one pass; with clipping the clipped ones, and their norm before."""
 
     loss: float
     of: dict[str, Tensor]
@@ -59,7 +59,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def written_out(cls, model: nn.Module, optim: Optim, precision: str, inputs: Tensor, targets: Tensor) -> Self:
-        """Of an eager model, by nothing of the step that is checked: neither its micro-batches nor its clipping."""
+        """Compute them by an eager model, with micro-batches and clipping written out apart from the step's."""
         scale = 2.0**16 if precision == "fp16" else 1.0
         losses = []
         for x, y in zip(inputs.chunk(optim.accumulate), targets.chunk(optim.accumulate), strict=True):
@@ -72,7 +72,7 @@ class Gradients(NamedTuple):
             parameter.grad = None
         multiplier, norm = 1 / scale, None
         if optim.grad_clip:
-            norms = [torch.linalg.vector_norm(g).double() for g in found.values()]  # by the sums of its own precision
+            norms = [torch.linalg.vector_norm(g).double() for g in found.values()]  # summed in its own precision
             norm = torch.linalg.vector_norm(torch.stack(norms)).item() / scale
             multiplier *= min(1.0, optim.grad_clip / (norm + 1e-6))
         if multiplier != 1.0:
@@ -91,44 +91,67 @@ def compared(
     loss_floor: str | None = None,
     rows: bool = True,
 ) -> list[Quantity]:
-    """Loss and gradients beside float64's, each held to what the yardstick errs; those of all of an FP8 step together, too.
+    """Compare loss and gradients with float64's, each by the yardstick's error; in FP8 all gradients together, too.
 
-    slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR. rows: whether each
-    row is held apart, which a kink forbids: rounding moves a value across it here and not there, and a row of few changes.
+    slack: above 1 for what may round more coarsely than the recipe says. loss_floor: a key of LOSS_FLOOR. rows: whether
+    each row is held apart. A kink forbids that: rounding moves a value across it here and not there, and a row of few
+    changes.
     """
     # Half-precision log-probabilities are rounded one by one (autocast on a GPU): four sigma of their mean's rounding.
     rounded_mean = FLOOR[precision] / math.sqrt(12 * targets)
     loss_limit = FACTOR * abs(library.loss - truth.loss)
     loss_limit += (LOSS_FLOOR[loss_floor or precision] + rounded_mean) * abs(truth.loss)
     quantities = [Quantity("loss", abs(ours.loss - truth.loss), loss_limit), *_norm(ours, library, truth, precision)]
-    before = len(quantities)
-    errors = {name: relative_error(library.of[name], gradient) for name, gradient in truth.of.items()}
-    typical = statistics.median(errors.values())  # a tensor where the library happened to round well is no yardstick
-    for name, gradient in truth.of.items():
-        limit = FACTOR * max(errors[name], typical) + FLOOR[precision]
-        quantities.append(Quantity(f"grad {name}", relative_error(ours.of.get(name), gradient), limit))
-    rounded = {"typical": typical, "slack": slack}
-    for name, gradient in truth.of.items():
-        scale, *row = rounding.quantities(
-            f"grad {name}", ours.of.get(name), gradient, library.of[name], precision, **rounded
-        )
-        quantities += [scale, *(row if rows else ())]
-    if precision == "fp8":
-        ratios = [q.error / max(errors[name], 1e-30) for name, q in zip(truth.of, quantities[before:], strict=False)]
-        overall = geometric_mean(ratios)
-        if slack == 1.0:
-            quantities.append(Quantity(EMULATION, overall, FP8_OVERALL))
-        quantities.append(Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
-    return quantities
+    found, known, exact = ({f"grad {name}": x for name, x in each.of.items()} for each in (ours, library, truth))
+    gradients, ratios = beside(found, known, exact, precision, slack=slack, rows=rows)
+    in_fp8 = of_emulation(ratios.values(), above=slack == 1.0) if precision == "fp8" else []
+    return quantities + gradients + in_fp8
+
+
+def beside(
+    ours: Mapping[str, Tensor | None],
+    library: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    precision: str,
+    *,
+    typical: float | None = None,
+    slack: float = 1.0,
+    rows: bool = True,
+) -> tuple[list[Quantity], dict[str, float]]:
+    """Return each tensor's error, scale and, with `rows`, worst row, and {name: its error over the yardstick's}.
+
+    typical: the least that counts as the yardstick's relative error; None is the median of all tensors, for one that the
+    library happened to round well is no yardstick.
+    """
+    errors = {name: relative_error(library[name], value) for name, value in truth.items()}
+    typical = statistics.median(errors.values()) if typical is None else typical
+    found, ratios = list[Quantity](), dict[str, float]()
+    for name, value in truth.items():
+        error, limit = relative_error(ours.get(name), value), FACTOR * max(errors[name], typical) + FLOOR[precision]
+        rounded = {"typical": typical, "slack": slack}
+        scale, *row = rounding.quantities(name, ours.get(name), value, library[name], precision, **rounded)
+        found += [Quantity(name, error, limit), scale, *(row if rows else ())]
+        ratios[name] = error / max(errors[name], 1e-30)
+    return found, ratios
+
+
+def of_emulation(ratios: Iterable[float], *, above: bool) -> list[Quantity]:
+    """Return the geometric mean of error / emulation's error, held from below, and with `above` from above.
+
+    A wrong format is within FACTOR in any one tensor. A step that rounds much less did not compute in FP8.
+    """
+    overall = geometric_mean(list(ratios))
+    coarser = [Quantity(EMULATION, overall, FP8_OVERALL)] if above else []
+    return [*coarser, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST)]
 
 
 def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int], list[Quantity]]) -> list[Quantity]:
-    """`first`, or in place of EMULATION, where a batch's may be beyond its limit by chance, the mean of BATCHES batches.
+    """Return `first`; where EMULATION alone is wrong, by chance perhaps, the mean of BATCHES batches decides in its place.
 
-    It may where nothing else is wrong and it is below the square of its limit. of_batch(k): the quantities of another batch;
-    over ranks none is asked. A small model has few numbers to round, and its ratio strays by 6 % from batch to batch (one
-    standard deviation; a T5 of 32 features, 60 seeds; correlation 0.0). A wrong format is wrong in every batch. A further
-    batch fails the check by anything else that is wrong in it, and by a ratio above the square. The step is left as it was.
+    A ratio above the square of its limit is no chance. of_batch(k): the quantities of another batch; over ranks none is
+    asked. A small model has few numbers to round, and its ratio strays by 6 % from batch to batch (one standard
+    deviation; a T5 of 32 features, 60 seeds; correlation 0.0). A wrong format is wrong in every batch. A further batch
+    fails the check by anything else that is wrong in it, and by a ratio above the square. The step is left as it was.
     """
     wrong = [q for q in first if q.wrong]
     alone = [q.name for q in wrong] == [EMULATION] and wrong[0].error < FP8_OVERALL**2
@@ -137,7 +160,7 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
     ratios, found = [wrong[0].error], [q for q in first if not q.wrong]
     with undisturbed(step.model):
         for number in range(1, BATCHES):
-            # References refer to themselves: the last batch's would stay beside this one's.
+            # References refer to themselves, so the last batch's would stay beside this one's.
             memory.reset(step.device.type)
             for quantity in of_batch(number):
                 if quantity.name == EMULATION and quantity.error < FP8_OVERALL**2:
@@ -148,13 +171,13 @@ def over_batches(first: list[Quantity], step: TrainStep, of_batch: Callable[[int
 
 
 def another_batch(trial: Trial, number: int, rows: int) -> tuple[Tensor, Tensor]:
-    """So many rows of the trial's inputs and targets as they are drawn for step `number`."""
+    """Return the first `rows` of the trial's inputs and targets for step `number`."""
     inputs, targets = trial_model.batches_of(trial)(number)
     return inputs[:rows], targets[:rows]
 
 
 def _norm(ours: Gradients, library: Gradients, truth: Gradients, precision: str) -> list[Quantity]:
-    """The norm before clipping: after it gradients that are all twice as large are the same."""
+    """Compare the norm before clipping: after it gradients that are all twice as large are the same."""
     if truth.norm is None:
         return []
     assert library.norm is not None, "the yardstick clips as the reference does"
@@ -164,7 +187,7 @@ def _norm(ours: Gradients, library: Gradients, truth: Gradients, precision: str)
 
 
 def settle(recipe: str | None, once: Callable[[], object]) -> None:
-    """Pass once and again until the scales have settled, where the recipe keeps any."""
+    """Pass until the scales have settled, if the recipe keeps any."""
     if recipe is not None and recipes.load(recipe).make_state(1, torch.device("cpu")) is not None:
         for _ in range(SETTLE):
             once()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_bench.experiments.checks.tolerances import FACTOR
 from te_bench.experiments.measurement import CheckFailed, Measurement
 
 #: The check of a record whose trial an earlier round of the same gate has checked.
@@ -16,7 +17,7 @@ CHECKED_BEFORE = {"skipped": "checked in the first round"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantity:
-    """One thing that was compared: its error against the reference and what it may be."""
+    """One comparison: its error against the reference, and the limit."""
 
     name: str
     error: float
@@ -27,13 +28,13 @@ class Quantity:
         return not self.error <= self.limit  # NaN is not <=
 
     def to_json(self) -> dict[str, Any]:
-        """JSON has no NaN: what is not a finite number is null."""
+        """Return it with null for what is not a finite number: JSON has no NaN."""
         error, limit = (x if math.isfinite(x) else None for x in (self.error, self.limit))
         return {"name": self.name, "error": error, "limit": limit}
 
 
 def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
-    """The check of a record; raises CheckFailed, naming the worst quantity, when one exceeds its limit."""
+    """Return the check of a record. Raises CheckFailed, naming the worst quantity, if one exceeds its limit."""
     check = {"reference": reference, "quantities": [q.to_json() for q in quantities]}
     wrong = [q for q in quantities if q.wrong]
     if wrong:
@@ -48,8 +49,14 @@ def judge(reference: str, quantities: list[Quantity]) -> dict[str, Any]:
     return check
 
 
+def of_largest(name: str, x: Tensor, truth: Tensor, yardstick: Tensor, floor: float) -> Quantity:
+    """Return FlashAttention's rule: max |x - truth| <= FACTOR max |yardstick - truth| + floor."""
+    error, usual = ((each.double() - truth.double()).abs().max().item() for each in (x, yardstick))
+    return Quantity(name, error, FACTOR * usual + floor)
+
+
 def relative_error(x: Tensor | None, truth: Tensor) -> float:
-    """||x - truth|| / ||truth|| in float64 accumulation; NaN for a gradient that is missing."""
+    """Return ||x - truth|| / ||truth|| in float64 accumulation; NaN for a missing gradient."""
     if x is None:
         return math.nan
     difference = torch.linalg.vector_norm((x - truth).double())

@@ -56,6 +56,9 @@ HEAD_LOSS_SIGMAS = 4
 #: Of the largest element of a head's gradient: units of round-off.
 HEAD_GRADIENT_UNITS = 2
 
+#: Of what is resident on a CPU right after a peak was read: pages may come in between, and the kernel counts in batches.
+RESIDENT = 0.9
+
 # Whole steps.
 #: All gradients of two passes with the same state and random numbers differ by sums in another order, and by what these
 #: move across a rounding. A batch of which half is lost differs by 0.6 or more, copies of weights from before an update by

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.experiments import trial_model
-from te_bench.experiments.checks import adopted_step, attention_rows, large, tolerances, update
+from te_bench.experiments.checks import adopted_step, attention_rows, large, seeds, tolerances, update
 from te_bench.experiments.checks.fp8_emulation import emulate
 from te_bench.experiments.checks.gradients import (
     HEAD_SCALE,
@@ -38,20 +38,20 @@ from te_bench.training.evaluation import evaluate
 from te_bench.training.step import Optim, TrainStep
 from te_bench.training.undisturbed import undisturbed
 
-#: What makes a step fast and nothing else: the references are without.
+#: Settings that make a step fast and nothing else. The references go without.
 FAST = ("head", "optimizer", "blocks", "checkpointing", "rival", "linears")
 
 #: Scores of a layer that the references hold at once: 128 MiB in float64, or those of one sequence.
 TOGETHER = 2**24
-#: The part of a GPU's memory that several sequences may take together, where those are more.
+#: The share of a GPU's memory that several sequences may take together, if that allows more.
 ACTIVATIONS = 1 / 8
 
 
 def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dict[str, Any]]:
-    """The trial's step and its check, which is of fewer layers where the references of all would not fit on the GPU.
+    """Return the trial's step and its check, of fewer layers if the references of all do not fit on the GPU.
 
-    The check then has a step of its own, which is gone before the trial's is built. Raises CheckFailed. A user's model has a
-    check of its own kind, adopted_step.
+    The check then has a step of its own, which is gone before the trial's is built. A user's model is checked by
+    adopted_step. Raises CheckFailed.
     """
     if StepProblem.of(trial).source is not None:
         return adopted_step.begin(trial, tokens, targets)
@@ -60,7 +60,7 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
     step = trial_model.step_of(checked)
     check = update.checked(check_step(checked, tokens, targets, step), step, tokens, targets)
     if trial_model.config_of(checked).dropout:
-        torch._dynamo.reset()  # as after its check: what these steps compiled is not the trial's
+        torch._dynamo.reset()  # what the check's steps compiled is not the trial's
     if checked is not trial:
         del step
         torch._dynamo.reset()
@@ -70,41 +70,40 @@ def begin(trial: Trial, tokens: Tensor, targets: Tensor) -> tuple[TrainStep, dic
 
 
 def require_seed(trial: Trial) -> None:
-    """Raise CheckFailed where another seed gives the same weights."""
-    trial = trial.with_(layers=1)
-    matrices = []
-    for seed in (trial.seed, trial.seed + 1):
-        parameters = trial_model.build(dataclasses.replace(trial, seed=seed)).parameters()
-        matrices.append([p.detach()[:1].clone() for p in parameters if p.dim() > 1])
-    if all(map(torch.equal, *matrices)):
-        raise CheckFailed(f"the weights do not depend on the seed {trial.seed}")
+    """Raise CheckFailed if another seed gives the same weights."""
+
+    def first_rows(seed: int) -> list[Tensor]:
+        model = trial_model.build(dataclasses.replace(trial.with_(layers=1), seed=seed))
+        return [torch.cat([p.detach()[:1].flatten().float() for p in model.parameters() if p.dim() > 1])]
+
+    seeds.require("weights", trial.seed, first_rows)
 
 
 def foretold(
-    trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, by: Callable[..., float] = evaluate
+    trial: Trial, step: TrainStep, batch: Callable[[], tuple[Tensor, Tensor]], by: Callable[..., float] = evaluate
 ) -> float:
     """Return the loss that a step on this batch should find, by an evaluation of the batch.
 
-    NaN on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a user's model: their steps may
-    find another loss.
+    NaN, without a call of `batch`, on devices outside tolerances.DEVICES, and with dropout, a planted fault, a rival or a
+    user's model: their steps may find another loss.
     """
     p = StepProblem.of(trial)
     theirs = p.source is not None or p.fault is not None or p.against is not None
     if trial.device not in tolerances.DEVICES or theirs or trial_model.config_of(trial).dropout:
         return math.nan
-    parts = (x.chunk(step.optim.accumulate) for x in (inputs, targets))
+    parts = (x.to(trial.device).chunk(step.optim.accumulate) for x in batch())
     with undisturbed(step.model):
         return by(step.model, zip(*parts, strict=True), trial.precision)
 
 
 def require_foretold(number: int, found: float, told: float) -> None:
-    """Raise CheckFailed where step `number` found another loss than was foretold."""
+    """Raise CheckFailed if step `number` found another loss than was foretold."""
     if abs(found - told) > FORETOLD * max(1.0, told):
         raise CheckFailed(f"step {number} found the loss {found:.6g}, and an evaluation of its batch {told:.6g}")
 
 
 def within_memory(trial: Trial) -> Trial:
-    """The trial, or with as many layers as this GPU can check, one at least; a CPU is taken to have memory enough."""
+    """Return the trial, with as many layers as this GPU can check, at least one; a CPU counts as large enough."""
     if trial.device == "cpu":
         return trial
     config = trial_model.config_of(trial)
@@ -119,16 +118,16 @@ def within_memory(trial: Trial) -> Trial:
 def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> dict[str, Any]:
     """Hold loss and every gradient of one step to the same model in float64 with manual attention and no padding.
 
-    The yardstick is the same model at the trial's own precision, eager, with manual attention, rounded as fused kernels do
-    where the trial's is one, and FP8 emulated, attention's by manual_fp8 where the trial's is in FP8. The trial may err
-    FACTOR times as much, tensor by tensor, plus a floor. Raises CheckFailed, naming the worst tensor.
-    So may its scale, and each row of it (rounding); and attention is held apart (attention_rows).
-    Models with dropout are compared without it, in the trial's mode: random masks cannot be.
+    The yardstick is the same model at the trial's own precision, eager, with FP8 emulated and manual attention: rounded
+    as fused kernels round if the trial's is one, by manual_fp8 if the trial's is in FP8. Each tensor, its scale and its
+    rows may err FACTOR times as much, plus a floor. Attention is held apart (attention_rows). A model with dropout is
+    compared without it, in the trial's mode, for random masks cannot be compared. Raises CheckFailed, naming the worst
+    tensor.
     """
     if trial_model.config_of(trial).dropout:
         without = trial.with_(dropout=0.0)
         checked = check_step(without, tokens, targets, trial_model.step_of(without))
-        torch._dynamo.reset()  # of the trial's own step nothing is compiled anew
+        torch._dynamo.reset()  # the trial's own step is then no recompile
         return checked
     quantities = over_batches(
         _quantities(trial, step, tokens, targets),
@@ -136,14 +135,14 @@ def check_step(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -
         lambda number: _quantities(trial, step, *another_batch(trial, number, len(tokens))),
     )
     p = StepProblem.of(trial)
-    if p.against is None or not p.against.own_attention:  # which nothing of ours can look into
+    if p.against is None or not p.against.own_attention:  # we cannot look into theirs
         quantities += _check_attention(trial, tokens, targets, step)
     fewer = "" if p.layers is None else f", both with {p.layers} of the model's layers"
     return judge(f"manual attention, fp64, unpadded, same weights{fewer}", quantities)
 
 
 def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) -> list[Quantity]:
-    """Loss and every gradient of one batch, beside float64's and the yardstick's."""
+    """Compare loss and every gradient of one batch with float64's, by the limits that the yardstick's errors set."""
     settle(trial.recipe, lambda: step.gradients(tokens, targets, records=True))
     ours = Gradients.of_step(step, tokens, targets)
     p = StepProblem.of(trial)
@@ -157,7 +156,7 @@ def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) 
     as_fused = definition == "manual" and trial.attention not in UNFUSED
     yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
     step.parallel.meet()
-    trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
+    trial_model.allow_tf32(trial.precision)  # the references set it for themselves
     model: Any = step.model
     tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]
     padding = torch.cat([ours.of[name][p.vocab :].flatten() for name in tables])
@@ -172,9 +171,9 @@ def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) 
 
 
 def _check_attention(trial: Trial, tokens: Tensor, targets: Tensor, step: TrainStep) -> list[Quantity]:
-    """Attention, row by row, in an eager pass: of a micro-batch, or of a few of its rows where memory may be short.
+    """Compare attention row by row in an eager pass of a micro-batch, or of a few rows if memory may be short.
 
-    `auto` gets the whole, for which it has chosen.
+    `auto` gets the whole micro-batch, for which it has chosen.
     """
     rows = len(tokens) // step.optim.accumulate
     tokens, targets = (step.parallel.rows(x[:rows]) for x in (tokens, targets))
@@ -194,12 +193,11 @@ def reference(
     fp8_head: bool = False,
     as_fused: bool = False,
 ) -> Gradients:
-    """Of the eager model, a few sequences at a time (rows_together): the reference fits wherever the trial does.
+    """Compute loss and gradients by the eager model, a few sequences at a time, so that it fits wherever the trial does.
 
     Small problems go by micro-batches, and by ranks, as the trial's do, so that FP8's scales are of the same tensors.
-    Long sequences and large vocabularies go by parts (checks.large).
-    With a recipe, its FP8 is emulated; with fp8_head, that of the head `fp8`, one scale a tensor, its gradient's
-    fixed; as_fused: attention is rounded as fused kernels do.
+    Long sequences and large vocabularies go by parts (checks.large). recipe: emulate its FP8. fp8_head: emulate the
+    head `fp8`, one scale a tensor and a fixed one for the gradient. as_fused: round attention as fused kernels do.
     """
     rows = len(tokens) // optim.accumulate // StepProblem.of(trial).replicas
     memory_bytes = torch.cuda.get_device_properties().total_memory if trial.device == "cuda" else 0
@@ -209,12 +207,12 @@ def reference(
         try:
             by = dataclasses.replace(optim, accumulate=len(tokens) // together)
             found = _reference(trial, by, tokens, targets, recipe, fp8_head, as_fused)
-        except torch.OutOfMemoryError:  # a captured step keeps all that it computes with
+        except torch.OutOfMemoryError:  # a captured step keeps all of its memory
             if together == 1:
                 raise
         else:
             if large.is_large(shape, length):
-                gc.collect()  # by parts, it refers to itself: its weights would stay beside the next reference's
+                gc.collect()  # a model by parts refers to itself: its weights would stay beside the next reference's
             return found
         together = max(count for count in range(1, together) if rows % count == 0)
         memory.reset(trial.device)
@@ -230,14 +228,15 @@ def _reference(
     as_fused: bool,
 ) -> Gradients:
     model = trial_model.build(trial)
-    if trial.precision == "fp64":  # after the initialisation, so that the weights are the trial's own float32 ones
+    if trial.precision == "fp64":  # after the initialisation: the weights are the trial's own, in float32
         model.double()
     if recipe is not None:
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         left = recipe.keeps(name for name in linears if name != model.head_name)
-        emulate(model, recipe, leave=(model.head_name, *left))
+        emulate(model, recipe, leave=(model.head_name, *left), seed=trial.seed)
     if fp8_head:
-        emulate(model.tables().head, Float8CurrentScaling(), gradient_scale=HEAD_SCALE * targets.numel())
+        scale = HEAD_SCALE * targets.numel()
+        emulate(model.tables().head, Float8CurrentScaling(), seed=trial.seed, gradient_scale=scale)
     if as_fused:
         for module in model.attentions():
             module.attention = attention_rows.as_fused
@@ -247,10 +246,10 @@ def _reference(
 
 
 def rows_together(shape: Shape, tokens: int, rows: int, memory_bytes: int) -> int:
-    """How many sequences of a micro-batch of `rows` the references compute at a time: a divisor of it.
+    """Return how many sequences of a micro-batch of `rows` the references compute at a time: a divisor of it.
 
-    memory_bytes: of the GPU; 0 on a CPU. Each pass over few sequences is a pass's launches, which take longer than a large
-    GPU computes: GPT-2 124M goes by 4 sequences of 1,024 on one of 141 GB.
+    memory_bytes: of the GPU; 0 on a CPU. Each pass over few sequences costs a pass's launches, which take longer than a
+    large GPU computes: GPT-2 124M goes by 4 sequences of 1,024 on a GPU of 141 GB.
     """
     most = TOGETHER // (shape.heads * tokens**2)
     most = max(1, most, int(ACTIVATIONS * memory_bytes / _kept_bytes(shape, tokens)))
@@ -258,7 +257,7 @@ def rows_together(shape: Shape, tokens: int, rows: int, memory_bytes: int) -> in
 
 
 def _kept_bytes(shape: Shape, tokens: int) -> int:
-    """What float64 keeps of a sequence for its backward pass: scores once, logits three times at the loss.
+    """Return what float64 keeps of a sequence for its backward pass: scores once, logits three times at the loss.
 
     For models.configs' models and 64 to 1,024 tokens it says 0.96 to 1.4 times what hooks on saved tensors count.
     """
@@ -267,7 +266,10 @@ def _kept_bytes(shape: Shape, tokens: int) -> int:
 
 
 def _parts(gradients: dict[str, Tensor], split: dict[str, dict[str, int]]) -> dict[str, Tensor]:
-    """The gradients with q's, k's and v's apart: v's is so much larger at first that a wrong scale of q k^T drowns in it."""
+    """Return the gradients with q's, k's and v's apart.
+
+    v's is so much larger at first that a wrong scale of q k^T drowns in it.
+    """
     parts: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         if name in split:

@@ -6,7 +6,7 @@ The check of the gradients asks for gradients; a step that trains has to compute
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Ten
 
 
 @contextlib.contextmanager
-def made(step: TrainStep, times: int) -> Iterator[None]:
-    """Raise CheckFailed unless the step's own optimizer makes `times` updates inside.
+def made(step: TrainStep, calls: Callable[[], int]) -> Iterator[None]:
+    """Raise CheckFailed unless the step's own optimizer makes as many updates inside as `calls` says afterwards.
 
     Not checked: fp16, whose scaler may skip an update; a rank without parameters; devices outside tolerances.DEVICES.
     """
@@ -55,7 +55,7 @@ def made(step: TrainStep, times: int) -> Iterator[None]:
         return
     before = _updates(step)
     yield
-    found = _updates(step) - before
+    found, times = _updates(step) - before, calls()
     if found != times:
         raise CheckFailed(
             f"{found} updates by the step that was checked, and not {times}: another one was timed or seen"

@@ -1,8 +1,8 @@
-"""What ran in a step or a layer, part by part, held to what the trial asked for.
+"""Hold what ran in a step or a layer, part by part, to what the trial asked for.
 
-The parts are GEMMs by precision, fused blocks, head, optimizer and execution mode. A GPU's kernels tell them by their names,
-from within a captured graph too, a CPU's operators by theirs: each GEMM emulated in FP8 is one operator. What a trial asks
-for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and wgrad.
+The parts are GEMMs by precision, fused blocks, head, optimizer and execution mode; kernel_parts tells them by names. What a
+trial asks for is counted from its model, not from the modules that were built: a Linear is three GEMMs, fprop, dgrad and
+wgrad.
 
     expected = expected_of_step(trial, rows) or expected_of_layer(trial)    {part: (least, most)}
     parts(seen.counts, device)                     {part: how often it ran}
@@ -11,42 +11,39 @@ for is counted from its model, not from the modules that were built: a Linear is
 
 import dataclasses
 import functools
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from te_bench import plugins
 from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import MANUAL
+from te_bench.experiments.checks import update
+from te_bench.experiments.checks.kernel_parts import FAMILIES, GEMMS, kernels_of, kernels_of_rivals, parts
+from te_bench.experiments.instruments import profiling
 from te_bench.experiments.instruments.profiling import Seen
 from te_bench.experiments.measurement import CheckFailed, Measurement, Unsupported
 from te_bench.experiments.problems import StepProblem
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Trial
-from te_bench.kernels import adamw, attention, linear_cross_entropy
+from te_bench.kernels import attention, linear_cross_entropy
 from te_bench.kernels.activation import KINDS
-from te_bench.models import decoder, rivals
+from te_bench.models import decoder
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
 from te_bench.models.sources import PINNED
+from te_bench.training.step import TrainStep
 
-Range = tuple[int, int | None]  # the least and the most that is right; None: however many
+Range = tuple[int, int | None]  # the least and the most that is right; None is no limit
 Expected = dict[str, Range]
 
-LINEARS = 4  # of a layer: query, key and value together, the projection, and the MLP's two
-PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad, the last of which a recipe may leave in half precision
+LINEARS = 4  # of a layer: QKV as one, the projection, and the MLP's two
+PASSES = 3  # GEMMs of a Linear: fprop, dgrad, wgrad; a recipe may leave wgrad in half precision
 SOME: Range = (1, None)
 NONE: Range = (0, 0)
 
-#: What a trial's problem names, each by a package of rivals.
-FAMILIES: dict[str, Any] = {"head": linear_cross_entropy, "optimizer": adamw}
-
-GEMMS = ("gemm_fp8", "gemm_half", "gemm_float")
 WORDS = {
     "gemm_fp8": "GEMMs in FP8",
     "gemm_half": "GEMMs in half precision",
@@ -60,105 +57,13 @@ WORDS = {
     "host_launches": "kernels launched one by one",
 }
 
-#: Kernels that multiply matrices: cuBLAS and cuBLASLt (nvjet, xmma, CUTLASS and what older GPUs have) and te_bench's own.
-GEMM = re.compile(r"nvjet|gemm|gemv|cutlass|xmma|^scaled_kernel$")
-#: By such words too: attention, what Inductor fused around a product, the sums of one whose K was split, and an operator,
-#: which launches the kernel that is counted.
-OTHER = re.compile(
-    r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
-)
-#: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
-IN_FP8 = re.compile(r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$")
-IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
-
-PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # of a CPU
-EMULATED = "te_bench::reference_gemm"
-PRODUCT_FP8 = re.compile(r"te_bench::(\w+_gemm|scaled_mm)$|aten::_scaled_mm")
-PRODUCT_HALF = "te_bench::block_formats_product"  # of what was cast to MXFP8 or NVFP4, by half precision's GEMMs
-HALVES, FLOATS = ("c10::BFloat16", "c10::Half"), ("float", "double")
-
-#: device -> what proves a part, beside heads and optimizers, which say so themselves.
-CASTS = {"cuda": r"^(mxfp8|nvfp4)_cast_kernel$", "cpu": r"^te_bench::(mxfp8|nvfp4)_cast$"}
-FUSED = {"cuda": r"^_add_forward(_cast)?_kernel$", "cpu": r"^Segment$"}
-#: Kernels that fused blocks launch beside; a compiler makes its own of what they do.
-BESIDE = {"rotary": r"^rotary_kernel$", "rows": r"^_forward(_cast)?_kernel$"}
-TORCH_ADAMW = {"cuda": r"FusedOptimizerTensorListMetadata", "cpu": r"^aten::_fused_adamw_$"}
-COMPILED = r"^Torch-Compiled Region|^triton_(poi|red|per|tem)_"
-
-
-def gemm_of(kernel: str) -> str | None:
-    """One of GEMMS, by the name of a GPU's kernel, or None for what multiplies no matrices."""
-    if not GEMM.search(kernel) or OTHER.search(kernel):
-        return None
-    if IN_FP8.search(kernel):
-        return "gemm_fp8"
-    return "gemm_half" if IN_HALF.search(kernel) else "gemm_float"
-
-
-def _product_of(operator: str, half: bool) -> str | None:
-    """One of GEMMS, by a CPU's operator; half: what one counts as whose dtype the profiler does not tell."""
-    if PRODUCT_FP8.match(operator):
-        return "gemm_fp8"
-    if operator == PRODUCT_HALF:
-        return "gemm_half"
-    if not PRODUCT.match(operator):
-        return None
-    if operator.endswith(HALVES) or (half and not operator.endswith(FLOATS)):
-        return "gemm_half"
-    return "gemm_float"
-
-
-def parts(counts: Mapping[str, int], device: str, *, half: bool = True) -> dict[str, int]:
-    """{part: how often it ran} of what a profiler counted (Seen.counts); every part is there, 0 where nothing ran.
-
-    half: whether a CPU's products are in half precision where no dtype says so.
-    """
-    gemm: Callable[[str], str | None] = gemm_of if device == "cuda" else lambda name: _product_of(name, half)
-    patterns = {
-        "block_format_casts": CASTS[device],
-        "fused_blocks": FUSED[device],
-        "optimizer_torch": TORCH_ADAMW[device],
-        "compiled": COMPILED,
-    }
-    patterns |= _kernels_of(device)
-    if device == "cuda":
-        patterns |= {"graphs": r"^cudaGraphLaunch", "host_launches": r"^cu(da)?LaunchKernel", **BESIDE}
-        patterns |= _of_rivals()
-    found = Counter(dict.fromkeys((*GEMMS, *patterns), 0))
-    for name, times in counts.items():
-        if kind := gemm(name):
-            found[kind] += times
-        elif device == "cuda" and name == EMULATED:
-            found["gemm_fp8"] += times
-        for part, pattern in patterns.items():
-            found[part] += times if re.search(pattern, name) else 0
-    return dict(found)
-
-
-@functools.cache
-def _kernels_of(device: str) -> dict[str, str]:
-    """{"head_NAME", "optimizer_NAME": what proves it} of those that can be told on that device, by their own files."""
-    found = {
-        f"{family}_{name}": plugins.load(f"{of.__name__}.backends", name, "BACKEND").kernels
-        for family, of in FAMILIES.items()
-        for name in of.names()
-    }
-    return {part: kernels[device] for part, kernels in found.items() if device in kernels}
-
 
 def _same_kernels(name: str, head: linear_cross_entropy.Backend, device: str) -> bool:
     return device in head.kernels and linear_cross_entropy.load(name).kernels.get(device) == head.kernels[device]
 
 
-@functools.cache
-def _of_rivals() -> dict[str, str]:
-    """{"rival_TITLE": what proves it on a GPU} of those that have kernels of their own."""
-    known = [rivals.load(name) for name in rivals.names()]
-    return {f"rival_{rival.title}": rival.kernels for rival in known if rival.kernels is not None}
-
-
 def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) -> Expected:
-    """What a training step of the trial is made of, `rows` being the tokens of a micro-batch; model: of a user's step."""
+    """Return what a training step of the trial is made of. rows: tokens of a micro-batch; model: of a user's step."""
     if isinstance(model, Adopted):
         return _expected_of_adopted(trial, model)
     config = trial_model.config_of(trial)
@@ -169,10 +74,10 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     expected = _gemms(trial, (linears - kept) * accumulate)
     expected = _plus(expected, _plain(trial), PASSES * kept * accumulate)
     overlaps = p.overlap is not None and trial.device == "cuda"
-    pieces = (p.world or 1) // p.replicas if overlaps else 1  # GEMMs that fprop and dgrad each are, by each rank's rows
+    pieces = (p.world or 1) // p.replicas if overlaps else 1  # fprop and dgrad are a GEMM for each rank's rows
     for part, some in ((_linears(trial), linears - kept), (_plain(trial), kept)):
         expected = _plus(expected, part, (PASSES - 1) * (pieces - 1) * some * accumulate)
-    if p.checkpointing is not None:  # all of a block's products again, but for the last, of which nothing is kept
+    if p.checkpointing is not None:  # a block computes its products again, but for the last, of which nothing is kept
         least, most = expected[_linears(trial)]
         again = (linears - kept - made.parts) * accumulate * pieces
         expected[_linears(trial)] = (least + again, None if most is None else most + linears * accumulate * pieces)
@@ -181,16 +86,16 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
     their_head = p.against.head if p.against else None
     head = their_head(config) if their_head else linear_cross_entropy.load(p.head or "reference")
     chosen = {f"{family}_{getattr(p, family) or 'torch'}" for family in FAMILIES}
-    if their_head:  # which may be one of te_bench's backends, too
+    if their_head:  # it may be one of te_bench's backends, too
         chosen |= {f"head_{name}" for name in linear_cross_entropy.names() if _same_kernels(name, head, trial.device)}
-    for part in (*_kernels_of(trial.device), "optimizer_torch"):
+    for part in (*kernels_of(trial.device), "optimizer_torch"):
         least = accumulate if part.startswith("head") else 1
         expected[part] = (least, None) if part in chosen else NONE
-    if trial.device != "cpu" or "cpu" not in head.kernels:  # which there is one operator, and shows no GEMM
+    if trial.device != "cpu" or "cpu" not in head.kernels:  # there the head is one operator and shows no GEMM
         half = 2 if _plain(trial) == "gemm_half" else 4
         in_fp8, others = head.gemms(rows, config.shape.hidden, p.padded_vocab, half, _rounds_head(trial, config))
         expected = _plus(_plus(expected, "gemm_fp8", accumulate * in_fp8), _plain(trial), accumulate * others)
-    # A GPU's kernel that adds and norms runs before each part and at the end; a CPU's Function ends at each attention.
+    # On a GPU a kernel adds and norms before each part and at the end; on a CPU a Function ends at each attention.
     times = accumulate * (made.parts + 1 if trial.device == "cuda" else made.attentions + 1)
     fused = p.blocks is not None
     expected["fused_blocks"] = (times, times) if fused else NONE
@@ -200,15 +105,15 @@ def expected_of_step(trial: Trial, rows: int, model: nn.Module | None = None) ->
         expected["rows"] = (accumulate * made.rows, None)
     if trial.device == "cuda":
         theirs = f"rival_{p.against.title}" if p.against else None
-        for part in _of_rivals():
+        for part in kernels_of_rivals():
             expected[part] = (accumulate * made.parts, None) if part == theirs else NONE
     return expected | _mode(trial, as_it_is=p.as_it_is, theirs=_by_operators_of_its_own(trial))
 
 
 def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
-    """Whether the gradient of the head's weight is bfloat16: of one in it, or of an optimizer's copy, which is.
+    """Return whether the gradient of the head's weight is bfloat16, as of a bfloat16 weight or an optimizer's copy.
 
-    Of a table that the embedding shares it is the table's, for both; under a compiler each makes its own.
+    A table that the embedding shares has one gradient for both. Under a compiler each makes its own.
     """
     p = StepProblem.of(trial)
     copied = p.optimizer is not None and (not config.shape.tied or _compiles(trial, p.as_it_is))
@@ -216,10 +121,10 @@ def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
 
 
 def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
-    """What is known of a user's step: GEMMs of its precision, a rival's kernels, the optimizer and the mode."""
+    """Return what is known of a user's step: GEMMs of its precision, a rival's kernels, optimizer and mode."""
     p, accumulate = StepProblem.of(trial), trial_model.optim_of(trial).accumulate
     least = accumulate * model.gemms
-    # The pass that was looked at was eager; under torch.compile te.convert's blocks go layer by layer.
+    # first_pass is eager; under torch.compile te.convert's blocks go layer by layer.
     fused = SOME if model.fused and not trial.mode.startswith("compile") else NONE
     expected: Expected = {"gemm_fp8": NONE, "block_format_casts": NONE, "fused_blocks": fused}
     if trial.precision == "fp8":
@@ -229,7 +134,7 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
         expected["gemm_half"] = SOME  # its own code may leave autocast
     chosen = f"optimizer_{p.optimizer or 'torch'}"
-    for part in (*_kernels_of(trial.device), "optimizer_torch"):
+    for part in (*kernels_of(trial.device), "optimizer_torch"):
         if part.startswith("optimizer"):
             expected[part] = SOME if part == chosen else NONE
     if trial.device == "cuda" and p.against is not None and p.against.kernels is not None:
@@ -239,10 +144,10 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeOf:
-    """How many of what a model has in all its blocks, as it describes itself.
+    """How many parts of each kind all blocks of a model have, as the model describes itself.
 
-    linears: their names, the head's apart. turns: of queries and keys, and back. rows: gated activations and norms of heads,
-    each a kernel that goes by rows.
+    linears: names of all but the head. turns: rotations of queries and keys, forward and backward. rows: gated
+    activations and norms of heads, each a kernel that goes by rows.
     """
 
     parts: int
@@ -254,7 +159,7 @@ class MadeOf:
 
 @functools.cache
 def _made_of(config: DecoderConfig) -> MadeOf:
-    """By its parts and modules; of its weights nothing is allocated."""
+    """Count them by the model's parts and modules; no weight is allocated."""
     with torch.device("meta"):
         model = decoder.build(config)
     parts, rotary = model.parts(), model.angles(1) is not None
@@ -270,10 +175,10 @@ def _made_of(config: DecoderConfig) -> MadeOf:
 def expected_of_layer(
     trial: Trial, *, linears: int = LINEARS, theirs: bool = False, emulated: bool = False
 ) -> Expected:
-    """What an iteration of a layer, or of its MLP alone with two `linears`, is made of.
+    """Return what an iteration of a layer is made of, or of its MLP alone with two `linears`.
 
-    theirs: it is of a library that compiles parts of itself in any mode. emulated: in FP8 without FP8's GEMMs, which in
-    a captured graph shows none of its products.
+    theirs: the layer is of a library that compiles parts of itself in any mode. emulated: FP8 without FP8's GEMMs; a
+    captured graph shows none of its products.
     """
     expected = _gemms(trial, linears)
     if emulated:
@@ -284,19 +189,19 @@ def expected_of_layer(
 
 
 def expected_of_head(trial: Trial, head: str) -> Expected:
-    """What a head alone is made of: its own kernels, where it has any, none of another head's, and a compiler's or not."""
+    """Return what a head alone is made of: its own kernels, none of another head's, and a compiler's or none."""
     own = f"head_{head}"
-    heads = [part for part in _kernels_of(trial.device) if part.startswith("head_")]
+    heads = [part for part in kernels_of(trial.device) if part.startswith("head_")]
     return {part: SOME if part == own else NONE for part in heads} | _mode(trial, as_it_is=True)
 
 
 def _plain(trial: Trial) -> str:
-    """The part that the trial's GEMMs without FP8 are."""
+    """Return the part that GEMMs without FP8 are."""
     return "gemm_float" if trial.precision == "fp32" else "gemm_half"
 
 
 def _linears(trial: Trial) -> str:
-    """The part that the products of the trial's Linears are."""
+    """Return the part that the products of the trial's Linears are."""
     return "gemm_fp8" if trial.precision == "fp8" and not _by_half_gemms(trial) else _plain(trial)
 
 
@@ -314,7 +219,7 @@ def _plus(expected: Expected, part: str, times: int) -> Expected:
 
 
 def _gemms(trial: Trial, linears: int) -> Expected:
-    """The GEMMs of so many Linears; on a GPU attention made of ordinary operators has some more of the same names."""
+    """Return the GEMMs of so many Linears; on a GPU attention of ordinary operators has more of the same names."""
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
@@ -326,7 +231,7 @@ def _gemms(trial: Trial, linears: int) -> Expected:
 
 @functools.cache
 def _without_kernels() -> list[str]:
-    """Attention backends that a GPU's kernels cannot be told by; `auto` gives to others."""
+    """Return the attention backends that no kernel of a GPU tells; `auto` hands on to others."""
     backends = {name: attention.load(name) for name in attention.names()}
     return [name for name, backend in backends.items() if "cuda" not in backend.kernels and backend.choose is None]
 
@@ -336,7 +241,10 @@ def _compiles(trial: Trial, as_it_is: bool) -> bool:
 
 
 def _mode(trial: Trial, *, as_it_is: bool, theirs: bool = False) -> Expected:
-    """as_it_is: mode cudagraph compiles nothing. A step that is captured whole leaves the host few kernels to launch."""
+    """Return what the execution mode launches. as_it_is: mode cudagraph compiles nothing.
+
+    A step that is captured whole leaves the host few kernels to launch.
+    """
     expected: Expected = {}
     if _compiles(trial, as_it_is):
         expected["compiled"] = SOME
@@ -357,7 +265,7 @@ def _attention_compiled(trial: Trial) -> bool:
 
 
 def _by_operators_of_its_own(trial: Trial) -> bool:
-    """Whether it is a rival's step that calls attention so."""
+    """Return whether a rival's step calls attention by operators of its own."""
     if "rival" not in trial.problem:
         return False
     rival = StepProblem.of(trial).against
@@ -365,7 +273,7 @@ def _by_operators_of_its_own(trial: Trial) -> bool:
 
 
 def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
-    """Which parts did not run as they were asked for, with both numbers, or None."""
+    """Return which parts did not run as they were asked for, with both numbers, or None."""
     reasons = []
     for part, (least, most) in expected.items():
         if least <= ran[part] and (most is None or ran[part] <= most):
@@ -376,7 +284,7 @@ def disagreement(expected: Expected, ran: Mapping[str, int]) -> str | None:
 
 
 def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expected) -> Measurement:
-    """The measurement with its kernels, launches and, in work["ran"], the parts. Raises CheckFailed, without timings."""
+    """Return the measurement with kernels, launches and work["ran"]. Raises CheckFailed, without timings."""
     measurement = require_attention(trial, seen, measurement)
     ran = parts(seen.counts, trial.device, half=trial.precision != "fp32")
     measurement = dataclasses.replace(measurement, work={**measurement.work, "ran": ran})
@@ -385,10 +293,20 @@ def require(trial: Trial, seen: Seen, measurement: Measurement, expected: Expect
     return measurement
 
 
-def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
-    """The measurement with its kernels, and in its work how many were launched where that was counted, and `auto`'s choice.
+def require_step(
+    trial: Trial, step: TrainStep, call: Callable[[], object], tokens: int, measurement: Measurement
+) -> Measurement:
+    """Return `require` of a few calls, each a step of `tokens` on all ranks. Raises CheckFailed for another step's calls."""
+    with update.made(step, lambda: profiling.LOOKS[trial.device]):
+        seen = profiling.kernels_seen(call, trial.device)
+    rows = tokens // step.optim.accumulate // step.parallel.replicas
+    return require(trial, seen, measurement, expected_of_step(trial, rows, step.model))
 
-    Raises CheckFailed, without timings, when another attention ran; Unsupported, when that is what a compiler made of it.
+
+def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Measurement:
+    """Return the measurement with its kernels and, in work, the launches that were counted and `auto`'s choice.
+
+    Raises CheckFailed, without timings, if another attention ran; Unsupported if a compiler made that of it.
     """
     more: dict[str, Any] = {} if seen.launches is None else {"launches": seen.launches}
     if trial.attention == NO_ATTENTION:
@@ -410,9 +328,9 @@ def require_attention(trial: Trial, seen: Seen, measurement: Measurement) -> Mea
 
 
 def _made_by_compiler(trial: Trial, seen: Seen) -> str | None:
-    """What Inductor, which knows written-out attention by its pattern, made of it: torch._inductor.fx_passes.fuse_attention.
+    """Return a reason if Inductor made a kernel of written-out attention (torch._inductor.fx_passes.fuse_attention).
 
-    None where it stayed written out. That a model has it written out at all its eager steps tell.
+    None if it stayed written out. A model's eager steps show whether it is written out at all.
     """
     if trial.mode == "eager" or trial_model.attention_of(trial) != MANUAL:
         return None

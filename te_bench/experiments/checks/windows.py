@@ -1,5 +1,6 @@
-"""Check which windows a model reads. Seed and corpus decide them; this module works them out without training.data."""
+"""Check which windows a model reads and at which rates it trains, worked out without training.data and training.step."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.measurement import CheckFailed
-from te_bench.experiments.problems import StepProblem
+from te_bench.experiments.problems import StepProblem, TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.models import adopted
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import ORDER, RANDOM_WINDOWS, TRAINING, VALIDATION
+from te_bench.training.step import TrainStep
 
 
 def digest(inputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,6 +72,47 @@ class Plan:
 
     def _cut(self, part: str, starts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         return _pair(self.parts[part][starts[:, None] + np.arange(self.block + 1)])
+
+
+class Fed:
+    """The windows and learning rates of a training's steps, to be compared with the plan and the schedule."""
+
+    def __init__(self, trial: Trial, plan: Plan | None, first: int):
+        self.plan, self.optim = plan, trial_model.optim_of(trial)
+        self.steps = TrainingProblem.of(trial).steps
+        self._next = first  # the first step that is not compared yet
+        self._given: list[tuple[Tensor | None, Tensor | float]] = []  # digest and rate of each step from there on
+
+    def note(self, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
+        """Note a step's batch and rate, and wait for neither."""
+        rate = step.optimizer.param_groups[0]["lr"]
+        taken = None if self.plan is None else digest(inputs, targets)
+        self._given.append((taken, rate.clone() if isinstance(rate, Tensor) else rate))
+
+    def require(self, last: int) -> None:
+        """Raise CheckFailed unless every step up to `last` had the plan's windows at the schedule's rate, once."""
+        given, self._given = self._given, []
+        if last + 1 - self._next != len(given):
+            raise CheckFailed(f"{len(given)} batches were trained on from step {self._next} to step {last}")
+        taken = [each for each, _ in given if each is not None]
+        found = torch.stack(taken).tolist() if taken else []
+        for number, (_, rate) in enumerate(given, self._next):
+            self._require_rate(number, float(rate))
+            if self.plan is not None:
+                self.plan.require(number, found[number - self._next])
+        self._next = last + 1
+
+    def _require_rate(self, number: int, found: float) -> None:
+        """Raise CheckFailed unless the rate is the schedule's, written out; under a budget only the clock knows it."""
+        if self.steps is None:
+            return
+        o = self.optim
+        right = o.learning_rate * (number + 1) / (o.warmup + 1)
+        if number >= o.warmup:
+            share = math.cos(math.pi / 2 * number / self.steps) ** 2
+            right = share * o.learning_rate + (1 - share) * o.min_learning_rate
+        if not math.isclose(found, right, rel_tol=1e-5, abs_tol=1e-12):
+            raise CheckFailed(f"step {number} trained at the learning rate {found:.6g}: {right:.6g} expected")
 
 
 def _pair(windows: NDArray[Any]) -> tuple[Tensor, Tensor]:

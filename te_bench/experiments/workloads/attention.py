@@ -22,8 +22,8 @@ import torch._functorch.config
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks import held, rounding, seeds, what_ran
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import ACCUMULATED, FACTOR
 from te_bench.experiments.instruments import compilation, energy, memory
@@ -58,6 +58,9 @@ def _run(trial: Trial, context: Context) -> Measurement:
         checked = forward if chosen == trial.attention else torch.compile(checked, dynamic=False)
     check = check_attention(trial, checked) if context.check else CHECKED_BEFORE
     q, k, v, dout = inputs(trial, p.batch, p.heads)
+    if context.check:
+        of = functools.partial(dataclasses.replace, trial)
+        seeds.require("inputs", trial.seed, lambda seed: inputs(of(seed=seed), p.batch, p.heads), (q, k, v, dout))
     out = forward(q, k, v)
     flop = 4 * p.batch * p.heads * p.head_dim * seen_pairs(p)
     work: dict[str, Any] = {"forward_flop": flop, "backward_flop": 5 * flop // 2}
@@ -70,7 +73,9 @@ def _run(trial: Trial, context: Context) -> Measurement:
     samples = {"forward_s": ahead.samples(timing.kernel, trial.device)}
     left = [_few(p, ahead.take().detach()).cpu()]  # beside the backward pass it would take memory
     samples |= {"backward_s": back.samples(timing.kernel, trial.device)}
-    samples |= memory.peak(trial.device)
+    peaks = memory.peak(trial.device)
+    held.require(peaks, held.of_tensors([dout, out]) + 2 * held.of_tensors([q, k, v]))  # and their gradients
+    samples |= peaks
     work |= compilation.counts(trial)
 
     measurement = Measurement(check=check, work=work, samples=samples)
@@ -97,7 +102,7 @@ def problem_of(trial: Trial) -> attention.Problem:
 
 
 def seen_pairs(p: AttentionProblem) -> int:
-    """How many keys all rows of one head of a sequence see; of a document the half of T^2 if causal, as everybody counts."""
+    """Return how many keys all rows of one head of a sequence see; of a causal document half of T^2, as everybody counts."""
     if p.window is None:
         return sum(length**2 // (2 if p.causal else 1) for length in p.lengths)
     left, right = (p.length if side < 0 else side for side in p.window)
@@ -106,9 +111,9 @@ def seen_pairs(p: AttentionProblem) -> int:
 
 
 def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v of their share of the heads.
+    """Return q, k, v, dout: standard normal, (batch, heads, T, D) in the trial's dtype; k and v have their share of heads.
 
-    Of documents (1, heads, batch T, D), which lie in memory as (batch T, heads, D).
+    Documents are (1, heads, batch T, D), and lie in memory as (batch T, heads, D).
     """
     p = AttentionProblem.of(trial)
     generator = torch.Generator(trial.device).manual_seed(trial.seed)
@@ -127,12 +132,12 @@ def inputs(trial: Trial, batch: int, heads: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Any]:
-    """FlashAttention's rule for out, dq, dk and dv: max error <= 2 x manual attention's at the same dtype + floor.
+    """Hold out, dq, dk and dv to FlashAttention's rule: max error <= 2 x manual attention's at the same dtype + floor.
 
-    Of a backend that computes in FP8, manual_fp8's. The floor is twice what rounding the exact result to the dtype costs,
-    and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash and
-    math, 1.3 x the rule). And for the scale of each, which one large element does not decide over (checks.rounding). Dropout
-    is held to the definition under the same weights' loss, which the backend is made to show. Raises CheckFailed.
+    A backend that computes in FP8 is held to manual_fp8. The floor is twice what rounding the exact result to the dtype
+    costs, and 16 units of float32's accumulation: in fp32 manual's own error is by chance as small as 0.7 of that (CPU flash
+    and math, 1.3 x the rule). The scale of each is held too, for one large element does not decide over it. With dropout the
+    backend is made to show which weights it drops, and the definition drops the same. Raises CheckFailed.
     """
     p = AttentionProblem.of(trial)
     given = inputs(trial, *_checked(p))
@@ -150,12 +155,12 @@ def check_attention(trial: Trial, forward: Callable[[Tensor, Tensor, Tensor], Te
 
 
 def _checked(p: AttentionProblem) -> tuple[int, int]:
-    """Of how many sequences and heads the check is."""
+    """Return how many sequences and heads the check is of."""
     return (p.batch, p.heads) if p.length**2 * p.batch * p.heads <= CHECK_SCORES else (1, 1)
 
 
 def _few(p: AttentionProblem, x: Tensor) -> Tensor:
-    """Of a tensor of all sequences and heads those that the check is of."""
+    """Return the sequences and heads that the check is of, from a tensor of all."""
     batch, heads = _checked(p)
     return x[:batch, :heads] if p.documents is None else x[:, :heads, : batch * p.length]
 
@@ -163,7 +168,7 @@ def _few(p: AttentionProblem, x: Tensor) -> Tensor:
 def _quantities(
     trial: Trial, given: Sequence[Tensor], ours: list[Tensor], kept: Tensor | None = None
 ) -> list[Quantity]:
-    """What `given`'s out, dq, dk and dv, or the first of these, err and may err; kept: the weights that dropout left."""
+    """Return what out, dq, dk and dv, or the first of these, err and may err. kept: the weights that dropout left."""
     p = AttentionProblem.of(trial)
     without = trial.with_(dropout=0.0)
     manual: Callable[..., Tensor] = functools.partial(_written_out, p)
@@ -176,14 +181,15 @@ def _quantities(
     precision = "fp8" if attention.in_fp8(trial.attention) else trial.precision
     quantities, scales = [], []
     for name, exact, known, value in zip(("out", "dq", "dk", "dv"), truth, library, ours, strict=False):
-        floor = FACTOR * _max_error(exact.to(value.dtype), exact) + ACCUMULATED * exact.abs().max().item()
-        quantities.append(Quantity(name, _max_error(value, exact), FACTOR * _max_error(known, exact) + floor))
+        rounded = (exact.to(value.dtype).double() - exact).abs().max().item()
+        floor = FACTOR * rounded + ACCUMULATED * exact.abs().max().item()
+        quantities.append(of_largest(name, value, exact, known, floor))
         scales.append(rounding.quantities(name, value, exact, known, precision)[0])
     return quantities + scales
 
 
 def _written_out(p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by its definition, with every mask of the problem, and by nothing that backends share."""
+    """Return attention by its definition, with every mask of the problem, and by nothing that backends share."""
     if p.documents is not None:  # (1, H, B T, D) to (B, H, T, D)
         q, k, v = (x[0].unflatten(1, (-1, p.length)).transpose(0, 1) for x in (q, k, v))
     rows = torch.arange(p.length, device=q.device)
@@ -200,7 +206,7 @@ def _written_out(p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The backend with the trial's masks, documents and dropout, and the usual scale, 1 / sqrt(D), on `inputs`."""
+    """Return the backend as a function of `inputs`, with the trial's masks, documents and dropout, and scale 1 / sqrt(D)."""
     p = AttentionProblem.of(trial)
     options: dict[str, Any] = {"causal": p.causal, "scale": 1 / math.sqrt(p.head_dim)}
     options |= {"dropout": p.dropout} if p.dropout else {}
@@ -220,12 +226,12 @@ def _bind(trial: Trial, backend: attention.Backend) -> Callable[[Tensor, Tensor,
 
 @functools.lru_cache(maxsize=2)
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each packed sequence begins, and where the last ends: (sequences + 1,) int32."""
+    """Return where each packed sequence begins, and where the last ends: (sequences + 1,) int32."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def _seeded(forward: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
-    """The same, by whose dropout each call loses the same weights."""
+    """Return `forward` with the seed set before each call, so that dropout loses the same weights."""
 
     def seeded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         torch.manual_seed(seed)
@@ -235,7 +241,7 @@ def _seeded(forward: Callable[..., Tensor], seed: int) -> Callable[..., Tensor]:
 
 
 def _weights(forward: Callable[..., Tensor], tensors: Any) -> Tensor:
-    """(B, H, T, S): what each value is multiplied by, which comes out where the values are rows of the unit matrix."""
+    """Return what each value is multiplied by, (B, H, T, S): the output if the values are rows of the unit matrix."""
     q, k, v, _ = tensors
     width = v.shape[3]
     unit, parts = torch.eye(width, dtype=v.dtype, device=v.device), []
@@ -248,7 +254,7 @@ def _weights(forward: Callable[..., Tensor], tensors: Any) -> Tensor:
 
 
 def _with_loss(forward: Callable[..., Tensor], kept: Tensor, dropout: float) -> Callable[..., Tensor]:
-    """The definition's attention, written out once more from its weights, of which `kept` alone are left."""
+    """Return the definition's attention, written out once more from those of its weights that are `kept`."""
 
     def lossy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys = k.shape[2]
@@ -262,7 +268,3 @@ def _gradients(forward: Callable[[Tensor, Tensor, Tensor], Tensor], tensors: Any
     q, k, v, dout = tensors
     out = forward(q, k, v)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
-def _max_error(x: Tensor, truth: Tensor) -> float:
-    return (x.double() - truth.double()).abs().max().item()

@@ -55,15 +55,8 @@ def _bf16(a: Tensor, b: Tensor) -> Product:
 
 
 def _fp8_problem(trial: Trial, edge: int) -> Problem:
-    return Problem(
-        m=edge,
-        n=edge,
-        k=edge,
-        a=PER_TENSOR,
-        b=PER_TENSOR,
-        device=trial.device,
-        capability=trial_model.capability(trial.device),
-    )
+    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
+    return Problem(m=edge, n=edge, k=edge, a=PER_TENSOR, b=PER_TENSOR, **machine)
 
 
 def _fp8(a: Tensor, b: Tensor) -> Product:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.checks.tolerances import FACTOR, GEMM_FLOOR
-from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import GemmProblem
 from te_bench.experiments.spec import Trial
@@ -37,7 +37,7 @@ OfRows = Callable[[slice], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed, and for some rows what leaves it: in float64, and rounded by plain PyTorch."""
+    """A call to time, and what leaves it for some rows: in float64, and rounded by plain PyTorch."""
 
     call: Call
     exact: OfRows
@@ -53,8 +53,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     build = _fp8 if shape.dtype == "e4m3" else _product if shape.epilogue is None else _with_activation
     case = build(shape, p.backend, trial.device)
     check = _held_to_float64(shape, case) if context.check else CHECKED_BEFORE
-    samples = {"kernel_s": timing.kernel(case.call, trial.device)}
-    names = profiling.kernels_seen(case.call, trial.device).names if context.check else []
+    timed = Timed(case.call)
+    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
+    names = timed.seen(trial.device).names if context.check else []
     work: dict[str, Any] = {"flop": 2 * shape.m * shape.n * shape.k}
     return Measurement(check=check, work=work, samples=samples, kernels=names)
 
@@ -62,16 +63,8 @@ def run(trial: Trial, context: Context) -> Measurement:
 def _fp8(shape: GemmShape, name: str, device: str) -> Case:
     rival = gemm.load(name)
     of_a, of_b = (Layout(torch.float8_e4m3fn, BLOCKS[kind], torch.float32) for kind in table.SCALES[shape.scales or ""])
-    problem = gemm.Problem(
-        m=shape.m,
-        n=shape.n,
-        k=shape.k,
-        a=of_a,
-        b=of_b,
-        device=device,
-        capability=trial_model.capability(device),
-    )
-    require(name, rival.unsupported(problem))
+    machine: dict[str, Any] = {"device": device, "capability": trial_model.capability(device)}
+    require(name, rival.unsupported(gemm.Problem(m=shape.m, n=shape.n, k=shape.k, a=of_a, b=of_b, **machine)))
     a, b = (_quantized(rows, shape.k, layout, device) for rows, layout in ((shape.m, of_a), (shape.n, of_b)))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
     plain = gemm.load("reference").forward
@@ -89,7 +82,7 @@ def _fp8(shape: GemmShape, name: str, device: str) -> Case:
 
 
 def _quantized(rows: int, k: int, layout: Layout, device: str) -> Operand:
-    """Normal data in E4M3, for a tensor core's power and clock depend on them."""
+    """Return normal data in E4M3: a tensor core's power and clock depend on the values."""
     x = torch.randn(rows, k, device=device)
     if layout.block in (STRIP, SQUARE):
         height = 1 if layout.block == STRIP else BLOCK
@@ -115,7 +108,7 @@ def _product(shape: GemmShape, name: str, device: str) -> Case:
 
 
 def _with_activation(shape: GemmShape, name: str, device: str) -> Case:
-    """h = a @ b.T and f(h); or of a GRADIENT (a @ b) * f'(h)."""
+    """Return the case of h = a @ b.T and f(h), or of a GRADIENT, (a @ b) * f'(h)."""
     _require_half(shape, name, device)
     f = activation.load("triton" if device == "cuda" else "reference")
     a = _drawn(shape.m, shape.k, device)
@@ -153,7 +146,7 @@ def _require_half(shape: GemmShape, name: str, device: str) -> None:
 
 
 def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
-    """Raises CheckFailed where something that leaves is further from the truth than it may be."""
+    """Raise CheckFailed where a result errs more than it may."""
     outs = case.call()
     ours, theirs, sizes = ([0.0] * len(outs) for _ in range(3))
     each = max(1, CHECKED_TOGETHER // shape.n)
@@ -171,5 +164,5 @@ def _held_to_float64(shape: GemmShape, case: Case) -> dict[str, Any]:
 
 
 def _larger(known: float, x: Tensor) -> float:
-    """The larger of known and max |x|; NaN if there is one."""
+    """Return the larger of known and max |x|; NaN if there is one."""
     return torch.maximum(x.abs().max(), x.new_tensor(known)).item()

@@ -11,7 +11,7 @@ them the check's, whose x needs a gradient.
 """
 
 import dataclasses
-import statistics
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import Tensor
 import te_bench.models as te
 from te_bench import plugins
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import attention_rows, gradients, large, rounding, tolerances, what_ran
+from te_bench.experiments.checks import attention_rows, gradients, held, large, seeds, tolerances, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge, relative_error
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL, LEFT, SUMMED
+from te_bench.experiments.checks.tolerances import FACTOR, LEFT, SUMMED
 from te_bench.experiments.instruments import compilation, energy, memory, profiling
 from te_bench.experiments.measurement import Context, Measurement, Unsupported, require
 from te_bench.experiments.problems import LayerProblem
@@ -46,15 +46,19 @@ def run(trial: Trial, context: Context) -> Measurement:
     compilation.begin(trial)
     iteration = Iteration(rival, p, trial.seed, mode=trial.mode)
     check = check_layer(trial, rival, p, iteration) if context.check else CHECKED_BEFORE
+    if context.check:
+        seeds.require("inputs and weights", trial.seed, functools.partial(_drawn, p), (iteration.x, iteration.dy))
     torch.manual_seed(trial.seed)  # dropout draws the same masks whatever the check drew
     memory.reset(trial.device)
     timed = Timed(iteration)
     latency = timed.samples(timing.quickstart, trial.device)
-    samples = {"latency_s": latency, **memory.peak(trial.device)}
-    y = timed.take().cpu()  # where it is no part of what is held
+    peaks = memory.peak(trial.device)
+    held.require(peaks, held.of_module(iteration.module, (iteration.x, iteration.dy)))
+    samples = {"latency_s": latency, **peaks}
+    y = timed.take().cpu()  # on the host it is not counted as held
     work: dict[str, Any] = {"tokens": p.sequence * p.batch, "flop": flop(p), "gemm_flop": gemm_flop(p)}
     work |= compilation.counts(trial)
-    if trial.device == "cuda" and trial.mode != "cudagraph":  # whose pool holds what a pass made
+    if trial.device == "cuda" and trial.mode != "cudagraph":  # a graph's pool holds what a pass made
         work["held_bytes"] = torch.cuda.memory_allocated()
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:  # a gate's later rounds need times and memory alone
@@ -76,7 +80,7 @@ def run(trial: Trial, context: Context) -> Measurement:
 
 
 def config_of(trial: Trial) -> LayerConfig:
-    """Raises ValueError for wrong settings, or that do not go together, Unsupported for a model whose layer none builds."""
+    """Return the trial's layer. Raises ValueError for wrong settings, Unsupported for a model whose layer none builds."""
     p = LayerProblem.of(trial)
     if p.model is None and p.hidden % p.heads:
         raise ValueError(f"hidden {p.hidden} is not a multiple of {p.heads} heads")
@@ -97,7 +101,7 @@ def config_of(trial: Trial) -> LayerConfig:
 
 
 def _of_model(p: LayerProblem) -> dict[str, Any]:
-    """What the model that is named says of its layer."""
+    """Return what the model that the problem names says of its layer."""
     if p.model is None:
         return {}
     plugins.check("model", p.model, list(configs()))
@@ -110,7 +114,7 @@ def _of_model(p: LayerProblem) -> dict[str, Any]:
 
 
 def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
-    """Raise Unsupported, with the reason, when this machine or this rival cannot run the trial."""
+    """Raise Unsupported, with the reason, if this machine or this rival cannot run the trial."""
     trial_model.require_device(trial.device)
     if trial.mode == "compile-reduce-overhead":
         raise Unsupported(f"{trial.mode}: the layer runs eager, compile or cudagraph")
@@ -131,20 +135,20 @@ def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
 
 
 def gemm_flop(p: LayerConfig) -> int:
-    """6 for each weight and token: forward and backward of the four Linears, or of the MLP's two."""
+    """Return 6 for each weight and token: forward and backward of the four Linears, or of the MLP's two."""
     attention = 0 if p.part == "mlp" else p.hidden * (sum(p.columns) + p.columns[0])
     return p.sequence * p.batch * 6 * (attention + p.hidden * (p.up + p.ffn))
 
 
 def flop(p: LayerConfig) -> int:
-    """gemm_flop, and 12 s a token for attention and each feature of its queries, half of it when causal."""
+    """Return gemm_flop plus 12 T a token and feature of attention's queries, half of it if causal."""
     if p.part == "mlp":
         return gemm_flop(p)
     return gemm_flop(p) + p.sequence * p.batch * 12 * p.sequence * p.columns[0] // (2 if p.causal else 1)
 
 
 def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
+    """Return the plain layer's weights by torch's initialisation, x and dy, all in p.dtype: the same for every rival."""
     torch.manual_seed(seed)
     with torch.device(p.device):
         plain = layers.load("plain").build(p)
@@ -152,10 +156,15 @@ def draw(p: LayerConfig, seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return {name: weight.detach().to(p.dtype) for name, weight in plain.named_parameters()}, x, dy
 
 
+def _drawn(p: LayerConfig, seed: int) -> list[Tensor]:
+    weights, x, dy = draw(p, seed)
+    return [x, dy, *weights.values()]
+
+
 class Iteration:
     """One rival with its weights and data: a call is a forward pass in its context and a backward pass.
 
-    wide computes in float64 what p says, from the same weights and data. Mode cudagraph replays both.
+    wide: compute in float64 what p says, from the same weights and data. Mode cudagraph replays both passes.
     """
 
     def __init__(self, rival: Layer, p: LayerConfig, seed: int, *, mode: str = "eager", wide: bool = False):
@@ -187,14 +196,14 @@ class Iteration:
         return self.output
 
     def passes(self, x: Tensor) -> Tensor:
-        """The output of one pass, whose backward pass has added to the gradients."""
+        """Return the output of one pass; its backward pass adds to the gradients."""
         with self.context():
             y = self.forward(x)
         y.backward(self.dy)
         return y.detach()
 
     def _captured(self, x: Tensor) -> tuple[Any, Tensor]:
-        """A CUDA graph of both passes, which adds to the gradients that are there now, and its output."""
+        """Return a CUDA graph of both passes, which adds to the gradients that are there, and its output."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -207,7 +216,7 @@ class Iteration:
         return graph, y
 
     def _once(self, x: Tensor) -> Tensor:
-        """The output of one more pass, by a graph of its own where the mode has one, whose gradients alone are left."""
+        """Return the output of one more pass, by a new graph in mode cudagraph, and leave its gradients alone."""
         self.graph = self.output = None  # it adds to gradients that are let go here
         self.module.zero_grad(set_to_none=True)
         if not self.captures:
@@ -220,10 +229,10 @@ class Iteration:
         return y.clone()
 
     def results(self, *, keep: bool = False) -> dict[str, Tensor | None]:
-        """What the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
+        """Return what the layer adds to its residual stream, forward and backward, and every gradient, of one more pass.
 
-        The weight of query, key and value in parts; their bias whole, for the key's has gradient 0. The MLP adds to nothing.
-        keep: as `checked`, too.
+        The weight of query, key and value comes in parts; their bias whole, for the key's gradient is 0. The MLP adds
+        to nothing. keep: keep output and gradients as `checked`, too.
         """
         x = self.x.clone().requires_grad_()
         y = self._once(x)
@@ -245,12 +254,12 @@ class Iteration:
         return found
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those that there are now, by the plain layer's names, on the host."""
+        """Return the gradients that are there, by the plain layer's names, on the host."""
         found = layers.plain_gradients(self.rival, self.module, self.names)
         return {name: gradient.cpu() for name, gradient in found.items() if gradient is not None}
 
     def numerics(self) -> dict[str, Any]:
-        """te.numerics of one more pass, eager: counting is no part of what was compiled."""
+        """Return te.numerics of one more pass, eager: counting is no part of what was compiled."""
         with te.record_numerics():
             with self.context():
                 y = self.module(self.x)
@@ -272,11 +281,9 @@ def require_left(iteration: Iteration, y: Tensor, calls: int) -> None:
 def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration) -> dict[str, Any]:
     """Hold output, dx and every gradient to the plain layer in float64 with the same weights and mask, without dropout.
 
-    The yardstick is the plain layer at the trial's own precision, eager, its attention rounded as fused kernels do where
-    the trial's is one, and FP8 emulated: FACTOR times its error plus a floor is allowed, as for training steps, and scale
-    and rows have limits of their own (checks.rounding).
-    With dropout another layer is checked in place of the timed one: random masks cannot be compared. Raises
-    CheckFailed.
+    The yardstick is the plain layer at the trial's own precision, eager, with FP8 emulated, and its attention rounded as
+    fused kernels round if the trial's is one. The limits are those of training steps (gradients.beside). With dropout
+    another layer is checked in place of the timed one, for random masks cannot be compared. Raises CheckFailed.
     """
     if p.dropout:
         p = dataclasses.replace(p, dropout=0.0)
@@ -292,34 +299,24 @@ def check_layer(trial: Trial, rival: Layer, p: LayerConfig, iteration: Iteration
     fused = attends not in (None, *gradients.UNFUSED) and not in_fp8
     library = _by_parts(Iteration(plain, exact, trial.seed), as_fused=fused)
     if (recipe := layers.recipe_of(p)) is not None:
-        emulate(library.module, recipe)
+        emulate(library.module, recipe, seed=trial.seed)
     yardstick = library.results()
     trial_model.allow_tf32(p.precision)  # the references set it for theirs
 
-    errors = {name: _error(yardstick[name], value) for name, value in truth.items()}
-    typical = statistics.median(errors.values())  # where the library happened to round well is no yardstick
-    quantities = []
-    for name, value in truth.items():
-        limit = FACTOR * max(errors[name], typical) + FLOOR[p.precision]
-        quantities.append(Quantity(name, _error(ours[name], value), limit))
     # Others may round more coarsely than the recipe says, and so does FP8 attention than this yardstick.
     alike = (rival.numerics or not p.recipe) and not in_fp8
-    rounded: dict[str, float] = {"typical": typical, "slack": 1.0 if alike else FACTOR}
-    more: list[Quantity] = []
-    for name, value in truth.items():
-        known = yardstick[name]
-        assert value is not None
-        assert known is not None
-        more += rounding.quantities(name, ours[name], value, known, "fp8" if p.recipe else p.precision, **rounded)
-    if p.recipe:
-        quantities += _fp8_quantities(rival, truth, quantities, errors)
-    return judge("the plain layer, fp64, same weights, mask and data", quantities + more)
+    known, exactly = ({name: _there(value) for name, value in of.items()} for of in (yardstick, truth))
+    quantities, ratios = gradients.beside(ours, known, exactly, p.precision, slack=1.0 if alike else FACTOR)
+    if p.recipe:  # others may also multiply more exactly
+        weights = [name for name, value in exactly.items() if name.startswith("grad") and value.dim() == 2]
+        quantities += gradients.of_emulation((ratios[name] for name in weights), above=rival.numerics)
+    return judge("the plain layer, fp64, same weights, mask and data", quantities)
 
 
 def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
-    """The same, whose attention goes by the heads that share a key where the scores of a sequence are too many.
+    """Let attention go by the heads that share a key if a sequence has too many scores. Return the reference.
 
-    as_fused: rounded as fused kernels round it.
+    as_fused: round attention as fused kernels round it.
     """
     p = reference.p
     if p.part == "layer":
@@ -331,22 +328,6 @@ def _by_parts(reference: Iteration, *, as_fused: bool = False) -> Iteration:
     return reference
 
 
-def _error(x: Tensor | None, truth: Tensor | None) -> float:
-    assert truth is not None, "the reference has every gradient"
-    return relative_error(x, truth)
-
-
-def _fp8_quantities(
-    rival: Layer, truth: dict[str, Tensor | None], found: list[Quantity], errors: dict[str, float]
-) -> list[Quantity]:
-    """The geometric mean over the weights of error / emulation's error: a wrong format is within FACTOR in any one tensor.
-
-    A step that rounds much less was not computed in FP8. te_bench's layers are held to it from above too; others may
-    multiply more exactly or round more coarsely than the recipe says.
-    """
-    weights = [
-        q for q in found if (value := truth[q.name]) is not None and q.name.startswith("grad") and value.dim() == 2
-    ]
-    overall = geometric_mean([q.error / max(errors[q.name], 1e-30) for q in weights])
-    above = [Quantity("grad, ratio to FP8 emulation", overall, FP8_OVERALL)] if rival.numerics else []
-    return [*above, Quantity("grad, ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST)]
+def _there(x: Tensor | None) -> Tensor:
+    assert x is not None, "the reference has every gradient"
+    return x

@@ -9,6 +9,7 @@ precision, FP8 emulated, and a floor.
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import gradients, rounding, what_ran
+from te_bench.experiments.checks import gradients, seeds, what_ran
 from te_bench.experiments.checks.fp8_emulation import emulate
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, geometric_mean, judge, relative_error
-from te_bench.experiments.checks.tolerances import FACTOR, FLOOR, FP8_LEAST, FP8_OVERALL
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import LinearProblem
@@ -38,7 +39,10 @@ def run(trial: Trial, context: Context) -> Measurement:
     if recipe is not None:
         require(trial.recipe or "", recipe.unsupported(trial.device, trial_model.capability(trial.device)))
     p = LinearProblem.of(trial)
-    x, weight, dy = _drawn(trial)
+    x, weight, dy = given = _drawn(trial, trial.seed)
+    if context.check:
+        seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
+    torch.manual_seed(trial.seed)  # stochastic rounding draws the same whatever ran before
     trial_model.allow_tf32(trial.precision)
     layer = te.Linear(p.in_features, p.out_features, bias=False, device=trial.device)
     with torch.no_grad():
@@ -54,21 +58,22 @@ def run(trial: Trial, context: Context) -> Measurement:
         gradients.settle(trial.recipe, lambda: call(rows))
         check = _held_to_float64(trial, call(rows), x[:rows], weight, dy[:rows], recipe)
     gradients.settle(trial.recipe, call)
-    samples = {"kernel_s": timing.kernel(call, trial.device)}
+    timed = Timed(call)
+    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
     work: dict[str, Any] = {"flop": 6 * p.tokens * p.in_features * p.out_features}
     measurement = Measurement(check=check, work=work, samples=samples)
     if not context.check:
         return measurement
     asked = what_ran.expected_of_layer(trial, linears=1)
-    measurement = what_ran.require(trial, profiling.kernels_seen(call, trial.device), measurement, asked)
+    measurement = what_ran.require(trial, timed.seen(trial.device), measurement, asked)
     profile = {"kernel_s": profiling.kernel_seconds(call, trial.device)} if trial.device == "cuda" else {}
     return dataclasses.replace(measurement, work={**measurement.work, **profile})
 
 
-def _drawn(trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, K) and dy (M, N) in the dtype that autocast computes in, and the weight (N, K) in float32."""
+def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (M, K), the weight (N, K) and dy (M, N): the weight in float32, the others in autocast's dtype."""
     p = LinearProblem.of(trial)
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    generator = torch.Generator(trial.device).manual_seed(seed)
     dtype = trial_model.DTYPES[trial_model.kernel_dtype(trial)]
     sizes = (p.tokens, p.in_features), (p.out_features, p.in_features), (p.tokens, p.out_features)
     x, weight, dy = (torch.randn(size, generator=generator, device=trial.device) for size in sizes)
@@ -78,7 +83,7 @@ def _drawn(trial: Trial) -> tuple[Tensor, Tensor, Tensor]:
 def _passes(
     layer: nn.Module, x: Tensor, dy: Tensor, trial: Trial, in_fp8: contextlib.AbstractContextManager[Any]
 ) -> tuple[Tensor, ...]:
-    """y, dx and dW."""
+    """Return y, dx and dW."""
     with autocast(x.device, trial.precision), in_fp8:
         y = layer(x)
     return (y.detach(), *torch.autograd.grad(y, (x, layer.get_parameter("weight")), dy))
@@ -87,23 +92,16 @@ def _passes(
 def _held_to_float64(
     trial: Trial, found: tuple[Tensor, ...], x: Tensor, weight: Tensor, dy: Tensor, recipe: recipes.Recipe | None
 ) -> dict[str, Any]:
-    """Raises CheckFailed, naming the worst of y, dx and dW; FP8 that is not FP8, or coarser, fails as steps' does."""
+    """Hold y, dx and dW to float64 as a step's gradients are. Raises CheckFailed, naming the worst."""
     wide = (x.detach().double(), weight.double(), dy.double())
     truth = (wide[0] @ wide[1].t(), wide[2] @ wide[1], wide[2].t() @ wide[0])
     plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     with torch.no_grad():
         plain.weight.copy_(weight)
     if recipe is not None:
-        emulate(plain, recipe)
+        emulate(plain, recipe, seed=trial.seed)
     known = _passes(plain, x, dy, trial, contextlib.nullcontext())
-    quantities, ratios = [], []
-    for name, ours, exact, yardstick in zip(NAMES, found, truth, known, strict=True):
-        error, usual = relative_error(ours, exact), relative_error(yardstick, exact)
-        quantities.append(Quantity(name, error, FACTOR * usual + FLOOR[trial.precision]))
-        quantities += rounding.quantities(name, ours, exact, yardstick, trial.precision)
-        ratios.append(error / max(usual, 1e-30))
-    if recipe is not None:
-        overall = geometric_mean(ratios)
-        quantities.append(Quantity("ratio to FP8 emulation", overall, FP8_OVERALL))
-        quantities.append(Quantity("ratio of FP8 emulation to it", 1 / max(overall, 1e-30), 1 / FP8_LEAST))
-    return judge("fp64 of the same operands", quantities)
+    ours, usual, exact = (dict(zip(NAMES, each, strict=True)) for each in (found, known, truth))
+    quantities, ratios = gradients.beside(ours, usual, exact, trial.precision, typical=0.0)
+    in_fp8 = [] if recipe is None else gradients.of_emulation(ratios.values(), above=True)
+    return judge("fp64 of the same operands", quantities + in_fp8)

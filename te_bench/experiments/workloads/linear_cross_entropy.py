@@ -8,7 +8,6 @@ check: the loss and both gradients against float64, by the rule of attention's; 
 gradient are in FP8, by the error of an emulation.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import held, rounding, seeds, what_ran
 from te_bench.experiments.checks.gradients import HEAD_SCALE
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import (
-    ACCUMULATED,
-    EPSILON,
-    FACTOR,
-    HEAD_GRADIENT_UNITS,
-    HEAD_LOSS_SIGMAS,
-)
-from te_bench.experiments.instruments import compilation, energy, memory
+from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, HEAD_GRADIENT_UNITS, HEAD_LOSS_SIGMAS
+from te_bench.experiments.instruments import compilation, memory
 from te_bench.experiments.measurement import Context, Measurement, require
 from te_bench.experiments.problems import HeadProblem
 from te_bench.experiments.spec import Trial
@@ -46,74 +39,67 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_device(trial.device)
     p = HeadProblem.of(trial)
     backend = linear_cross_entropy.load(p.head)
-    problem = Problem(
-        d=p.d,
-        vocab=p.vocab,
-        padded=p.padded,
-        dtype=trial.precision,
-        device=trial.device,
-        capability=trial_model.capability(trial.device),
-    )
+    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
+    problem = Problem(d=p.d, vocab=p.vocab, padded=p.padded, dtype=trial.precision, **machine)
     require(p.head, backend.unsupported(problem))
     compilation.begin(trial)
     forward = torch.compile(backend.forward, dynamic=False) if trial.mode == "compile" else backend.forward
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+    x, weight, targets = given = _drawn(trial, trial.seed)
+    if context.check:
+        seeds.require("inputs", trial.seed, functools.partial(_drawn, trial), given)
+    call = functools.partial(_result, forward, x, weight, targets, p.vocab)
+    right = functools.partial(_held_to_float64, trial, given)
+    check = right(call()) if context.check else CHECKED_BEFORE
+    memory.reset(trial.device)
+    before = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
+    results = call()
+    samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
+    held.require(samples, held.of_tensors([*given, *results]))
+    del results
+    measurement = Measurement(check=check, work={"flop": 6 * p.n * p.d * p.padded, **before}, samples=samples)
+    ran = functools.partial(what_ran.require, trial, expected=what_ran.expected_of_head(trial, p.head))
+    return Timed(call).measured(trial, context, measurement, right, ran)
+
+
+def _drawn(trial: Trial, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (N, D) and weight (padded, D) in the trial's dtype, and targets (N,) int64."""
+    p = HeadProblem.of(trial)
+    generator = torch.Generator(trial.device).manual_seed(seed)
     draw = functools.partial(torch.randn, generator=generator, device=trial.device)
     x = draw(p.n, p.d).to(trial_model.DTYPES[trial.precision]).requires_grad_()
     weight = (draw(p.padded, p.d) / p.d**0.5).to(x.dtype).requires_grad_()
-    targets = torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
-    call = functools.partial(_result, forward, x, weight, targets, p.vocab)
-    check = _held_to_float64(call(), x, weight, targets, p.vocab, p.head) if context.check else CHECKED_BEFORE
-    memory.reset(trial.device)
-    held = {"held_bytes": torch.cuda.memory_allocated()} if trial.device == "cuda" else {}
-    call()
-    samples = memory.peak(trial.device)  # before the timer's buffer, which overwrites the L2, is there
-    timed = Timed(call)
-    samples |= {"kernel_s": timed.samples(timing.kernel, trial.device)}
-    work = {"flop": 6 * p.n * p.d * p.padded, **held, **compilation.counts(trial)}
-    measurement = Measurement(check=check, work=work, samples=samples)
-    if not context.check:
-        return measurement
-    _held_to_float64(timed.take(), x, weight, targets, p.vocab, p.head)
-    measurement = what_ran.require(
-        trial, timed.seen(trial.device), measurement, what_ran.expected_of_head(trial, p.head)
-    )
-    joules = energy.sample(timed, trial.device, samples["kernel_s"])
-    return dataclasses.replace(measurement, samples={**samples, **joules})
+    return x, weight, torch.randint(p.vocab, (p.n,), generator=generator, device=trial.device)
 
 
 def _result(forward: Callable[..., Tensor], x: Tensor, weight: Tensor, targets: Tensor, vocab: int) -> Result:
-    """The loss, dx and dW."""
+    """Return the loss, dx and dW."""
     loss = forward(x, weight, targets, vocab=vocab)
     dx, dw = torch.autograd.grad(loss, (x, weight))
     return loss.detach(), dx, dw
 
 
-def _held_to_float64(
-    found: Result, x: Tensor, weight: Tensor, targets: Tensor, vocab: int, name: str
-) -> dict[str, Any]:
-    """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each gradient."""
+def _held_to_float64(trial: Trial, given: Result, found: Result) -> dict[str, Any]:
+    """Hold the loss and both gradients to FlashAttention's rule, and each gradient's scale and rows. Raises CheckFailed."""
+    (x, weight, targets), p = given, HeadProblem.of(trial)
+    precision, unit, vocab = trial.precision, EPSILON[trial.precision], p.vocab
     exact = _in_float64(x.detach().double(), weight.detach().double(), targets, vocab)
-    if name == FP8:
-        precision, unit = "fp8", EPSILON["bf16"]
+    if p.head == FP8:
+        precision, unit = FP8, EPSILON["bf16"]
         known = _in_float64(_dequantized(x), _dequantized(weight), targets, vocab, as_fp8=True)
     else:
-        precision = next(key for key, dtype in trial_model.DTYPES.items() if dtype is x.dtype)
-        unit = EPSILON[precision]
         known = _result(linear_cross_entropy.load("reference").forward, x, weight, targets, vocab)
     floors = [HEAD_LOSS_SIGMAS * unit * len(x) ** -0.5 + ACCUMULATED * exact[0].item()]
     floors += [HEAD_GRADIENT_UNITS * unit * truth.abs().max().item() for truth in exact[1:]]
     quantities = []
     for quantity, value, truth, yardstick, floor in zip(NAMES, found, exact, known, floors, strict=True):
-        limit = FACTOR * (yardstick.double() - truth).abs().max().item() + floor
-        quantities.append(Quantity(quantity, (value.double() - truth).abs().max().item(), limit))
+        quantities.append(of_largest(quantity, value, truth, yardstick, floor))
         if value.dim():
             quantities += rounding.quantities(quantity, value, truth, yardstick, precision)
     return judge("reference, fp64", quantities)
 
 
 def _in_float64(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, *, as_fp8: bool = False) -> Result:
-    """The loss, dx and dW of float64 operands, some rows at a time; as_fp8: bf16 logits and their gradient in E5M2."""
+    """Return loss, dx and dW of float64 operands, some rows at a time. as_fp8: logits in bf16, their gradient in E5M2."""
     each = max(1, CHECKED_TOGETHER // len(weight))
     loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     for start in range(0, len(x), each):

@@ -17,7 +17,6 @@ import torch
 from te_bench.experiments import processes, trial_model
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.host import oom_kills
-from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Interrupted, Measurement, Unsupported
 from te_bench.experiments.problems import MaxBatchProblem, TrainingProblem, TrialProblem, source_of
 from te_bench.experiments.spec import Trial
@@ -171,10 +170,8 @@ def _verify(trial: Trial) -> Try:
     batch = train_step.random_batches(trial)[0]
     try:
         step, check = training_step.begin(trial, *batch)
-        measurement = Measurement(check=check)
-        seen = profiling.kernels_seen(lambda: step(*batch), trial.device)
-        asked = what_ran.expected_of_step(trial, batch[0].numel() // step.optim.accumulate, step.model)
-        measurement, wrong = what_ran.require(trial, seen, measurement, asked), None
+        measurement, wrong = Measurement(check=check), None
+        measurement = what_ran.require_step(trial, step, lambda: step(*batch), batch[0].numel(), measurement)
     except CheckFailed as error:
         measurement, wrong = error.measurement, str(error)
     return {"measurement": measurement, "wrong": wrong}

@@ -5,7 +5,7 @@ gated activation x has 2 n. precision is the dtype of operands and results; FP8 
 known, and its amax, as delayed scaling has it. A norm's call add_* first adds a branch to a residual stream.
 samples: kernel_s of single calls; on a GPU that counts it energy_j (1). work: bytes, of all operands and all results: what
 is to be moved at least; a norm's statistics are not counted. In mode compile also graph_breaks and recompiles.
-check: each result against float64, by the rule of attention's: the yardstick is the backend `reference`.
+check: each result against float64, by attention's rule; the yardstick is the backend `reference`.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import rounding, what_ran
-from te_bench.experiments.checks.quantity import CHECKED_BEFORE, Quantity, judge
+from te_bench.experiments import trial_model
+from te_bench.experiments.checks import kernel_parts, rounding, seeds
+from te_bench.experiments.checks.quantity import CHECKED_BEFORE, judge, of_largest
 from te_bench.experiments.checks.timed import Timed
-from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON, FACTOR
-from te_bench.experiments.instruments import compilation, energy, profiling
+from te_bench.experiments.checks.tolerances import ACCUMULATED, EPSILON
+from te_bench.experiments.instruments import compilation, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement, require
 from te_bench.experiments.problems import PieceProblem
 from te_bench.experiments.spec import Trial
@@ -38,13 +38,13 @@ E4M3 = torch.float8_e4m3fn
 #: Results by the first word of a call.
 NAMES = {"forward": ("y",), "add": ("sum", "y"), "backward": ("dx", "dweight", "dbias")}
 
-#: Who has kernels, or on a CPU operators, by which all its calls are known. PyTorch has RMSNorm's gradient made of others.
+#: backend -> its kernels, or on a CPU operators, that tell all its calls. PyTorch makes RMSNorm's gradient of others.
 COMPILED = "torch.compile"
 KERNELS = {
     TORCH: r"^aten::(native_layer_norm|rms_norm|_fused_rms_norm|gelu)(_backward)?$|^RsqrtBackward0$",
     OURS: r"^_(add_)?(forward|backward)(_cast)?_kernel$|^te_bench::(norm|activation)_",
     LIGER: r"^_((block_)?rms_norm|layer_norm|swiglu\w*)_(forward|backward)",
-    COMPILED: what_ran.COMPILED,
+    COMPILED: kernel_parts.COMPILED,
 }
 
 Results = dict[str, Tensor]
@@ -67,7 +67,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Operands: x (M, N), of a gated activation (M, 2N); a norm's weight and bias (N,); dy or the branch (M, N)."""
+    """Operands: x (M, N), (M, 2N) for a gated activation; a norm's weight and bias (N,); dy or the branch (M, N)."""
 
     x: Tensor
     parameters: tuple[Tensor, ...]
@@ -83,28 +83,22 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_device(trial.device)
     p = PieceProblem.of(trial)
     compilation.begin(trial)
-    given = _drawn(p, trial)
+    given = _drawn(p, trial, trial.seed)
     call = OTHERS.get((p.backend, p.kind), _by_backend)(p, trial, given)
     results = call()
     check = _held_to_float64(p, trial, given, results) if context.check else CHECKED_BEFORE
+    if context.check:
+        seeds.require("operands", trial.seed, lambda seed: _drawn(p, trial, seed).operands, given.operands)
     work: dict[str, Any] = {"bytes": sum(t.nbytes for t in (*given.operands, *results.values()))}
     del results
-    timed = Timed(call)
-    samples = {"kernel_s": timed.samples(timing.kernel, trial.device)}
-    work |= compilation.counts(trial)
-    measurement = Measurement(check=check, work=work, samples=samples)
-    if not context.check:
-        return measurement
-    _held_to_float64(p, trial, given, timed.take())
-    seen = timed.seen(trial.device)
+    right = functools.partial(_held_to_float64, p, trial, given)
+    ran = functools.partial(require_own, p, trial)
+    return Timed(call).measured(trial, context, Measurement(check=check, work=work), right, ran)
+
+
+def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement: Measurement) -> Measurement:
+    """Return the measurement with its kernels. Raises CheckFailed, without timings, unless the backend's own alone ran."""
     measurement = dataclasses.replace(measurement, kernels=seen.names)
-    require_own(p, trial, seen, measurement)
-    joules = energy.sample(timed, trial.device, samples["kernel_s"])
-    return dataclasses.replace(measurement, samples={**samples, **joules})
-
-
-def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement: Measurement) -> None:
-    """Raise CheckFailed, without timings, where another backend's kernels ran, or not its own."""
     for name, pattern in KERNELS.items():
         ran = any(re.search(pattern, kernel) for kernel in seen.counts)
         asked = trial.mode == "compile" if name == COMPILED else name == p.backend
@@ -112,10 +106,11 @@ def require_own(p: PieceProblem, trial: Trial, seen: profiling.Seen, measurement
         if ran != asked and not interpreted:
             reason = f"asked for {p.backend}, {trial.mode}, but {'' if ran else 'nothing of '}{name} ran"
             raise CheckFailed(reason, dataclasses.replace(measurement, samples={}))
+    return measurement
 
 
-def _drawn(p: PieceProblem, trial: Trial) -> Given:
-    generator = torch.Generator(trial.device).manual_seed(trial.seed)
+def _drawn(p: PieceProblem, trial: Trial, seed: int) -> Given:
+    generator = torch.Generator(trial.device).manual_seed(seed)
 
     def draw(*size: int) -> Tensor:
         x = torch.randn(size, generator=generator, device=trial.device)
@@ -135,7 +130,7 @@ def _drawn(p: PieceProblem, trial: Trial) -> Given:
 
 
 def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By a backend of kernels.norm or kernels.activation, which torch.compile sees in mode compile."""
+    """Return the call by a backend of kernels.norm or kernels.activation, compiled in mode compile."""
     machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
     machine["quantized"] = given.scale is not None
     cast: dict[str, Any] = {}
@@ -170,7 +165,7 @@ def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Res
 
 
 def _by_operator(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By OPERATORS in the trial's precision, and their gradients by autograd."""
+    """Return the call by OPERATORS in the trial's precision, with gradients by autograd."""
     operator = OPERATORS[p.kind]
     if p.call == "forward":
         return lambda: _named(p, operator(given.x, *given.parameters))
@@ -180,7 +175,7 @@ def _by_operator(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Re
 
 
 def _by_liger(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
-    """By what LigerFusedGateUpSiLUMulFunction is made of. Source: liger-kernel 0.8.5, ops/swiglu.py."""
+    """Return the call of what LigerFusedGateUpSiLUMulFunction is made of. Source: liger-kernel 0.8.5, ops/swiglu.py."""
     require(p.backend, None if importlib.util.find_spec("liger_kernel") is not None else "pip install liger-kernel")
     from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
 
@@ -198,12 +193,12 @@ def _names(p: PieceProblem) -> tuple[str, ...]:
 
 
 def _rounded(p: PieceProblem) -> str:
-    """The result that a cast is of."""
+    """Return the name of the result that is cast."""
     return "dx" if p.call.startswith("backward") else "y"
 
 
 def _named(p: PieceProblem, found: Any, amax: Tensor | None = None) -> Results:
-    """What the contract of a call returns, but statistics; FP8 in both layouts, with its amax."""
+    """Return a call's results by name, without statistics; of FP8 both layouts and the amax."""
     named: Results = {}
     for name, value in zip(_names(p), found if type(found) is tuple else (found,), strict=False):
         if isinstance(value, Quantized):
@@ -215,7 +210,7 @@ def _named(p: PieceProblem, found: Any, amax: Tensor | None = None) -> Results:
 
 
 def _exact(p: PieceProblem, given: Given, dtype: torch.dtype = torch.float64) -> Results:
-    """The results by OPERATORS in that dtype, before any cast."""
+    """Return the results by OPERATORS in that dtype, before any cast."""
     x, *parameters = (t.detach().to(dtype) for t in (given.x, *given.parameters))
     other = None if given.other is None else given.other.to(dtype)
     if not p.call.startswith("backward"):
@@ -227,7 +222,7 @@ def _exact(p: PieceProblem, given: Given, dtype: torch.dtype = torch.float64) ->
 
 
 def _held_to_float64(p: PieceProblem, trial: Trial, given: Given, found: Results) -> dict[str, Any]:
-    """FlashAttention's rule, max error <= 2 x the yardstick's + floor, and the scale and rows of each result."""
+    """Hold each result to FlashAttention's rule, and its scale and rows. Raises CheckFailed."""
     exact = _exact(p, given)
     known = _by_backend(dataclasses.replace(p, backend=PLAIN), dataclasses.replace(trial, mode="eager"), given)()
     if given.scale is not None:
@@ -240,8 +235,7 @@ def _held_to_float64(p: PieceProblem, trial: Trial, given: Given, found: Results
         value, yardstick = (_wide(of[name], given.scale) for of in (found, known))
         precision = "fp8" if in_fp8 else trial.precision
         floor = (EPSILON[precision] + ACCUMULATED) * truth.abs().max().item()
-        limit = FACTOR * (yardstick - truth).abs().max().item() + floor
-        quantities.append(Quantity(name, (value - truth).abs().max().item(), limit))
+        quantities.append(of_largest(name, value, truth, yardstick, floor))
         if truth.dim():
             quantities += rounding.quantities(name, value, truth, yardstick, precision)
     return judge("fp64 of the same operands", quantities)

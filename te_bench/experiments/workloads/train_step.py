@@ -1,4 +1,4 @@
-"""Seconds and bytes of one training step at a fixed batch, on random tokens, after its gradients were checked.
+"""Seconds and bytes of one training step at a fixed batch, on random tokens, once its gradients have been checked.
 
 samples: latency_s (20), loss (30), peak_*_bytes (1), on GPUs that count it energy_j (1), of all ranks.
 work: tokens and FLOP of one step; ran, how often each part of it did (checks.what_ran); FP8 numerics; on a GPU launches, the
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from te_bench.experiments import timing, trial_model
-from te_bench.experiments.checks import gathers, training_step, update, what_ran, windows
+from te_bench.experiments.checks import gathers, held, training_step, update, what_ran, windows
 from te_bench.experiments.checks.quantity import CHECKED_BEFORE
+from te_bench.experiments.checks.timed import Timed
 from te_bench.experiments.instruments import collectives, compilation, energy, fp8_numerics, memory, profiling
 from te_bench.experiments.measurement import Context, Diverged, Measurement
 from te_bench.experiments.problems import TrainStepProblem, ranks_of, world_of
@@ -27,7 +28,7 @@ from te_bench.training.step import TrainStep
 BATCHES = 4  # different batches, in turn: data loading is not what this workload measures
 
 
-#: What another workload reads off the step after it was timed: (step, next_step, a batch, samples) -> more of work.
+#: Another workload reads this off the timed step: (step, next_step, a batch, samples) -> more of work.
 More = Callable[[TrainStep, Callable[[], None], tuple[Tensor, Tensor], dict[str, list[float]]], dict[str, Any]]
 
 
@@ -48,20 +49,22 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     )
     if step.parallel.world > 1:  # the check's references began again with one process's seed
         torch.manual_seed(step.parallel.seed(trial.seed))
-    told = training_step.foretold(trial, step, *batches[0]) if context.check and step.parallel is SINGLE else math.nan
+    asked = context.check and step.parallel is SINGLE
+    told = training_step.foretold(trial, step, lambda: batches[0]) if asked else math.nan
     losses: list[Tensor] = []
 
     def next_step() -> None:
         losses.append(step(*batches[len(losses) % BATCHES]))
 
     memory.reset(trial.device)
-    with update.made(step, timing.BENCH_PY_BURN_IN + timing.BENCH_PY_TIMED):
-        latency = timing.bench_py(next_step, trial.device)
+    timed = Timed(next_step)
+    with update.made(step, lambda: timed.calls):
+        latency = timed.samples(timing.bench_py, trial.device)
     peaks = memory.peak(trial.device, step)
+    held.require(peaks, held.of_step(step, batches[0]))
     loss = torch.stack(losses).tolist()
-    each, block = p.batch * p.block, p.block  # of a micro-batch
-    tokens = each * step.optim.accumulate
-    flop = tokens * step.model.flop_per_token(block)  # type: ignore[operator]
+    tokens = p.batch * p.block * step.optim.accumulate
+    flop = tokens * step.model.flop_per_token(p.block)  # type: ignore[operator]
     work = {"tokens": tokens, "flop": flop, **ranks_of(trial), **compilation.counts(trial)}
     measurement = Measurement(check=check, work=work, samples={"latency_s": latency, "loss": loss, **peaks})
     if not all(abs(x) < float("inf") for x in loss):
@@ -69,10 +72,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     if not context.check:  # a gate's later rounds need times and memory alone
         return measurement
     training_step.require_foretold(0, loss[0], told)
-    asked = what_ran.expected_of_step(trial, each // step.parallel.replicas, step.model)
-    with update.made(step, profiling.LOOKS[trial.device]):
-        seen = profiling.kernels_seen(next_step, trial.device)
-    measurement = what_ran.require(trial, seen, measurement, asked)
+    measurement = what_ran.require_step(trial, step, next_step, tokens, measurement)
     # A CPU's operators are no kernels that a floor could be given for.
     profile = {"kernel_s": profiling.kernel_seconds(next_step, trial.device)} if trial.device == "cuda" else {}
     read = more(step, next_step, batches[0], {"latency_s": latency, **peaks})
@@ -82,7 +82,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
     work = {**measurement.work, **profile, **read, **numerics, **sent}
     measurement = dataclasses.replace(measurement, work=work, samples={**measurement.samples, **joules})
     if not math.isnan(told):
-        told = training_step.foretold(trial, step, *batches[len(losses) % BATCHES])
+        told = training_step.foretold(trial, step, lambda: batches[len(losses) % BATCHES])
         next_step()
         training_step.require_foretold(len(losses) - 1, losses[-1].item(), told)
     gathers.require(trial, step, sent.get("collectives"), measurement)
@@ -90,7 +90,7 @@ def measured(trial: Trial, context: Context, more: More = lambda *_: {}) -> Meas
 
 
 def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
-    """Those of a step over several ranks that no graph replays."""
+    """Return the collectives of a step over several ranks that no graph replays."""
     if world_of(trial) == 1 or trial.mode not in gathers.SEEN:
         return {}
     seen = collectives.of_call(next_step)
@@ -98,5 +98,5 @@ def _collectives(trial: Trial, next_step: Callable[[], None]) -> dict[str, Any]:
 
 
 def random_batches(trial: Trial) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, targets) on the device: tokens uniform over the true vocabulary, or what a user's model takes."""
+    """Return (inputs, targets) on the device: tokens uniform over the true vocabulary, or what a user's model takes."""
     return list(map(trial_model.batches_of(trial), range(BATCHES)))

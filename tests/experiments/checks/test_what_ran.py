@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from te_bench.experiments import store, trial_model
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments.checks import kernel_parts, training_step, what_ran
 from te_bench.experiments.instruments import compilation, fp8_numerics, profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Measurement
 from te_bench.experiments.spec import Record, Trial
@@ -153,7 +153,7 @@ def test_every_part_of_an_honest_step_is_counted(precision, problem, expected):
     trial = a_trial("delayed_scaling" if precision == "fp8" else None, **problem)
     ran = observed(dataclasses.replace(trial, precision=precision))
     assert {part: ran[part] for part in expected} == expected
-    assert sum(ran[part] for part in what_ran.GEMMS) == sum(expected.get(part, 0) for part in what_ran.GEMMS)
+    assert sum(ran[part] for part in kernel_parts.GEMMS) == sum(expected.get(part, 0) for part in kernel_parts.GEMMS)
 
 
 def test_a_bf16_step_with_linears_in_fp8_fails() -> None:
@@ -339,7 +339,7 @@ def test_a_head_is_counted_by_the_dtype_of_its_weights_gradient(
     trial = a_trial(head="fp8", model="llama-tiny", batch=4, block=64, **more)
     step, batch = trial_model.step_of(trial), train_step.random_batches(trial)[0]
     asked = what_ran.expected_of_step(dataclasses.replace(trial, device="cuda"), 4 * 64)
-    most = [asked[part][1] for part in what_ran.GEMMS]
+    most = [asked[part][1] for part in kernel_parts.GEMMS]
     assert sum(map(int, most)) == products(lambda: step(*batch))  # type: ignore[arg-type]
 
 
@@ -384,7 +384,7 @@ def test_a_rival_s_step_is_told_by_its_kernels_whatever_its_recipe(name: str) ->
     asked = what_ran.expected_of_step(trial, 32)
     expected = {part: asked[part] for part in (f"rival_{title}" for title in OF_RIVALS)}
     for title, kernel in OF_RIVALS.items():
-        four, three = (what_ran.parts({kernel: times}, "cuda") for times in (4, 3))
+        four, three = (kernel_parts.parts({kernel: times}, "cuda") for times in (4, 3))
         assert (what_ran.disagreement(expected, four) is None) == (title == rivals.load(name).title)
         assert what_ran.disagreement(expected, three) is not None
 
@@ -454,7 +454,7 @@ def test_the_published_records_are_of_what_they_were_asked_for() -> None:
     """Which parts ran; how often is in no record of those days."""
     assert len(published()) > 80
     for record in published():
-        ran = what_ran.parts({name: 1 for name in record.kernels if name not in UNTOLD}, "cuda")
+        ran = kernel_parts.parts({name: 1 for name in record.kernels if name not in UNTOLD}, "cuda")
         for part, (least, most) in asked_of(record.trial).items():
             if part not in UNSEEN:
                 assert (ran[part] > 0) == (least > 0) or (least == 0 and most is None), (record.trial.name, part, ran)
@@ -464,8 +464,8 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
     """Counts that the record's kernels could have had: of each part what was asked for, shared out over its names."""
     counts: dict[str, int] = {}
     asked = asked_of(record.trial)
-    kinds = {name: what_ran.gemm_of(name) for name in record.kernels if name not in UNTOLD}
-    for kind in what_ran.GEMMS:
+    kinds = {name: kernel_parts.gemm_of(name) for name in record.kernels if name not in UNTOLD}
+    for kind in kernel_parts.GEMMS:
         names = [name for name, of in kinds.items() if of == kind]
         total = replaced.get(kind, asked[kind][0])
         for name, more in zip(names, itertools.chain([total - len(names) + 1], itertools.repeat(1)), strict=False):
@@ -473,14 +473,16 @@ def gpu_counts(record: Record, **replaced: int) -> dict[str, int]:
     counts |= {name: 1 for name in record.kernels if kinds.get(name) is None and name not in UNTOLD}
     for part, (least, _) in asked.items():
         names = (
-            [] if part in (*what_ran.GEMMS, *UNSEEN) else [n for n in counts if what_ran.parts({n: 1}, "cuda")[part]]
+            []
+            if part in (*kernel_parts.GEMMS, *UNSEEN)
+            else [n for n in counts if kernel_parts.parts({n: 1}, "cuda")[part]]
         )
         counts |= {name: max(1, least - len(names) + 1) for name in names[:1]}
     return counts | ({"cudaGraphLaunch": 1} if asked["graphs"][0] else {})
 
 
 def verdict(record: Record, counts: dict[str, int]) -> str | None:
-    return what_ran.disagreement(asked_of(record.trial), what_ran.parts(counts, "cuda"))
+    return what_ran.disagreement(asked_of(record.trial), kernel_parts.parts(counts, "cuda"))
 
 
 @ONCE
@@ -496,7 +498,7 @@ def test_linears_in_bf16_fail_in_every_published_fp8_configuration() -> None:
     assert len(in_fp8) > 30
     for record, linears in itertools.product(in_fp8, (1, 2)):
         counts = gpu_counts(record)
-        kernel = max((n for n in counts if what_ran.gemm_of(n) == "gemm_fp8"), key=lambda n: counts[n])
+        kernel = max((n for n in counts if kernel_parts.gemm_of(n) == "gemm_fp8"), key=lambda n: counts[n])
         counts[kernel] -= 3 * linears
         assert "GEMMs in FP8" in str(verdict(record, counts)), record.trial.name
         counts["nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_TNN"] = 3 * linears
@@ -544,19 +546,19 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
-    assert what_ran.gemm_of(kernel) == kind
+    assert kernel_parts.gemm_of(kernel) == kind
 
 
 def test_a_gpu_s_casts_to_block_formats_are_told_by_their_kernels() -> None:
     seen = {"mxfp8_cast_kernel": 2, "nvfp4_cast_kernel": 3, "nvfp4_amax_kernel": 3, "te_bench::nvfp4_cast": 3}
-    assert what_ran.parts(seen, "cuda")["block_format_casts"] == 5
+    assert kernel_parts.parts(seen, "cuda")["block_format_casts"] == 5
 
 
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:
     untold = {"aten::mm": 27, "te_bench::reference_gemm": 3}
-    ran = [what_ran.parts(untold, "cpu", half=half) for half in (True, False)]
+    ran = [kernel_parts.parts(untold, "cpu", half=half) for half in (True, False)]
     assert [gemms(parts) for parts in ran] == [(3, 27, 0), (3, 0, 27)]
-    told = what_ran.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
+    told = kernel_parts.parts({"aten::mm float": 1, "aten::addmm c10::BFloat16": 2}, "cpu")
     assert (told["gemm_half"], told["gemm_float"]) == (2, 1)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from te_bench.experiments import environment, exclusive
 from te_bench.experiments.instruments import energy
+from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import Parallel
 
 JOULES, SECONDS = 8.0, 0.25
@@ -45,6 +46,20 @@ def test_all_gpus_of_a_step_count(steps: list[int]) -> None:
     assert energy.sample(lambda: steps.append(1), "cuda", [SECONDS], parallel) == {"energy_j": [JOULES + 5.0]}
     parallel.theirs = None
     assert energy.sample(lambda: steps.append(1), "cuda", [SECONDS], parallel) == {}
+
+
+@pytest.mark.parametrize(("watts", "passes"), [(700.0, True), (20.0, False)])
+def test_more_energy_than_the_power_limit_allows_fails(watts: float, passes: bool, monkeypatch, steps) -> None:
+    """8 J in a quarter of a second are 32 W."""
+    monkeypatch.setattr(environment, "nvidia_gpus", lambda: [{"uuid": "GPU-1", "power_limit_w": watts}])
+    monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: SECONDS * len(steps)))
+    with contextlib.nullcontext() if passes else pytest.raises(CheckFailed, match="by its power limit"):
+        assert energy.sample(lambda: steps.append(1), "cuda", [SECONDS]) == {"energy_j": [JOULES]}
+
+
+def test_a_counter_that_stands_still_fails(steps: list[int]) -> None:
+    with pytest.raises(CheckFailed, match="0 J in"):
+        energy.sample(lambda: None, "cuda", [SECONDS])
 
 
 def test_a_cpu_counts_none(steps: list[int]) -> None:

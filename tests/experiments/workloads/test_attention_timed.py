@@ -99,6 +99,20 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch, change, precision):
     assert caught.value.measurement.samples == {}
 
 
+@pytest.mark.parametrize(("seed", "reason"), [(lambda _: 0, "do not depend on"), (lambda s: s + 1, "are not those of")])
+def test_inputs_of_another_seed_than_the_trials_fail(monkeypatch: pytest.MonkeyPatch, seed: Any, reason: str) -> None:
+    right, given = attention.inputs, list[int]()
+
+    def wrong(trial: Trial, *sizes: int) -> Any:
+        given.append(trial.seed)
+        of_check = reason.startswith("are not") and len(given) != 2  # the second call draws what is timed
+        return right(trial if of_check else dataclasses.replace(trial, seed=seed(trial.seed)), *sizes)
+
+    monkeypatch.setattr(attention, "inputs", wrong)
+    with pytest.raises(CheckFailed, match=f"^the inputs {reason} the seed 3$"):
+        attention.run(dataclasses.replace(TRIAL, seed=3), Context())
+
+
 def test_another_kernel_than_the_one_asked_for_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     math = kernels.load("math").forward
     replaced(monkeypatch, lambda f: math)

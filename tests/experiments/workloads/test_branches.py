@@ -19,7 +19,7 @@ import pytest
 import torch
 from convergence_runs import arm_trial
 
-from te_bench.experiments import trial_model, trunks
+from te_bench.experiments import curve, trial_model, trunks
 from te_bench.experiments.checks import training_step, what_ran
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement
@@ -191,7 +191,7 @@ def test_the_clock_stands_still_for_the_change_and_counts_the_steps_after_it(
         now[0] += 1000
         return build(*given)
 
-    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(curve, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(training, "train", second_each)
     monkeypatch.setattr(trial_model, "step_of", slowly)
     one = arm("recipe", "float8_current_scaling", branch_at=None, bf16_from=bf16_from)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from planting import only_timed
+from planting import once, only_timed
 from torch import Tensor
 
 from te_bench.experiments import timing
@@ -39,7 +39,7 @@ BYTES = {
 
 @pytest.fixture(autouse=True)
 def _once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "kernel", lambda call, device: [1.0] if call() else [])
+    monkeypatch.setattr(timing, "kernel", once)
 
 
 def run(
@@ -71,7 +71,7 @@ def test_each_piece_is_checked_and_timed_by_te_bench_and_by_torch(kind: str, cal
         # On a CPU torch's own sums for dweight, in bf16 by one thread, are as wrong as the check allows.
         wide = backend == "torch" and call == "backward"
         found = run(kind, call, backend, precision="fp32" if wide else "bf16")
-        assert found.samples == {"kernel_s": [1.0]}
+        assert [len(seconds) for seconds in found.samples.values()] == [1]
         names = {q["name"].partition(",")[0] for q in found.check["quantities"]}
         assert names >= {"dx"} if call.startswith("backward") else names >= {"y"}
         assert ("amax" in names) == call.endswith("quantized")

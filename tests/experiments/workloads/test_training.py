@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from whole_recipes import WHOLE
 
-from te_bench.experiments import evaluation, trial_model
-from te_bench.experiments.checks import training_step, what_ran
+from te_bench.experiments import curve, evaluation, trial_model
+from te_bench.experiments.checks import tolerances, training_step, what_ran
+from te_bench.experiments.checks import windows as checked_windows
 from te_bench.experiments.instruments import profiling
 from te_bench.experiments.measurement import CheckFailed, Context, Diverged, Measurement, Unsupported
 from te_bench.experiments.spec import Trial, canonical_json
@@ -102,7 +103,7 @@ def test_early_evaluations_see_few_tokens_and_the_last_quarter_all(trial: Any, c
     assert alike == [False, False, True, True]  # steps 2 and 4, then 6 and 8
     assert few.samples["val_loss_native"] == whole.samples["val_loss_native"]
     # what a report reads a slope or a band from is of the same tokens
-    assert training.LATE == 1 - speedup.LAST == 1 - band.LAST
+    assert curve.LATE == 1 - speedup.LAST == 1 - band.LAST
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -152,7 +153,7 @@ def test_fused_blocks_are_looked_at_one_module_after_the_other(trial: Any, conte
 @pytest.mark.usefixtures("unchecked")
 def test_a_time_budget_ends_training_and_is_measured_in_training_time(trial, context, monkeypatch):
     clock = itertools.count()  # of a busy machine one step may take the whole budget
-    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 32))
+    monkeypatch.setattr(curve, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 32))
     found = training.run(trial(budget_s=0.5, eval_every_s=0.2), context).samples
     assert found["time_s"][-2] < 0.5 <= found["time_s"][-1]  # it ends with the step in which the budget does
     assert found["val_step"][-1] == found["step"][-1] + 1
@@ -172,8 +173,8 @@ def test_a_loss_that_is_not_finite_ends_training_and_keeps_what_was_before(trial
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_validation_loss_that_is_not_finite_is_diverged_too(trial, context, monkeypatch):
-    right = training.evaluate
-    monkeypatch.setattr(training, "evaluate", lambda *given, **said: math.nan * right(*given, **said))
+    right = curve.evaluate
+    monkeypatch.setattr(curve, "evaluate", lambda *given, **said: math.nan * right(*given, **said))
     for every in (10, 100):  # while training, and at its end
         with pytest.raises(Diverged, match="the validation loss is nan after step ") as caught:
             training.run(trial(steps=20, eval_every=every), context)
@@ -223,8 +224,8 @@ def test_both_evaluations_are_there_and_only_the_native_one_is_fp8(trial: Any, c
 
 
 def one_precision(patch: pytest.MonkeyPatch) -> None:
-    right = training.evaluate
-    patch.setattr(training, "evaluate", lambda *given, quantized=True: right(*given, quantized=False))
+    right = curve.evaluate
+    patch.setattr(curve, "evaluate", lambda *given, quantized=True: right(*given, quantized=False))
 
 
 def dropout_left_on(patch: pytest.MonkeyPatch) -> None:
@@ -232,8 +233,8 @@ def dropout_left_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropout_left_off(patch: pytest.MonkeyPatch) -> None:
-    right = training.evaluate
-    patch.setattr(training, "evaluate", lambda model, *given, **more: (right(model, *given, **more), model.eval())[0])
+    right = curve.evaluate
+    patch.setattr(curve, "evaluate", lambda model, *given, **more: (right(model, *given, **more), model.eval())[0])
 
 
 def every_second_window(patch: pytest.MonkeyPatch) -> None:
@@ -306,13 +307,13 @@ def the_training_part(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    right, own = training.evaluate, data.validation
+    right, own = curve.evaluate, data.validation
     sizes = {"block": 8, "batch": 4, "vocab": 256}
 
     def evaluate(model: Any, given: Any, *how: Any, **said: Any) -> float:
         return right(model, own(None, **sizes), *how, **said)
 
-    patch.setattr(training, "evaluate", evaluate)
+    patch.setattr(curve, "evaluate", evaluate)
 
 
 def other_rates(change: Callable[[Optim, int], Optim]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -335,17 +336,17 @@ def the_loss_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_evaluation_before(patch: pytest.MonkeyPatch) -> None:
-    right, last = training.evaluate, list[float]()
+    right, last = curve.evaluate, list[float]()
 
     def evaluate(*given: Any, **said: Any) -> float:
         last.append(right(*given, **said))
         return last[-2:][0]
 
-    patch.setattr(training, "evaluate", evaluate)
+    patch.setattr(curve, "evaluate", evaluate)
 
 
 def weights_of_another_step(patch: pytest.MonkeyPatch) -> None:
-    right, states = training.evaluate, list[Any]()
+    right, states = curve.evaluate, list[Any]()
 
     def evaluate(model: Any, *given: Any, **said: Any) -> float:
         states.append(copy.deepcopy(model.state_dict()))
@@ -354,7 +355,7 @@ def weights_of_another_step(patch: pytest.MonkeyPatch) -> None:
         model.load_state_dict(states[-1])
         return found
 
-    patch.setattr(training, "evaluate", evaluate)
+    patch.setattr(curve, "evaluate", evaluate)
 
 
 OTHER_WINDOWS = "^step {} had other windows than seed 1 decides$"
@@ -394,6 +395,19 @@ def test_a_training_that_reads_or_records_other_than_the_plan_fails(trial, conte
     fault(monkeypatch)
     with pytest.raises(CheckFailed, match=reason):
         training.run(trial("bf16", steps=6, eval_every=2, seed=1, **order), context)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_where_no_loss_is_foretold_no_batch_is_prepared_for_it(trial, context, monkeypatch):
+    """Each step's windows are worked out once, for the plan; where losses are foretold, those ahead once more."""
+    right, prepared = checked_windows.Plan.of_step, list[int]()
+    monkeypatch.setattr(checked_windows.Plan, "of_step", lambda self, k: (prepared.append(k), right(self, k))[1])
+    training.run(trial("bf16", steps=5, eval_every=2), context)
+    assert sorted(prepared) == [0, 1, 2, 2, 3, 4, 4]
+    prepared.clear()
+    monkeypatch.setattr(tolerances, "DEVICES", frozenset[str]())
+    training.run(trial("bf16", steps=5, eval_every=2), context)
+    assert prepared == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("unchecked")
