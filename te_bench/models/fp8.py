@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from te_bench.kernels import compiler
+from te_bench.kernels.operators import define
 from te_bench.models import kernel_choice
 from te_bench.models.recipe import DelayedScaling, Recipe
 
@@ -72,14 +73,11 @@ class Scales:
 
 
 # A custom operator, because torch.compile selects by operator what a checkpoint saves; see _contexts.
-@torch.library.custom_op("te_bench::scale_of_checkpoint", mutates_args=())
-def _kept(scale: Tensor) -> Tensor:
+def _clone(scale: Tensor) -> Tensor:
     return scale.clone()
 
 
-@_kept.register_fake
-def _(scale: Tensor) -> Tensor:
-    return torch.empty_like(scale)
+_kept = define("scale_of_checkpoint", _clone, torch.empty_like)
 
 
 class TracedScales(Scales):
@@ -88,7 +86,8 @@ class TracedScales(Scales):
     traced = True
 
     def recall(self, scale: Tensor) -> Tensor:
-        return _kept(scale)
+        kept: Tensor = _kept(scale)
+        return kept
 
 
 _TRACED = TracedScales()

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
 from te_bench.kernels.norm.backends import triton as norm_triton
-from te_bench.kernels.quantize import fine_kernels, kernels
+from te_bench.kernels.quantize import BLOCKS, fine_kernels, kernels
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.rotary import Part
@@ -440,11 +441,8 @@ def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:
 
     return {
         "rotary": turned,
-        "scaled": lambda: quantize_triton.scaled(x, scale, E4M3, **both),
-        "tensor": lambda: quantize_triton.tensor(x, E4M3, **both),
-        "row": lambda: quantize_triton.row(x, E4M3, **both),
-        "block": lambda: quantize_triton.block(x, E4M3, rows=1, **both),
-        "tile": lambda: quantize_triton.block(x, E4M3, rows=128, **both),
+        "scaled": lambda: quantize_triton.quantize(x, E4M3, scale=scale, **both),
+        **{name: partial(quantize_triton.quantize, x, E4M3, block, **both) for name, block in BLOCKS.items()},
         "norm": lambda: norm_triton.forward(x, weight, bias, eps=1e-5),
         "norm, quantized": lambda: norm_triton.forward_quantized(x, weight, bias, eps=1e-5, **cast),
         "norm, backward": lambda: norm_triton.backward(dy, x, weight, mean, rstd, residual=residual),

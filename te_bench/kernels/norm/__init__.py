@@ -33,21 +33,17 @@ class Residual:
     add_forward(x, branch, weight, bias, *, eps, dtype, zero_centered_gamma=False, kind="layernorm", amax=None) ->
     total, y, mean, rstd: total = x + branch in x's dtype, x itself without a branch; y = norm(total) in `dtype`.
     add_forward_quantized(x, branch, weight, bias, *, eps, via, scale, dtype, rowwise, columnwise, ..., amax=None,
-    counts=None, statistics=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then cast by quantize's
-    `scaled`. statistics: mean and rstd of the same x, without a branch, from an earlier call; gives the same bits.
+    counts=None, statistics=None) -> total, Quantized, mean, rstd: y, rounded to `via`, then quantised by that scale.
+    statistics: mean and rstd of the same x, without a branch, from an earlier call; gives the same bits.
     backward_rounded(dy, x, weight, mean, rstd, *, dtype, ..., residual=None, biased=True, amax=None, column_sum=None,
     branch=None) -> dx, dx rounded to `dtype`, dweight, dbias: as Backend's backward; x is the total or, if that was not
     saved, the stream to which branch is added again; dbias is None unless biased. amax and column_sum, (N,) float32,
     are of the rounded dx, the branch's gradient; its sum is the gradient of the branch's bias.
-    backward_quantized(dy, x, weight, mean, rstd, *, via, scale, dtype, rowwise, columnwise, ..., residual=None,
-    biased=True, amax=None, counts=None, column_sum=None, branch=None) -> dx, Quantized, dweight, dbias: dx, rounded to
-    `via`, `scaled`.
     """
 
     add_forward: Callable[..., Any]
     add_forward_quantized: Callable[..., Any]
     backward_rounded: Callable[..., Any]
-    backward_quantized: Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +53,8 @@ class Backend:
     forward(x, weight, bias, *, eps, zero_centered_gamma=False, kind="layernorm") -> y, mean, rstd: y in x's dtype; mean
     and rstd (M,) float32, mean None in rmsnorm.
     forward_quantized(x, weight, bias, *, eps, scale, dtype, rowwise, columnwise, zero_centered_gamma=False,
-    kind="layernorm", amax=None, counts=None) -> Quantized, mean, rstd: y, rounded to x's dtype, then cast by quantize's
-    `scaled`.
+    kind="layernorm", amax=None, counts=None) -> Quantized, mean, rstd: y, rounded to x's dtype, then quantised by
+    that scale.
     backward(dy, x, weight, mean, rstd, *, zero_centered_gamma=False, kind="layernorm", residual=None) -> dx, dweight,
     dbias: dx in x's dtype, plus residual (M, N), the gradient that bypassed the norm; dweight and dbias (None in
     rmsnorm), in weight's dtype, are float32 sums that are the same in every run.

@@ -135,13 +135,7 @@ def _add_norm_backward(
         return dx, g, dgamma, dbeta if biased else None
     stream = backend(x).residual
     assert stream is not None
-    cast = projection.cast("grad_output")
     options |= {"biased": biased, "column_sum": total, "branch": branch}
-    if cast is not None:
-        made: Any = stream.backward_quantized(
-            dn, x, gamma, mean, rstd, via=dtype, rowwise=True, columnwise=True, **cast, **options
-        )
-        return made
     dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, dtype=dtype, **options)
     return dx, projection.operand(copy, "grad_output", True), dgamma, dbeta
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
-from te_bench.kernels.quantize import TENSOR, Backend, Layout, Operand, Quantized
+from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 
@@ -291,8 +291,8 @@ class Recipe:
     def _emulated(self, x: Tensor) -> bool:
         return self.emulate or not x.is_cuda
 
-    def _quantizer(self, x: Tensor) -> Backend:
-        return quantize_reference.BACKEND if self._emulated(x) else quantize_triton.BACKEND
+    def _quantizer(self, x: Tensor) -> Callable[..., Quantized]:
+        return quantize_reference.quantize if self._emulated(x) else quantize_triton.quantize
 
     def _reject(self, wrong: bool, setting: str, legal: str) -> None:
         if wrong:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm.backends import scaled_mm
-from te_bench.kernels.quantize import BLOCK, Quantized
+from te_bench.kernels.quantize import SQUARE, STRIP, Quantized
 from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
 
@@ -38,10 +38,10 @@ class Float8BlockScaling(Recipe):
     ) -> Quantized:
         if column_sum is not None:
             column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
-        return self._quantizer(x).block(
+        return self._quantizer(x)(
             x,
             self.dtype(role),
-            rows=BLOCK if role == "weight" else 1,
+            SQUARE if role == "weight" else STRIP,
             rowwise=rowwise,
             columnwise=columnwise,
             power_of_two=self.power_of_two,

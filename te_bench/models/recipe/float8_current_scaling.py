@@ -42,7 +42,7 @@ class Float8CurrentScaling(Recipe):
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
         itself = self._itself(role, columnwise)
-        q = self._quantizer(x).tensor(
+        q = self._quantizer(x)(
             x,
             self.dtype(role),
             rowwise=rowwise or itself,

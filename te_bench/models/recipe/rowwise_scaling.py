@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from te_bench.kernels.quantize import Quantized
+from te_bench.kernels.quantize import ROW, Quantized
 from te_bench.models.recipe._recipe import Format, Recipe, Slot
 
 
@@ -35,9 +35,10 @@ class RowwiseScaling(Recipe):
         if column_sum is not None:
             column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
         itself = self._itself(role, columnwise)
-        q = self._quantizer(x).row(
+        q = self._quantizer(x)(
             x,
             self.dtype(role),
+            ROW,
             rowwise=rowwise or itself,
             columnwise=columnwise and not itself,
             power_of_two=self.power_of_two,

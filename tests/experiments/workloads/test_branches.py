@@ -78,7 +78,9 @@ def context(tmp_path: Path) -> Context:
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings without their checks, which are most of the time of so short ones."""
     monkeypatch.setattr(training_step, "begin", lambda trial, *_: (trial_model.step_of(trial), {}))
-    monkeypatch.setattr(profiling, "kernels_seen", lambda call, device: [call() for _ in range(profiling.LOOKS[device])])
+    monkeypatch.setattr(
+        profiling, "kernels_seen", lambda call, device: [call() for _ in range(profiling.LOOKS[device])]
+    )
 
     def seen(trial: Trial, seen: Any, measurement: Measurement, asked: Any) -> Measurement:
         return dataclasses.replace(measurement, work={**measurement.work, "ran": {}})

@@ -256,7 +256,7 @@ def _emit(p: Parameter) -> None:
     target = p.data if p.data is not None else p.data_t
     if target is None or not half.numel():
         return
-    made = quantizer.scaled(half, p.scale, target.dtype, rowwise=True, columnwise=True, amax=p.amax)
+    made = quantizer.quantize(half, target.dtype, scale=p.scale, rowwise=True, columnwise=True, amax=p.amax)
     for ours, theirs in ((p.data, made.data), (p.data_t, made.data_t), (p.scale_inv, made.scale_inv)):
         if ours is not None:
             ours.copy_(theirs)

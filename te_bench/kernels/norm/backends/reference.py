@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.norm import Backend, Residual, check, check_stream
-from te_bench.kernels.quantize import Quantized, check_layouts
+from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import reference as quantizer
 
 
@@ -113,14 +113,14 @@ def add_forward_quantized(
     statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """Compute total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled` with options `cast`.
+    """Compute total, fp8(y * scale), mean, rstd: `add_forward` to `via`, quantised with options `cast`.
 
     statistics are computed again.
     """
     total, y, mean, rstd = add_forward(
         x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
     )
-    return total, quantizer.scaled(y, **cast), mean, rstd
+    return total, quantizer.quantize(y, **cast), mean, rstd
 
 
 def forward_cast(
@@ -166,31 +166,7 @@ def backward_rounded(
     return dx, copy.clone() if copy is dx else copy, dweight, dbias if biased else None
 
 
-def backward_cast(
-    rounded: Callable[..., Any],
-    scaled: Callable[..., Quantized],
-    *tensors: Tensor | None,
-    via: torch.dtype,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """Compute dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its `scaled`.
-
-    amax, counts and column_sum are of the rounded dx. Raises ValueError as `backward`, and if no layout is requested.
-    """
-    check_layouts(rowwise, columnwise)
-    dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)
-    packed = scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-    return dx, packed, dweight, dbias
-
-
 forward_quantized = functools.partial(forward_cast, add_forward_quantized)
-backward_quantized = functools.partial(backward_cast, backward_rounded, quantizer.scaled)
 
 
 def _gather(amax: Tensor | None, y: Tensor) -> None:
@@ -206,7 +182,6 @@ RESIDUAL = Residual(
     add_forward=add_forward,
     add_forward_quantized=add_forward_quantized,
     backward_rounded=backward_rounded,
-    backward_quantized=backward_quantized,
 )
 BACKEND = Backend(
     forward=forward,
