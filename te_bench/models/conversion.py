@@ -390,20 +390,14 @@ class _Autocasting(Mixed):
 
     _te_recipe: Recipe
 
+    # The autocast stays out of graphs, the model's own call does not.
+    @functools.partial(compiler.untraced, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         fp8.refuse_data_parallel()
-
-
-def _leave_autocasts_out_of_graphs() -> None:
-    """Keep te.autocast's bookkeeping out of graphs; the model's own call is still traced."""
-    _Autocasting.__call__ = torch.compiler.disable(_Autocasting.__call__, recursive=False)  # type: ignore[method-assign]
-
-
-compiler.when_imported(_leave_autocasts_out_of_graphs)
 
 
 def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:

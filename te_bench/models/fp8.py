@@ -235,6 +235,7 @@ def recipe_of_attention() -> Recipe | None:
     return recipe if current.enabled and recipe is not None and recipe.fp8_dpa else None
 
 
+@compiler.untraced
 def _update(due: dict[Recipe, Any]) -> None:
     """Update these recipes over their groups, for the used states in the order in which their modules were made."""
     for recipe, group in due.items():
@@ -243,14 +244,6 @@ def _update(due: dict[Recipe, Any]) -> None:
             _held.update(silent)
         found = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
         recipe.update([found[number] for number in sorted(found)], group)
-
-
-def _leave_updates_out_of_graphs() -> None:
-    global _update
-    _update = torch.compiler.disable(_update)
-
-
-compiler.when_imported(_leave_updates_out_of_graphs)
 
 
 @contextlib.contextmanager

@@ -143,6 +143,7 @@ class Fp8Module(Parallelised, nn.Module):
             )
         self._usual.clear()
 
+    @compiler.constant  # torch.compile traces with a state in place; else every run of its code would make one
     def _prepare(self, traced: bool = False) -> None:
         """Make the recipe's state under the current autocast, and counters if it counts.
 
@@ -449,7 +450,3 @@ def _expose() -> None:
 _expose()
 
 _NOTHING = Slot()
-
-
-# torch.compile traces with a state in place; otherwise every run of the compiled code would make one.
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(Fp8Module._prepare))

@@ -16,7 +16,7 @@ from torch import Tensor
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
-from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
+from te_bench.kernels.quantize import TENSOR, Block, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 
@@ -227,11 +227,32 @@ class Recipe:
         """Return the FP8 format of a role."""
         return self.fp8_format.backward if role == "grad_output" else self.fp8_format.forward
 
+    def block(self, role: str) -> Block:
+        """Return what shares a scale in a tensor of that role."""
+        return TENSOR
+
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        """Quantise x (M, N) in the requested layouts; the sum over x's rows is added to column_sum, (N,) float32."""
-        raise NotImplementedError
+        """Quantise x (M, N) in the requested layouts; the sum over x's rows is added to column_sum, (N,) float32.
+
+        Each `block` is scaled by its own amax, unless a recipe overrides this.
+        """
+        block, itself = self.block(role), self._itself(role, columnwise)
+        if column_sum is not None and block != TENSOR:
+            add_rows(x, column_sum)
+            column_sum = None
+        q = self._quantizer(x)(
+            x,
+            self.dtype(role),
+            block,
+            rowwise=rowwise or itself,
+            columnwise=columnwise and not itself,
+            power_of_two=self.power_of_two,
+            counts=slot.counts,
+            column_sum=column_sum,
+        )
+        return self._with_itself(q, x) if itself else q
 
     def quantize_pair(
         self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
@@ -301,6 +322,11 @@ class Recipe:
     def _check_format(self, legal: tuple[Format, ...] = (Format.HYBRID, Format.E4M3)) -> None:
         why = "E5M2 has too few mantissa bits for the forward pass; " if self.fp8_format is Format.E5M2 else ""
         self._reject(self.fp8_format not in legal, "fp8_format", why + " or ".join(f"Format.{f.name}" for f in legal))
+
+
+def add_rows(x: Tensor, column_sum: Tensor) -> None:
+    """Add the sum over x's rows to column_sum, float32."""
+    column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
 
 
 def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset[str]:

@@ -107,6 +107,7 @@ def choices() -> tuple[Choice, ...]:
     return tuple(dict.fromkeys(_choices.values()))
 
 
+@compiler.constant
 def _decide(
     device: str, index: int | None, dtype: torch.dtype, causal: bool, drops: int, mask: bool, packed: bool,
     left: int, right: int, *sizes: int,
@@ -138,9 +139,6 @@ def _decide(
         _backends[found.name] = load(found.name)
         _choices[key] = found
     return found.name
-
-
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(_decide))  # asked once, while a graph is traced
 
 
 def forward(
