@@ -151,7 +151,7 @@ def _random(step: TrainStep, device: str) -> str:
 def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """Return {"state.PARAMETER.exp_avg": tensor, ...}. Settings such as the rate are left to whoever makes the step."""
     if step.table is None:
-        own = step.parallel.own(step.optimizer)
+        own = step.own_optimizer
         begun = bool(own.state)
         flat: Any = get_optimizer_state_dict(step.model, own, options=FLAT)
         if not begun:  # torch then creates moments by an empty update, which must count as none

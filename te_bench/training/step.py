@@ -128,11 +128,10 @@ class TrainStep:
         self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
         parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":
-            self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif self._compiles():
-            self.forward = parallel.compiled(model)
+            self.forward: Callable[..., Tensor] = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        else:
+            self.forward = parallel.forward(model, self._compiles())
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None
@@ -166,6 +165,11 @@ class TrainStep:
             states=self.states,
             turns=self.parallel is SINGLE and not self._compiles(),
         )
+
+    @property
+    def own_optimizer(self) -> Any:
+        """The optimizer that holds this rank's states: one inside torch's ZeroRedundancyOptimizer, or the step's."""
+        return getattr(self.optimizer, "optim", self.optimizer)
 
     def _compiles(self) -> bool:
         """Return whether torch.compile makes the forward pass, in any mode."""

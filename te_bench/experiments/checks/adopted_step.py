@@ -167,7 +167,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
     if parts.found:
         gc.collect()  # by parts, it refers to itself: its weights would stay beside the yardstick's
     library = _reference(trial, step, inputs, targets, trial.precision, parts, taken)
-    step.parallel.meet()
+    step.parallel.of_all(None)  # wait for the slowest rank
     trial_model.allow_tf32(trial.precision)  # building the references set it for theirs
     # Of a gradient that is 0 but for rounding, as a key's bias has one, no two roundings agree.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]

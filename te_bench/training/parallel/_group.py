@@ -70,9 +70,6 @@ class Grouped(Parallel):
         dist.all_gather_object(found, value, group=_patient(dist.group.WORLD))
         return found
 
-    def meet(self) -> None:
-        meet()
-
     def largest(self, x: Tensor) -> Tensor:
         return largest_of_ranks(x)
 
@@ -129,7 +126,7 @@ def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> No
 
 
 def meet() -> None:
-    """Wait for all ranks (see Parallel.meet)."""
+    """Wait for all ranks, however long the slowest takes."""
     dist.barrier(group=_patient(dist.group.WORLD))
 
 

@@ -98,11 +98,13 @@ class FSDP2(DDP):
         """Return the mesh of ranks over which fully_shard cuts."""
         return init_device_mesh(self.device.type, (self.world,))
 
-    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
         """Compile each block, and a decoder's head and loss as one: weights are gathered between compiled regions.
 
         In eager mode autocast saves all logits in float32 for the backward pass; compiled, they keep their dtype.
         """
+        if not compiled:
+            return model
         made: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
         ]

@@ -43,9 +43,6 @@ class ZeRO1(DDP):
             parameters_as_bucket_view=len(dtypes) == 1,  # one message per rank
         )
 
-    def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-
     @torch.no_grad()
     def owners(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         if len(dtypes := {parameter.dtype for parameter in parameters}) > 1:

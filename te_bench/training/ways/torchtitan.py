@@ -81,9 +81,10 @@ class Sharded(FSDP2):
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         return {}  # weights are sent only in the dtype that fully_shard was given
 
-    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        self._entropy = torch.compile(self._entropy, dynamic=False)
-        return super().compiled(model)
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
+        if compiled:
+            self._entropy = torch.compile(self._entropy, dynamic=False)
+        return super().forward(model, compiled)
 
 
 class SharedLayers(Sharded):

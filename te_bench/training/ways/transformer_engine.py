@@ -64,7 +64,7 @@ class Replicated(_OfLayers):
             return "the gradient scaler is not tried with it; choose bf16"
         return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, **gathers)
 
-    def forward(self, model: nn.Module) -> Callable[..., Tensor]:
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
         return DistributedDataParallel(model, broadcast_buffers=False)
 
 
