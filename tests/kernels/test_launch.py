@@ -23,6 +23,7 @@ from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable import launch as attention_launch
 from te_bench.kernels.attention.portable.forward import Extent
 from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
 from te_bench.kernels.norm.backends import triton as norm_triton
@@ -443,9 +444,9 @@ def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:
         "rotary": turned,
         "scaled": lambda: quantize_triton.quantize(x, E4M3, scale=scale, **both),
         **{name: partial(quantize_triton.quantize, x, E4M3, block, **both) for name, block in BLOCKS.items()},
-        "norm": lambda: norm_triton.forward(x, weight, bias, eps=1e-5),
-        "norm, quantized": lambda: norm_triton.forward_quantized(x, weight, bias, eps=1e-5, **cast),
-        "norm, backward": lambda: norm_triton.backward(dy, x, weight, mean, rstd, residual=residual),
+        "norm": lambda: norm_triton.forward(x, weight, bias, Norm(1e-5)),
+        "norm, quantized": lambda: norm_triton.forward_quantized(x, weight, bias, Norm(1e-5), **cast),
+        "norm, backward": lambda: norm_triton.backward(dy, x, weight, mean, rstd, Norm(1e-5), residual),
         "activation": lambda: activation_triton.forward(x, "gelu"),
         "activation, quantized": lambda: activation_triton.forward_quantized(x, "gelu", **cast),
         "activation, backward": lambda: activation_triton.backward(dy, x, "gelu"),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import Residual, check, check_stream, residual_backward, residual_forward
+from te_bench.kernels.norm import Norm, Residual, check, residual_backward, residual_forward
 from te_bench.kernels.norm.backends import reference
 from te_bench.kernels.operators import operator, takes_two_steps
 from te_bench.kernels.quantize import Quantized, check_layouts
@@ -23,11 +23,9 @@ def add_forward(
     branch: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    norm: Norm,
     *,
-    eps: float,
     dtype: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Compute total = x + branch in x's dtype (x itself without a branch), y = norm(total) in `dtype`, mean, rstd.
@@ -35,13 +33,10 @@ def add_forward(
     x, branch (M, N); statistics as in `forward`. amax, () float32, becomes max(amax, max |y|). Raises ValueError as
     `forward`, and for a branch of another shape.
     """
-    check(x, weight, bias, kind)
-    check_stream(x, branch)
-    total, y, _, _, _, mean, rstd = _add_forward(
-        x, branch, weight, bias, eps, zero_centered_gamma, kind, dtype, amax=amax
-    )
+    check(x, weight, bias, norm.kind, branch)
+    total, y, _, _, _, mean, rstd = _add_forward(x, branch, weight, bias, *norm, dtype, amax=amax)
     assert y is not None
-    return x if branch is None else total, y, mean if kind == "layernorm" else None, rstd
+    return x if branch is None else total, y, mean if norm.kind == "layernorm" else None, rstd
 
 
 def add_forward_quantized(
@@ -49,11 +44,9 @@ def add_forward_quantized(
     branch: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    norm: Norm,
     *,
-    eps: float,
     via: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
@@ -61,19 +54,17 @@ def add_forward_quantized(
 
     cast: scale, dtype, rowwise, columnwise, amax, counts; statistics: see Residual. Raises ValueError as `add_forward`.
     """
-    check(x, weight, bias, kind)
-    check_stream(x, branch)
+    check(x, weight, bias, norm.kind, branch)
     rowwise, columnwise, dtype = (cast[name] for name in ("rowwise", "columnwise", "dtype"))
     check_layouts(rowwise, columnwise)
     if takes_two_steps(via, x.shape[0], columnwise):
-        options: dict[str, Any] = {"eps": eps, "dtype": via, "zero_centered_gamma": zero_centered_gamma, "kind": kind}
-        total, y, mean, rstd = add_forward(x, branch, weight, bias, **options)
+        total, y, mean, rstd = add_forward(x, branch, weight, bias, norm, dtype=via)
         return total, quantizer.quantize(y, **cast), mean, rstd
     if not torch.compiler.is_compiling():
         cast["statistics"] = statistics
-    total, _, *layouts, mean, rstd = _add_forward(x, branch, weight, bias, eps, zero_centered_gamma, kind, via, **cast)
+    total, _, *layouts, mean, rstd = _add_forward(x, branch, weight, bias, *norm, via, **cast)
     packed = reference_quantizer.one_scale(dtype, rowwise, columnwise, *layouts)
-    return x if branch is None else total, packed, mean if kind == "layernorm" else None, rstd
+    return x if branch is None else total, packed, mean if norm.kind == "layernorm" else None, rstd
 
 
 def backward_rounded(
@@ -82,10 +73,9 @@ def backward_rounded(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
+    norm: Norm,
     *,
     dtype: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     residual: Tensor | None = None,
     biased: bool = True,
     amax: Tensor | None = None,
@@ -97,24 +87,27 @@ def backward_rounded(
     Of the rounded dx, amax, () float32, becomes the largest magnitude if larger, and column_sum, (N,) float32, adds the
     sum over rows. Sums over rows are the same in every run on the same GPU.
     """
-    check(x, weight, None, kind)
-    check_stream(x, branch)
+    check(x, weight, None, norm.kind, branch)
     both = biased and mean is not None
     dx, copy, sums = _backward(
-        dy, x, weight, mean, rstd, zero_centered_gamma, residual, both, dtype, amax, column_sum, branch=branch
+        dy, x, weight, mean, rstd, norm.zero_centered_gamma, residual, both, dtype, amax, column_sum, branch=branch
     )
     dweight, *dbias = sums.to(weight.dtype).unbind(0)
     return dx, copy, dweight, dbias[0] if dbias else None
 
 
-def _add_forward_by_reference(out_dtype: torch.dtype, branch: Tensor | None, **given: Any) -> Any:
-    if given["dtype"] is None:
-        plain = {name: given[name] for name in ("x", "weight", "bias", "eps", "zero_centered_gamma", "kind", "amax")}
-        total, y, mean, rstd = reference.add_forward(branch=branch, **plain | {"dtype": out_dtype})
-        made: tuple[Any, ...] = y, None, None, None
+def _add_forward_by_reference(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool,
+    kind: str, out_dtype: torch.dtype, **cast: Any,
+) -> Any:  # fmt: skip
+    given = x, branch, weight, bias, Norm(eps, zero_centered_gamma, kind)
+    made: tuple[Any, ...]
+    if cast["dtype"] is None:
+        total, y, mean, rstd = reference.add_forward(*given, dtype=out_dtype, amax=cast["amax"])
+        made = y, None, None, None
     else:
-        total, q, mean, rstd = reference.add_forward_quantized(branch=branch, via=out_dtype, **given)
-        made = None, q.data, q.data_t, q.scale_inv if given["rowwise"] else q.scale_inv_t
+        total, q, mean, rstd = reference.add_forward_quantized(*given, via=out_dtype, **cast)
+        made = None, q.data, q.data_t, q.scale_inv if cast["rowwise"] else q.scale_inv_t
     return None if branch is None else total, *made, mean, rstd
 
 
@@ -129,9 +122,9 @@ def _fake_add_forward(
     return total, y, *empty_pair(m, n, x, dtype, rowwise, columnwise), scale_inv, mean, float32(x, m)
 
 
-def _backward_by_reference(*, out_dtype: torch.dtype, mean: Tensor | None, **given: Any) -> Any:
-    kind = "rmsnorm" if mean is None else "layernorm"
-    dx, copy, *sums = reference.backward_rounded(mean=mean, dtype=out_dtype, kind=kind, **given)
+def _backward_by_reference(out_dtype: torch.dtype, zero_centered_gamma: bool, **given: Any) -> Any:
+    norm = Norm(0.0, zero_centered_gamma, "rmsnorm" if given["mean"] is None else "layernorm")
+    dx, copy, *sums = reference.backward_rounded(norm=norm, dtype=out_dtype, **given)
     return dx, copy, torch.stack([s.float() for s in sums if s is not None])
 
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from te_bench.kernels.activation import recomputed
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm import half
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, joined
 from te_bench.models.fused.projection import Projection, Saved
 from te_bench.models.modules.gemms import restore, save_for_backward
-from te_bench.models.modules.layernorm import Norm, backend
+from te_bench.models.modules.layernorm import backend
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.rotary import Rotation
 
@@ -91,11 +92,11 @@ def _add_norm(
     cast = None if projection is None else projection.cast("input")
     if cast is not None:
         made: Any = stream.add_forward_quantized(
-            x, branch, gamma, beta, **norm._asdict(), via=plan.dtype, rowwise=True, columnwise=columnwise, **cast
+            x, branch, gamma, beta, norm, via=plan.dtype, rowwise=True, columnwise=columnwise, **cast
         )
         return made
     dtype = x.dtype if projection is None else plan.dtype
-    total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, **norm._asdict(), dtype=dtype)
+    total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, norm, dtype=dtype)
     if projection is None:
         return total, Quantized(y, None, None, None, Layout(dtype, TENSOR, None)), mean, rstd
     return total, projection.operand(y, "input", columnwise), mean, rstd
@@ -110,9 +111,7 @@ def _normed_again(
     assert stream is not None
     assert gemms is not None
     cast = {"scale": entry.scale, "dtype": gemms.recipe.dtype("input"), "rowwise": False, "columnwise": True}
-    _, n, _, _ = stream.add_forward_quantized(
-        x, None, gamma, beta, **norm._asdict(), via=dtype, **cast, statistics=(mean, rstd)
-    )
+    _, n, _, _ = stream.add_forward_quantized(x, None, gamma, beta, norm, via=dtype, **cast, statistics=(mean, rstd))
     return read[0]._replace(data=n.data_t), read[1]
 
 
@@ -128,15 +127,14 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
     """Return dx, dx as an operand of `projection` (whose output the branch was; None without), dgamma, dbeta."""
     x, branch, gamma, mean, rstd = kept
-    options: dict[str, Any] = {**norm.of_backward(), "residual": residual}
     if projection is None or (x.dtype is dtype and branch is None):  # otherwise dx would be written twice
-        dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
+        dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, norm, residual=residual)
         g = None if projection is None else projection.operand(dx, "grad_output", True, total)
         return dx, g, dgamma, dbeta if biased else None
     stream = backend(x).residual
     assert stream is not None
-    options |= {"biased": biased, "column_sum": total, "branch": branch}
-    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, dtype=dtype, **options)
+    options: dict[str, Any] = {"residual": residual, "biased": biased, "column_sum": total, "branch": branch}
+    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, norm, dtype=dtype, **options)
     return dx, projection.operand(copy, "grad_output", True), dgamma, dbeta
 
 
@@ -208,7 +206,7 @@ def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[li
     for i, (gamma, norm) in enumerate(zip(gammas, (entry.q_norm, entry.k_norm), strict=True)):
         assert norm is not None
         rows = normed[i].reshape(-1, entry.head_dim)
-        y, mean, rstd = backend(rows).forward(rows, gamma, None, **norm._asdict())
+        y, mean, rstd = backend(rows).forward(rows, gamma, None, norm)
         kept += [rows, gamma, mean, rstd]
         normed[i] = y.view(normed[i].shape)
     if rotation is not None:
@@ -234,7 +232,7 @@ def _heads_backward(
             assert norm is not None
             rows, gamma, mean, rstd = kept[4 * i : 4 * i + 4]
             dy = gradients[i].reshape(rows.shape)
-            dx, dgamma, _ = backend(rows).backward(dy, rows, gamma, mean, rstd, **norm.of_backward())
+            dx, dgamma, _ = backend(rows).backward(dy, rows, gamma, mean, rstd, norm)
             gains.append(dgamma)
             gradients[i] = dx.view(gradients[i].shape)
     elif rotation is not None:

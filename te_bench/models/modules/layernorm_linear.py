@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.kernels.autograd import once_differentiable
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments
 from te_bench.models.modules.activations import compute_dtype, flatten
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
-from te_bench.models.modules.layernorm import Norm, backend, check_normalization, normalize
+from te_bench.models.modules.layernorm import backend, check_normalization, normalize
 from te_bench.models.modules.linear import Parts, linear, linear_backward
 from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
 from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark_partial, outer
@@ -26,12 +27,12 @@ def norm_quantize(
     kernels = backend(x)
     cast = None if keep else gemms.recipe.epilogue("input", gemms.input)
     if cast is None:
-        y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
+        y, mean, rstd = kernels.forward(x, gamma, beta, norm)
         q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
         return q, y if keep else None, mean, rstd
     gathers = gemms.gathers("input")
-    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise and not gathers}
-    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, **options)
+    options = {**cast._asdict(), "rowwise": True, "columnwise": columnwise and not gathers}
+    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, norm, **options)
     return gemms.gather(q, "input", columnwise) if gathers else q, None, mean, rstd
 
 
@@ -70,7 +71,7 @@ class _LayerNormLinear(torch.autograd.Function):
         dx = dgamma = dbeta = None
         if dn is not None:
             dn = dn if dkept is None else dn + dkept
-            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
+            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, norm)
         return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 
