@@ -230,12 +230,12 @@ def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Mod
 
 def _find_owners(model: nn.Module) -> dict[int, list[str]]:
     """Return {id of a parameter: the names it has}."""
-    found: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
-    return found
+                owners.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
+    return owners
 
 
 def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:

@@ -129,19 +129,19 @@ def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str,
     """
     model: dict[str, Any] = get_model_state_dict(step.model)
     plain, parameters = step.parallel.plain, dict(step.model.named_parameters(remove_duplicate=False))
-    found: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}
+    state: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}
     for name, tensor in _moments(step, saved).items():
         of = parameters.get(name.removeprefix("state.").rpartition(".")[0])
-        found[f"{OPTIMIZER}{name}"] = plain(tensor, of)
-    found["rate"] = torch.tensor(float(step.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
-    found["number"] = torch.zeros((), dtype=torch.int64)
+        state[f"{OPTIMIZER}{name}"] = plain(tensor, of)
+    state["rate"] = torch.tensor(float(step.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+    state["number"] = torch.zeros((), dtype=torch.int64)
     if step.scaler.is_enabled():
         values = step.scaler.state_dict().items()
-        found |= {f"{SCALER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in values}
-    found[_random(step, "cpu")] = torch.get_rng_state()
+        state |= {f"{SCALER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in values}
+    state[_random(step, "cpu")] = torch.get_rng_state()
     if step.device.type == "cuda":
-        found[_random(step, "cuda")] = torch.cuda.get_rng_state(step.device)
-    return found
+        state[_random(step, "cuda")] = torch.cuda.get_rng_state(step.device)
+    return state
 
 
 def _random(step: TrainStep, device: str) -> str:

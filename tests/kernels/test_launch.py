@@ -30,7 +30,7 @@ from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.kernels.quantize import BLOCKS, fine_kernels, kernels
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary import kernels as rotary
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -270,7 +270,7 @@ def rotated(dtype, width, parts, copied, in_place, interleaved, transposed, head
     out = x if in_place else [heads_of(t.shape[3]) for t in x]
     at = [matrix(m, width, FP32, *place) for place in ((0, 48), (0, 48), angles)][:parts]
     rotary.rotate(
-        [Part(*given) for given in zip(x, out, [*at[:-1], None if copied else at[-1]], strict=True)],
+        [Rotated(*given) for given in zip(x, out, [*at[:-1], None if copied else at[-1]], strict=True)],
         interleaved,
         transposed,
     )
@@ -437,7 +437,7 @@ def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:
 
     def turned() -> Tensor:
         out = torch.zeros_like(heads)
-        rotary.rotate([Part(heads, out, angles)], False, False)
+        rotary.rotate([Rotated(heads, out, angles)], False, False)
         return out
 
     return {

@@ -64,7 +64,7 @@ class Entry(NamedTuple):
     scale: Tensor | None = None  # copy of the scale of qkv's input; None: its FP8 is saved
 
 
-class Plan(NamedTuple):
+class SegmentPlan(NamedTuple):
     """A segment without its trained tensors, whose order `Segment` describes."""
 
     proj: Projection | None  # of the attention before the segment
@@ -82,7 +82,7 @@ def _add_norm(
     branch: Tensor | None,
     weights: Sequence[Tensor | None],
     norm: Norm,
-    plan: Plan,
+    plan: SegmentPlan,
     columnwise: bool = False,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """Return x + branch, its norm as an operand of `projection` (uncast in x's dtype if None), mean and rstd."""
@@ -139,7 +139,7 @@ def _add_norm_backward(
 
 
 def _up_and_activation(
-    n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: Plan
+    n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: SegmentPlan
 ) -> tuple[Tensor, Quantized]:
     """Return up's output h, and act(h) as an operand of down."""
     up, down, kind = mlp.up, mlp.down, mlp.activation
@@ -269,7 +269,7 @@ class Segment(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, plan: Plan, *weights: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, plan: SegmentPlan, *weights: Any) -> Any:
         tensors: list[Tensor | None] = []
         operands: list[Any] = []
         total, branch, rest = x, None, list(weights)
@@ -316,7 +316,7 @@ class Segment(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        plan: Plan = ctx.plan
+        plan: SegmentPlan = ctx.plan
         tensors, operands = restore(ctx)
         dtypes, found = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
         width = gradients[0].shape[-1]

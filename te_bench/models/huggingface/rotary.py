@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary.backends import reference
 from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.rotary import backend
@@ -64,7 +64,7 @@ def _rotate(q: Tensor, k: Tensor, tables: Tensor, heads_first: bool, transposed:
     sources, targets = ([_by_position(x, heads_first) for x in pair] for pair in ((q, k), made))
     for i, table in enumerate(tables):
         part = slice(None) if len(tables) == 1 else slice(i, i + 1)
-        parts = [Part(x[:, part], y[:, part], table) for x, y in zip(sources, targets, strict=True)]
+        parts = [Rotated(x[:, part], y[:, part], table) for x, y in zip(sources, targets, strict=True)]
         backend(q).rotate(parts, interleaved=False, transposed=transposed, tables=True)
     return made
 

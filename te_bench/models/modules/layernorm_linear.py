@@ -15,7 +15,7 @@ from te_bench.models.modules.activations import compute_dtype, flatten
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
 from te_bench.models.modules.layernorm import backend, check_normalization, normalize
-from te_bench.models.modules.linear import Parts, linear, linear_backward
+from te_bench.models.modules.linear import SplitParameters, linear, linear_backward
 from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
 from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark_partial, outer
 
@@ -164,21 +164,21 @@ class LayerNormLinear(NormedModule):
         self.parallel_mode = parallel_mode
         self.use_bias, self.name = bias, name
         self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
-        self.parts = Parts(parameters_split, out_features, division)
-        self.in_features, self.out_features = in_features, sum(self.parts.sizes.values())
-        self.parts.register(self, in_features, bias, options)
+        self.split = SplitParameters(parameters_split, out_features, division)
+        self.in_features, self.out_features = in_features, sum(self.split.sizes.values())
+        self.split.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
         super()._initialise()
         with fork_rng(self.tracker):
-            self.parts.reset(self, self.init_method)
+            self.split.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """Return y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
         if others:
             arguments.reject("LayerNormLinear.forward", others)
-        weight, bias = self.parts.weight_and_bias(self)
+        weight, bias = self.split.weight_and_bias(self)
         self.check_input(inp, self.in_features, weight)
         dtype = compute_dtype(inp)
         x = inp.to(dtype)

@@ -337,19 +337,19 @@ def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset
     """
     if not first and not last:
         return frozenset()
-    found: dict[str, dict[int, set[str]]] = {}
+    lists: dict[str, dict[int, set[str]]] = {}
     outside = set[str]()
     for name in names:
         parts = name.split(".")
         place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if place is not None:
-            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), set()).add(name)
+            lists.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), set()).add(name)
         else:
             outside.add(name)
-    if not found:
+    if not lists:
         said = f"bf16_last={last}" if last else f"bf16_first={first}"
         raise ValueError(f"{said}: the model's layers are in no numbered blocks; leave it at 0")
-    blocks = max(found.values(), key=len)
+    blocks = max(lists.values(), key=len)
 
     def whole(share: float) -> int:  # 0.07 x 100 blocks is 7, but slightly more in floats
         return max(1, math.ceil(share * len(blocks) - 1e-9)) if share else 0

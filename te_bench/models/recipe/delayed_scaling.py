@@ -239,8 +239,8 @@ class DelayedState(State):
         return {"scale": table.scale[i].item(), "amax": amax.item(), "nonfinite_amax": table.nonfinite[i].item()}
 
     def tensors(self) -> dict[str, Tensor]:
-        found = [t for table in (self.forward, self.backward) for t in (table.scale, table.history, table.limit)]
-        return dict(zip(self.saved, found, strict=True))
+        tensors = [t for table in (self.forward, self.backward) for t in (table.scale, table.history, table.limit)]
+        return dict(zip(self.saved, tensors, strict=True))
 
     def buffers(self) -> list[Tensor]:
         return [t for table in (self.forward, self.backward) for t in table.written]

@@ -269,8 +269,8 @@ def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
     """
     check_norm(max_norm)
     # In float32, because torch rounds each bfloat16 tensor's norm to bfloat16.
-    found = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
-    return found, multiplier_of(found, max_norm)
+    whole = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
+    return whole, multiplier_of(whole, max_norm)
 
 
 def multiplier_of(norm: Tensor, max_norm: float) -> Tensor:

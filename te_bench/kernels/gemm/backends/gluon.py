@@ -16,7 +16,7 @@ from te_bench.kernels import architecture, gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
-from te_bench.kernels.gemm.hopper.plans import Plan, plan
+from te_bench.kernels.gemm.hopper.plans import Tiling, plan
 from te_bench.kernels.gemm.operands import check, granularities, refusal
 from te_bench.kernels.gemm.operators import GROUP_M, misaligned, unpadded
 from te_bench.kernels.quantize import BLOCK, Operand
@@ -56,7 +56,7 @@ def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, 
 
 
 def run(
-    p: Plan,
+    p: Tiling,
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
