@@ -161,6 +161,17 @@ def lacks_tma(capability: Capability) -> str | None:
     return _lacks("TMA", TMA_SINCE, capability)
 
 
+def lacks_gluon(device: str, capability: Capability, interpreted: bool) -> str | None:
+    """Return why Gluon kernels cannot run there, or None. interpreted: Triton's kernels are interpreted."""
+    if interpreted:
+        return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
+    if device != "cuda":
+        return "needs an NVIDIA GPU"
+    if capability is not None and capability != HOPPER:
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0: no products of warpgroups"
+    return None
+
+
 def _lacks(feature: str, since: tuple[int, int], capability: Capability) -> str | None:
     if capability is None or capability >= since:
         return None

@@ -94,7 +94,7 @@ def convert(
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
-    found = tuple(_find_te_layers(model))
+    ours = tuple(_find_te_layers(model))
     owners = _find_owners(model)
     converted: dict[int, tuple[nn.Module, ConvertedLayer]] = {}
     kept: dict[int, KeptLayer] = {}
@@ -133,7 +133,7 @@ def convert(
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
     by_itself = isinstance(model, _Autocasting)
-    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others, by_itself)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, ours, outside, others, by_itself)
 
 
 def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:
@@ -185,7 +185,7 @@ def _put_te_checkpoint(function: Any) -> Any:
 def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
     """Let a transformers model resize a head that is a te.Linear."""
     if hasattr(type(module), "resize_token_embeddings") and isinstance(module.get_output_embeddings(), Linear):
-        from te_bench.models.huggingface.resizing import Resizing
+        from te_bench.models.huggingface.head import Resizing
 
         _assign(module, "resize_token_embeddings", Resizing(module), undo)
 

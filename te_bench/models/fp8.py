@@ -242,8 +242,8 @@ def _update(due: dict[Recipe, Any]) -> None:
         silent = {number: state for number, state in _silent.items() if state.recipe is recipe}
         if silent and (group is not None or _captures()):
             _held.update(silent)
-        found = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
-        recipe.update([found[number] for number in sorted(found)], group)
+        both = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
+        recipe.update([both[number] for number in sorted(both)], group)
 
 
 @contextlib.contextmanager
@@ -263,13 +263,13 @@ def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
     Figures: under delayed scaling scale, amax (the history's largest) and nonfinite_amax (steps whose amax was infinite
     or NaN); under te.record_numerics() counts of saturated, underflowed and nonfinite elements.
     """
-    found = {}
+    by_layer = {}
     for name, child in module.named_modules():
         if hasattr(child, "fp8_numerics"):
             figures = child.fp8_numerics()
             if figures:
-                found[name] = figures
-    return found
+                by_layer[name] = figures
+    return by_layer
 
 
 class _Tracked:

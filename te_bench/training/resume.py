@@ -187,12 +187,12 @@ def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
             f"{folder} has no checkpoint of te_bench.training.resume, or one that was not written to its end"
         )
     try:
-        found: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+        stored: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
     except UNREADABLE as error:
         raise OSError(f"cannot read the checkpoint {folder}, which may be damaged: {METADATA}: {error}") from error
-    if "seed" not in found or not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
+    if "seed" not in stored or not all(isinstance(each, TensorStorageMetadata) for each in stored.values()):
         raise ValueError(f"{folder} is a checkpoint of another program: load it by torch.distributed.checkpoint")
-    return dict(found)
+    return dict(stored)
 
 
 def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata], folder: Path) -> None:

@@ -249,13 +249,13 @@ class TrainStep:
             named = self.model.named_parameters()
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
         whole = self.parallel.whole
-        found = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
+        by_name = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
         if self.captured or self.mode == "compile-reduce-overhead":  # other modes free theirs here, and need no copy
-            found = {name: gradient.clone() for name, gradient in found.items()}
+            by_name = {name: gradient.clone() for name, gradient in by_name.items()}
         if not self.captured:  # the graph owns its gradient buffers
             self._end()
             self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale
-        return loss.item(), found
+        return loss.item(), by_name
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward over the micro-batches, unscale and clip; return the mean loss."""
@@ -269,7 +269,8 @@ class TrainStep:
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with contextlib.ExitStack() as computing:
                 with self.region():
-                    computing.enter_context(self._computing())
+                    if self.table is not None:
+                        computing.enter_context(self.table.computing())
                     loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
                 # Still with the copies: checkpointed blocks recompute their forward pass with them.
                 with contextlib.nullcontext() if left else self.parallel.reducing():
@@ -292,9 +293,6 @@ class TrainStep:
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def _computing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.table is None else self.table.computing()
 
     def _clip(self) -> None:
         if self.table is not None:

@@ -318,7 +318,7 @@ class Segment(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         plan: SegmentPlan = ctx.plan
         tensors, operands = restore(ctx)
-        dtypes, found = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
+        dtypes, of_weights = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
         width = gradients[0].shape[-1]
         products = [plan.proj, *(mlp.down for mlp in plan.mlps)]  # the GEMM that made each norm's branch
         first = 0 if plan.proj is None else 2
@@ -356,12 +356,12 @@ class Segment(torch.autograd.Function):
                     read = _normed_again(plan.entry, plan.norm, kept, beta, read, plan.dtype)
                 dn, dw = plan.entry.qkv.backward(g_qkv, read, (plan.dtype, w_dtype))
                 del g_qkv, read
-                found += [*reversed(gains), _as(total, b_dtype), dw]
+                of_weights += [*reversed(gains), _as(total, b_dtype), dw]
             dx, g, dgamma, dbeta = _add_norm_backward(
                 products[-1], dn, kept_of(len(plan.mlps)), plan.norm, residual, dtypes[end + 1] is not None, sums[-1],
                 plan.dtype,
             )  # fmt: skip
-            found += [dbeta, dgamma]
+            of_weights += [dbeta, dgamma]
         before = 0 if plan.proj is None else 2
         for number in reversed(range(len(plan.mlps))):
             mlp, at = plan.mlps[number], first + 6 * number
@@ -372,11 +372,11 @@ class Segment(torch.autograd.Function):
             assert g is not None
             total = _bias_sums(dtypes[at + 3], h, h.shape[1])
             g_up, down_read = _activation_backward(g, h, total, mlp, down_read, plan.dtype)
-            found += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
+            of_weights += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
             del down_read  # the recomputed activation
             dn, dw = mlp.up.backward(g_up, up_read, (plan.dtype, dtypes[at + 2]))
             del g_up
-            found += [_as(total, dtypes[at + 3]), dw]
+            of_weights += [_as(total, dtypes[at + 3]), dw]
             dx, g, dgamma, dbeta = _add_norm_backward(
                 products[number],
                 dn,
@@ -387,7 +387,7 @@ class Segment(torch.autograd.Function):
                 sums[number],
                 plan.dtype,
             )
-            found += [dbeta, dgamma]
+            of_weights += [dbeta, dgamma]
         dy = None
         if plan.proj is not None:
             assert g is not None
@@ -395,5 +395,5 @@ class Segment(torch.autograd.Function):
             if plan.scale is not None:
                 attended = attended._replace(data=plan.proj.again(attended.data, plan.scale))
             dy, dw = plan.proj.backward(g, (attended, weight), (plan.dtype, dtypes[0]))
-            found += [_as(sums[0], dtypes[1]), dw]
-        return dx, dy, None, *reversed(found)
+            of_weights += [_as(sums[0], dtypes[1]), dw]
+        return dx, dy, None, *reversed(of_weights)

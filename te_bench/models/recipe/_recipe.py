@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_bench.kernels import architecture
@@ -238,7 +239,8 @@ class Recipe:
 
         Each `block` is scaled by its own amax, unless a recipe overrides this.
         """
-        block, itself = self.block(role), self._itself(role, columnwise)
+        block = self.block(role)
+        itself = columnwise and self.bf16_wgrad and role != "weight"  # its columns are its own, uncast
         if column_sum is not None and block != TENSOR:
             add_rows(x, column_sum)
             column_sum = None
@@ -300,10 +302,6 @@ class Recipe:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
 
-    def _itself(self, role: str, columnwise: bool) -> bool:
-        """Return whether the requested columns are the tensor's own, uncast."""
-        return columnwise and self.bf16_wgrad and role != "weight"
-
     @staticmethod
     def _with_itself(q: Quantized, x: Tensor) -> Quantized:
         """Return q with x's own columns, detached: a view with a graph would create a reference cycle with x."""
@@ -357,6 +355,13 @@ def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset
     numbers = sorted(blocks)
     ends = {*numbers[: whole(first)], *numbers[len(numbers) - whole(last) :]}
     return frozenset(outside if last else ()).union(*(blocks[number] for number in ends))
+
+
+def largest_of_ranks(x: Tensor, group: Any = None) -> Tensor:
+    """Return each element's maximum over the group (None: all ranks); NaN becomes infinity, as backends may lose it."""
+    x = x.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
 
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]

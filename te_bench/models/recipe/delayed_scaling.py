@@ -15,8 +15,16 @@ from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 from te_bench.kernels.tile import empty_pair
-from te_bench.models.recipe._ranks import largest_of_ranks
-from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot, State
+from te_bench.models.recipe._recipe import (
+    AmaxAlgorithm,
+    Cast,
+    Format,
+    Recipe,
+    ScaleAlgorithm,
+    Slot,
+    State,
+    largest_of_ranks,
+)
 
 ALGORITHMS = ("max", "most_recent")
 

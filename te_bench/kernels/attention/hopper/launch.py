@@ -45,13 +45,11 @@ class Tiling(NamedTuple):
     ahead: bool = False
     sharing: int = 0
 
-    def at_start(self) -> int:
-        """Return a thread's registers before warpgroups redistribute them; the fetching warp has a warpgroup's."""
-        return architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
-
     def fetching(self) -> int:
         """Return the registers left for fetching threads."""
-        left = self.at_start() * (self.warpgroups + 1) - self.warpgroups * self.registers
+        # Before warpgroups redistribute a thread's registers, the fetching warp has a warpgroup's.
+        at_start = architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
+        left = at_start * (self.warpgroups + 1) - self.warpgroups * self.registers
         assert left >= 24, f"{self}: {left} registers to fetch with"
         return left
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from te_bench.kernels import architecture, gluon
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
@@ -30,7 +30,7 @@ def unsupported(p: Problem) -> str | None:
     kind, other = granularities(p.a, p.b)
     if kind not in ("tensor", "row"):
         return f"scales per {kind} x {other}: this one has tensor x tensor and row x row"
-    return gluon.unsupported(p.device, p.capability, INTERPRETED)
+    return architecture.lacks_gluon(p.device, p.capability, INTERPRETED)
 
 
 @functools.cache

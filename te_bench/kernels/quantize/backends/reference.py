@@ -95,7 +95,7 @@ def quantize(
 ) -> Quantized:
     """Compute fp8(x * scale) of x (M, N); see Backend. Raises ValueError as check."""
     check(x, dtype, block, rowwise, columnwise, scale, amax, counts, column_sum, via)
-    v = _float32(x if via is None else x.to(via))
+    v = (x if via is None else x.to(via)).detach().float().contiguous()  # elementwise results are contiguous, too
     if amax is not None and v.numel():
         amax.copy_(torch.maximum(amax, v.abs().amax()))
     if column_sum is not None:
@@ -170,11 +170,6 @@ def check(
                 f"{name} {tuple(buffer.shape)} of {buffer.dtype} for x {tuple(x.shape)}: it must be {numel} of {kind}, "
                 "contiguous"
             )
-
-
-def _float32(x: Tensor) -> Tensor:
-    """Return x in float32, contiguous, without its autograd history; elementwise results are contiguous, too."""
-    return x.detach().float().contiguous()
 
 
 def _amax_of_blocks(a: Tensor, block: Block) -> Tensor:
