@@ -12,12 +12,8 @@ SIZES = {"cuda": (8192, 4096, 4096), "cpu": (128, 256, 256)}
 def operand(x, granularity):
     """x in E4M3, K-major."""
     reference = quantize.load("reference")
-    cast = {"rowwise": True, "columnwise": False}
-    if granularity in ("block", "tile"):
-        found = reference.block(x, torch.float8_e4m3fn, rows=1 if granularity == "block" else quantize.BLOCK, **cast)
-    else:
-        found = getattr(reference, granularity)(x, torch.float8_e4m3fn, **cast)
-    return found.by_rows()
+    block = quantize.BLOCKS[granularity]
+    return reference.quantize(x, torch.float8_e4m3fn, block, rowwise=True, columnwise=False).by_rows()
 
 
 @pytest.mark.parametrize("pair", gemm.PAIRS, ids="-".join)

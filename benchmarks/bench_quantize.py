@@ -8,14 +8,12 @@ from te_bench.kernels.quantize import block_casts
 
 #: M, N
 SIZES = {"cuda": (8192, 4096), "cpu": (128, 256)}
+BOTH = {"rowwise": True, "columnwise": True}
 CASTS = {
-    "tensor": lambda rival, x: rival.tensor(x, torch.float8_e4m3fn, rowwise=True, columnwise=True),
-    "row": lambda rival, x: rival.row(x, torch.float8_e4m3fn, rowwise=True, columnwise=True),
-    "block": lambda rival, x: rival.block(x, torch.float8_e4m3fn, rows=1, rowwise=True, columnwise=True),
-    "tile": lambda rival, x: rival.block(x, torch.float8_e4m3fn, rows=quantize.BLOCK, rowwise=True, columnwise=True),
-    "scaled": lambda rival, x: rival.scaled(
-        x, torch.ones((), device=x.device), torch.float8_e4m3fn, rowwise=True, columnwise=True
-    ),
+    name: lambda rival, x, block=block: rival.quantize(x, torch.float8_e4m3fn, block, **BOTH)
+    for name, block in quantize.BLOCKS.items()
+} | {
+    "scaled": lambda rival, x: rival.quantize(x, torch.float8_e4m3fn, scale=torch.ones((), device=x.device), **BOTH),
 }
 
 

@@ -17,7 +17,7 @@ import torch
 
 from te_bench.experiments import timing
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary.backends.reference import turned
 from te_bench.models.modules.rotary import RotaryPositionEmbedding, Rotation, split_rotated
 
@@ -52,9 +52,9 @@ def parts_of(mixed, backward):
     angles = RotaryPositionEmbedding(d).to(mixed.device)(t)[:, 0, 0]
     q, k, v = (x.transpose(0, 1)[:, :, None] for x in mixed.unbind(2))
     if not backward:
-        return [Part(x, x, angles) for x in (q, k)]
+        return [Rotated(x, x, angles) for x in (q, k)]
     made = [x.transpose(0, 1)[:, :, None] for x in torch.empty_like(mixed).unbind(2)]
-    return [Part(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
+    return [Rotated(x, y, a) for x, y, a in zip((q, k, v), made, (angles, angles, None), strict=True)]
 
 
 def with_gradient(call, mixed, gradients):

@@ -148,20 +148,31 @@ def l2_bytes(device: torch.device) -> int:
 
 def lacks_fp8(capability: Capability) -> str | None:
     """Return why a GPU lacks FP8, or None."""
-    if capability is None or capability >= FP8_SINCE:
-        return None
-    return f"FP8 needs compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    return _lacks("FP8", FP8_SINCE, capability)
 
 
 def lacks_bf16(capability: Capability) -> str | None:
     """Return why a GPU lacks bf16 tensor cores, or None."""
-    if capability is None or capability >= BF16_SINCE:
-        return None
-    return f"bf16 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    return _lacks("bf16", BF16_SINCE, capability)
 
 
 def lacks_tma(capability: Capability) -> str | None:
     """Return why a GPU lacks the Tensor Memory Accelerator, which kernels with descriptors need, or None."""
-    if capability is None or capability >= TMA_SINCE:
+    return _lacks("TMA", TMA_SINCE, capability)
+
+
+def lacks_gluon(device: str, capability: Capability, interpreted: bool) -> str | None:
+    """Return why Gluon kernels cannot run there, or None. interpreted: Triton's kernels are interpreted."""
+    if interpreted:
+        return "Gluon has no interpreter (Triton 3.7): needs an NVIDIA GPU, and no TRITON_INTERPRET"
+    if device != "cuda":
+        return "needs an NVIDIA GPU"
+    if capability is not None and capability != HOPPER:
+        return f"compute capability {capability[0]}.{capability[1]} is not 9.0: no products of warpgroups"
+    return None
+
+
+def _lacks(feature: str, since: tuple[int, int], capability: Capability) -> str | None:
+    if capability is None or capability >= since:
         return None
-    return f"TMA needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    return "{} needs compute capability {}.{}, this GPU has {}.{}".format(feature, *since, *capability)

@@ -94,7 +94,7 @@ def convert(
     """
     asked = conversion_parts.check(parts)
     _check(model, recipe)
-    found = tuple(_find_te_layers(model))
+    ours = tuple(_find_te_layers(model))
     owners = _find_owners(model)
     converted: dict[int, tuple[nn.Module, ConvertedLayer]] = {}
     kept: dict[int, KeptLayer] = {}
@@ -133,7 +133,7 @@ def convert(
     heads = {part.name for part in others if part.parameters}
     stays = tuple(entry for entry in kept.values() if entry.name not in heads)
     by_itself = isinstance(model, _Autocasting)
-    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, found, outside, others, by_itself)
+    return Conversion(tuple(entry for _, entry in converted.values()), stays, total, ours, outside, others, by_itself)
 
 
 def kept_by(recipe: Recipe, model: nn.Module) -> frozenset[str]:
@@ -185,7 +185,7 @@ def _put_te_checkpoint(function: Any) -> Any:
 def _let_resize(module: Any, undo: contextlib.ExitStack) -> None:
     """Let a transformers model resize a head that is a te.Linear."""
     if hasattr(type(module), "resize_token_embeddings") and isinstance(module.get_output_embeddings(), Linear):
-        from te_bench.models.huggingface.resizing import Resizing
+        from te_bench.models.huggingface.head import Resizing
 
         _assign(module, "resize_token_embeddings", Resizing(module), undo)
 
@@ -230,12 +230,12 @@ def _find_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Mod
 
 def _find_owners(model: nn.Module) -> dict[int, list[str]]:
     """Return {id of a parameter: the names it has}."""
-    found: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
-    return found
+                owners.setdefault(id(parameter), []).append(f"{name}.{attribute}" if name else attribute)
+    return owners
 
 
 def _find_te_layers(model: nn.Module) -> Iterator[TeLayer]:
@@ -390,20 +390,14 @@ class _Autocasting(Mixed):
 
     _te_recipe: Recipe
 
+    # The autocast stays out of graphs, the model's own call does not.
+    @functools.partial(compiler.untraced, recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with fp8.autocast(recipe=self._te_recipe):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         fp8.refuse_data_parallel()
-
-
-def _leave_autocasts_out_of_graphs() -> None:
-    """Keep te.autocast's bookkeeping out of graphs; the model's own call is still traced."""
-    _Autocasting.__call__ = torch.compiler.disable(_Autocasting.__call__, recursive=False)  # type: ignore[method-assign]
-
-
-compiler.when_imported(_leave_autocasts_out_of_graphs)
 
 
 def _enter_by_itself(model: Any, recipe: Recipe, undo: contextlib.ExitStack) -> None:

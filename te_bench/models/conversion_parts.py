@@ -51,16 +51,17 @@ def convert(
     left: names of Linears that the recipe leaves in the activations' precision; a head among them has no FP8. fp8_head:
     whether the recipe computes all three GEMMs of a head in FP8.
     """
-    heads = functools.partial(_heads, left=left, fp8_head=fp8_head)
-    convertors: dict[str, Callable[..., Iterator[ConvertedPart]]]
-    convertors = {"mlp": _mlps, "experts": _experts, "rotary": _rotary, "attention": _attention, "blocks": _blocks}
-    convertors["head"] = heads
-    for part, convertor in convertors.items():
+    for part in PARTS[len(LAYERS) :]:
         if part not in parts:
             continue
-        found = list(convertor(model, filter, undo))
-        yield from found
-        if not found and (part != "experts" or len(parts) < len(PARTS)):  # few models have experts: not for "all"
+        if part == "attention":
+            done = [_attempt(part, name, m, None, _set_attention, undo) for name, m in _models_of_transformers(model)]
+        elif part == "head":
+            done = list(_heads(model, filter, undo, left, fp8_head))
+        else:
+            done = list(_modules(part, model, filter, undo))
+        yield from done
+        if not done and (part != "experts" or len(parts) < len(PARTS)):  # few models have experts: not for "all"
             yield ConvertedPart(part, "", type(model).__name__, None, ABSENT[part])
 
 
@@ -75,44 +76,25 @@ ABSENT = {
 }
 
 
-def _mlps(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
-    from te_bench.models.huggingface import mlp
+def _modules(part: str, model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
+    """Replace all modules of a part that is found by their attributes."""
+    from te_bench.models.huggingface import blocks, experts, mlp, rotary
 
+    takes, convert, home = {
+        "mlp": (lambda module: mlp.places(module) is not None, mlp.convert, ""),
+        "experts": (experts.multiplies, experts.convert, "transformers."),
+        "rotary": (rotary.calls, rotary.convert, "transformers."),
+        "blocks": (_has_blocks, blocks.convert, "transformers."),
+    }[part]
     for name, module in model.named_modules():
-        if isinstance(module, mlp.MLP):
-            yield ConvertedPart("mlp", name, type(module).__name__, "te's already", None)
-        elif mlp.places(module) is not None:
-            yield _attempt("mlp", name, module, filter, mlp.convert, undo)
+        if isinstance(module, mlp.MLP) and part == "mlp":
+            yield ConvertedPart(part, name, type(module).__name__, "te's already", None)
+        elif type(module).__module__.startswith(home) and takes(module):
+            yield _attempt(part, name, module, None if part == "blocks" else filter, convert, undo)
 
 
-def _experts(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
-    from te_bench.models.huggingface import experts
-
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("transformers.") and experts.multiplies(module):
-            yield _attempt("experts", name, module, filter, experts.convert, undo)
-
-
-def _rotary(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
-    from te_bench.models.huggingface import rotary
-
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith("transformers.") and rotary.calls(module):
-            yield _attempt("rotary", name, module, filter, rotary.convert, undo)
-
-
-def _attention(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
-    for name, inner in _models_of_transformers(model):
-        yield _attempt("attention", name, inner, None, _set_attention, undo)
-
-
-def _blocks(model: nn.Module, filter: Filter | None, undo: contextlib.ExitStack) -> Iterator[ConvertedPart]:
-    from te_bench.models.huggingface import blocks
-
-    for name, inner in model.named_modules():
-        has_all = all(hasattr(inner, child) for child in ("embed_tokens", "layers", "rotary_emb", "norm"))
-        if type(inner).__module__.startswith("transformers.") and has_all:
-            yield _attempt("blocks", name, inner, None, blocks.convert, undo)
+def _has_blocks(module: Any) -> bool:
+    return all(hasattr(module, child) for child in ("embed_tokens", "layers", "rotary_emb", "norm"))
 
 
 def _heads(

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench import plugins
-from te_bench.kernels.cross_entropy import cross_entropy
 from te_bench.kernels.linear_cross_entropy import Backend as Head
 from te_bench.kernels.linear_cross_entropy import load as load_head
+from te_bench.kernels.linear_cross_entropy.backends.reference import cross_entropy
 from te_bench.kernels.linear_cross_entropy.tied import tied
 from te_bench.models import description, fp8
 from te_bench.models.configs import ZOO, DecoderConfig, configs
@@ -241,19 +241,19 @@ class Decoder(nn.Module):
     def attentions(self) -> list[Any]:
         """Return the modules whose attribute `attention` computes a layer's attention, in order; it can be replaced."""
         if not self.says_parts():
-            found = [(module, getattr(module, "attention", None)) for module in self.modules()]
-            return [module for module, own in found if callable(own) and not isinstance(own, nn.Module)]
+            owners = [(module, getattr(module, "attention", None)) for module in self.modules()]
+            return [module for module, own in owners if callable(own) and not isinstance(own, nn.Module)]
         return [part.module for part in self.parts() if isinstance(part, AttentionPart)]
 
     def gradient_parts(self) -> dict[str, dict[str, int]]:
         """Return {name of a qkv weight: rows of each}, where q, k and v are stacked one after the other."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        found = {}
+        columns = {}
         for part in self.parts():
             if isinstance(part, AttentionPart) and part.turns == 1:
                 q, k = part.heads * part.head_dim, part.groups * part.head_dim
-                found[names[id(part.qkv.weight)]] = {"q": q, "k": k, "v": k}
-        return found
+                columns[names[id(part.qkv.weight)]] = {"q": q, "k": k, "v": k}
+        return columns
 
     # ---- passes
 
@@ -372,8 +372,8 @@ def move(weight: Tensor, seed: int, ulps: int) -> None:
 
 def family(config: DecoderConfig) -> type[Decoder]:
     """Return the model class of a configuration."""
-    found: type[Decoder] = plugins.load(ZOO, config.family, "MODEL")
-    return found
+    loaded: type[Decoder] = plugins.load(ZOO, config.family, "MODEL")
+    return loaded
 
 
 def build(config: DecoderConfig, **options: Any) -> Decoder:

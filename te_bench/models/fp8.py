@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from te_bench.kernels import compiler
+from te_bench.kernels.operators import define
 from te_bench.models import kernel_choice
 from te_bench.models.recipe import DelayedScaling, Recipe
 
@@ -72,14 +73,11 @@ class Scales:
 
 
 # A custom operator, because torch.compile selects by operator what a checkpoint saves; see _contexts.
-@torch.library.custom_op("te_bench::scale_of_checkpoint", mutates_args=())
-def _kept(scale: Tensor) -> Tensor:
+def _clone(scale: Tensor) -> Tensor:
     return scale.clone()
 
 
-@_kept.register_fake
-def _(scale: Tensor) -> Tensor:
-    return torch.empty_like(scale)
+_kept = define("scale_of_checkpoint", _clone, torch.empty_like)
 
 
 class TracedScales(Scales):
@@ -88,7 +86,8 @@ class TracedScales(Scales):
     traced = True
 
     def recall(self, scale: Tensor) -> Tensor:
-        return _kept(scale)
+        kept: Tensor = _kept(scale)
+        return kept
 
 
 _TRACED = TracedScales()
@@ -236,22 +235,15 @@ def recipe_of_attention() -> Recipe | None:
     return recipe if current.enabled and recipe is not None and recipe.fp8_dpa else None
 
 
+@compiler.untraced
 def _update(due: dict[Recipe, Any]) -> None:
     """Update these recipes over their groups, for the used states in the order in which their modules were made."""
     for recipe, group in due.items():
         silent = {number: state for number, state in _silent.items() if state.recipe is recipe}
         if silent and (group is not None or _captures()):
             _held.update(silent)
-        found = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
-        recipe.update([found[number] for number in sorted(found)], group)
-
-
-def _leave_updates_out_of_graphs() -> None:
-    global _update
-    _update = torch.compiler.disable(_update)
-
-
-compiler.when_imported(_leave_updates_out_of_graphs)
+        both = silent | {number: state for number, state in _used.items() if state.recipe is recipe}
+        recipe.update([both[number] for number in sorted(both)], group)
 
 
 @contextlib.contextmanager
@@ -271,13 +263,13 @@ def numerics(module: torch.nn.Module) -> dict[str, dict[str, dict[str, float]]]:
     Figures: under delayed scaling scale, amax (the history's largest) and nonfinite_amax (steps whose amax was infinite
     or NaN); under te.record_numerics() counts of saturated, underflowed and nonfinite elements.
     """
-    found = {}
+    by_layer = {}
     for name, child in module.named_modules():
         if hasattr(child, "fp8_numerics"):
             figures = child.fp8_numerics()
             if figures:
-                found[name] = figures
-    return found
+                by_layer[name] = figures
+    return by_layer
 
 
 class _Tracked:

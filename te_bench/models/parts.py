@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from te_bench.models.modules.layernorm import LayerNorm, Norm, RMSNorm
+from te_bench.kernels.norm import Norm
+from te_bench.models.modules.layernorm import LayerNorm, RMSNorm
 
 
 class NormPart(NamedTuple):

@@ -97,7 +97,11 @@ def save(
     fields = dataclasses.asdict(model.config)
     content = {
         "model": {name: clones[id(p)] for name, p in model.named_parameters(remove_duplicate=False)},
-        "fp8": {name: tensor.cpu() for name, tensor in model.state_dict().items() if _is_scale(name)},
+        "fp8": {
+            name: tensor.cpu()
+            for name, tensor in model.state_dict().items()
+            if name.rpartition(".")[2].startswith(PREFIX)
+        },
         "te_bench": {
             "format": FORMAT,
             "family": model.config.family,
@@ -136,7 +140,11 @@ def load(path: Path) -> Checkpoint:
     if missing:
         there = ", ".join(map(str, list(content)[:6])) or "nothing"
         raise ValueError(f"{path} has no {' and no '.join(missing)}: it holds {there}. Give {READABLE}")
-    odd = [name for name in ("recipe", "tokenizer", "tokenizer_state", "data_sha256") if not _is_text(own.get(name))]
+    odd = [
+        name
+        for name in ("recipe", "tokenizer", "tokenizer_state", "data_sha256")
+        if not isinstance(own.get(name), str | None)
+    ]
     if odd:
         raise ValueError(f"{path} is damaged: its {odd[0]} is {own[odd[0]]!r}, not text")
     try:
@@ -178,7 +186,7 @@ def _unpickle(path: Path) -> dict[Any, Any]:
     if path.suffix == ".safetensors":
         raise ValueError(f"{path} does not say the model's sizes: give its folder, with a {weights.CONFIG} beside it")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}. Give {READABLE}") from error
     except pickle.UnpicklingError as error:
@@ -189,17 +197,9 @@ def _unpickle(path: Path) -> dict[Any, Any]:
         raise ValueError(
             f"{path} is no file of torch.save (PyTorch 1.6 or newer), or damaged. Give {READABLE}"
         ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {type(found).__name__}, not a dictionary. Give {READABLE}")
-    return found
-
-
-def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_scale(name: str) -> bool:
-    return name.rpartition(".")[2].startswith(PREFIX)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not a dictionary. Give {READABLE}")
+    return content
 
 
 def _read_config(family: str, fields: Any) -> DecoderConfig:

@@ -129,19 +129,19 @@ def _state(step: TrainStep, saved: Mapping[str, Any] | None = None) -> dict[str,
     """
     model: dict[str, Any] = get_model_state_dict(step.model)
     plain, parameters = step.parallel.plain, dict(step.model.named_parameters(remove_duplicate=False))
-    found: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}
+    state: dict[str, Any] = {f"{MODEL}{name}": plain(tensor, parameters.get(name)) for name, tensor in model.items()}
     for name, tensor in _moments(step, saved).items():
         of = parameters.get(name.removeprefix("state.").rpartition(".")[0])
-        found[f"{OPTIMIZER}{name}"] = plain(tensor, of)
-    found["rate"] = torch.tensor(float(step.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
-    found["number"] = torch.zeros((), dtype=torch.int64)
+        state[f"{OPTIMIZER}{name}"] = plain(tensor, of)
+    state["rate"] = torch.tensor(float(step.optimizer.param_groups[0]["lr"]), dtype=torch.float64)
+    state["number"] = torch.zeros((), dtype=torch.int64)
     if step.scaler.is_enabled():
         values = step.scaler.state_dict().items()
-        found |= {f"{SCALER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in values}
-    found[_random(step, "cpu")] = torch.get_rng_state()
+        state |= {f"{SCALER}{name}": torch.tensor(value, dtype=torch.float64) for name, value in values}
+    state[_random(step, "cpu")] = torch.get_rng_state()
     if step.device.type == "cuda":
-        found[_random(step, "cuda")] = torch.cuda.get_rng_state(step.device)
-    return found
+        state[_random(step, "cuda")] = torch.cuda.get_rng_state(step.device)
+    return state
 
 
 def _random(step: TrainStep, device: str) -> str:
@@ -151,7 +151,7 @@ def _random(step: TrainStep, device: str) -> str:
 def _moments(step: TrainStep, saved: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """Return {"state.PARAMETER.exp_avg": tensor, ...}. Settings such as the rate are left to whoever makes the step."""
     if step.table is None:
-        own = step.parallel.own(step.optimizer)
+        own = step.own_optimizer
         begun = bool(own.state)
         flat: Any = get_optimizer_state_dict(step.model, own, options=FLAT)
         if not begun:  # torch then creates moments by an empty update, which must count as none
@@ -187,12 +187,12 @@ def _contents(folder: Path) -> dict[str, TensorStorageMetadata]:
             f"{folder} has no checkpoint of te_bench.training.resume, or one that was not written to its end"
         )
     try:
-        found: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
+        stored: Any = FileSystemReader(folder).read_metadata().state_dict_metadata
     except UNREADABLE as error:
         raise OSError(f"cannot read the checkpoint {folder}, which may be damaged: {METADATA}: {error}") from error
-    if "seed" not in found or not all(isinstance(each, TensorStorageMetadata) for each in found.values()):
+    if "seed" not in stored or not all(isinstance(each, TensorStorageMetadata) for each in stored.values()):
         raise ValueError(f"{folder} is a checkpoint of another program: load it by torch.distributed.checkpoint")
-    return dict(found)
+    return dict(stored)
 
 
 def _require_same(state: dict[str, Any], saved: dict[str, TensorStorageMetadata], folder: Path) -> None:

@@ -128,11 +128,10 @@ class TrainStep:
         self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
         parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.forward = parallel.forward(model)
         if mode == "compile-reduce-overhead":
-            self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
-        elif self._compiles():
-            self.forward = parallel.compiled(model)
+            self.forward: Callable[..., Tensor] = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        else:
+            self.forward = parallel.forward(model, self._compiles())
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | None = None
@@ -166,6 +165,11 @@ class TrainStep:
             states=self.states,
             turns=self.parallel is SINGLE and not self._compiles(),
         )
+
+    @property
+    def own_optimizer(self) -> Any:
+        """The optimizer that holds this rank's states: one inside torch's ZeroRedundancyOptimizer, or the step's."""
+        return getattr(self.optimizer, "optim", self.optimizer)
 
     def _compiles(self) -> bool:
         """Return whether torch.compile makes the forward pass, in any mode."""
@@ -245,13 +249,13 @@ class TrainStep:
             named = self.model.named_parameters()
             return loss.item(), {name: by_parameter[p] for name, p in named if p in by_parameter}
         whole = self.parallel.whole
-        found = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
+        by_name = {name: whole(p.grad.detach(), p) for name, p in self.model.named_parameters() if p.grad is not None}
         if self.captured or self.mode == "compile-reduce-overhead":  # other modes free theirs here, and need no copy
-            found = {name: gradient.clone() for name, gradient in found.items()}
+            by_name = {name: gradient.clone() for name, gradient in by_name.items()}
         if not self.captured:  # the graph owns its gradient buffers
             self._end()
             self.scaler.update(self.scaler.get_scale())  # forget that these gradients were unscaled; keep the scale
-        return loss.item(), found
+        return loss.item(), by_name
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward over the micro-batches, unscale and clip; return the mean loss."""
@@ -265,7 +269,8 @@ class TrainStep:
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
             with contextlib.ExitStack() as computing:
                 with self.region():
-                    computing.enter_context(self._computing())
+                    if self.table is not None:
+                        computing.enter_context(self.table.computing())
                     loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
                 # Still with the copies: checkpointed blocks recompute their forward pass with them.
                 with contextlib.nullcontext() if left else self.parallel.reducing():
@@ -288,9 +293,6 @@ class TrainStep:
 
     def _trained(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
-
-    def _computing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.table is None else self.table.computing()
 
     def _clip(self) -> None:
         if self.table is not None:

@@ -38,7 +38,7 @@ from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
 from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined, turn
 from te_bench.kernels.quantize import kernels as quantizers
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary import kernels as rotary
 
 M, D, F, V = 12288, 768, 3072, 50304
@@ -297,7 +297,7 @@ def turned(
         parts = [*mixed.split((16 // groups, 1, 1), 3)]
         apart = [torch.empty(p.shape, dtype=dtype) for p in parts] if backward else parts
         sources = zip(apart, parts, (angles, angles, None), strict=True)
-        rotary.rotate([Part(*given) for given in sources][: 3 if backward else 2], interleaved, backward, tables)
+        rotary.rotate([Rotated(*given) for given in sources][: 3 if backward else 2], interleaved, backward, tables)
 
     return call
 
@@ -305,7 +305,7 @@ def turned(
 def turned_far_apart() -> None:
     """A gradient (B, H, T, D) of 2^31 elements and more."""
     mixed = torch.empty(2**31 + 2**24, dtype=BF16).view(1, 129, 2**17, 128).permute(2, 0, 1, 3)[:, :, None]
-    rotary.rotate([Part(mixed, mixed, torch.empty(2**17, 128))], False, True)
+    rotary.rotate([Rotated(mixed, mixed, torch.empty(2**17, 128))], False, True)
 
 
 ROTARY: dict[str, Call] = {

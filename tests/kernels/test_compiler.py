@@ -1,4 +1,4 @@
-"""torch's compiler, whose import takes nearly as long as torch's own, is told of te_bench's functions once it is there."""
+"""torch's compiler takes nearly as long to import as torch itself."""
 
 import subprocess
 import sys
@@ -8,18 +8,11 @@ import sys
 
 import te_bench.models.conversion
 import te_bench.models.zoo.gpt
-from te_bench.kernels import compiler
 
-early = "torch._dynamo" in sys.modules
-told = []
-compiler.when_imported(lambda: told.append("waited"))
-import torch._dynamo
-
-compiler.when_imported(lambda: told.append("at once"))
-print(early, *told)
+print("torch._dynamo" in sys.modules)
 """
 
 
-def test_models_do_not_import_it_and_it_is_told_of_them_once_something_else_does() -> None:
+def test_models_do_not_import_it() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert done.stdout == "False waited at once\n", done.stderr
+    assert done.stdout == "False\n", done.stderr

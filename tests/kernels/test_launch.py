@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,14 @@ from te_bench.kernels.attention.portable import fp8_backward, fp8_forward
 from te_bench.kernels.attention.portable import launch as attention_launch
 from te_bench.kernels.attention.portable.forward import Extent
 from te_bench.kernels.linear_cross_entropy import kernels as cross_entropy
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_forward as residual_kernels
 from te_bench.kernels.norm.backends import triton as norm_triton
-from te_bench.kernels.quantize import fine_kernels, kernels
+from te_bench.kernels.quantize import BLOCKS, fine_kernels, kernels
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary import kernels as rotary
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -268,7 +270,7 @@ def rotated(dtype, width, parts, copied, in_place, interleaved, transposed, head
     out = x if in_place else [heads_of(t.shape[3]) for t in x]
     at = [matrix(m, width, FP32, *place) for place in ((0, 48), (0, 48), angles)][:parts]
     rotary.rotate(
-        [Part(*given) for given in zip(x, out, [*at[:-1], None if copied else at[-1]], strict=True)],
+        [Rotated(*given) for given in zip(x, out, [*at[:-1], None if copied else at[-1]], strict=True)],
         interleaved,
         transposed,
     )
@@ -435,19 +437,16 @@ def cases(m: int, device: str) -> dict[str, Callable[[], Any]]:
 
     def turned() -> Tensor:
         out = torch.zeros_like(heads)
-        rotary.rotate([Part(heads, out, angles)], False, False)
+        rotary.rotate([Rotated(heads, out, angles)], False, False)
         return out
 
     return {
         "rotary": turned,
-        "scaled": lambda: quantize_triton.scaled(x, scale, E4M3, **both),
-        "tensor": lambda: quantize_triton.tensor(x, E4M3, **both),
-        "row": lambda: quantize_triton.row(x, E4M3, **both),
-        "block": lambda: quantize_triton.block(x, E4M3, rows=1, **both),
-        "tile": lambda: quantize_triton.block(x, E4M3, rows=128, **both),
-        "norm": lambda: norm_triton.forward(x, weight, bias, eps=1e-5),
-        "norm, quantized": lambda: norm_triton.forward_quantized(x, weight, bias, eps=1e-5, **cast),
-        "norm, backward": lambda: norm_triton.backward(dy, x, weight, mean, rstd, residual=residual),
+        "scaled": lambda: quantize_triton.quantize(x, E4M3, scale=scale, **both),
+        **{name: partial(quantize_triton.quantize, x, E4M3, block, **both) for name, block in BLOCKS.items()},
+        "norm": lambda: norm_triton.forward(x, weight, bias, Norm(1e-5)),
+        "norm, quantized": lambda: norm_triton.forward_quantized(x, weight, bias, Norm(1e-5), **cast),
+        "norm, backward": lambda: norm_triton.backward(dy, x, weight, mean, rstd, Norm(1e-5), residual),
         "activation": lambda: activation_triton.forward(x, "gelu"),
         "activation, quantized": lambda: activation_triton.forward_quantized(x, "gelu", **cast),
         "activation, backward": lambda: activation_triton.backward(dy, x, "gelu"),

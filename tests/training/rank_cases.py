@@ -146,7 +146,7 @@ def beside_one(mode: str, world: int, **options: Any) -> dict[str, Any]:
     found["table_bytes"] = sum(
         p.nbytes for name, p in parameters.items() if name.endswith(("wte.weight", "wpe.weight"))
     )
-    states = ours.parallel.own(ours.optimizer).state.values()
+    states = ours.own_optimizer.state.values()
     elements = torch.tensor(sum(value.numel() for state in states for value in state.values() if value.dim()))
     each = [torch.empty_like(elements) for _ in range(world)]
     dist.all_gather(each, elements)

@@ -50,7 +50,7 @@ def digests(step: TrainStep) -> dict[str, str]:
     state = {name: whole(tensor.detach(), parameters.get(name)) for name, tensor in step.model.state_dict().items()}
     state = {name: step.parallel.largest(t) if name.endswith("history_bwd") else t for name, t in state.items()}
     named: dict[Any, str] = {parameter: name for name, parameter in step.model.named_parameters()}
-    for of, values in step.parallel.own(step.optimizer).state.items():
+    for of, values in step.own_optimizer.state.items():
         state |= {f"{named.get(of, of)}.{kind}": whole(v, of if v.dim() else None) for kind, v in values.items()}
     mine = {name: digest(tensor) for name, tensor in state.items()}
     everywhere: list[Any] = [mine] * step.parallel.world

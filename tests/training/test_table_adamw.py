@@ -334,7 +334,7 @@ def test_the_fp8_copies_are_what_the_next_pass_would_cast() -> None:
             half, kept, state = master.detach().bfloat16(), found.fp8.kept, found.fp8.module._state
             slot = state.slot("weight", 0)
             scale, amax = slot.scale, slot.amax
-            exact = quantizer.scaled(half, scale, torch.float8_e4m3fn, rowwise=True, columnwise=True)
+            exact = quantizer.quantize(half, torch.float8_e4m3fn, scale=scale, rowwise=True, columnwise=True)
             for ours, theirs in zip(kept[:4], exact[:4], strict=True):
                 assert torch.equal(ours.float(), theirs.float())
             assert amax == half.abs().max()

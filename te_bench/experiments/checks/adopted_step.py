@@ -159,7 +159,7 @@ def _quantities(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor, 
     if parts.found:
         gc.collect()  # a model by parts refers to itself: its weights would stay beside the yardstick's
     library = reference(trial, step, inputs, targets, trial.precision, parts, taken)
-    step.parallel.meet()
+    step.parallel.of_all(None)  # wait for the slowest rank
     trial_model.allow_tf32(trial.precision)  # the references set it for themselves
     # No two roundings agree on a gradient that is 0 but for rounding, such as a key's bias's.
     noise = [name for name, gradient in truth.of.items() if relative_error(library.of[name], gradient) > 1]

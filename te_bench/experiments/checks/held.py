@@ -31,7 +31,7 @@ def of_step(step: TrainStep, batch: Iterable[Tensor]) -> int:
 
     Of several ranks, or of an optimizer that keeps gradients in its own way, gradients are not counted.
     """
-    states = step.parallel.own(step.optimizer).state
+    states = step.own_optimizer.state
     moments = [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]
     held = of_tensors(t for t in (*_of_model(step.model), *moments, *batch) if t.device.type == step.device.type)
     if step.table is not None or step.parallel is not SINGLE:

@@ -155,7 +155,7 @@ def _quantities(trial: Trial, step: TrainStep, tokens: Tensor, targets: Tensor) 
     fp8_head = p.head == "fp8"
     as_fused = definition == "manual" and trial.attention not in UNFUSED
     yardstick = reference(library, step.optim, tokens, targets, recipe, fp8_head, as_fused)
-    step.parallel.meet()
+    step.parallel.of_all(None)  # wait for the slowest rank
     trial_model.allow_tf32(trial.precision)  # the references set it for themselves
     model: Any = step.model
     tables = [name for name, parameter in model.named_parameters() if model.has_padding(parameter)]

@@ -49,7 +49,7 @@ def made(step: TrainStep, calls: Callable[[], int]) -> Iterator[None]:
 
     Not checked: fp16, whose scaler may skip an update; a rank without parameters; devices outside tolerances.DEVICES.
     """
-    owned = any(group["params"] for group in step.parallel.own(step.optimizer).param_groups)
+    owned = any(group["params"] for group in step.own_optimizer.param_groups)
     if step.scaler.is_enabled() or step.device.type not in tolerances.DEVICES or not owned:
         yield
         return
@@ -64,7 +64,7 @@ def made(step: TrainStep, calls: Callable[[], int]) -> Iterator[None]:
 
 def _updates(step: TrainStep) -> int:
     """Return how many updates the optimizer counts for its bias correction."""
-    states = step.parallel.own(step.optimizer).state.values()
+    states = step.own_optimizer.state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 

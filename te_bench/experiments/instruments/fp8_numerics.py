@@ -81,7 +81,7 @@ def _watched(name: str, module: Linear, seen: dict[str, tuple[Tensor, int]]) -> 
 
     def forward(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         note("input", args[0])
-        note("weight", module.parts.weight_and_bias(module)[0])
+        note("weight", module.split.weight_and_bias(module)[0])
 
     def backward(_: nn.Module, grads: tuple[Tensor, ...]) -> None:
         note("grad_output", grads[0])

@@ -23,9 +23,8 @@ from te_bench.experiments.spec import Trial
 from te_bench.kernels import activation, gemm
 from te_bench.kernels.activation.backends import reference
 from te_bench.kernels.gemm import half, table
-from te_bench.kernels.gemm.operands import BLOCKS
 from te_bench.kernels.gemm.table import GemmShape
-from te_bench.kernels.quantize import BLOCK, ROW, SQUARE, STRIP, Layout, Operand
+from te_bench.kernels.quantize import BLOCKS, ROW, SQUARE, STRIP, Layout, Operand
 from te_bench.kernels.quantize.backends import reference as quantizer
 
 ACTIVATION = "gelu_erf"
@@ -85,8 +84,8 @@ def _quantized(rows: int, k: int, layout: Layout, device: str) -> Operand:
     """Return normal data in E4M3: a tensor core's power and clock depend on the values."""
     x = torch.randn(rows, k, device=device)
     if layout.block in (STRIP, SQUARE):
-        height = 1 if layout.block == STRIP else BLOCK
-        return quantizer.block(x, layout.format, rows=height, rowwise=True, columnwise=False).by_rows()
+        options: dict[str, Any] = {"rowwise": True, "columnwise": False, "power_of_two": True}
+        return quantizer.quantize(x, layout.format, layout.block, **options).by_rows()
     scale_inv = (x.abs().amax(1, keepdim=True) if layout.block == ROW else x.abs().amax()) / 448
     return Operand((x / scale_inv).to(layout.format), scale_inv.view(layout.scale_shape(rows, k)), layout)
 

@@ -118,6 +118,6 @@ def _in_float64(x: Tensor, weight: Tensor, targets: Tensor, vocab: int, *, as_fp
 
 
 def _dequantized(x: Tensor) -> Tensor:
-    cast = quantize.load("reference").tensor
+    cast = quantize.load("reference").quantize
     packed = cast(x.detach().bfloat16(), torch.float8_e4m3fn, rowwise=True, columnwise=False)
     return packed.data.double() * packed.scale_inv.double()

@@ -149,16 +149,16 @@ def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Res
         problem = norm.Problem(n=p.n, dtype=trial.precision, kind=p.kind, **machine)
         require(p.backend, backend.unsupported(problem))
         weight, bias = (*given.parameters, None)[:2]
-        options = {"kind": p.kind, **cast}
+        settings, options = norm.Norm(EPS, kind=p.kind), cast
         if p.call == "backward":
-            arguments = given.other, given.x, weight, *backend.forward(given.x, weight, bias, eps=EPS, kind=p.kind)[1:]
+            statistics = backend.forward(given.x, weight, bias, settings)[1:]
+            arguments = given.other, given.x, weight, *statistics, settings
         elif p.call.startswith("add"):
             owner = backend.residual
-            arguments = given.x, given.other, weight, bias
-            options |= {"eps": EPS, "via" if cast else "dtype": given.x.dtype}
+            arguments = given.x, given.other, weight, bias, settings
+            options = {**cast, "via" if cast else "dtype": given.x.dtype}
         else:
-            arguments = given.x, weight, bias
-            options |= {"eps": EPS}
+            arguments = given.x, weight, bias, settings
     function = getattr(owner, p.call)
     function = torch.compile(function, dynamic=False) if trial.mode == "compile" else function
     return lambda: _named(p, function(*arguments, **options), cast.get("amax"))

@@ -45,10 +45,10 @@ class Backend:
 
     forward(x, kind) -> y in x's dtype.
     forward_quantized(x, kind, *, scale, dtype, rowwise, columnwise, amax=None, counts=None) -> Quantized: y, rounded to
-    x's dtype, then cast as by quantize's `scaled`.
+    x's dtype, then quantised by that scale.
     backward(dy, x, kind) -> dx.
     backward_quantized(dy, x, kind, *, scale, dtype, rowwise, columnwise, amax=None, counts=None, column_sum=None) ->
-    Quantized: dx, rounded to x's dtype, then cast by `scaled`. The sum of dx over rows (a bias gradient) is added to
+    Quantized: dx, rounded to x's dtype, then quantised. The sum of dx over rows (a bias gradient) is added to
     column_sum, float32 of x's width, in the same order in every run.
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_bench.kernels.activation import Backend, width
 from te_bench.kernels.activation.kernels import backward, backward_quantized
-from te_bench.kernels.quantize import TENSOR, Layout, Quantized
+from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.backends import triton as quantizer
 
@@ -50,8 +50,8 @@ def recomputed(
     packed: Quantized = kernels.backward_quantized(
         dy, x, kind, scale=scale, dtype=dtype, rowwise=True, columnwise=True, **looks
     )
-    again = quantizer.scaled if x.is_cuda else reference.scaled
-    value: Any = again(kernels.forward(x, kind), value_scale, value_dtype, rowwise=False, columnwise=True)
+    again = quantizer.quantize if x.is_cuda else reference.quantize
+    value = again(kernels.forward(x, kind), value_dtype, scale=value_scale, rowwise=False, columnwise=True)
     return packed, value.data_t
 
 
@@ -72,4 +72,4 @@ def kernel(
     value_t = x.new_empty(dy.shape[1], x.shape[0], dtype=value_dtype)
     looks = amax, counts, column_sum, value_scale, value_t
     data, data_t, scale_inv = backward_quantized(dy, x, kind, scale, dtype, True, True, *looks)
-    return Quantized(data, scale_inv, data_t, scale_inv, Layout(dtype, TENSOR, torch.float32)), value_t
+    return reference.one_scale(dtype, True, True, data, data_t, scale_inv), value_t

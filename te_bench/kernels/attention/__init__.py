@@ -183,13 +183,13 @@ def wrong_kernel(name: str, device: str, seen: Sequence[str], *, eager: bool) ->
 
 def seen(device: str, kernels: Sequence[str]) -> list[str]:
     """Return the backends with a kernel, or without kernels on that device an operator, that a profiler saw."""
-    found = []
+    ran = []
     for name in names():
         backend = load(name)
         pattern = backend.kernels.get(device) or backend.operators
         if pattern and any(re.search(pattern, kernel) for kernel in kernels):
-            found.append(name)
-    return found
+            ran.append(name)
+    return ran
 
 
 def _not_seen(own: str, asked: str, device: str, seen: Sequence[str], eager: bool) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_bench.kernels.attention import gradients
 from te_bench.kernels.autograd import once_differentiable
+from te_bench.kernels.operators import define
 
 LEAST = 1e-30  # smallest scale: hidden scores are -inf, and 0 x -inf is NaN; both give equal weights
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,10 +116,8 @@ def differentiable(
             return tuple(dx.zero_() for dx in fake_backward(dout, q, k, *rest))
         return backward(dout, q, k, *rest, **options)
 
-    forward_op = torch.library.custom_op(f"te_bench::{name}_forward", run_forward, mutates_args=())
-    backward_op = torch.library.custom_op(f"te_bench::{name}_backward", run_backward, mutates_args=())
-    forward_op.register_fake(fake_forward)
-    backward_op.register_fake(fake_backward)
+    forward_op = define(f"{name}_forward", run_forward, fake_forward)
+    backward_op = define(f"{name}_backward", run_backward, fake_backward)
 
     class Attention(torch.autograd.Function):
         @staticmethod

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, traits
+from te_bench.kernels.operators import define
 from te_bench.kernels.quantize import Operand
 from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_LARGEST, NVFP4_LAYOUT, alpha
 from te_bench.kernels.tile import FLOATS, rounded
@@ -29,10 +30,9 @@ def forward(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | No
     (_, k), (n, b_k) = a.data.shape, b.data.shape
     if k != b_k:
         raise ValueError(f"K is {k} in a and {b_k} in b {(n, b_k)}: of NVFP4 both must be transformed, or neither")
-    parts = a.data, b.data, a.scale_inv, b.scale_inv
-    if a.data.is_cuda and not torch.compiler.is_compiling():
-        return _multiply(*parts, out_dtype, bias)
-    return _operator(*parts, out_dtype, bias)
+    eager = a.data.is_cuda and not torch.compiler.is_compiling()
+    made: Tensor = (_multiply if eager else _operator)(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, bias)
+    return made
 
 
 def _multiply(
@@ -90,9 +90,8 @@ def block_formats_finish_kernel(
     tl.store(made + at, rounded(y, DTYPE), mask=at < size)
 
 
-_operator = torch.library.custom_op("te_bench::block_formats_product", _multiply, mutates_args=())
-
-
-@_operator.register_fake
-def _(a: Tensor, b: Tensor, _a: Any, _b: Any, out_dtype: torch.dtype, _bias: Any) -> Tensor:
+def _fake(a: Tensor, b: Tensor, _a: Any, _b: Any, out_dtype: torch.dtype, _bias: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_operator = define("block_formats_product", _multiply, _fake)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from te_bench.kernels import architecture, measured
-from te_bench.kernels import gluon as _gluon
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import table
 from te_bench.kernels.gemm.backends import gluon
@@ -64,7 +63,7 @@ def unsupported(n: int, k: int, device: str, capability: architecture.Capability
     """Return why the kernel cannot multiply (M, K) by (K, N) there, or None."""
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"N {n} and K {k} must be multiples of {ALIGNMENT}: TMA rows start at 16-byte addresses"
-    return _gluon.unsupported(device, capability, gluon.INTERPRETED)
+    return architecture.lacks_gluon(device, capability, gluon.INTERPRETED)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm import PAIRS
-from te_bench.kernels.quantize import PLAIN, ROW, SQUARE, STRIP, TENSOR, Block, Layout, Operand
+from te_bench.kernels.quantize import BLOCKS, GRANULARITIES, PLAIN, Layout, Operand
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-GRANULARITIES: dict[Block, str] = {TENSOR: "tensor", ROW: "row", STRIP: "block", SQUARE: "tile"}
-BLOCKS = {name: block for block, name in GRANULARITIES.items()}
 
 Flat = tuple[Tensor, Tensor, Tensor, Tensor, str, str]
 """Data and scale_inv of a and b, alternating, and what shares a scale of each."""

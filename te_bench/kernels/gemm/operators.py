@@ -1,12 +1,14 @@
 """FP8 GEMMs as torch operators, and the `forward` of a backend without padding around its launcher."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_bench.kernels.gemm import Problem
 from te_bench.kernels.gemm.operands import check, put_together, take_apart
+from te_bench.kernels.operators import define
 from te_bench.kernels.quantize import Operand
 
 K_ALIGNMENT, N_ALIGNMENT = 16, 8  # elements: TMA needs rows of a multiple of 16 bytes, for FP8 and for a 2-byte D
@@ -17,8 +19,7 @@ GROUP_M = 8  # tiles of M that share b's tiles in L2, Triton's usual
 def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a backend's `forward` as operator te_bench::NAME: profilers and torch.compile do not see inside."""
 
-    @torch.library.custom_op(f"te_bench::{name}", mutates_args=())
-    def operator(
+    def run(
         a: Tensor,
         b: Tensor,
         a_scale_inv: Tensor,
@@ -32,14 +33,16 @@ def as_operator(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tens
         both = put_together(a, b, a_scale_inv, b_scale_inv, a_granularity, b_granularity)
         return forward(*both, out_dtype=out_dtype, fast_accum=fast_accum, bias=bias)
 
-    operator.register_fake(
-        lambda a, b, _a, _b, _of_a, _of_b, out_dtype, *_: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-    )
+    def fake(a: Tensor, b: Tensor, _a: Tensor, _b: Tensor, _of_a: str, _of_b: str, dtype: torch.dtype, *_: Any) -> Any:
+        return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+    operator = define(name, run, fake)
 
     def call(
         a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool = False, bias: Tensor | None = None
     ) -> Tensor:
-        return operator(*take_apart(a, b), out_dtype, fast_accum, bias)
+        product: Tensor = operator(*take_apart(a, b), out_dtype, fast_accum, bias)
+        return product
 
     return call
 

@@ -212,17 +212,18 @@ def add_forward(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     statistics: tuple[Tensor | None, Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """Return total, y, data, data_t, scale_inv, mean, rstd; with a dtype, an FP8 format, y is None.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """Return total (None: it is x), y, data, data_t, scale_inv, mean, rstd; with a dtype, an FP8 format, y is None.
 
     M must be even if columnwise, and out_dtype half precision if there is a dtype. statistics: mean and rstd of x.
     """
     x = rows_contiguous(x)
     m, n = x.shape
-    total, branch_stride = x, 0
+    made, branch_stride = None, 0
     if branch is not None:
         branch = rows_contiguous(branch)
-        total, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
+        made, branch_stride = torch.empty((m, n), dtype=x.dtype, device=x.device), branch.stride(0)
+    total = x if made is None else made
     mean, rstd = float32(x, m) if kind == "layernorm" else None, float32(x, m)
     stride = x.stride(0)
     constants = constants_of(n, mean is None, zero_centered_gamma, out_dtype)
@@ -236,7 +237,7 @@ def add_forward(
         args = x, branch, weight, bias, total, y, mean, rstd, amax, stride, branch_stride, m, float(eps)
         constants |= {"ROWS": rows, "COLUMNS": columns, "num_warps": FORWARD_WARPS}
         launch(_add_forward_kernel, max(1, -(-m // rows)), key, x.get_device(), args, constants)
-        return total, y, None, None, None, mean, rstd
+        return made, y, None, None, None, mean, rstd
     data, data_t = empty_pair(m, n, x, dtype, rowwise, columnwise)
     scale_inv = float32(x)
     key = (*key, *traits(scale, counts), dtype, rowwise, columnwise)
@@ -248,7 +249,7 @@ def add_forward(
         )
         constants |= {"TARGET": FP8[dtype], **CAST}
         launch(_add_forward_cast_kernel, max(1, -(-m // CAST["ROWS"])), key, x.get_device(), casting, constants)
-        return total, None, *layouts, mean, rstd
+        return made, None, *layouts, mean, rstd
     rows, columns = _rows(n, SUM_ELEMENTS)
     if statistics is None or branch is not None:
         looking = x, branch, weight, bias, total, None, mean, rstd, None, stride, branch_stride, m, float(eps)
@@ -260,4 +261,4 @@ def add_forward(
     constants |= {"TARGET": FP8[dtype], **WIDE_CAST}
     grid = max(1, -(-m // WIDE_CAST["ROWS"])) * -(-n // WIDE_CAST["COLUMNS"])
     launch(_normed_cast_kernel, grid, key, x.get_device(), normed, constants)
-    return total, None, *layouts, mean, rstd
+    return made, None, *layouts, mean, rstd

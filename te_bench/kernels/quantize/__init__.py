@@ -23,6 +23,9 @@ TENSOR: Block = (None, None)
 ROW: Block = (1, None)
 STRIP: Block = (1, BLOCK)
 SQUARE: Block = (BLOCK, BLOCK)
+#: The names of blocks in operators and messages.
+GRANULARITIES: dict[Block, str] = {TENSOR: "tensor", ROW: "row", STRIP: "block", SQUARE: "tile"}
+BLOCKS = {name: block for block, name in GRANULARITIES.items()}
 
 PLAIN = "plain"  # order of scales: element (i, j) is block (i, j)'s, with any strides
 
@@ -66,6 +69,12 @@ class Quantized(NamedTuple):
     layout: Layout
     layout_t: Layout | None = None
 
+    def requested(self, rowwise: bool, columnwise: bool) -> "Quantized":
+        """Return it with None for an orientation that was not requested."""
+        data, scale_inv = (self.data, self.scale_inv) if rowwise else (None, None)
+        data_t, scale_inv_t = (self.data_t, self.scale_inv_t) if columnwise else (None, None)
+        return self._replace(data=data, scale_inv=scale_inv, data_t=data_t, scale_inv_t=scale_inv_t)
+
     def by_rows(self) -> Operand:
         """Return x (M, N), for a GEMM that contracts N."""
         return Operand(self.data, self.scale_inv, self.layout)
@@ -90,24 +99,19 @@ class Problem:
 class Backend:
     """One rival. x (M, N), any float dtype, rows contiguous; dtype torch.float8_e4m3fn or torch.float8_e5m2.
 
-    scaled(x, scale, dtype, *, rowwise, columnwise, amax=None, counts=None, column_sum=None, via=None): by a given ()
-    float32 scale (delayed scaling); the () float32 `amax` becomes max(amax, max |x|) in place, where NaN wins. via
-    torch.bfloat16 or torch.float16: x is rounded to it first, also for amax, counts and column_sum.
-    tensor(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None, column_sum=None): by x's own amax.
-    row(x, dtype, *, rowwise, columnwise, power_of_two=False, counts=None): each row of either layout by its own amax.
-    block(x, dtype, *, rows, rowwise, columnwise, power_of_two=True, counts=None): rows 1: 1 x 128 of either layout;
-    rows 128: 128 x 128.
-    Each returns Quantized. An amax of 0, infinity or NaN gives scale 1; a quotient beyond float32 gives its largest.
-    counts, (3,) int64, is added to in place, once per element of x; if both layouts are written, by data, because
-    scales per row and per block differ between them. The sum over x's rows (a bias gradient) is added to column_sum,
-    (N,) float32. Casts saturate: infinity becomes the largest, NaN stays NaN. Raises ValueError if no layout is
-    requested, and for shapes and dtypes that do not fit.
+    quantize(x, dtype, block=TENSOR, *, rowwise, columnwise, scale=None, power_of_two=False, amax=None, counts=None,
+    column_sum=None, via=None) -> Quantized, each block of either layout by its own amax, or, with TENSOR alone, all by a
+    given () float32 scale (delayed scaling). block: TENSOR; ROW; STRIP, of either layout; SQUARE. An amax of 0, infinity
+    or NaN gives scale 1; a quotient beyond float32 gives its largest; power_of_two rounds scales down to powers of two.
+    Casts saturate: infinity becomes the largest, NaN stays NaN.
+    counts, (3,) int64, is added to in place, once per element of x; if both layouts are written, by data, because scales
+    per row and per block differ between them. With TENSOR, the sum over x's rows (a bias gradient) is added to
+    column_sum, (N,) float32. With a given scale, the () float32 `amax` becomes max(amax, max |x|) in place, where NaN
+    wins, and x is rounded to `via`, torch.bfloat16 or torch.float16, first, also for amax, counts and column_sum.
+    Raises ValueError if no layout is requested, and for shapes, dtypes and options that do not fit.
     """
 
-    scaled: Callable[..., Quantized]
-    tensor: Callable[..., Quantized]
-    row: Callable[..., Quantized]
-    block: Callable[..., Quantized]
+    quantize: Callable[..., Quantized]
     unsupported: Callable[[Problem], str | None] = lambda problem: None
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.operators import without_none
+from te_bench.kernels.operators import define
 from te_bench.kernels.quantize import Quantized, block_formats, block_kernels
-from te_bench.kernels.quantize.backends.triton import wrap
 from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_BLOCK, NVFP4_LAYOUT
 
 
@@ -75,7 +74,7 @@ def _wrapped(
     if rows > 1:
         columns, scale_inv_t = data, scale_inv
     data_t = columns.t() if columnwise and columns is not None else None
-    return wrap(rowwise, columnwise, data, data_t, scale_inv, scale_inv_t, layout=layout)
+    return Quantized(data, scale_inv, data_t, scale_inv_t, layout).requested(rowwise, columnwise)
 
 
 def _asked(rows: int, rowwise: bool, columnwise: bool) -> dict[str, Any]:
@@ -84,23 +83,16 @@ def _asked(rows: int, rowwise: bool, columnwise: bool) -> dict[str, Any]:
     return {"rows": rows, "rowwise": rowwise or square, "columnwise": columnwise and not square}
 
 
-@torch.library.custom_op("te_bench::mxfp8_cast", mutates_args=("counts",))
-def _mxfp8(
+def _run_mxfp8(
     x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool, portable: bool, counts: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     if _by_kernels(x, counts, portable):
-        return without_none(x, *block_kernels.mxfp8(x, dtype, rows, rowwise, columnwise))
+        return block_kernels.mxfp8(x, dtype, rows, rowwise, columnwise)
     q = block_formats.mxfp8(x, dtype, **_asked(rows, rowwise, columnwise), counts=counts)
-    return without_none(x, q.data, None if q.data_t is None else q.data_t.t())
+    return q.data, None if q.data_t is None else q.data_t.t()
 
 
-@_mxfp8.register_fake
-def _(x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool, *_: Any) -> tuple[Tensor, Tensor]:
-    return _room(x, rows, rowwise, columnwise, x.shape[0])
-
-
-@torch.library.custom_op("te_bench::nvfp4_cast", mutates_args=("counts",))
-def _nvfp4(
+def _run_nvfp4(
     x: Tensor,
     rows: int,
     rowwise: bool,
@@ -109,31 +101,30 @@ def _nvfp4(
     seed: Tensor | None,
     portable: bool,
     counts: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if _by_kernels(x, counts, portable):
-        return without_none(x, *block_kernels.nvfp4(x, rows, rowwise, columnwise, transform, seed))
+        return block_kernels.nvfp4(x, rows, rowwise, columnwise, transform, seed)
     q = block_formats.nvfp4(x, **_asked(rows, rowwise, columnwise), transform=transform, seed=seed, counts=counts)
-    columns = None if q.data_t is None else q.data_t.t()
-    return without_none(x, q.data, columns, q.scale_inv, q.scale_inv_t)
+    return q.data, None if q.data_t is None else q.data_t.t(), q.scale_inv, q.scale_inv_t
 
 
-@_nvfp4.register_fake
-def _(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, *_: Any) -> Any:
+def _fake_mxfp8(x: Tensor, dtype: torch.dtype, rows: int, rowwise: bool, columnwise: bool, *_: Any) -> Any:
+    return _room(x, rows, rowwise, columnwise, x.shape[0])
+
+
+def _fake_nvfp4(x: Tensor, rows: int, rowwise: bool, columnwise: bool, transform: bool, *_: Any) -> Any:
     m = x.shape[0]
     padded = (m + NVFP4_BLOCK - 1) // NVFP4_BLOCK * NVFP4_BLOCK if transform else m
-    data, columns = _room(x, rows, rowwise, columnwise, padded)
-    first, second = (
-        x.new_empty((), dtype=torch.float64) if made.dim() == 2 else x.new_empty(0) for made in (data, columns)
-    )
-    return data, columns, first, second
+    room = _room(x, rows, rowwise, columnwise, padded)
+    return *room, *(None if made is None else x.new_empty((), dtype=torch.float64) for made in room)
 
 
-def _room(x: Tensor, rows: int, rowwise: bool, columnwise: bool, m: int) -> tuple[Tensor, Tensor]:
-    """Allocate an operator's results: (M, N) and (m, N) in bf16, or empty of x's dtype if not requested."""
-    absent = x.new_empty(0), x.new_empty(0)
-    return (
-        torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-        if rowwise or rows > 1
-        else absent[0],
-        x.new_empty((m, x.shape[1]), dtype=torch.bfloat16) if columnwise and rows == 1 else absent[1],
-    )
+def _room(x: Tensor, rows: int, rowwise: bool, columnwise: bool, m: int) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate what was requested: (M, N) and (m, N) in bf16."""
+    whole = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    columns = x.new_empty((m, x.shape[1]), dtype=torch.bfloat16) if columnwise and rows == 1 else None
+    return whole if rowwise or rows > 1 else None, columns
+
+
+_mxfp8 = define("mxfp8_cast", _run_mxfp8, _fake_mxfp8, writes=("counts",))
+_nvfp4 = define("nvfp4_cast", _run_nvfp4, _fake_nvfp4, writes=("counts",))

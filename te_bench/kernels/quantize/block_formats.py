@@ -174,7 +174,7 @@ def nvfp4(
         blocks = _blocks(a, rows, NVFP4_BLOCK)
         if transform and stream:
             blocks, k = hadamard(blocks), -(-k // NVFP4_BLOCK) * NVFP4_BLOCK
-        amax = _amax_of_all(blocks)
+        amax = blocks.abs().nan_to_num(0.0, torch.inf).amax() if blocks.numel() else blocks.new_zeros(())
         random = None if seed is None else random_bytes(seed, blocks.shape[0] * blocks.shape[1], stream)
         values, scales = nvfp4_elements(blocks, amax, None if random is None else random.view(blocks.shape))
         made, scale_inv = (
@@ -236,10 +236,6 @@ def check(x: Tensor, rows: int, square: int, rowwise: bool, columnwise: bool) ->
 def _amax(v: Tensor) -> Tensor:
     """Return the largest |v| of each block, ignoring NaN."""
     return v.abs().nan_to_num(0.0, torch.inf).amax((-2, -1))
-
-
-def _amax_of_all(v: Tensor) -> Tensor:
-    return v.abs().nan_to_num(0.0, torch.inf).amax() if v.numel() else v.new_zeros(())
 
 
 def _each(scales: Tensor) -> Tensor:

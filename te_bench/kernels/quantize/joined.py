@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from te_bench.kernels.launch import launch, traits
-from te_bench.kernels.quantize import TENSOR, Layout, Quantized
+from te_bench.kernels.operators import define
+from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import reference
 from te_bench.kernels.quantize.kernels import GATHERING, TILE, UNALIGNED, add_sums, cast, float32, store, store_t
 from te_bench.kernels.tile import FP8, empty_pair, larger, magnitude, publish, read_amax
@@ -93,16 +94,13 @@ def joined(
     amax: Tensor | None = None,
     column_sum: Tensor | None = None,
 ) -> Quantized:
-    """Return `scaled` of interleave(parts, turn), bit for bit, in both layouts; three (M, N / 3) that fit."""
+    """Quantise interleave(parts, turn) by a given scale, bit for bit, in both layouts; three (M, N / 3) that fit."""
     assert fits(parts, turn)
     if torch.compiler.is_compiling():
-        data, data_t, scale_inv = _joined_op([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
-    elif parts[0].is_cuda:
-        data, data_t, scale_inv = kernel(parts, turn, scale, dtype, amax, column_sum)
+        made = _operator([p.detach() for p in parts], turn, scale, dtype, amax, column_sum)
     else:
-        whole = interleave(parts, turn)
-        return reference.scaled(whole, scale, dtype, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum)
-    return Quantized(data, scale_inv, data_t, scale_inv, Layout(dtype, TENSOR, torch.float32))
+        made = (kernel if parts[0].is_cuda else _plain)(parts, turn, scale, dtype, amax, column_sum)
+    return reference.one_scale(dtype, True, True, *made)
 
 
 def kernel(
@@ -132,22 +130,23 @@ def kernel(
     return data, data_t, scale_inv
 
 
-@torch.library.custom_op("te_bench::quantize_joined", mutates_args=("amax", "column_sum"))
-def _joined_op(
-    parts: list[Tensor],
+def _plain(
+    parts: Sequence[Tensor],
     turn: int,
     scale: Tensor,
     dtype: torch.dtype,
     amax: Tensor | None,
     column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if parts[0].is_cuda:
-        return kernel(parts, turn, scale, dtype, amax, column_sum)
-    made = joined(parts, turn, scale, dtype, amax, column_sum)
-    return made.data, made.data_t, made.scale_inv
+) -> tuple[Any, Any, Any]:
+    q = reference.quantize(
+        interleave(parts, turn), dtype, scale=scale, rowwise=True, columnwise=True, amax=amax, column_sum=column_sum
+    )
+    return q.data, q.data_t, q.scale_inv
 
 
-@_joined_op.register_fake
-def _(parts: list[Tensor], turn: int, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
+def _fake(parts: list[Tensor], turn: int, scale: Tensor, dtype: torch.dtype, *_: Any) -> Any:
     m, width = parts[0].shape
     return *empty_pair(m, PARTS * width, parts[0], dtype, rowwise=True, columnwise=True), float32(parts[0])
+
+
+_operator = define("quantize_joined", kernel, _fake, plain=_plain, writes=("amax", "column_sum"))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Transpose an FP8 matrix in memory: with one scale, this is bitwise the layout that `scaled` writes as data_t.
+"""Transpose an FP8 matrix in memory: with one scale, this is bitwise the layout that `quantize` writes as data_t.
 
 It is memory-bound, two bytes an element. As in the casts, rows 2i and 2i + 1 make the 16 bits that ldmatrix transposes.
 """

@@ -16,7 +16,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 PARTS = 3  # in one call
 
 
-class Part(NamedTuple):
+class Rotated(NamedTuple):
     """x (T, B, G, R, D): positions, batch, groups, heads a group, features. `out`, of x's shape, gets the result, or is
     x.
 
@@ -55,7 +55,7 @@ _family = plugins.Family(f"{__name__}.backends", "BACKEND", Backend)
 names, load = _family.names, _family.load
 
 
-def check(parts: Sequence[Part], tables: bool = False) -> None:
+def check(parts: Sequence[Rotated], tables: bool = False) -> None:
     """Raise ValueError for parts that `rotate` does not support."""
     if not 1 <= len(parts) <= PARTS:
         raise ValueError(f"{len(parts)} parts: 1 to {PARTS}")

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from te_bench.kernels.launch import launch, rows_contiguous, traits
-from te_bench.kernels.rotary import PARTS, Part
+from te_bench.kernels.rotary import PARTS, Rotated
 from te_bench.kernels.tile import FLOATS, INTERPRETED, rounded
 
 QUARTERS = tl.constexpr(0.6366197723675814)  # 2 / pi
@@ -146,7 +146,7 @@ def rotary_kernel(
             tl.store(target + beyond, tl.load(source + beyond, mask=passing), mask=passing)
 
 
-def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool, tables: bool = False) -> None:
+def rotate(parts: Sequence[Rotated], interleaved: bool, transposed: bool, tables: bool = False) -> None:
     """Rotate by the kernel: one launch per width of angles; parts without angles join the first."""
     parts = [part for part in parts if part.x.numel()]
     widths = dict.fromkeys([part.angles.shape[1] for part in parts if part.angles is not None])
@@ -160,7 +160,7 @@ def rotate(parts: Sequence[Part], interleaved: bool, transposed: bool, tables: b
 
 
 def _launch(
-    turned: list[Part], copied: list[Part], width: int, interleaved: bool, transposed: bool, tables: bool
+    turned: list[Rotated], copied: list[Rotated], width: int, interleaved: bool, transposed: bool, tables: bool
 ) -> None:
     used = [*turned, *copied]
     sizes = [part.x.shape for part in used]
@@ -202,6 +202,6 @@ def _constants(d: int, width: int, beyond: int, heads: int, dtype: torch.dtype) 
     }  # fmt: skip
 
 
-def _is_moved(part: Part) -> bool:
+def _is_moved(part: Rotated) -> bool:
     """Return whether the part has another output, to which unrotated features must be copied."""
     return bool(part.x.data_ptr() != part.out.data_ptr())

@@ -24,7 +24,7 @@ from te_bench.kernels.attention.gradients import read_at_once
 from te_bench.models import cost, fp8
 from te_bench.models.fused import segment
 from te_bench.models.fused.projection import Projection, Stacked
-from te_bench.models.fused.segment import Entry, HeadColumns, Plan, Segment
+from te_bench.models.fused.segment import Entry, HeadColumns, Segment, SegmentPlan
 from te_bench.models.modules.activations import FLOATS, compute_dtype
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gathered import Gathered
@@ -99,7 +99,7 @@ def compute(
         norms = q_norm and q_norm.norm, k_norm and k_norm.norm
         entry = Entry(qkv, _columns(part), part.head_dim, *norms, rotate(part), qkv_scale)
         gains = [norm.weight for norm in (q_norm, k_norm) if norm is not None]
-        plan = Plan(proj, tuple(mlps), part.norm.norm, entry, dtype, training, proj_scale)
+        plan = SegmentPlan(proj, tuple(mlps), part.norm.norm, entry, dtype, training, proj_scale)
         stream, *heads = Segment.apply(
             stream, y, plan, *weights, part.norm.weight, part.norm.bias, *qkv_weights, *gains
         )
@@ -107,7 +107,7 @@ def compute(
         proj, weights = product(part.proj)
         proj_scale, mlps = scale, []
     end = [] if last is None else [last.weight, last.bias]
-    plan = Plan(proj, tuple(mlps), None if last is None else last.norm, None, dtype, training, proj_scale)
+    plan = SegmentPlan(proj, tuple(mlps), None if last is None else last.norm, None, dtype, training, proj_scale)
     made: Tensor = Segment.apply(stream, y, plan, *weights, *end)
     return made
 

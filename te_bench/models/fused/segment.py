@@ -20,10 +20,11 @@ from torch import Tensor
 from te_bench.kernels.activation import recomputed
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.gemm import half
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.quantize import TENSOR, Layout, Quantized, joined
 from te_bench.models.fused.projection import Projection, Saved
 from te_bench.models.modules.gemms import restore, save_for_backward
-from te_bench.models.modules.layernorm import Norm, backend
+from te_bench.models.modules.layernorm import backend
 from te_bench.models.modules.layernorm_mlp import activate_quantize, activation_backend, activation_grad_quantize
 from te_bench.models.modules.rotary import Rotation
 
@@ -63,7 +64,7 @@ class Entry(NamedTuple):
     scale: Tensor | None = None  # copy of the scale of qkv's input; None: its FP8 is saved
 
 
-class Plan(NamedTuple):
+class SegmentPlan(NamedTuple):
     """A segment without its trained tensors, whose order `Segment` describes."""
 
     proj: Projection | None  # of the attention before the segment
@@ -81,7 +82,7 @@ def _add_norm(
     branch: Tensor | None,
     weights: Sequence[Tensor | None],
     norm: Norm,
-    plan: Plan,
+    plan: SegmentPlan,
     columnwise: bool = False,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
     """Return x + branch, its norm as an operand of `projection` (uncast in x's dtype if None), mean and rstd."""
@@ -91,11 +92,11 @@ def _add_norm(
     cast = None if projection is None else projection.cast("input")
     if cast is not None:
         made: Any = stream.add_forward_quantized(
-            x, branch, gamma, beta, **norm._asdict(), via=plan.dtype, rowwise=True, columnwise=columnwise, **cast
+            x, branch, gamma, beta, norm, via=plan.dtype, rowwise=True, columnwise=columnwise, **cast
         )
         return made
     dtype = x.dtype if projection is None else plan.dtype
-    total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, **norm._asdict(), dtype=dtype)
+    total, y, mean, rstd = stream.add_forward(x, branch, gamma, beta, norm, dtype=dtype)
     if projection is None:
         return total, Quantized(y, None, None, None, Layout(dtype, TENSOR, None)), mean, rstd
     return total, projection.operand(y, "input", columnwise), mean, rstd
@@ -110,9 +111,7 @@ def _normed_again(
     assert stream is not None
     assert gemms is not None
     cast = {"scale": entry.scale, "dtype": gemms.recipe.dtype("input"), "rowwise": False, "columnwise": True}
-    _, n, _, _ = stream.add_forward_quantized(
-        x, None, gamma, beta, **norm._asdict(), via=dtype, **cast, statistics=(mean, rstd)
-    )
+    _, n, _, _ = stream.add_forward_quantized(x, None, gamma, beta, norm, via=dtype, **cast, statistics=(mean, rstd))
     return read[0]._replace(data=n.data_t), read[1]
 
 
@@ -128,26 +127,19 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Quantized | None, Tensor, Tensor | None]:
     """Return dx, dx as an operand of `projection` (whose output the branch was; None without), dgamma, dbeta."""
     x, branch, gamma, mean, rstd = kept
-    options: dict[str, Any] = {**norm.of_backward(), "residual": residual}
     if projection is None or (x.dtype is dtype and branch is None):  # otherwise dx would be written twice
-        dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **options)
+        dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, norm, residual=residual)
         g = None if projection is None else projection.operand(dx, "grad_output", True, total)
         return dx, g, dgamma, dbeta if biased else None
     stream = backend(x).residual
     assert stream is not None
-    cast = projection.cast("grad_output")
-    options |= {"biased": biased, "column_sum": total, "branch": branch}
-    if cast is not None:
-        made: Any = stream.backward_quantized(
-            dn, x, gamma, mean, rstd, via=dtype, rowwise=True, columnwise=True, **cast, **options
-        )
-        return made
-    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, dtype=dtype, **options)
+    options: dict[str, Any] = {"residual": residual, "biased": biased, "column_sum": total, "branch": branch}
+    dx, copy, dgamma, dbeta = stream.backward_rounded(dn, x, gamma, mean, rstd, norm, dtype=dtype, **options)
     return dx, projection.operand(copy, "grad_output", True), dgamma, dbeta
 
 
 def _up_and_activation(
-    n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: Plan
+    n: Quantized, weight: Tensor, bias: Tensor | None, mlp: MLP, plan: SegmentPlan
 ) -> tuple[Tensor, Quantized]:
     """Return up's output h, and act(h) as an operand of down."""
     up, down, kind = mlp.up, mlp.down, mlp.activation
@@ -214,7 +206,7 @@ def _heads_of(entry: Entry, mixed: Tensor, gammas: Sequence[Tensor]) -> tuple[li
     for i, (gamma, norm) in enumerate(zip(gammas, (entry.q_norm, entry.k_norm), strict=True)):
         assert norm is not None
         rows = normed[i].reshape(-1, entry.head_dim)
-        y, mean, rstd = backend(rows).forward(rows, gamma, None, **norm._asdict())
+        y, mean, rstd = backend(rows).forward(rows, gamma, None, norm)
         kept += [rows, gamma, mean, rstd]
         normed[i] = y.view(normed[i].shape)
     if rotation is not None:
@@ -240,7 +232,7 @@ def _heads_backward(
             assert norm is not None
             rows, gamma, mean, rstd = kept[4 * i : 4 * i + 4]
             dy = gradients[i].reshape(rows.shape)
-            dx, dgamma, _ = backend(rows).backward(dy, rows, gamma, mean, rstd, **norm.of_backward())
+            dx, dgamma, _ = backend(rows).backward(dy, rows, gamma, mean, rstd, norm)
             gains.append(dgamma)
             gradients[i] = dx.view(gradients[i].shape)
     elif rotation is not None:
@@ -277,7 +269,7 @@ class Segment(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor | None, plan: Plan, *weights: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, y: Tensor | None, plan: SegmentPlan, *weights: Any) -> Any:
         tensors: list[Tensor | None] = []
         operands: list[Any] = []
         total, branch, rest = x, None, list(weights)
@@ -324,9 +316,9 @@ class Segment(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        plan: Plan = ctx.plan
+        plan: SegmentPlan = ctx.plan
         tensors, operands = restore(ctx)
-        dtypes, found = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
+        dtypes, of_weights = list(ctx.dtypes), []  # dtypes of the weights; their gradients, last first
         width = gradients[0].shape[-1]
         products = [plan.proj, *(mlp.down for mlp in plan.mlps)]  # the GEMM that made each norm's branch
         first = 0 if plan.proj is None else 2
@@ -364,12 +356,12 @@ class Segment(torch.autograd.Function):
                     read = _normed_again(plan.entry, plan.norm, kept, beta, read, plan.dtype)
                 dn, dw = plan.entry.qkv.backward(g_qkv, read, (plan.dtype, w_dtype))
                 del g_qkv, read
-                found += [*reversed(gains), _as(total, b_dtype), dw]
+                of_weights += [*reversed(gains), _as(total, b_dtype), dw]
             dx, g, dgamma, dbeta = _add_norm_backward(
                 products[-1], dn, kept_of(len(plan.mlps)), plan.norm, residual, dtypes[end + 1] is not None, sums[-1],
                 plan.dtype,
             )  # fmt: skip
-            found += [dbeta, dgamma]
+            of_weights += [dbeta, dgamma]
         before = 0 if plan.proj is None else 2
         for number in reversed(range(len(plan.mlps))):
             mlp, at = plan.mlps[number], first + 6 * number
@@ -380,11 +372,11 @@ class Segment(torch.autograd.Function):
             assert g is not None
             total = _bias_sums(dtypes[at + 3], h, h.shape[1])
             g_up, down_read = _activation_backward(g, h, total, mlp, down_read, plan.dtype)
-            found += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
+            of_weights += [_as(sums[number + 1], dtypes[at + 5]), mlp.down.wgrad(g, down_read, dtypes[at + 4])]
             del down_read  # the recomputed activation
             dn, dw = mlp.up.backward(g_up, up_read, (plan.dtype, dtypes[at + 2]))
             del g_up
-            found += [_as(total, dtypes[at + 3]), dw]
+            of_weights += [_as(total, dtypes[at + 3]), dw]
             dx, g, dgamma, dbeta = _add_norm_backward(
                 products[number],
                 dn,
@@ -395,7 +387,7 @@ class Segment(torch.autograd.Function):
                 sums[number],
                 plan.dtype,
             )
-            found += [dbeta, dgamma]
+            of_weights += [dbeta, dgamma]
         dy = None
         if plan.proj is not None:
             assert g is not None
@@ -403,5 +395,5 @@ class Segment(torch.autograd.Function):
             if plan.scale is not None:
                 attended = attended._replace(data=plan.proj.again(attended.data, plan.scale))
             dy, dw = plan.proj.backward(g, (attended, weight), (plan.dtype, dtypes[0]))
-            found += [_as(sums[0], dtypes[1]), dw]
-        return dx, dy, None, *reversed(found)
+            of_weights += [_as(sums[0], dtypes[1]), dw]
+        return dx, dy, None, *reversed(of_weights)

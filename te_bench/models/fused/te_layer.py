@@ -48,8 +48,8 @@ def parts(layer: Any) -> tuple[AttentionPart, MLPPart]:
         AttentionPart(
             attention,
             NormPart(qkv.layer_norm_weight, qkv.layer_norm_bias, qkv.norm),
-            LinearPart(qkv, *qkv.parts.weight_and_bias(qkv)),
-            LinearPart(proj, *proj.parts.weight_and_bias(proj)),
+            LinearPart(qkv, *qkv.split.weight_and_bias(qkv)),
+            LinearPart(proj, *proj.split.weight_and_bias(proj)),
             heads,
             groups,
             d,

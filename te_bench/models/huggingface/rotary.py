@@ -15,7 +15,7 @@ from torch import Tensor
 
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
-from te_bench.kernels.rotary import Part
+from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary.backends import reference
 from te_bench.models.modules.activations import FLOATS, is_recorded
 from te_bench.models.modules.rotary import backend
@@ -61,16 +61,13 @@ def _rotate(q: Tensor, k: Tensor, tables: Tensor, heads_first: bool, transposed:
     q, k = rows_contiguous(q), rows_contiguous(k)
     made = torch.empty_like(q), torch.empty_like(k)
     # (T, B, 1, H, D); one batch row at a time if each sequence has its own positions
-    sources, targets = ([_by_position(x, heads_first) for x in pair] for pair in ((q, k), made))
+    order = (2, 0, 1, 3) if heads_first else (1, 0, 2, 3)
+    sources, targets = ([x.permute(order)[:, :, None] for x in pair] for pair in ((q, k), made))
     for i, table in enumerate(tables):
         part = slice(None) if len(tables) == 1 else slice(i, i + 1)
-        parts = [Part(x[:, part], y[:, part], table) for x, y in zip(sources, targets, strict=True)]
+        parts = [Rotated(x[:, part], y[:, part], table) for x, y in zip(sources, targets, strict=True)]
         backend(q).rotate(parts, interleaved=False, transposed=transposed, tables=True)
     return made
-
-
-def _by_position(x: Tensor, heads_first: bool) -> Tensor:
-    return (x.permute(2, 0, 1, 3) if heads_first else x.transpose(0, 1))[:, :, None]
 
 
 class Rotary(Mixed):

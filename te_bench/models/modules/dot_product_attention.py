@@ -27,11 +27,9 @@ from te_bench.models.modules.parameters import Tracker, fork_rng
 from te_bench.models.modules.tensor_parallel import Parallelised, Ranks
 
 
+@compiler.constant
 def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
-
-
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(_capability))  # asked once, during tracing
 
 
 def check_format(where: str, qkv_format: str) -> str:

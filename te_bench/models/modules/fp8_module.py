@@ -143,6 +143,7 @@ class Fp8Module(Parallelised, nn.Module):
             )
         self._usual.clear()
 
+    @compiler.constant  # torch.compile traces with a state in place; else every run of its code would make one
     def _prepare(self, traced: bool = False) -> None:
         """Make the recipe's state under the current autocast, and counters if it counts.
 
@@ -295,14 +296,14 @@ class Fp8Module(Parallelised, nn.Module):
 
     def fp8_numerics(self) -> dict[str, dict[str, float]]:
         """Return {tensor: figures} for te.numerics; a tensor is "input", "weight", "grad_output", "fc1.input", ..."""
-        found: dict[str, dict[str, float]] = {}
+        by_role: dict[str, dict[str, float]] = {}
         for gemm, role in itertools.product(range(self._n_gemms), ROLES):
             figures: dict[str, float] = {} if self._state is None else self._state.figures(role, gemm)
             if (role, gemm) in self._counts:
                 figures |= dict(zip(COUNTS, self._counts[role, gemm].tolist(), strict=True))
             if figures:
-                found[role if self._n_gemms == 1 else f"fc{gemm + 1}.{role}"] = figures
-        return found
+                by_role[role if self._n_gemms == 1 else f"fc{gemm + 1}.{role}"] = figures
+        return by_role
 
     def check_input(self, x: Tensor, features: int, weight: Tensor) -> None:
         """Raise ValueError, naming the value, for an input that this module does not support."""
@@ -323,8 +324,8 @@ class Fp8Module(Parallelised, nn.Module):
     def recipe_state(self) -> dict[str, Tensor]:
         """Return {name: tensor} of the recipe's state, or of a loaded one; not copies."""
         state = self._state
-        found = state.tensors() if state is not None and state.real else self._loaded
-        return {name: tensor.detach() for name, tensor in found.items()}
+        tensors = state.tensors() if state is not None and state.real else self._loaded
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def written(self) -> list[Tensor]:
         """Return the tensors of the recipe's state that training writes to."""
@@ -368,13 +369,13 @@ class Fp8Module(Parallelised, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Transformer Engine's pickled recipe state is not unpickled; scales begin anew.
         state_dict.pop(f"{prefix}_extra_state", None)
-        found = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in saved_names}
-        wrong = [name for name, value in found.items() if value is not None and not isinstance(value, Tensor)]
+        given = {name: state_dict.pop(f"{prefix}{PREFIX}{name}", None) for name in saved_names}
+        wrong = [name for name, value in given.items() if value is not None and not isinstance(value, Tensor)]
         if wrong:
             raise ValueError(
-                f"{prefix}{PREFIX}{wrong[0]} is {found[wrong[0]]!r}, not a tensor: the state dict is damaged"
+                f"{prefix}{PREFIX}{wrong[0]} is {given[wrong[0]]!r}, not a tensor: the state dict is damaged"
             )
-        saved = {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
+        saved = {name: tensor.detach().clone() for name, tensor in given.items() if tensor is not None}
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.forget_weights()
         if not saved:
@@ -431,10 +432,10 @@ def _attribute(name: str) -> property:
     """Make a property for a tensor of the recipe state by its state dict key, for torch.distributed.checkpoint."""
 
     def tensor(self: Fp8Module) -> Tensor:
-        found = self.recipe_state()
-        if name not in found:
+        tensors = self.recipe_state()
+        if name not in tensors:
             raise AttributeError(name)
-        return found[name]
+        return tensors[name]
 
     return property(tensor)
 
@@ -449,7 +450,3 @@ def _expose() -> None:
 _expose()
 
 _NOTHING = Slot()
-
-
-# torch.compile traces with a state in place; otherwise every run of the compiled code would make one.
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(Fp8Module._prepare))

@@ -1,13 +1,13 @@
 """LayerNorm and RMSNorm, alone and as functions that the fused modules share."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_bench.kernels.autograd import once_differentiable
-from te_bench.kernels.norm import Backend
+from te_bench.kernels.norm import Backend, Norm
 from te_bench.kernels.norm.backends import reference as norm_reference
 from te_bench.kernels.norm.backends import triton as norm_triton
 from te_bench.models.modules import arguments
@@ -29,24 +29,12 @@ def check_normalization(normalization: str) -> str:
     return KINDS[normalization]
 
 
-class Norm(NamedTuple):
-    """The settings of a norm."""
-
-    eps: float
-    zero_centered_gamma: bool
-    kind: str  # of kernels.norm
-
-    def of_backward(self) -> dict[str, Any]:
-        """Return the settings that a norm's backward kernel takes."""
-        return {"zero_centered_gamma": self.zero_centered_gamma, "kind": self.kind}
-
-
 class _Norm(torch.autograd.Function):
     """Compute the norm of x (M, N) by the fused kernels; saves statistics instead of the output."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-        y, mean, rstd = backend(x).forward(x, weight, bias, **norm._asdict())
+        y, mean, rstd = backend(x).forward(x, weight, bias, norm)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.norm = norm
         return y
@@ -55,7 +43,7 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dx, dw, db = backend(x).backward(dy.contiguous(), x, weight, mean, rstd, **ctx.norm.of_backward())
+        dx, dw, db = backend(x).backward(dy.contiguous(), x, weight, mean, rstd, ctx.norm)
         return dx, dw, db, None
 
 

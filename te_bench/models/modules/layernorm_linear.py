@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from te_bench.kernels.autograd import once_differentiable
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments
 from te_bench.models.modules.activations import compute_dtype, flatten
 from te_bench.models.modules.fp8_module import Fp8Module
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
-from te_bench.models.modules.layernorm import Norm, backend, check_normalization, normalize
-from te_bench.models.modules.linear import Parts, linear, linear_backward
+from te_bench.models.modules.layernorm import backend, check_normalization, normalize
+from te_bench.models.modules.linear import SplitParameters, linear, linear_backward
 from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
 from te_bench.models.modules.tensor_parallel import Division, Ranks, divide, mark_partial, outer
 
@@ -26,12 +27,12 @@ def norm_quantize(
     kernels = backend(x)
     cast = None if keep else gemms.recipe.epilogue("input", gemms.input)
     if cast is None:
-        y, mean, rstd = kernels.forward(x, gamma, beta, **norm._asdict())
+        y, mean, rstd = kernels.forward(x, gamma, beta, norm)
         q = gemms.quantize(y, "input", rowwise=True, columnwise=columnwise)
         return q, y if keep else None, mean, rstd
     gathers = gemms.gathers("input")
-    options = {**norm._asdict(), **cast._asdict(), "rowwise": True, "columnwise": columnwise and not gathers}
-    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, **options)
+    options = {**cast._asdict(), "rowwise": True, "columnwise": columnwise and not gathers}
+    q, mean, rstd = kernels.forward_quantized(x, gamma, beta, norm, **options)
     return gemms.gather(q, "input", columnwise) if gathers else q, None, mean, rstd
 
 
@@ -70,7 +71,7 @@ class _LayerNormLinear(torch.autograd.Function):
         dx = dgamma = dbeta = None
         if dn is not None:
             dn = dn if dkept is None else dn + dkept
-            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
+            dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, norm)
         return dx, dgamma, dbeta, dw, None if db is None else db.to(b_dtype), None, None, None, None
 
 
@@ -163,21 +164,21 @@ class LayerNormLinear(NormedModule):
         self.parallel_mode = parallel_mode
         self.use_bias, self.name = bias, name
         self.init_method, self.tracker = init_method or default_init, get_rng_state_tracker
-        self.parts = Parts(parameters_split, out_features, division)
-        self.in_features, self.out_features = in_features, sum(self.parts.sizes.values())
-        self.parts.register(self, in_features, bias, options)
+        self.split = SplitParameters(parameters_split, out_features, division)
+        self.in_features, self.out_features = in_features, sum(self.split.sizes.values())
+        self.split.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _initialise(self) -> None:
         super()._initialise()
         with fork_rng(self.tracker):
-            self.parts.reset(self, self.init_method)
+            self.split.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """Return y, then the bias with return_bias, then norm(x) with return_layernorm_output; a tuple if several."""
         if others:
             arguments.reject("LayerNormLinear.forward", others)
-        weight, bias = self.parts.weight_and_bias(self)
+        weight, bias = self.split.weight_and_bias(self)
         self.check_input(inp, self.in_features, weight)
         dtype = compute_dtype(inp)
         x = inp.to(dtype)

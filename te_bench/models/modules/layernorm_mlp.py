@@ -11,12 +11,13 @@ from te_bench.kernels.activation import KINDS, Backend
 from te_bench.kernels.activation.backends import reference as activation_reference
 from te_bench.kernels.activation.backends import triton as activation_triton
 from te_bench.kernels.autograd import once_differentiable
+from te_bench.kernels.norm import Norm
 from te_bench.kernels.quantize import Quantized
 from te_bench.models import fp8
 from te_bench.models.modules import arguments
 from te_bench.models.modules.activations import FLOATS, compute_dtype, flatten, is_recorded
 from te_bench.models.modules.gemms import NOT_NEEDED, Gemms, restore, save_for_backward
-from te_bench.models.modules.layernorm import Norm, backend, check_normalization
+from te_bench.models.modules.layernorm import backend, check_normalization
 from te_bench.models.modules.layernorm_linear import NormedModule, norm_quantize
 from te_bench.models.modules.linear import linear, linear_backward
 from te_bench.models.modules.parameters import Tracker, default_init, factory, fork_rng
@@ -128,7 +129,7 @@ class _LayerNormMLP(torch.autograd.Function):
             if need_norm:
                 dn = fc1.dgrad(g, w1_t, x.dtype)
                 dn = dn if dkept is None else dn + dkept
-                dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, **norm.of_backward())
+                dx, dgamma, dbeta = backend(x).backward(dn, x, gamma, mean, rstd, norm)
         biases = [None if b is None else b.to(t) for b, t in ((db1, b1_dtype), (db2, b2_dtype))]
         return dx, dgamma, dbeta, dw1, biases[0], dw2, biases[1], None, None, None
 

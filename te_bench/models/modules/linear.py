@@ -106,7 +106,7 @@ def linear(division: Division | None, x: Tensor, weight: Tensor, bias: Tensor | 
     return y if bias is None else y + bias
 
 
-class Parts:
+class SplitParameters:
     """A weight and bias stored as several parameters, concatenated along the output features when used.
 
     split: None, names ("query", "key", "value"), or {name: output features}. Parameters are then called query_weight,
@@ -199,29 +199,29 @@ class Linear(Fp8Module):
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.init_method = init_method or default_init
         self.tracker = (get_rng_state_tracker, rng_tracker_name)
-        self.parts = Parts(parameters_split, out_features, division)
-        self.in_features, self.out_features = in_features, sum(self.parts.sizes.values())
+        self.split = SplitParameters(parameters_split, out_features, division)
+        self.in_features, self.out_features = in_features, sum(self.split.sizes.values())
         options = factory(device, params_dtype)
-        self.parts.register(self, in_features, bias, options)
+        self.split.register(self, in_features, bias, options)
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def resize(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         """Replace the one whole weight (out, in_features) and its bias (out,)."""
         self.weight, self.bias = weight, bias
         self.out_features = len(weight)
-        self.parts = Parts(None, self.out_features, self.divisions[0])
+        self.split = SplitParameters(None, self.out_features, self.divisions[0])
         self.forget_weights()
 
     def _initialise(self) -> None:
         with fork_rng(*self.tracker):
-            self.parts.reset(self, self.init_method)
+            self.split.reset(self, self.init_method)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None, **others: Any) -> Any:
         """Return y, or (y, bias) with return_bias. is_first_microbatch: True keeps the FP8 weight, False reuses it."""
         if others:
             arguments.reject("Linear.forward", others)
         x = inp
-        weight, bias = self.parts.weight_and_bias(self)
+        weight, bias = self.split.weight_and_bias(self)
         self.check_input(x, self.in_features, weight)
         dtype = compute_dtype(x)
         added = None if self.return_bias or bias is None else bias

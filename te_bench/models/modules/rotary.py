@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_bench.kernels.autograd import once_differentiable
 from te_bench.kernels.launch import rows_contiguous
-from te_bench.kernels.rotary import Backend, Part
+from te_bench.kernels.rotary import Backend, Rotated
 from te_bench.kernels.rotary.backends import reference as rotary_reference
 from te_bench.kernels.rotary.backends import triton as rotary_triton
 from te_bench.models.modules import arguments, attention_mask
@@ -205,7 +205,7 @@ def _rotate(t: Tensor, angles: Tensor, batch_first: bool, interleaved: bool, tra
     t = rows_contiguous(t)
     out = t.new_empty(t.shape)
     x, y = ((z.transpose(0, 1) if batch_first else z)[:, :, None] for z in (t, out))
-    backend(t).rotate([Part(x, y, angles)], interleaved=interleaved, transposed=transposed)
+    backend(t).rotate([Rotated(x, y, angles)], interleaved=interleaved, transposed=transposed)
     return out
 
 
@@ -236,7 +236,7 @@ class Rotation(NamedTuple):
         if self.batch_first:
             sources, targets = ([t.transpose(0, 1) for t in tensors] for tensors in (sources, targets))
         angles = (self.q, self.k, None)[: len(sources)]
-        parts = [Part(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
+        parts = [Rotated(x, y, a) for x, y, a in zip(sources, targets, angles, strict=True)]
         backend(sources[0]).rotate(parts, interleaved=self.interleaved, transposed=transposed, tables=self.tables)
 
     def split(self, mixed: Tensor, own: bool) -> list[Tensor]:

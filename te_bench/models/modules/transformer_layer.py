@@ -183,23 +183,21 @@ class TransformerLayer(Parallelised, nn.Module):
         else:
             h = residual + self._dropout(attended)
             if self.layer_type == "decoder":
-                h = self._attend_to(
+                attended = self.inter_attention(
                     h,
-                    encoder_output,
                     enc_dec_attn_mask,
+                    encoder_output=encoder_output,
                     attn_mask_type=enc_dec_attn_mask_type,
                     window_size=enc_dec_window_size,
                     bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                     is_first_microbatch=is_first_microbatch,
                     checkpoint_core_attention=checkpoint_core_attention,
                 )
+                attended, residual = _split(attended, h)
+                h = residual + self._dropout(attended)
             mlp, residual = _split(self.layernorm_mlp(h, is_first_microbatch=is_first_microbatch), h)
             y = residual + self._dropout(mlp)
         return y if self.layernorm is None else self.layernorm(y)
-
-    def _attend_to(self, h: Tensor, encoder_output: Tensor | None, mask: Any, **options: Any) -> Tensor:
-        attended, residual = _split(self.inter_attention(h, mask, encoder_output=encoder_output, **options), h)
-        return residual + self._dropout(attended)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x

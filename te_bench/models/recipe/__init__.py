@@ -1,8 +1,7 @@
 """FP8 recipes, one file each, with Transformer Engine's names and rules: `from te_bench.models import recipe`."""
 
 from te_bench import plugins
-from te_bench.models.recipe._ranks import largest_of_ranks
-from te_bench.models.recipe._recipe import Cast, Format, Recipe, Slot, State, saved_names
+from te_bench.models.recipe._recipe import Cast, Format, Recipe, Slot, State, largest_of_ranks, saved_names
 from te_bench.models.recipe.delayed_scaling import DelayedScaling
 from te_bench.models.recipe.float8_block_scaling import Float8BlockScaling
 from te_bench.models.recipe.float8_current_scaling import Float8CurrentScaling

@@ -11,12 +11,13 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm import policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
-from te_bench.kernels.quantize import TENSOR, Backend, Layout, Operand, Quantized
+from te_bench.kernels.quantize import TENSOR, Block, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
 
@@ -227,11 +228,33 @@ class Recipe:
         """Return the FP8 format of a role."""
         return self.fp8_format.backward if role == "grad_output" else self.fp8_format.forward
 
+    def block(self, role: str) -> Block:
+        """Return what shares a scale in a tensor of that role."""
+        return TENSOR
+
     def quantize(
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
-        """Quantise x (M, N) in the requested layouts; the sum over x's rows is added to column_sum, (N,) float32."""
-        raise NotImplementedError
+        """Quantise x (M, N) in the requested layouts; the sum over x's rows is added to column_sum, (N,) float32.
+
+        Each `block` is scaled by its own amax, unless a recipe overrides this.
+        """
+        block = self.block(role)
+        itself = columnwise and self.bf16_wgrad and role != "weight"  # its columns are its own, uncast
+        if column_sum is not None and block != TENSOR:
+            add_rows(x, column_sum)
+            column_sum = None
+        q = self._quantizer(x)(
+            x,
+            self.dtype(role),
+            block,
+            rowwise=rowwise or itself,
+            columnwise=columnwise and not itself,
+            power_of_two=self.power_of_two,
+            counts=slot.counts,
+            column_sum=column_sum,
+        )
+        return self._with_itself(q, x) if itself else q
 
     def quantize_pair(
         self, x: Tensor, x_slot: Slot, w: Tensor, w_slot: Slot, *, x_columnwise: bool, w_columnwise: bool
@@ -279,10 +302,6 @@ class Recipe:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
 
-    def _itself(self, role: str, columnwise: bool) -> bool:
-        """Return whether the requested columns are the tensor's own, uncast."""
-        return columnwise and self.bf16_wgrad and role != "weight"
-
     @staticmethod
     def _with_itself(q: Quantized, x: Tensor) -> Quantized:
         """Return q with x's own columns, detached: a view with a graph would create a reference cycle with x."""
@@ -291,8 +310,8 @@ class Recipe:
     def _emulated(self, x: Tensor) -> bool:
         return self.emulate or not x.is_cuda
 
-    def _quantizer(self, x: Tensor) -> Backend:
-        return quantize_reference.BACKEND if self._emulated(x) else quantize_triton.BACKEND
+    def _quantizer(self, x: Tensor) -> Callable[..., Quantized]:
+        return quantize_reference.quantize if self._emulated(x) else quantize_triton.quantize
 
     def _reject(self, wrong: bool, setting: str, legal: str) -> None:
         if wrong:
@@ -303,6 +322,11 @@ class Recipe:
         self._reject(self.fp8_format not in legal, "fp8_format", why + " or ".join(f"Format.{f.name}" for f in legal))
 
 
+def add_rows(x: Tensor, column_sum: Tensor) -> None:
+    """Add the sum over x's rows to column_sum, float32."""
+    column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
+
+
 def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset[str]:
     """Return the names in the first and last ceil(share x blocks) blocks; `last` includes names in no block (a head).
 
@@ -311,19 +335,19 @@ def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset
     """
     if not first and not last:
         return frozenset()
-    found: dict[str, dict[int, set[str]]] = {}
+    lists: dict[str, dict[int, set[str]]] = {}
     outside = set[str]()
     for name in names:
         parts = name.split(".")
         place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if place is not None:
-            found.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), set()).add(name)
+            lists.setdefault(".".join(parts[:place]), {}).setdefault(int(parts[place]), set()).add(name)
         else:
             outside.add(name)
-    if not found:
+    if not lists:
         said = f"bf16_last={last}" if last else f"bf16_first={first}"
         raise ValueError(f"{said}: the model's layers are in no numbered blocks; leave it at 0")
-    blocks = max(found.values(), key=len)
+    blocks = max(lists.values(), key=len)
 
     def whole(share: float) -> int:  # 0.07 x 100 blocks is 7, but slightly more in floats
         return max(1, math.ceil(share * len(blocks) - 1e-9)) if share else 0
@@ -331,6 +355,13 @@ def _in_end_blocks(names: Iterable[str], first: float, last: float) -> frozenset
     numbers = sorted(blocks)
     ends = {*numbers[: whole(first)], *numbers[len(numbers) - whole(last) :]}
     return frozenset(outside if last else ()).union(*(blocks[number] for number in ends))
+
+
+def largest_of_ranks(x: Tensor, group: Any = None) -> Tensor:
+    """Return each element's maximum over the group (None: all ranks); NaN becomes infinity, as backends may lose it."""
+    x = x.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
+    return x
 
 
 AmaxAlgorithm = str | Callable[[Tensor], Tensor]

@@ -9,12 +9,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from te_bench.kernels.quantize import TENSOR, Layout, Quantized
+from te_bench.kernels.operators import define
+from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize import history as _history
 from te_bench.kernels.quantize.backends import reference as quantize_reference
 from te_bench.kernels.quantize.backends import triton as quantize_triton
-from te_bench.models.recipe._ranks import largest_of_ranks
-from te_bench.models.recipe._recipe import AmaxAlgorithm, Cast, Format, Recipe, ScaleAlgorithm, Slot, State
+from te_bench.kernels.tile import empty_pair
+from te_bench.models.recipe._recipe import (
+    AmaxAlgorithm,
+    Cast,
+    Format,
+    Recipe,
+    ScaleAlgorithm,
+    Slot,
+    State,
+    largest_of_ranks,
+)
 
 ALGORITHMS = ("max", "most_recent")
 
@@ -68,11 +78,11 @@ class DelayedScaling(Recipe):
         amax = slot.amax
         if slot.again and amax is not None:  # in the graph's own tensor: the history moves on before a recomputation
             amax = x.new_zeros((), dtype=torch.float32)
-        scaled = _emulated if self._emulated(x) and torch.compiler.is_compiling() else self._quantizer(x).scaled
-        made = scaled(
+        quantize = _emulated if self._emulated(x) and torch.compiler.is_compiling() else self._quantizer(x)
+        made = quantize(
             x,
-            slot.scale,
             self.dtype(role),
+            scale=slot.scale,
             rowwise=rowwise,
             columnwise=columnwise,
             amax=amax,
@@ -92,7 +102,7 @@ class DelayedScaling(Recipe):
         if x_slot.counts is None and not x_slot.again and dtype is self.dtype("weight") and not self._emulated(x):
             assert x_slot.scale is not None
             assert w_slot.scale is not None
-            made = quantize_triton.scaled_pair(
+            made = quantize_triton.quantize_pair(
                 x, x_slot.scale, x_slot.amax, w, w_slot.scale, w_slot.amax, dtype, x_columnwise, w_columnwise
             )
         if made is not None:
@@ -237,8 +247,8 @@ class DelayedState(State):
         return {"scale": table.scale[i].item(), "amax": amax.item(), "nonfinite_amax": table.nonfinite[i].item()}
 
     def tensors(self) -> dict[str, Tensor]:
-        found = [t for table in (self.forward, self.backward) for t in (table.scale, table.history, table.limit)]
-        return dict(zip(self.saved, found, strict=True))
+        tensors = [t for table in (self.forward, self.backward) for t in (table.scale, table.history, table.limit)]
+        return dict(zip(self.saved, tensors, strict=True))
 
     def buffers(self) -> list[Tensor]:
         return [t for table in (self.forward, self.backward) for t in table.written]
@@ -314,47 +324,36 @@ def _fresh(recipe: DelayedScaling, n: int, role: str, device: torch.device) -> S
     )
 
 
-# Opaque to torch.compile, which assumes that scales never change: it would compute what needs no gradient, such as 1 /
-# scale of a gradient, in the forward pass, and recompute what is cheap in the backward pass. But the autocast's end, in
-# between, changes the scales.
-@torch.library.custom_op("te_bench::emulated_delayed_cast", mutates_args=("amax", "counts", "column_sum"))
 def _cast(
     x: Tensor,
-    scale: Tensor,
     dtype: torch.dtype,
+    scale: Tensor,
     rowwise: bool,
     columnwise: bool,
     amax: Tensor | None,
     counts: Tensor | None,
     column_sum: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made = quantize_reference.BACKEND.scaled(
-        x, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts, column_sum=column_sum
-    )
-    # An operator's outputs may neither be None nor share memory.
-    data, inverse, data_t, inverse_t = (x.new_empty(0) if part is None else part for part in made[:4])
-    return data, inverse, data_t, inverse_t.clone()
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    looks: dict[str, Any] = {"amax": amax, "counts": counts, "column_sum": column_sum}
+    made = quantize_reference.quantize(x, dtype, scale=scale, rowwise=rowwise, columnwise=columnwise, **looks)
+    return made.data, made.data_t, made.scale_inv if rowwise else made.scale_inv_t
 
 
-@_cast.register_fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype, rowwise: bool, columnwise: bool, *_: Any) -> Any:
-    (m, n), absent = x.shape, x.new_empty(0)
-    return (
-        x.new_empty((m, n), dtype=dtype) if rowwise else absent,
-        torch.empty_like(scale) if rowwise else absent.clone(),
-        x.new_empty((n, m), dtype=dtype) if columnwise else absent.clone(),
-        torch.empty_like(scale) if columnwise else absent.clone(),
-    )
+def _fake_cast(x: Tensor, dtype: torch.dtype, scale: Tensor, rowwise: bool, columnwise: bool, *_: Any) -> Any:
+    m, n = x.shape
+    return *empty_pair(m, n, x, dtype, rowwise, columnwise), torch.empty_like(scale)
 
 
-def _emulated(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool, **gathered: Tensor | None
-) -> Quantized:
-    """The reference quantiser's `scaled`, for torch.compile."""
-    data, inverse, data_t, inverse_t = _cast(x, scale, dtype, rowwise, columnwise, **gathered)
-    return quantize_triton.wrap(
-        rowwise, columnwise, data, data_t, inverse, inverse_t, layout=Layout(dtype, TENSOR, torch.float32)
-    )
+# Opaque to torch.compile, which assumes that scales never change: it would compute what needs no gradient, such as 1 /
+# scale of a gradient, in the forward pass, and recompute what is cheap in the backward pass. But the autocast's end, in
+# between, changes the scales.
+_operator = define("emulated_delayed_cast", _cast, _fake_cast, writes=("amax", "counts", "column_sum"))
+
+
+def _emulated(x: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool, **given: Tensor | None) -> Quantized:
+    """The reference quantiser by a given scale, for torch.compile."""
+    made = _operator(x, dtype, rowwise=rowwise, columnwise=columnwise, **given)
+    return quantize_reference.one_scale(dtype, rowwise, columnwise, *made)
 
 
 def _reduce(rows: list[Tensor], group: Any) -> None:

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from te_bench.kernels import architecture
 from te_bench.kernels.gemm.backends import scaled_mm
-from te_bench.kernels.quantize import BLOCK, Quantized
-from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.kernels.quantize import SQUARE, STRIP, Block
+from te_bench.models.recipe._recipe import Format, Recipe
 
 
 @dataclass(frozen=True)
@@ -33,20 +30,8 @@ class Float8BlockScaling(Recipe):
     def float8_block_scaling(cls) -> bool:
         return True
 
-    def quantize(
-        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-    ) -> Quantized:
-        if column_sum is not None:
-            column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
-        return self._quantizer(x).block(
-            x,
-            self.dtype(role),
-            rows=BLOCK if role == "weight" else 1,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            power_of_two=self.power_of_two,
-            counts=slot.counts,
-        )
+    def block(self, role: str) -> Block:
+        return SQUARE if role == "weight" else STRIP
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         lack, tma = scaled_mm.lacks_block_scales(capability), architecture.lacks_tma(capability)

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from te_bench.kernels.quantize import Quantized
-from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.models.recipe._recipe import Format, Recipe
 from te_bench.models.recipe.delayed_scaling import DelayedScaling
 
 
@@ -33,25 +30,10 @@ class Float8CurrentScaling(Recipe):
 
     def by_given_scale(self) -> Recipe | None:
         kind = type(self)  # a subclass may cast differently
-        usual = kind.quantize is Float8CurrentScaling.quantize and kind.dtype is Recipe.dtype
+        usual = all(getattr(kind, name) is getattr(Recipe, name) for name in ("quantize", "block", "dtype"))
         if not usual or self.bf16_wgrad:
             return None
         return DelayedScaling(fp8_format=self.fp8_format, emulate=self.emulate)
-
-    def quantize(
-        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-    ) -> Quantized:
-        itself = self._itself(role, columnwise)
-        q = self._quantizer(x).tensor(
-            x,
-            self.dtype(role),
-            rowwise=rowwise or itself,
-            columnwise=columnwise and not itself,
-            power_of_two=self.power_of_two,
-            counts=slot.counts,
-            column_sum=column_sum,
-        )
-        return self._with_itself(q, x) if itself else q
 
 
 RECIPE = Float8CurrentScaling()

@@ -9,7 +9,7 @@ from torch import Tensor
 from te_bench.kernels.gemm import block_formats
 from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.block_formats import MXFP8_BLOCK
-from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.models.recipe._recipe import Format, Recipe, Slot, add_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MXFP8BlockScaling(Recipe):
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
         if column_sum is not None:
-            column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
+            add_rows(x, column_sum)
         square = role == "weight" and self.enable_2d_quantization
         return block_casts.mxfp8(
             x,

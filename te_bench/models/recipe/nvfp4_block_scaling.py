@@ -9,7 +9,7 @@ from torch import Tensor
 from te_bench.kernels.gemm import block_formats
 from te_bench.kernels.quantize import Operand, Quantized, block_casts
 from te_bench.kernels.quantize.block_formats import NVFP4_BLOCK
-from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.models.recipe._recipe import Format, Recipe, Slot, add_rows
 
 LARGEST = torch.iinfo(torch.int64).max
 
@@ -54,7 +54,7 @@ class NVFP4BlockScaling(Recipe):
         self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
     ) -> Quantized:
         if column_sum is not None:
-            column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
+            add_rows(x, column_sum)
         weight, seed = role == "weight", None
         if role == "grad_output" and not self.disable_stochastic_rounding:
             seed = torch.randint(LARGEST, (), dtype=torch.int64, device=x.device)

@@ -3,11 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from te_bench.kernels.quantize import Quantized
-from te_bench.models.recipe._recipe import Format, Recipe, Slot
+from te_bench.kernels.quantize import ROW, Block
+from te_bench.models.recipe._recipe import Format, Recipe
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,8 @@ class RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         self._check_format()
 
-    def quantize(
-        self, x: Tensor, role: str, slot: Slot, *, rowwise: bool, columnwise: bool, column_sum: Tensor | None = None
-    ) -> Quantized:
-        if column_sum is not None:
-            column_sum += x.sum(0, dtype=torch.float32)  # x.float() would be a copy of twice its bytes
-        itself = self._itself(role, columnwise)
-        q = self._quantizer(x).row(
-            x,
-            self.dtype(role),
-            rowwise=rowwise or itself,
-            columnwise=columnwise and not itself,
-            power_of_two=self.power_of_two,
-            counts=slot.counts,
-        )
-        return self._with_itself(q, x) if itself else q
+    def block(self, role: str) -> Block:
+        return ROW
 
 
 RECIPE = RowwiseScaling()

@@ -31,11 +31,6 @@ def whole(config: DecoderConfig, name: str) -> list[Piece]:
     return [Piece(name)]
 
 
-def no_zeros(config: DecoderConfig) -> dict[str, int]:
-    """Return nothing: this layout has no tensor that our model lacks."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The layout of a family's folder. The callables take Decoder's names of parameters and never its modules.
@@ -51,7 +46,7 @@ class Layout:
     read: Callable[[Settings], DecoderConfig]
     describe: Callable[[DecoderConfig], dict[str, Any]] = field(repr=False)
     pieces: Callable[[DecoderConfig, str], list[Piece]] = whole
-    zeros: Callable[[DecoderConfig], dict[str, int]] = no_zeros
+    zeros: Callable[[DecoderConfig], dict[str, int]] = lambda config: {}
 
 
 _family = plugins.Family(__name__, "LAYOUT", Layout)
@@ -67,26 +62,26 @@ def load(family: str) -> Layout:
 
 def of_model_type(model_type: object) -> Layout:
     """Return the layout that reads this model_type. Raises ValueError if none does."""
-    found = [_family.load(name) for name in names()]
-    known = [name for layout in found for name in layout.model_types]
+    layouts = [_family.load(name) for name in names()]
+    known = [name for layout in layouts for name in layout.model_types]
     if model_type not in known:
         raise ValueError(f"model_type is {model_type!r}; known: {', '.join(known)}")
-    return next(layout for layout in found if model_type in layout.model_types)
+    return next(layout for layout in layouts if model_type in layout.model_types)
 
 
 # Checks that the layouts share.
 
 
-def require(found: Settings, only: Settings) -> None:
+def require(settings: Settings, only: Settings) -> None:
     """Raise ValueError if a setting is present and differs from the only value that can be loaded."""
     for key, value in only.items():
-        if found.get(key, value) != value:
-            raise ValueError(f"{key} is {found[key]!r}; only {value!r} can be loaded")
+        if settings.get(key, value) != value:
+            raise ValueError(f"{key} is {settings[key]!r}; only {value!r} can be loaded")
 
 
-def read_sizes(found: Settings, *keys: str) -> list[int]:
+def read_sizes(settings: Settings, *keys: str) -> list[int]:
     """Return the sizes under these keys. Raises ValueError unless all are positive integers."""
-    odd = [key for key in keys if type(found.get(key)) is not int or found[key] < 1]
+    odd = [key for key in keys if type(settings.get(key)) is not int or settings[key] < 1]
     if odd:
-        raise ValueError(f"{', '.join(f'{key} is {found.get(key)!r}' for key in odd)}; give positive integers")
-    return [found[key] for key in keys]
+        raise ValueError(f"{', '.join(f'{key} is {settings.get(key)!r}' for key in odd)}; give positive integers")
+    return [settings[key] for key in keys]

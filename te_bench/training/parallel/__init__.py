@@ -78,23 +78,15 @@ class Parallel:
         """Return this rank's rows of a micro-batch."""
         return x
 
-    def forward(self, model: "nn.Module") -> "Callable[..., Tensor]":
-        """Return the callable of an eager forward pass."""
-        return model
-
-    def compiled(self, model: "nn.Module") -> "Callable[..., Tensor]":
-        """Return the forward pass compiled by torch.compile; the model itself is unchanged."""
+    def forward(self, model: "nn.Module", compiled: bool) -> "Callable[..., Tensor]":
+        """Return the callable of a forward pass, eager or by torch.compile; the model itself is unchanged."""
         import torch
 
-        forward: Callable[..., Tensor] = torch.compile(model, dynamic=False)
-        return forward
+        return torch.compile(model, dynamic=False) if compiled else model
 
     def of_all(self, value: "Any") -> "list[Any]":
-        """Return every rank's value, in rank order. Every rank must call it."""
+        """Return every rank's value, in rank order. Every rank must call it, and the slowest may take an hour."""
         return [value]
-
-    def meet(self) -> None:
-        """Wait for every rank, after work that may take one rank longer than collectives wait."""
 
     def watch(self, holders: Iterable["nn.Parameter"]) -> None:
         """Register parameters whose gradient is whole as soon as the backward pass has written it."""
@@ -111,10 +103,6 @@ class Parallel:
 
     def shared(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
         """Return an optimizer equivalent to this new one, of whose states each rank may keep only a part."""
-        return optimizer
-
-    def own(self, optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
-        """Return the optimizer inside `shared`'s result that holds this rank's states."""
         return optimizer
 
     def owners(self, parameters: "Sequence[nn.Parameter]") -> list[int] | None:

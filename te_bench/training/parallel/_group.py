@@ -47,13 +47,13 @@ class Grouped(Parallel):
         shapes = tuple(x.shape for x in batch)
         if shapes in self._shapes:
             return
-        found = self.of_all((shapes, _digest(batch)))
-        if any(each != shapes for each, _ in found):
+        batches = self.of_all((shapes, _digest(batch)))
+        if any(each != shapes for each, _ in batches):
             given = ", ".join(
-                f"rank {rank} {' and '.join(map(str, map(tuple, each)))}" for rank, (each, _) in enumerate(found)
+                f"rank {rank} {' and '.join(map(str, map(tuple, each)))}" for rank, (each, _) in enumerate(batches)
             )
             raise ValueError(f"ranks have batches of other shapes, {given}: each is to give the global batch")
-        if len({digest for _, digest in found}) > 1:
+        if len({digest for _, digest in batches}) > 1:
             raise ValueError(
                 "ranks have batches of one shape and other contents: each is to give the global batch, and takes its own "
                 "rows of it. Let no sampler share out the data"
@@ -66,12 +66,9 @@ class Grouped(Parallel):
         return x.chunk(self.replicas)[self.replica]
 
     def of_all(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=_patient(dist.group.WORLD))
-        return found
-
-    def meet(self) -> None:
-        meet()
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=_patient(dist.group.WORLD))
+        return values
 
     def largest(self, x: Tensor) -> Tensor:
         return largest_of_ranks(x)
@@ -82,10 +79,10 @@ class Grouped(Parallel):
 
 
 def _digest(batch: Iterable[Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for x in batch:
-        found.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-    return found.hexdigest()
+        digest.update(x.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def clip_by_kinds(
@@ -129,7 +126,7 @@ def require_groups(shard: int, world: int, all_in_one: str, one_each: str) -> No
 
 
 def meet() -> None:
-    """Wait for all ranks (see Parallel.meet)."""
+    """Wait for all ranks, however long the slowest takes."""
     dist.barrier(group=_patient(dist.group.WORLD))
 
 

@@ -19,16 +19,15 @@ from te_bench.models.modules.linear import linear
 from te_bench.models.modules.tensor_parallel import Division, Ranks
 
 
-def compute_by(model: Decoder, ranks: Ranks, first: int) -> None:
+def compute_by(model: Any, ranks: Ranks, first: int) -> None:
     """Make the model embed and compute its loss with tables of only this rank's rows, beginning at row `first`."""
-    found: Any = model
-    found.embed = functools.partial(_embed, model, ranks, first)
-    found.logits = _no_logits
+    model.embed = functools.partial(_embed, model, ranks, first)
+    model.logits = _no_logits
     head = Backend(forward=functools.partial(_loss, ranks, first), unsupported=lambda problem: None)
-    found.heads = {True: head, False: head}
+    model.heads = {True: head, False: head}
     if ranks.sequence:
-        angles = found.angles
-        found.angles = lambda length: angles(length * ranks.size)  # the caller's length is a rank's share of a sequence
+        angles = model.angles
+        model.angles = lambda length: angles(length * ranks.size)  # the caller's length is a rank's share of a sequence
 
 
 def _no_logits(tokens: Tensor) -> Tensor:

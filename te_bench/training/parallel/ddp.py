@@ -27,7 +27,7 @@ Kind = tuple[int, int, str]  # (index of the parameter, elements, dtype) of a gr
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Buckets:
     """The gradients of a pass, and the indices in each bucket, in the order of sending."""
 
     kinds: list[Kind]
@@ -41,7 +41,7 @@ class DDP(Grouped):
     def __init__(self) -> None:
         super().__init__()
         self._sending = False
-        self._plan: _Plan | None = None
+        self._plan: _Buckets | None = None
         self._times: Counter[int] = Counter()  # {id of holder: how often the first pass brought it a gradient}
         self._arrived: dict[int, Tensor | None] = {}  # gradients by index
         self._sent: list[tuple[list[Tensor], Tensor, dist.Work | None]] = []
@@ -74,7 +74,7 @@ class DDP(Grouped):
         finally:
             self._sending = False
 
-    def _send_whole(self, plan: _Plan) -> None:
+    def _send_whole(self, plan: _Buckets) -> None:
         """Send the next buckets whose gradients have all arrived."""
         for bucket in plan.buckets[len(self._sent) :]:
             gradients = [gradient for place in bucket if (gradient := self._arrived.get(place)) is not None]
@@ -103,7 +103,7 @@ class DDP(Grouped):
             torch._foreach_copy_(bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)])
         self._arrived, self._sent = {}, []
 
-    def _planned(self, held: list[tuple[int, nn.Parameter]], kinds: list[Kind]) -> _Plan:
+    def _planned(self, held: list[tuple[int, nn.Parameter]], kinds: list[Kind]) -> _Buckets:
         """Return the plan, the same in every rank. Gradients that are whole during the pass come first."""
         late = [place for place, holder in held if self._times[id(holder)] != 1]
         if any(each != (kinds, late) for each in self.of_all((kinds, late))):
@@ -117,7 +117,7 @@ class DDP(Grouped):
             if sum(nbytes[each] for each in bucket) >= BUCKET_BYTES:
                 buckets.append(filling.pop(dtype))
         places = {id(holder): place for place, holder in held if place not in late}
-        return _Plan(kinds, [*buckets, *filling.values()], places)
+        return _Buckets(kinds, [*buckets, *filling.values()], places)
 
 
 PARALLEL = DDP

@@ -98,11 +98,13 @@ class FSDP2(DDP):
         """Return the mesh of ranks over which fully_shard cuts."""
         return init_device_mesh(self.device.type, (self.world,))
 
-    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
         """Compile each block, and a decoder's head and loss as one: weights are gathered between compiled regions.
 
         In eager mode autocast saves all logits in float32 for the backward pass; compiled, they keep their dtype.
         """
+        if not compiled:
+            return model
         made: list[tuple[nn.Module, str, Callable[..., Any]]] = [
             (block, "forward", torch.compile(block.forward, dynamic=False)) for block in blocks_of(model)
         ]
@@ -127,7 +129,7 @@ class FSDP2(DDP):
 
     def _block_bytes(self, model: nn.Module, in_fp8: Collection[nn.Parameter]) -> dict[str, tuple[int, int]]:
         """Count both passes' bytes. Blocks with FP8-gathered weights go as uint8, others as bf16; rows are padded."""
-        found: Counter[str] = Counter()
+        by_dtype: Counter[str] = Counter()
         for block in blocks_of(model):
             sizes = {
                 p: math.ceil(len(p) / self.shards) * self.shards * math.prod(p.shape[1:])
@@ -135,8 +137,8 @@ class FSDP2(DDP):
                 if self.shares(p)
             }
             one, two = (sum(n for p, n in sizes.items() if (p in in_fp8) is kind) for kind in (True, False))
-            found["uint8" if one else "bfloat16"] += PASSES * (one + 2 * two)
-        return {dtype: (nbytes, nbytes) for dtype, nbytes in found.items() if nbytes}
+            by_dtype["uint8" if one else "bfloat16"] += PASSES * (one + 2 * two)
+        return {dtype: (nbytes, nbytes) for dtype, nbytes in by_dtype.items() if nbytes}
 
     def watch(self, holders: Iterable[nn.Parameter]) -> None:
         super().watch(holder for holder in holders if not isinstance(holder, DTensor))

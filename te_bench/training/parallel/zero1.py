@@ -43,18 +43,15 @@ class ZeRO1(DDP):
             parameters_as_bucket_view=len(dtypes) == 1,  # one message per rank
         )
 
-    def own(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
-
     @torch.no_grad()
     def owners(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         if len(dtypes := {parameter.dtype for parameter in parameters}) > 1:
             said = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
             raise Indivisible(f"zero1: the parameters are {said}, and a rank sends its own in one piece; choose ddp")
-        sizes, found = [0] * self.world, [0] * len(parameters)
+        sizes, owners = [0] * self.world, [0] * len(parameters)
         places: list[list[tuple[nn.Parameter, int]]] = [[] for _ in sizes]
         for i in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
-            rank = found[i] = sizes.index(min(sizes))
+            rank = owners[i] = sizes.index(min(sizes))
             places[rank].append((parameters[i], sizes[rank]))
             sizes[rank] += -(-parameters[i].numel() // ALIGNED) * ALIGNED
         self._buffers = [parameters[0].new_zeros(size) for size in sizes]
@@ -62,7 +59,7 @@ class ZeRO1(DDP):
             for parameter, start in owned:
                 place = buffer[start : start + parameter.numel()].view(parameter.shape)
                 parameter.data = place.copy_(parameter)
-        return found
+        return owners
 
     @torch.no_grad()
     def updated(self) -> None:

@@ -44,10 +44,9 @@ class Sharded(FSDP2):
 
     casts = True
 
-    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
-        found: Any = model
-        self._entropy = self._loss_of(found)
-        tables = found.tables()
+    def _shard(self, model: Any, multiplies_in: torch.dtype | None) -> None:
+        self._entropy = self._loss_of(model)
+        tables = model.tables()
         how: dict[str, Any] = {
             "mesh": self._mesh(),
             "mp_policy": MixedPrecisionPolicy(
@@ -70,7 +69,7 @@ class Sharded(FSDP2):
             return self._entropy(tables.head(x), targets, vocab=vocab)
 
         head = Backend(forward=loss)
-        found.heads = {True: head, False: head}
+        model.heads = {True: head, False: head}
 
     def shares(self, parameter: nn.Parameter) -> bool:
         return True
@@ -81,9 +80,10 @@ class Sharded(FSDP2):
     def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         return {}  # weights are sent only in the dtype that fully_shard was given
 
-    def compiled(self, model: nn.Module) -> Callable[..., Tensor]:
-        self._entropy = torch.compile(self._entropy, dynamic=False)
-        return super().compiled(model)
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
+        if compiled:
+            self._entropy = torch.compile(self._entropy, dynamic=False)
+        return super().forward(model, compiled)
 
 
 class SharedLayers(Sharded):
@@ -101,24 +101,24 @@ class SharedLayers(Sharded):
         mesh: DeviceMesh = self._both["weights"]
         return mesh
 
-    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
-        found: Any = model
-        if reason := self._indivisible(found):
+    def _shard(self, model: Any, multiplies_in: torch.dtype | None) -> None:
+        if reason := self._indivisible(model):
             raise Indivisible(f"tp: {reason}; choose fsdp2")
         self._both = init_device_mesh(self.device.type, (1, self.world), mesh_dim_names=("weights", "layers"))
-        layers, tables, tied = self._both["layers"], found.tables(), found.config.shape.tied
+        layers, tables, tied = self._both["layers"], model.tables(), model.config.shape.tied
         norms = {id(m.weight): m for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)}
         plans: list[tuple[nn.Module, Any]] = [
-            (norms[id(part.norm.weight)], SequenceParallel()) for part in found.parts()
+            (norms[id(part.norm.weight)], SequenceParallel()) for part in model.parts()
         ]
         for cut in plan(model)[0]:
             if cut.mode == "column":
                 self._order(cut.layer, cut.pieces)
             plans.append((cut.layer, self._style(cut.layer, cut.mode)))
+        whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
         plans += [
             (tables.tokens, RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))),
             (tables.norm, SequenceParallel()),
-            (tables.norm, _gathered()),
+            (tables.norm, whole),
             (tables.head, ColwiseParallel()),
         ]
         if tables.positions is not None:  # (T, C)
@@ -128,9 +128,9 @@ class SharedLayers(Sharded):
         # In a compiled block the gradient of a still asynchronous tensor is lost (torch 2.13.0).
         tables.tokens.register_forward_hook(lambda module, inputs, x: x.clone())
         if tied:
-            found.tie()
-        angles = found.angles
-        found.angles = lambda length: angles(length * self.world)  # the caller's length is a rank's part of a sequence
+            model.tie()
+        angles = model.angles
+        model.angles = lambda length: angles(length * self.world)  # the caller's length is a rank's part of a sequence
         super()._shard(model, multiplies_in)
 
     def _style(self, layer: nn.Module, mode: str) -> Any:
@@ -181,10 +181,6 @@ class SharedLayers(Sharded):
             if any(parameter is of for parameter in layer.parameters()):
                 return x.index_select(0, rows.argsort())
         return x
-
-
-def _gathered() -> PrepareModuleOutput:
-    return PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)
 
 
 def _entropy(logits: Tensor, targets: Tensor, *, vocab: int) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from te_bench.models.checkpointing import blocks_of
-from te_bench.models.decoder import Decoder
 from te_bench.models.modules.tensor_parallel import Division, Ranks
 from te_bench.models.peers import transformer_engine
 from te_bench.training.parallel import _vocabulary
@@ -41,12 +40,11 @@ class _OfLayers(Grouped):
             return f"Transformer Engine's layers go over ranks in eager steps, not in mode {mode}"
         return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, **gathers)
 
-    def prepare(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+    def prepare(self, model: Any, multiplies_in: torch.dtype | None) -> None:
         super().prepare(model, multiplies_in)
-        found: Any = model
-        if (passes := getattr(found, "passes", None)) is not None:
+        if (passes := getattr(model, "passes", None)) is not None:
             autocast = functools.partial(passes.autocast, amax_reduction_group=dist.group.WORLD)
-            found.passes = passes._replace(autocast=autocast)
+            model.passes = passes._replace(autocast=autocast)
 
 
 class Replicated(_OfLayers):
@@ -64,7 +62,7 @@ class Replicated(_OfLayers):
             return "the gradient scaler is not tried with it; choose bf16"
         return super().refused(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks, **gathers)
 
-    def forward(self, model: nn.Module) -> Callable[..., Tensor]:
+    def forward(self, model: nn.Module, compiled: bool) -> Callable[..., Tensor]:
         return DistributedDataParallel(model, broadcast_buffers=False)
 
 
@@ -74,21 +72,20 @@ class Sharded(_OfLayers, FSDP2):
     def shares(self, parameter: nn.Parameter) -> bool:
         return True
 
-    def _shard(self, model: nn.Module, multiplies_in: torch.dtype | None) -> None:
+    def _shard(self, model: Any, multiplies_in: torch.dtype | None) -> None:
         """Put each layer into its block, where both share the parameters: fully_shard's changes to one reach the other.
 
         So Transformer Engine takes the layer for FSDP2's, and keeps no FP8 weights for the backward pass.
         """
-        found: Any = model
         blocks = blocks_of(model)
         for block, layer, parts in zip(
-            blocks, transformer_engine.layers(found), transformer_engine.blocks(found), strict=True
+            blocks, transformer_engine.layers(model), transformer_engine.blocks(model), strict=True
         ):
             transformer_engine.give(layer, *parts)
             block.transformer_layer = layer
             block.forward = layer.__call__
-        norm = transformer_engine.last_norm(found)
-        found.passes = found.passes._replace(body=functools.partial(transformer_engine.through, blocks, norm))
+        norm = transformer_engine.last_norm(model)
+        model.passes = model.passes._replace(body=functools.partial(transformer_engine.through, blocks, norm))
         super()._shard(model, multiplies_in)
 
 
@@ -101,30 +98,27 @@ class SharedLayers(_OfLayers, TP):
     def __init__(self) -> None:
         super().__init__(sequence_parallel=True)
 
-    def divide(self, model: nn.Module) -> None:
+    def divide(self, model: Any) -> None:
         super().divide(model)
-        found: Any = model
         over = {"tp_group": self._group, "tp_size": self._group.size(), "set_parallel_mode": True}
         over |= {"sequence_parallel": True, "attn_input_format": "sbhd"}
-        layers, norm = transformer_engine.layers(found, **over), transformer_engine.last_norm(found)
-        found.passes = found.passes._replace(body=functools.partial(transformer_engine.body, layers, norm, dim=0))
+        layers, norm = transformer_engine.layers(model, **over), transformer_engine.last_norm(model)
+        model.passes = model.passes._replace(body=functools.partial(transformer_engine.body, layers, norm, dim=0))
 
-    def _cut_vocabulary(self, model: Decoder, ranks: Ranks) -> None:
+    def _cut_vocabulary(self, model: Any, ranks: Ranks) -> None:
         """Cut the vocabulary as te-bench's own does, with the sequence as first dimension."""
         rows = len(model.tables().head.weight)
         super()._cut_vocabulary(model, ranks)
-        found: Any = model
-        first, forward = part_of(rows, self._group.rank(), ranks.size)[0], found.forward
-        found.embed = lambda tokens: Division(ranks, "row").leave(_vocabulary.own_rows(model, first, tokens.T))
-        found.forward = lambda tokens, targets: forward(tokens, targets.T)
+        first, forward = part_of(rows, self._group.rank(), ranks.size)[0], model.forward
+        model.embed = lambda tokens: Division(ranks, "row").leave(_vocabulary.own_rows(model, first, tokens.T))
+        model.forward = lambda tokens, targets: forward(tokens, targets.T)
 
-    def gathered(self, model: nn.Module, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
+    def gathered(self, model: Any, gather: str | None, tokens: int = 0) -> dict[str, tuple[int, int]]:
         """Count te-bench's tp's bytes: in FP8 rowwise and columnwise copies, with blocks' scales; the rest is alike."""
-        found: Any = model
         sent = tokens * sum(
             layer.in_features if mode == "column" else layer.out_features for mode, layer in self._pairs
         )
-        embedded = tokens * found.config.shape.hidden
+        embedded = tokens * model.config.shape.hidden
         return {
             "uint8": (sent, COPIES * sent),
             "bfloat16": (2 * embedded, 2 * embedded),

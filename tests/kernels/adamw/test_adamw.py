@@ -191,14 +191,14 @@ def test_the_copies_are_of_the_new_weight(name: str, device: str) -> None:
     assert torch.equal(made[0].bf16, made[0].weight.bfloat16())
     for p in made:
         half = p.weight.bfloat16()
-        exact = quantizer.scaled(half, p.scale, E4M3, rowwise=True, columnwise=True)
+        exact = quantizer.quantize(half, E4M3, scale=p.scale, rowwise=True, columnwise=True)
         assert torch.equal(bits(p.data), bits(exact.data))
         assert torch.equal(bits(p.data_t), bits(exact.data_t))
         assert torch.equal(p.scale_inv, exact.scale_inv)
     assert made[0].amax == 1e3
     assert made[1].amax == made[1].weight.bfloat16().abs().max()
     assert made[1].data.float().abs().max() == 448
-    direct = quantizer.scaled(made[0].weight, made[0].scale, E4M3, rowwise=True, columnwise=False)
+    direct = quantizer.quantize(made[0].weight, E4M3, scale=made[0].scale, rowwise=True, columnwise=False)
     assert not torch.equal(bits(made[0].data), bits(direct.data))  # so the equalities above can tell
 
 

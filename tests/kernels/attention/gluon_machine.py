@@ -20,7 +20,7 @@ from te_bench.kernels.attention.hopper import (
     fp8_forward,
     parts,
 )
-from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.hopper.launch import Tiling
 
 KERNELS = parts, forward, backward_rows, backward_keys, backward_fused, fp8_forward, fp8_backward
 ROWS = 64
@@ -206,7 +206,7 @@ class Shape:
         self.batch, self.heads, self.rows, self.keys, self.causal = batch, heads, rows, keys, causal
         self.group, self.kv_heads = heads // kv_heads, kv_heads
 
-    def sizes(self, p: Plan, *, of_keys: bool, near: int) -> tuple[int, ...]:
+    def sizes(self, p: Tiling, *, of_keys: bool, near: int) -> tuple[int, ...]:
         pairs = self.batch * (self.kv_heads if of_keys else self.heads)
         blocks = -(-(self.keys if of_keys else self.rows) // (ROWS * p.warpgroups))
         lengths = self.rows, self.keys, self.heads, self.group

@@ -19,7 +19,7 @@ from te_bench.kernels.attention.autograd import without_masks
 from te_bench.kernels.attention.backends import gluon
 from te_bench.kernels.attention.hopper import launch
 from te_bench.kernels.attention.hopper import parts as _gluon_parts
-from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.hopper.launch import Tiling
 
 H200 = dataclasses.replace(a_problem(), capability=(9, 0))
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ def test_what_it_cannot_take_it_refuses_by_name() -> None:
 
 def test_too_many_registers_are_refused() -> None:
     with pytest.raises(AssertionError, match="registers to fetch with"):
-        Plan(4, 64, 4, 2, 120).fetching()
+        Tiling(4, 64, 4, 2, 120).fetching()
 
 
 def test_tma_reads_what_it_can_and_a_copy_of_the_rest() -> None:

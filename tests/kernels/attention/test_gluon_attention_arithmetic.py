@@ -23,7 +23,7 @@ from te_bench.kernels import architecture
 from te_bench.kernels.attention import autograd
 from te_bench.kernels.attention.fp8_quantize import Heads
 from te_bench.kernels.attention.hopper import backward_fused, fp8_launch, launch, parts
-from te_bench.kernels.attention.hopper.launch import LOG2_E, Plan
+from te_bench.kernels.attention.hopper.launch import LOG2_E, Tiling
 
 D = 128
 SCALE = 0.3
@@ -350,7 +350,7 @@ def quantized(x: Tensor, inverse: Tensor) -> Heads:
     return Heads(data, data[:, :, slots(data.shape[2])].unflatten(2, (-1, 128)).mT.contiguous(), inverse)
 
 
-def attended(s: Shape, tensors: list[Tensor], inverses: list[Tensor], p: Plan | None = None) -> list[Tensor]:
+def attended(s: Shape, tensors: list[Tensor], inverses: list[Tensor], p: Tiling | None = None) -> list[Tensor]:
     """out and lse; what nobody writes is NaN."""
     out = torch.full((s.batch, s.heads, s.rows, D), math.nan, dtype=torch.float64)
     lse = torch.full(out.shape[:3], math.nan, dtype=torch.float64)
@@ -361,9 +361,9 @@ def attended(s: Shape, tensors: list[Tensor], inverses: list[Tensor], p: Plan | 
 
 @pytest.mark.parametrize(
     ("shape", "plan"),
-    [*((x, fp8_launch.FORWARD) for x in SHAPES | BEYOND), *((x, Plan(3, 128, 2, 1, 160)) for x in OTHER_PLAN)],
+    [*((x, fp8_launch.FORWARD) for x in SHAPES | BEYOND), *((x, Tiling(3, 128, 2, 1, 160)) for x in OTHER_PLAN)],
 )
-def test_fp8_forward(shape: str, plan: Plan, processors: Processors) -> None:
+def test_fp8_forward(shape: str, plan: Tiling, processors: Processors) -> None:
     s = (SHAPES | BEYOND)[shape]
     tensors = drawn(s)
     assert_close(attended(s, tensors, inverses_of(tensors), plan), by_definition(s, *tensors)[:2])
@@ -400,7 +400,7 @@ def test_scales_whose_product_is_0_leave_equal_weights(processors: Processors) -
 
 
 def differentiated(
-    s: Shape, tensors: list[Tensor], inverses: list[Tensor], monkeypatch: pytest.MonkeyPatch, p: Plan | None = None
+    s: Shape, tensors: list[Tensor], inverses: list[Tensor], monkeypatch: pytest.MonkeyPatch, p: Tiling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in FP8."""
 
@@ -425,7 +425,7 @@ def differentiated(
     [
         *((x, False, None) for x in SHAPES | BEYOND),
         *((x, True, None) for x in PARTS),
-        *((x, False, Plan(2, 64, 1, 1, 240)) for x in OTHER_PLAN),
+        *((x, False, Tiling(2, 64, 1, 1, 240)) for x in OTHER_PLAN),
     ],
 )
 def test_fp8_backward(shape, far, plan, processors, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from gluon_machine import ROWS, Machine, Number, Place, Shape, Sum, in_python
 
 from te_bench.kernels.attention.hopper import fp8_launch, launch, parts
-from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.hopper.launch import Tiling
 
 SHAPES = {
     "whole": Shape(1, 3, 3, 512, 512, True),
@@ -69,15 +69,15 @@ class Kernel(NamedTuple):
     """One of the kernels: what comes and leaves by TMA, numbers before the sizes, and what both programs must leave."""
 
     entry: Any
-    plans: dict[str, Plan]
+    plans: dict[str, Tiling]
     tensors: str  # those that end in ":" come by as many rows as a plan has at once
     given: tuple[Any, ...]
-    constants: Callable[[Plan], dict[str, Any]]
-    expected: Callable[[Shape, Plan], Iterator[Any]]
+    constants: Callable[[Tiling], dict[str, Any]]
+    expected: Callable[[Shape, Tiling], Iterator[Any]]
     of_keys: bool = False
 
 
-def left_by(kernel: Kernel, p: Plan, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def left_by(kernel: Kernel, p: Tiling, s: Shape, slow: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What two programs leave, by TMA: whose, where, and the products; of dQ's sums head, columns' half, row, products."""
     found = list[Any]()
     names = [(name.rstrip(":"), p.at_once if name.endswith(":") else ROWS) for name in kernel.tensors.split()]
@@ -109,7 +109,7 @@ def at(name: str, b: int, h: int, row: int, column: int = 0) -> tuple[Any, ...]:
     return name, b, h, row, column
 
 
-def of_out(s: Shape, p: Plan, fp8: str = "") -> Iterator[Any]:
+def of_out(s: Shape, p: Tiling, fp8: str = "") -> Iterator[Any]:
     for b, h, row in itertools.product(range(s.batch), range(s.heads), range(0, s.rows, ROWS)):
         products = []
         for key in s.keys_of(row, p.at_once):
@@ -119,7 +119,7 @@ def of_out(s: Shape, p: Plan, fp8: str = "") -> Iterator[Any]:
         yield (*at("out", b, h, row), *[tuple(products)] * (2 if fp8 else 1))  # in FP8 a half of the features each
 
 
-def of_dq(s: Shape, p: Plan) -> Iterator[Any]:
+def of_dq(s: Shape, p: Tiling) -> Iterator[Any]:
     for b, h, row in itertools.product(range(s.batch), range(s.heads), range(0, s.rows, ROWS)):
         q, dout, out, products = at("q", b, h, row), at("dout", b, h, row), at("out", b, h, row), []
         for key in s.keys_of(row, p.at_once):
@@ -128,7 +128,7 @@ def of_dq(s: Shape, p: Plan) -> Iterator[Any]:
         yield (*at("dq", b, h, row), tuple(products))
 
 
-def of_dk_and_dv(s: Shape, p: Plan, fp8: str = "", *, dq: bool = True, warpgroups: int = 2) -> Iterator[Any]:
+def of_dk_and_dv(s: Shape, p: Tiling, fp8: str = "", *, dq: bool = True, warpgroups: int = 2) -> Iterator[Any]:
     """And of dQ, for which the warpgroups share their keys, each half of it."""
     for b, kv, first in itertools.product(range(s.batch), range(s.kv_heads), range(0, s.keys, warpgroups * ROWS)):
         whole = max(ROWS, p.at_once)
@@ -163,23 +163,23 @@ def of_dk_and_dv(s: Shape, p: Plan, fp8: str = "", *, dq: bool = True, warpgroup
 KERNELS = {
     "forward": Kernel(
         launch.gluon_attention_forward_kernel,
-        {"4": launch.FORWARD[64], "4, two stages": Plan(4, 64, 2, 3, 112), "2, overlap": launch.FORWARD[128]},
+        {"4": launch.FORWARD[64], "4, two stages": Tiling(4, 64, 2, 3, 112), "2, overlap": launch.FORWARD[128]},
         "q k: v: out", (Number(), 1.0), lambda p: {"SLOTS": p.slots, "EDGE": True, "OVERLAP": p.overlap}, of_out,
     ),
     "forward in FP8": Kernel(
         fp8_launch.fp8_attention_forward_gluon_kernel,
-        {"3": fp8_launch.FORWARD, "64 keys": Plan(3, 64, 4, 2, 160), "few places": Plan(3, 128, 2, 1, 160)},
+        {"3": fp8_launch.FORWARD, "64 keys": Tiling(3, 64, 4, 2, 160), "few places": Tiling(3, 128, 2, 1, 160)},
         "q8 k8: v8 out", (*[Number()] * 4, 1.0), lambda p: {"SLOTS": p.slots, "EDGE": True},
         lambda s, p: of_out(s, p, "8"),
     ),
     "dq": Kernel(
         launch.gluon_attention_backward_rows_kernel,
-        {"3": launch.OF_ROWS[64, True], "2, one slot": Plan(2, 128, 2, 1, 232)},
+        {"3": launch.OF_ROWS[64, True], "2, one slot": Tiling(2, 128, 2, 1, 232)},
         "q dout out k: v: dq", (Number(), Number(), 0, 1.0), lambda p: {"SLOTS": p.slots, "EDGE": True}, of_dq,
     ),
     "dk and dv": Kernel(
         launch.gluon_attention_backward_keys_kernel,
-        {"few rows": Plan(2, 32, 3, 2, 232), "in registers": Plan(2, 64, 2, 2, 240, in_registers=True)},
+        {"few rows": Tiling(2, 32, 3, 2, 232), "in registers": Tiling(2, 64, 2, 2, 240, in_registers=True)},
         "k v q: last: dout: info: dk dv", (1.0,), lambda p: {"SLOTS": p.slots, "IN_REGISTERS": p.in_registers},
         lambda s, p: of_dk_and_dv(s, p, dq=False, warpgroups=1), of_keys=True,
     ),
@@ -194,7 +194,7 @@ KERNELS = {
     ),
     "all gradients in FP8": Kernel(
         fp8_launch.fp8_attention_backward_gluon_kernel,
-        {"causal": fp8_launch.BACKWARD[True], "full": fp8_launch.BACKWARD[False], "one place": Plan(2, 64, 1, 1, 240)},
+        {"causal": fp8_launch.BACKWARD[True], "full": fp8_launch.BACKWARD[False], "one place": Tiling(2, 64, 1, 1, 240)},
         "k8 v8 k q8 dout8 q dout info dk dv", (*[Number()] * 4, None, 0, 1.0),
         lambda p: {"FP8_STAGES": p.slots, "EDGE": True}, lambda s, p: of_dk_and_dv(s, p, "8"), of_keys=True,
     ),

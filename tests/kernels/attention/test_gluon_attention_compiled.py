@@ -15,7 +15,7 @@ from compiled import Compiled, count, faults, loops
 
 from te_bench.kernels import architecture
 from te_bench.kernels.attention.hopper import launch
-from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.hopper.launch import Tiling
 
 BF16 = torch.bfloat16
 OF_A_TILE = 64  # bytes spilled
@@ -48,7 +48,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, fused: Plan | None = None, deterministic: bool = False
+    q: torch.Tensor, k: torch.Tensor, causal: bool, fused: Tiling | None = None, deterministic: bool = False
 ) -> None:
     launch.backward(q, q, k, k, q, torch.empty(q.shape[:3]), causal, 0.125, deterministic, fused)
 
@@ -102,7 +102,7 @@ def test_it_compiles_without_faults(folder: Path) -> None:
                 check_overlap(loop, elements)
 
 
-def expected(kernel: Compiled) -> tuple[Plan, int, int]:
+def expected(kernel: Compiled) -> tuple[Tiling, int, int]:
     """The plan, and of its loop over blocks the products and a thread's elements."""
     head_dim = int(re.findall(r"\d+", kernel.call)[0])
     name = next(name for name in ("forward", "rows", "keys") if name in kernel.kernel)
@@ -150,7 +150,7 @@ def test_the_fused_backward_kernel_keeps_its_products_in_flight(folder: Path) ->
             check_order(loop, kernel, plan, width, spilled=0 if i < 2 else 4)  # the longer ones: two blocks of a tile
 
 
-def check_order(loop: list[str], kernel: Compiled, plan: Plan, width: int, *, spilled: int) -> None:
+def check_order(loop: list[str], kernel: Compiled, plan: Tiling, width: int, *, spilled: int) -> None:
     """Of a block: what runs under which product, and that dS is told of after it is there for the tensor core to read.
 
     "shared" are products whose left operand is in shared memory (scores, dP and dQ), "held" those of dV and dK. spilled: how

@@ -14,7 +14,7 @@ from te_bench.kernels import architecture
 from te_bench.kernels.attention import fp8_quantize
 from te_bench.kernels.attention.fp8_quantize import E4M3, Heads
 from te_bench.kernels.attention.hopper import fp8_launch as launch
-from te_bench.kernels.attention.hopper.launch import Plan
+from te_bench.kernels.attention.hopper.launch import Tiling
 
 D = 128
 LONGEST = 460  # instructions for a block of 64 rows and 128 keys
@@ -58,7 +58,7 @@ def heads(number: int, rows: int) -> Heads:
 
 def gradients(
     *, causal: bool, rows: int = 1024, keys: int | None = None, dtype: torch.dtype = torch.bfloat16, groups: int = 4,
-    plan: Plan | None = None,
+    plan: Tiling | None = None,
 ) -> Call:  # fmt: skip
     """The casts of dO are test_triton_fp8_compiled's."""
 

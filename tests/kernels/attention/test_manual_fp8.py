@@ -47,7 +47,7 @@ def test_a_head_is_cast_as_the_quantisers_cast_a_matrix() -> None:
     data, scale_inv = manual_fp8.quantize_heads(x)
     for b in range(2):
         for h in range(3):
-            right = quantize_reference.tensor(x[b, h], torch.float8_e4m3fn, rowwise=True, columnwise=False)
+            right = quantize_reference.quantize(x[b, h], torch.float8_e4m3fn, rowwise=True, columnwise=False)
             assert torch.equal(data[b, h].view(torch.uint8), right.data.view(torch.uint8))
             assert torch.equal(scale_inv[b, h, 0, 0], right.scale_inv)
 

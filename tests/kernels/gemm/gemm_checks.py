@@ -57,13 +57,8 @@ def draw(shape: tuple[int, int, int], device: str = "cpu", seed: int = 0) -> tup
 
 def cast(x: Tensor, dtype: torch.dtype, granularity: str) -> Operand:
     """By the plain quantiser."""
-    backend = quantize.load("reference")
-    if granularity in ("tensor", "row"):
-        packed = getattr(backend, granularity)(x, dtype, rowwise=True, columnwise=False)
-    else:
-        rows = {"block": 1, "tile": quantize.BLOCK}[granularity]
-        packed = backend.block(x, dtype, rows=rows, rowwise=True, columnwise=False, power_of_two=False)
-    return packed.by_rows()
+    block = quantize.BLOCKS[granularity]
+    return quantize.load("reference").quantize(x, dtype, block, rowwise=True, columnwise=False).by_rows()
 
 
 def quantised(a: Tensor, b: Tensor, formats: tuple[str, str], pair: tuple[str, str]) -> Operands:

@@ -36,7 +36,7 @@ def test_scales_in_blocks_are_refused_by_name() -> None:
         (plans.GRADIENT, 2, 5),
     ],
 )
-def test_blocks_of_k_fill_the_shared_memory(p: plans.Plan, itemsize: int, stages: int) -> None:
+def test_blocks_of_k_fill_the_shared_memory(p: plans.Tiling, itemsize: int, stages: int) -> None:
     """227 KB but 1 for barriers; what leaves has so many bytes an element."""
     height, width = p.tile()
     parts = 2 * p.height * p.width // p.parts * p.slots * itemsize

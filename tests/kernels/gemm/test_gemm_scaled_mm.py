@@ -11,7 +11,7 @@ from te_bench.kernels import architecture
 from te_bench.kernels.gemm import PAIRS
 from te_bench.kernels.gemm.backends import reference, scaled_mm
 from te_bench.kernels.gemm.operands import take_apart
-from te_bench.kernels.quantize import Layout, Operand
+from te_bench.kernels.quantize import STRIP, Layout, Operand
 from te_bench.kernels.quantize.backends import triton as quantizer
 
 SHAPES = [(1, 3, 5), (17, 64, 96), (130, 257, 300), (130, 264, 304), (48, 128, 512), (129, 16, 128)]
@@ -157,7 +157,7 @@ def test_the_library_prints_nothing(pair: tuple[str, str], capfd: pytest.Capture
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_block_scales_lie_as_cublaslt_reads_them(columnwise: bool) -> None:
     """Else every product begins with a transpose: 90 us of a pass of the quickstart's layer (H200)."""
-    q = quantizer.block(torch.randn(256, 384), torch.float8_e4m3fn, rows=1, rowwise=True, columnwise=True)
+    q = quantizer.quantize(torch.randn(256, 384), torch.float8_e4m3fn, STRIP, rowwise=True, columnwise=True)
     scales, rows = (q.scale_inv_t, 384) if columnwise else (q.scale_inv, 256)
     assert scales.shape == (rows, 2 if columnwise else 3)
     given = scaled_mm._layout(scales, rows, "block")

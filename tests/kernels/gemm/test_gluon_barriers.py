@@ -13,7 +13,7 @@ import pytest
 from barriers import Barrier, Threads, ran
 
 from te_bench.kernels.gemm.hopper import kernels, plans
-from te_bench.kernels.gemm.hopper.plans import Plan
+from te_bench.kernels.gemm.hopper.plans import Tiling
 
 
 class Place:
@@ -106,7 +106,7 @@ def stand_in(machine: Machine, monkeypatch: pytest.MonkeyPatch, program: int, pr
 
 
 def run(
-    shape: tuple[int, int, int], p: Plan, stages: int, programs: int, promote: bool, slow: str,
+    shape: tuple[int, int, int], p: Tiling, stages: int, programs: int, promote: bool, slow: str,
     monkeypatch: pytest.MonkeyPatch, gradient: bool = False, program: int = 0,
 ) -> list[tuple[int, int, list[Any]]]:  # fmt: skip
     """Row, column and products of what a program of `programs` leaves."""
@@ -146,8 +146,8 @@ def run(
 
 PLANS = {
     "turns": (plans.TURNS, False),
-    "turns, wide": (Plan(64, 256, True, 4), False),
-    "halves": (Plan(64, 256, False, 4, 2), False),
+    "turns, wide": (Tiling(64, 256, True, 4), False),
+    "halves": (Tiling(64, 256, False, 4, 2), False),
     "promoted": (plans.PROMOTED, True),
     "promoted, in turns": (plans.PROMOTED._replace(turns=True), True),
 }

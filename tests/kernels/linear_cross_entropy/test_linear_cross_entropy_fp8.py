@@ -20,7 +20,7 @@ LEAST_DB = 20.0  # of the gradients; theory has 24.6 for E5M2 x E4M3, the logits
 
 
 def dequantised(t: Tensor) -> Tensor:
-    packed = quantize.load("reference").tensor(t.bfloat16(), E4M3, rowwise=True, columnwise=False)
+    packed = quantize.load("reference").quantize(t.bfloat16(), E4M3, rowwise=True, columnwise=False)
     return packed.data.double() * packed.scale_inv.double()
 
 

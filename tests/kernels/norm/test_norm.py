@@ -13,7 +13,7 @@ from kernel_checks import DEVICES, FLOATS, assert_as_good, assert_cast_alike, of
 from torch import Tensor
 
 from te_bench.kernels import norm
-from te_bench.kernels.norm import Backend, Problem
+from te_bench.kernels.norm import Backend, Norm, Problem
 from te_bench.kernels.quantize import Quantized
 
 EPS = 1e-5
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"kind": self.kind, "zero_centered_gamma": self.residual is not None}
+        return {"norm": Norm(EPS, self.residual is not None, self.kind)}
 
 
 def draw(
@@ -77,7 +77,7 @@ def by_autograd(function: Callable[..., Tensor], case: Case, dtype: torch.dtype)
 
 
 def run(backend: Backend, case: Case) -> list[Tensor]:
-    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, **case.options)
     dx, dweight, dbias = backend.backward(
         case.dy, case.x, case.weight, mean, rstd, residual=case.residual, **case.options
     )
@@ -100,11 +100,11 @@ def observe(backend: Backend, case: Case, dtype: torch.dtype, **layouts: bool) -
     scale = torch.tensor(torch.finfo(dtype).max / 2.9, device=case.x.device)
     layouts = layouts or {"rowwise": True, "columnwise": True}
     packed, mean, rstd = backend.forward_quantized(
-        case.x, case.weight, case.bias, eps=EPS, scale=scale, dtype=dtype, amax=amax, counts=counts,
+        case.x, case.weight, case.bias, scale=scale, dtype=dtype, amax=amax, counts=counts,
         **layouts, **case.options,
     )  # fmt: skip
     assert (mean is None) == (case.kind == "rmsnorm")
-    unfused = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)[2]
+    unfused = backend.forward(case.x, case.weight, case.bias, **case.options)[2]
     torch.testing.assert_close(rstd, unfused, rtol=1e-5, atol=0, equal_nan=True)
     return packed, amax, counts
 
@@ -155,7 +155,7 @@ def test_quantized_is_the_reference(name: str, shape: tuple[int, int], kind: str
 def test_a_constant_row_is_the_bias(name: str, device: str) -> None:
     backend, case = supported(name, 128, device), draw((3, 128), rich=False, dtype="fp32", device=device)
     case.x[:] = torch.tensor([[0.0], [3.0], [-4096.0]])
-    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS)
+    y, mean, rstd = backend.forward(case.x, case.weight, case.bias, Norm(EPS))
     assert case.bias is not None
     assert torch.equal(y, case.bias.expand(3, -1))
     assert torch.equal(mean, case.x[:, 0])
@@ -181,7 +181,7 @@ def test_a_mean_of_thousands_of_deviations_costs_the_variance_nothing(name: str,
     case.x[4:, :130] -= 100
     rstd = (case.x.double().var(1, correction=0) + EPS).rsqrt()
     torch.testing.assert_close(
-        backend.forward(case.x, case.weight, case.bias, eps=EPS)[2].double(), rstd, rtol=1e-4, atol=0
+        backend.forward(case.x, case.weight, case.bias, Norm(EPS))[2].double(), rstd, rtol=1e-4, atol=0
     )
     if name != "liger":
         observe(backend, case, FP8[0])
@@ -218,13 +218,13 @@ def test_not_a_number_is_seen(name: str, device: str) -> None:
 def test_bad_input(name: str) -> None:
     backend, case = norm.load(name), draw((4, 8))
     with pytest.raises(ValueError, match="batchnorm"):
-        backend.forward(case.x, case.weight, case.bias, eps=EPS, kind="batchnorm")
+        backend.forward(case.x, case.weight, case.bias, Norm(EPS, kind="batchnorm"))
     with pytest.raises(ValueError, match="rmsnorm none"):
-        backend.forward(case.x, case.weight, case.bias, eps=EPS, kind="rmsnorm")
+        backend.forward(case.x, case.weight, case.bias, Norm(EPS, kind="rmsnorm"))
     with pytest.raises(ValueError, match=r"\(7,\)"):
-        backend.forward(case.x, case.weight[:7], None, eps=EPS)
+        backend.forward(case.x, case.weight[:7], None, Norm(EPS))
     with pytest.raises(ValueError, match=r"\(M, N\)"):
-        backend.forward(case.x[None], case.weight, None, eps=EPS)
+        backend.forward(case.x[None], case.weight, None, Norm(EPS))
     with pytest.raises(ValueError, match="layout"):
         observe(backend, case, FP8[0], rowwise=False, columnwise=False)
 
@@ -244,7 +244,7 @@ def test_what_can_not_run_says_why() -> None:
 def test_operators(kind: str, device: str) -> None:
     supported("triton", 16, device)
     case = draw((6, 16), kind, device=device)
-    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    _, mean, rstd = REFERENCE.forward(case.x, case.weight, case.bias, **case.options)
     forward = (case.x, case.weight, case.bias, EPS, True, case.kind)
     backward = (case.dy, case.x, case.weight, mean, rstd, True, case.residual)
     made = torch.ops.te_bench
@@ -285,21 +285,21 @@ def test_bandwidth(shape: tuple[int, int]) -> None:
     """bf16 bytes: 2 read and 2 written an element; the backward reads 3 x 2 and writes 2."""
     backend, case = supported("triton", shape[1], "cuda", quantized=True), draw(shape, device="cuda")
     elements = case.x.numel()
-    _, mean, rstd = backend.forward(case.x, case.weight, case.bias, eps=EPS, **case.options)
+    _, mean, rstd = backend.forward(case.x, case.weight, case.bias, **case.options)
     amax, counts = torch.zeros((), device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
     scale = torch.ones((), device="cuda")
 
     def forward() -> object:
-        return backend.forward(case.x, case.weight, case.bias, eps=EPS)
+        return backend.forward(case.x, case.weight, case.bias, Norm(EPS))
 
     def quantized() -> object:
         return backend.forward_quantized(
-            case.x, case.weight, case.bias, eps=EPS, scale=scale, dtype=FP8[0], rowwise=True, columnwise=True,
+            case.x, case.weight, case.bias, Norm(EPS), scale=scale, dtype=FP8[0], rowwise=True, columnwise=True,
             amax=amax, counts=counts,
         )  # fmt: skip
 
     def backward() -> object:
-        return backend.backward(case.dy, case.x, case.weight, mean, rstd, residual=case.residual)
+        return backend.backward(case.dy, case.x, case.weight, mean, rstd, Norm(EPS), case.residual)
 
     assert of_copy(forward, 4 * elements, case.x, "norm forward") > 0.35
     assert of_copy(quantized, 4 * elements, case.x, "norm forward_quantized") > 0.35

@@ -21,7 +21,7 @@ from te_bench.kernels.quantize.backends.reference import dequantize
 
 KINDS = ("scaled", "tensor", "row", "block1", "block128")
 SHAPES = {(1, 1): torch.float32, (17, 33): torch.bfloat16, (64, 208): torch.float16, (257, 130): torch.bfloat16}
-GIVEN = 2.3  # the scale given to `scaled`
+GIVEN = 2.3  # the scale of "scaled"
 
 
 backend = functools.partial(kernel_checks.supported, quantize)
@@ -32,10 +32,8 @@ def run(
 ) -> Quantized:
     asked = {"rowwise": layouts[0], "columnwise": layouts[1], **more}
     if kind == "scaled":
-        return of.scaled(x, torch.tensor(GIVEN, device=x.device), dtype, **asked)
-    if kind.startswith("block"):
-        return of.block(x, dtype, rows=int(kind.removeprefix("block")), **{"power_of_two": False, **asked})
-    return (of.tensor if kind == "tensor" else of.row)(x, dtype, **asked)
+        asked["scale"] = torch.tensor(GIVEN, device=x.device)
+    return of.quantize(x, dtype, BLOCKS[kind], **asked)
 
 
 def sample(shape: tuple[int, int], dtype: torch.dtype, special: bool = False, seed: int = 0) -> Tensor:
@@ -212,7 +210,9 @@ def test_powers_of_two_at_every_boundary(of: str, name: str, device: str) -> Non
     even = (2.0 ** torch.arange(-126.0, 128.0)).view(torch.int32)
     bits = torch.cat([middle - 1, middle, middle + 1, even - 1, even, even + 1, torch.tensor([1, 0x7F7FFFFF, 0])])
     x = bits.view(torch.float32)[:, None]
-    q = backend(of, device).row(x.to(device), FORMATS[name][0], rowwise=True, columnwise=False, power_of_two=True)
+    q = backend(of, device).quantize(
+        x.to(device), FORMATS[name][0], ROW, rowwise=True, columnwise=False, power_of_two=True
+    )
     assert (q.scale_inv.cpu().numpy() == tables.scales(x.numpy(), name, "row", True)[1]).all()
 
 
@@ -241,17 +241,20 @@ def test_what_is_wrong_is_named(of: str) -> None:
     found, x, ok = quantize.load(of), torch.ones(4, 4), {"rowwise": True, "columnwise": False}
     one = torch.ones(())
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: found.tensor(x, E4M3, rowwise=False, columnwise=False), "at least one layout"),
-        (lambda: found.tensor(x[0], E4M3, **ok), r"x \(4,\)"),
-        (lambda: found.row(x.int(), E4M3, **ok), "int32"),
-        (lambda: found.tensor(x, torch.float8_e4m3fnuz, **ok), "e4m3fnuz"),
-        (lambda: found.block(x, E4M3, rows=64, **ok), "rows 64"),
-        (lambda: found.scaled(x, one.double(), E4M3, **ok), "scale"),
-        (lambda: found.scaled(x, torch.ones(2), E4M3, **ok), "scale"),
-        (lambda: found.scaled(x, one, E4M3, amax=torch.zeros(4), **ok), "amax"),
-        (lambda: found.scaled(x, one, E4M3, column_sum=torch.zeros(5), **ok), "column_sum"),
-        (lambda: found.tensor(x, E4M3, counts=torch.zeros(3), **ok), "counts"),
-        (lambda: found.scaled(x, one, E4M3, via=torch.float32, **ok), "via torch.float32"),
+        (lambda: found.quantize(x, E4M3, rowwise=False, columnwise=False), "at least one layout"),
+        (lambda: found.quantize(x[0], E4M3, **ok), r"x \(4,\)"),
+        (lambda: found.quantize(x.int(), E4M3, ROW, **ok), "int32"),
+        (lambda: found.quantize(x, torch.float8_e4m3fnuz, **ok), "e4m3fnuz"),
+        (lambda: found.quantize(x, E4M3, (64, 128), **ok), r"block \(64, 128\)"),
+        (lambda: found.quantize(x, E4M3, ROW, scale=one, **ok), "a given scale and column_sum are for"),
+        (lambda: found.quantize(x, E4M3, STRIP, column_sum=x[0], **ok), "a given scale and column_sum are for"),
+        (lambda: found.quantize(x, E4M3, amax=one, **ok), "without a scale"),
+        (lambda: found.quantize(x, E4M3, scale=one.double(), **ok), "scale"),
+        (lambda: found.quantize(x, E4M3, scale=torch.ones(2), **ok), "scale"),
+        (lambda: found.quantize(x, E4M3, scale=one, amax=torch.zeros(4), **ok), "amax"),
+        (lambda: found.quantize(x, E4M3, scale=one, column_sum=torch.zeros(5), **ok), "column_sum"),
+        (lambda: found.quantize(x, E4M3, counts=torch.zeros(3), **ok), "counts"),
+        (lambda: found.quantize(x, E4M3, scale=one, via=torch.float32, **ok), "via torch.float32"),
     ]
     for call, named in wrong:
         with pytest.raises(ValueError, match=named):

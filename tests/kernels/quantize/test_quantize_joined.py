@@ -1,4 +1,4 @@
-"""Three matrices cast as one: what `scaled` makes of them side by side, bit for bit."""
+"""Three matrices cast as one: what `quantize` makes of them side by side, bit for bit."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_it_is_scaled_of_them_dealt_out_in_turn(m, width, turn, stride, dtype, t
     data, data_t, scale_inv = joined.kernel(parts, turn, scale, target, amax, sums)
     whole = torch.stack([x.unflatten(1, (-1, turn)) for x in parts], 2).flatten(1)
     looks = {"amax": wanted, "column_sum": total}
-    exact = reference.scaled(whole, scale, target, rowwise=True, columnwise=True, **looks)
+    exact = reference.quantize(whole, target, scale=scale, rowwise=True, columnwise=True, **looks)
     torch.testing.assert_close(sums, total, rtol=1e-5, atol=1e-5 * whole.float().abs().sum(0).max().item())
     assert torch.equal(data.view(torch.uint8), exact.data.view(torch.uint8))
     assert torch.equal(data_t.view(torch.uint8), exact.data_t.view(torch.uint8))
@@ -63,7 +63,9 @@ def test_what_does_not_fit() -> None:
 def test_the_operator(device: str) -> None:
     scale, amax = torch.tensor(3.0, device=device), torch.tensor(0.5, device=device)
     arguments = draw(4, 64, device), 64, scale, E5M2, amax, torch.zeros(192, device=device)
-    torch.library.opcheck(joined._joined_op, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.te_bench.quantize_joined.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
     compiled = torch.compile(joined.joined, fullgraph=True, backend="aot_eager")
     made, eager = compiled(*arguments), joined.joined(*arguments)
     assert torch.equal(made.data_t.view(torch.uint8), eager.data_t.view(torch.uint8))

@@ -42,7 +42,7 @@ def codes(data: torch.Tensor) -> list[int]:
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    q = BACKEND.tensor(x.view(1, -1), dtype, rowwise=True, columnwise=False)
+    q = BACKEND.quantize(x.view(1, -1), dtype, rowwise=True, columnwise=False)
     return q.data[0], q.scale_inv
 
 

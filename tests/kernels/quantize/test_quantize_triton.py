@@ -9,7 +9,7 @@ from kernel_checks import DEVICES, captured
 from torch import Tensor
 
 from te_bench.experiments import timing
-from te_bench.kernels.quantize import Problem, Quantized
+from te_bench.kernels.quantize import ROW, SQUARE, STRIP, Problem, Quantized
 from te_bench.kernels.quantize.backends import triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -24,7 +24,7 @@ def test_what_it_needs_is_said() -> None:
 
 def test_a_double_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
-        triton.tensor(torch.ones(2, 2, dtype=torch.float64), E4M3, rowwise=True, columnwise=False)
+        triton.quantize(torch.ones(2, 2, dtype=torch.float64), E4M3, rowwise=True, columnwise=False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -33,19 +33,20 @@ def test_operators_are_what_they_declare(layouts: tuple[bool, bool], device: str
     x = torch.randn(33, 150, device=device)
     scale, amax = torch.tensor(2.0, device=device), torch.zeros((), device=device)
     counts, sums = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(150, device=device)
-    for op, dtype, more in (
-        ("scaled", E5M2, {"scale": scale, "amax": amax, "counts": counts, "column_sum": sums}),
-        ("scaled", E4M3, {"scale": scale}),
-        ("scaled", E4M3, {"scale": scale, "column_sum": sums, "via": torch.bfloat16}),
+    for shares, dtype, more in (
+        ("tensor", E5M2, {"scale": scale, "amax": amax, "counts": counts, "column_sum": sums}),
+        ("tensor", E4M3, {"scale": scale}),
+        ("tensor", E4M3, {"scale": scale, "column_sum": sums, "via": torch.bfloat16}),
         ("tensor", E4M3, {"power_of_two": True, "counts": counts, "column_sum": sums}),
         ("row", E4M3, {"counts": counts}),
-        ("block", E4M3, {"rows": 1, "power_of_two": True, "counts": counts}),
-        ("block", E4M3, {"rows": 128, "power_of_two": True}),
+        ("block", E4M3, {"power_of_two": True, "counts": counts}),
+        ("tile", E4M3, {"power_of_two": True}),
     ):
+        absent = {**dict.fromkeys(("scale", "amax", "counts", "column_sum", "via")), "power_of_two": False}
         torch.library.opcheck(
-            getattr(torch.ops.te_bench, f"quantize_{op}").default,
-            (x, dtype, *layouts),
-            {**dict.fromkeys(("scale", "amax", "counts", "column_sum")), **more},
+            torch.ops.te_bench.quantize.default,
+            (x, dtype, shares, *layouts),
+            {**absent, **more},
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -58,12 +59,12 @@ def test_a_pair_is_two_casts_in_one_launch(dtype: torch.dtype, layouts: tuple[bo
     w, scales = torch.randn(78, 150, device=device, dtype=dtype), torch.tensor([20.0, 300.0], device=device)
     amaxes, expected = torch.zeros(2, device=device), torch.tensor([150.0, 0.0], device=device)
     amaxes[0] = expected[0]  # larger than x's own: kept
-    pair = triton.scaled_pair(
+    pair = triton.quantize_pair(
         *(x, scales[0], amaxes[0], w, scales[1], amaxes[1], E4M3), columnwise=layouts[0], w_columnwise=layouts[1]
     )
     assert pair is not None
     for i, (made, matrix, both) in enumerate(zip(pair, (x, w), layouts, strict=True)):
-        alone = triton.scaled(matrix, scales[i], E4M3, rowwise=True, columnwise=both, amax=expected[i])
+        alone = triton.quantize(matrix, E4M3, scale=scales[i], rowwise=True, columnwise=both, amax=expected[i])
         for ours, theirs in zip(made[:4], alone[:4], strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or torch.equal(ours.float(), theirs.float())
@@ -77,10 +78,10 @@ def test_a_pair_of_transposed_matrices_is_not_read_along_the_wrong_dimension(dev
     x, w = (torch.randn(48, rows, device=device).bfloat16().t() for rows in (34, 78))
     scale = torch.tensor(20.0, device=device)
     for a, b in ((x, w), (x.contiguous(), w), (x, w.contiguous())):
-        pair = triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True)
+        pair = triton.quantize_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True)
         assert pair is not None
         for made, matrix in zip(pair, (x, w), strict=True):
-            alone = triton.scaled(matrix.contiguous(), scale, E4M3, rowwise=True, columnwise=True)
+            alone = triton.quantize(matrix.contiguous(), E4M3, scale=scale, rowwise=True, columnwise=True)
             assert torch.equal(made.data.float(), alone.data.float())
             assert torch.equal(made.data_t.float(), alone.data_t.float())
 
@@ -89,18 +90,17 @@ def test_a_pair_of_float32_or_of_odd_height_takes_two_casts() -> None:
     x, scale = torch.ones(16, 16), torch.ones(())
     w = x.bfloat16()
     for a, b in ((x, w), (w, x), (w, w[:0]), (w[:15], w), (w, w[:15])):
-        assert triton.scaled_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True) is None
-    assert triton.scaled_pair(w[:15], scale, None, w, scale, None, E4M3, columnwise=False, w_columnwise=True)
+        assert triton.quantize_pair(a, scale, None, b, scale, None, E4M3, columnwise=True, w_columnwise=True) is None
+    assert triton.quantize_pair(w[:15], scale, None, w, scale, None, E4M3, columnwise=False, w_columnwise=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor_keeps_what_is_mutated(device: str) -> None:
     def step(x: Tensor, scale: Tensor, amax: Tensor, counts: Tensor, sums: Tensor) -> list[Tensor]:
-        given = triton.scaled(
-            x + 1, scale, E4M3, rowwise=True, columnwise=True, amax=amax, counts=counts, column_sum=sums
-        )
-        own = triton.row(x + 1, E4M3, rowwise=True, columnwise=True, counts=counts)
+        both = {"rowwise": True, "columnwise": True, "counts": counts}
+        given = triton.quantize(x + 1, E4M3, scale=scale, amax=amax, column_sum=sums, **both)
+        own = triton.quantize(x + 1, E4M3, ROW, **both)
         return [*given[:4], *own[:4]]  # without their layouts
 
     x = torch.randn(33, 150, device=device) * 1e3
@@ -125,12 +125,14 @@ def caller(function: str, x: Tensor) -> Callable[[], Quantized]:
     counts = torch.zeros(3, dtype=torch.int64, device=x.device)
     sums = torch.zeros(x.shape[1], device=x.device)
     return {
-        "scaled": lambda: triton.scaled(x, scale, E4M3, amax=amax, **both),
-        "scaled with all": lambda: triton.scaled(x, scale, E4M3, amax=amax, counts=counts, column_sum=sums, **both),
-        "tensor": lambda: triton.tensor(x, E4M3, **both),
-        "row": lambda: triton.row(x, E4M3, **both),
-        "block1": lambda: triton.block(x, E4M3, rows=1, **both),
-        "block128": lambda: triton.block(x, E4M3, rows=128, **both),
+        "scaled": lambda: triton.quantize(x, E4M3, scale=scale, amax=amax, **both),
+        "scaled with all": lambda: triton.quantize(
+            x, E4M3, scale=scale, amax=amax, counts=counts, column_sum=sums, **both
+        ),
+        "tensor": lambda: triton.quantize(x, E4M3, **both),
+        "row": lambda: triton.quantize(x, E4M3, ROW, **both),
+        "block1": lambda: triton.quantize(x, E4M3, STRIP, power_of_two=True, **both),
+        "block128": lambda: triton.quantize(x, E4M3, SQUARE, power_of_two=True, **both),
     }[function]
 
 

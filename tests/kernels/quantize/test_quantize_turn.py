@@ -15,7 +15,7 @@ def test_it_is_the_columns_of_the_cast(m: int, n: int, target: torch.dtype, devi
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(m + n)).to(device, torch.bfloat16)
     x[0, 0] = torch.nan
     scale = torch.tensor(300.0, device=device)
-    exact = reference.scaled(x, scale, target, rowwise=True, columnwise=True)
+    exact = reference.quantize(x, target, scale=scale, rowwise=True, columnwise=True)
     for function in (turn.turn_by_kernel, turn.turn):
         made = function(exact.data)
         assert made.dtype is target

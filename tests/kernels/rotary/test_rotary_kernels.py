@@ -10,7 +10,7 @@ from kernel_checks import DEVICES, FLOATS, assert_as_good, of_copy
 from torch import Tensor
 
 from te_bench.kernels import rotary
-from te_bench.kernels.rotary import Part, kernels
+from te_bench.kernels.rotary import Rotated, kernels
 from te_bench.kernels.rotary.backends import reference
 
 #: T, B, G, query heads a group, D, how many of D turn
@@ -72,7 +72,7 @@ def test_contract(name, shape, dtype, interleaved, transposed, device):
     angles = draw_angles(shape[0] + 1, shape[5], device), draw_angles(shape[0], shape[5], device, 3.0)
     made = views(torch.full((*shape[:2], q[0, 0].numel() + 2 * k[0, 0].numel()), 9.0).to(q), shape)
     before = [t.clone() for t in (q, k, v)]
-    parts = [Part(q, made[0], angles[0]), Part(k, made[1], angles[1]), Part(v, made[2], None)]
+    parts = [Rotated(q, made[0], angles[0]), Rotated(k, made[1], angles[1]), Rotated(v, made[2], None)]
     backend.rotate(parts, interleaved=interleaved, transposed=transposed)
     assert all(torch.equal(now, then) for now, then in zip((q, k, v), before, strict=True))
     assert torch.equal(made[2], v)
@@ -94,7 +94,7 @@ def test_tables_of_cosines_and_sines_may_have_a_scale(name, interleaved, transpo
     angles = draw_angles(21, 12, device)
     tables = 1.5 * torch.cat((angles.cos(), angles.sin()), 1)
     made = [torch.empty_like(t) for t in (q, k, v)]
-    parts = [Part(q, made[0], tables), Part(k, made[1], tables), Part(v, made[2], None)]
+    parts = [Rotated(q, made[0], tables), Rotated(k, made[1], tables), Rotated(v, made[2], None)]
     backend.rotate(parts, interleaved=interleaved, transposed=transposed, tables=True)
     assert torch.equal(made[2], v)
     for x, out in ((q, made[0]), (k, made[1])):
@@ -102,7 +102,7 @@ def test_tables_of_cosines_and_sines_may_have_a_scale(name, interleaved, transpo
         truth[..., :12] *= 1.5
         torch.testing.assert_close(out.double().cpu(), truth, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=r"\(T or more, 2 d\)"):
-        backend.rotate([Part(q, made[0], tables[:, :22])], interleaved=interleaved, tables=True)
+        backend.rotate([Rotated(q, made[0], tables[:, :22])], interleaved=interleaved, tables=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,9 +114,9 @@ def test_in_place_it_leaves_the_rest_alone(name: str, interleaved: bool, device:
     mixed, (q, k, v) = mixed_parts(shape, torch.float32, device, batch_first=True)
     before, angles = mixed.clone(), [draw_angles(19, d, device) for d in (24, 10)]
     apart = [torch.empty_like(t) for t in (q, k)]
-    backend.rotate([Part(t, to, a) for t, to, a in zip((q, k), apart, angles, strict=True)], interleaved=interleaved)
-    parts = [Part(t, t, a) for t, a in zip((q, k), angles, strict=True)]
-    backend.rotate([*parts, Part(v, v, None)], interleaved=interleaved)
+    backend.rotate([Rotated(t, to, a) for t, to, a in zip((q, k), apart, angles, strict=True)], interleaved=interleaved)
+    parts = [Rotated(t, t, a) for t, a in zip((q, k), angles, strict=True)]
+    backend.rotate([*parts, Rotated(v, v, None)], interleaved=interleaved)
     assert torch.equal(q, apart[0])
     assert torch.equal(k, apart[1])
     assert torch.equal(v, views(before, shape, batch_first=True)[2])
@@ -125,7 +125,7 @@ def test_in_place_it_leaves_the_rest_alone(name: str, interleaved: bool, device:
     assert not torch.allclose(mixed, before, atol=1e-2)
     one = [a[:, ::2].repeat_interleave(2, 1) if interleaved else a[:, : a.shape[1] // 2].repeat(1, 2) for a in angles]
     mixed.copy_(before)
-    parts = [Part(t, t, a) for t, a in zip((q, k), one, strict=True)]
+    parts = [Rotated(t, t, a) for t, a in zip((q, k), one, strict=True)]
     backend.rotate(parts, interleaved=interleaved)
     assert not torch.allclose(mixed, before, atol=1e-2)
     backend.rotate(parts, interleaved=interleaved, transposed=True)
@@ -141,7 +141,7 @@ def test_strides_of_any_kind(name: str, device: str) -> None:
     k = torch.randn(21, 1, 1, 1, 16, device=device).expand(21, 2, 2, 1, 16)
     angles = draw_angles(21, 24, device)[:, ::2]
     made = views(torch.zeros(21, 2, 2 * 5 * 16, device=device), (21, 2, 2, 3, 16, 12))
-    backend.rotate([Part(k, made[1], angles), Part(q, made[0], angles)], interleaved=False, transposed=True)
+    backend.rotate([Rotated(k, made[1], angles), Rotated(q, made[0], angles)], interleaved=False, transposed=True)
     for x, out in ((q, made[0]), (k, made[1])):
         torch.testing.assert_close(out.double().cpu(), exact(x, angles, False, True), atol=1e-5, rtol=1e-5)
     assert not made[2].any()
@@ -153,16 +153,18 @@ def test_one_position_and_none(name: str, device: str) -> None:
     backend = supported(name, device)
     x, angles = torch.randn(1, 2, 1, 3, 8, device=device), draw_angles(1, 8, device)
     out = torch.empty_like(x)
-    backend.rotate([Part(x, out, angles)], interleaved=True)
+    backend.rotate([Rotated(x, out, angles)], interleaved=True)
     torch.testing.assert_close(out.double().cpu(), exact(x, angles, True, False), atol=1e-5, rtol=1e-5)
     for shape in ((0, 2, 1, 3, 8), (3, 0, 1, 3, 8), (3, 2, 1, 0, 8), (3, 2, 1, 3, 0)):
         empty, none = torch.empty(shape, device=device), draw_angles(3, min(8, shape[4]), device)
-        backend.rotate([Part(empty, torch.empty_like(empty), none)], interleaved=False)
+        backend.rotate([Rotated(empty, torch.empty_like(empty), none)], interleaved=False)
     copy = torch.empty_like(x)
-    backend.rotate([Part(x, copy, None)], interleaved=False)  # nothing turns
+    backend.rotate([Rotated(x, copy, None)], interleaved=False)  # nothing turns
     assert torch.equal(copy, x)
     headless, copy, again = torch.empty(1, 2, 1, 0, 8, device=device), torch.empty_like(x), torch.empty_like(x)
-    backend.rotate([Part(headless, headless, angles), Part(x, again, angles), Part(x, copy, None)], interleaved=True)
+    backend.rotate(
+        [Rotated(headless, headless, angles), Rotated(x, again, angles), Rotated(x, copy, None)], interleaved=True
+    )
     assert torch.equal(again, out)
     assert torch.equal(copy, x)
 
@@ -176,11 +178,11 @@ def test_heads_whose_places_32_bits_do_not_count(axis: int, device: str) -> None
     far = room.as_strided(size, stride)
     near, angles = torch.randn(size, device=device).half(), draw_angles(1, 8, device)
     backend, wanted, back = supported("triton", device), torch.empty_like(near), torch.empty_like(near)
-    backend.rotate([Part(near, wanted, angles)], interleaved=False)
-    backend.rotate([Part(near, far, angles)], interleaved=False)
+    backend.rotate([Rotated(near, wanted, angles)], interleaved=False)
+    backend.rotate([Rotated(near, far, angles)], interleaved=False)
     assert torch.equal(far, wanted)
-    backend.rotate([Part(far, back, angles)], interleaved=False, transposed=True)
-    backend.rotate([Part(wanted, near, angles)], interleaved=False, transposed=True)
+    backend.rotate([Rotated(far, back, angles)], interleaved=False, transposed=True)
+    backend.rotate([Rotated(wanted, near, angles)], interleaved=False, transposed=True)
     assert torch.equal(back, near)
 
 
@@ -190,7 +192,7 @@ def test_angles_of_a_million_positions(name: str, device: str) -> None:
     backend = supported(name, device)
     x, angles = torch.randn(65, 1, 1, 1, 8, device=device), draw_angles(65, 8, device, 1e6)
     out = torch.empty_like(x)
-    backend.rotate([Part(x, out, angles)], interleaved=False)
+    backend.rotate([Rotated(x, out, angles)], interleaved=False)
     torch.testing.assert_close(out.double().cpu(), exact(x, angles, False, False), atol=1e-5, rtol=0)
 
 
@@ -216,7 +218,7 @@ def test_cosines_and_sines_are_float32s(device: str) -> None:
     x = torch.ones(2001, 1, 1, 1, 2, device=device)
     x[..., 1] = 0
     out = torch.empty_like(x)
-    supported("triton", device).rotate([Part(x, out, angles)], interleaved=False)
+    supported("triton", device).rotate([Rotated(x, out, angles)], interleaved=False)
     turned = angles[:, 0].double()
     exact = torch.stack([turned.cos(), turned.sin()], 1)
     assert (out.flatten(1).double() - exact).abs().max() < 2**-23
@@ -227,14 +229,14 @@ def test_what_is_not_finite_stays_with_its_pair(name: str) -> None:
     backend, x = supported(name, "cpu"), torch.ones(3, 1, 1, 1, 8)
     x[1, ..., 2] = float("inf")
     out, copy, angles = torch.empty_like(x), torch.empty_like(x), draw_angles(3, 8, "cpu")
-    backend.rotate([Part(x, out, angles), Part(x, copy, None)], interleaved=False)
+    backend.rotate([Rotated(x, out, angles), Rotated(x, copy, None)], interleaved=False)
     assert (~out.isfinite()).nonzero()[:, [0, 4]].tolist() == [[1, 2], [1, 6]]
     assert torch.equal(copy, x)
 
 
-def part(*shape: int, out: Tensor | None = None, angles: Tensor | None = None) -> Part:
+def part(*shape: int, out: Tensor | None = None, angles: Tensor | None = None) -> Rotated:
     x = torch.zeros(shape)
-    return Part(x, torch.zeros(shape) if out is None else out, torch.zeros(4, 8) if angles is None else angles)
+    return Rotated(x, torch.zeros(shape) if out is None else out, torch.zeros(4, 8) if angles is None else angles)
 
 
 @pytest.mark.parametrize("name", rotary.names())
@@ -256,7 +258,7 @@ def part(*shape: int, out: Tensor | None = None, angles: Tensor | None = None) -
     ],
     ids=range(12),
 )
-def test_what_is_wrong_is_named(name: str, parts: list[Part], reason: str) -> None:
+def test_what_is_wrong_is_named(name: str, parts: list[Rotated], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         supported(name, "cpu").rotate(parts, interleaved=False)
 
@@ -264,7 +266,7 @@ def test_what_is_wrong_is_named(name: str, parts: list[Part], reason: str) -> No
 def test_the_kernel_has_no_float64() -> None:
     x = torch.zeros(4, 1, 1, 2, 8).double()
     with pytest.raises(ValueError, match="float64"):
-        supported("triton", "cpu").rotate([Part(x, x, torch.zeros(4, 8))], interleaved=False)
+        supported("triton", "cpu").rotate([Rotated(x, x, torch.zeros(4, 8))], interleaved=False)
 
 
 @pytest.mark.gpu
@@ -275,12 +277,12 @@ def test_it_is_bound_by_memory(t: int, b: int, h: int, d: int, interleaved: bool
     mixed, made = torch.randn(2, t, b, 3, h, d, device="cuda").bfloat16().unbind()
     angles = draw_angles(t, d, "cuda")
     (q, k, v), to = mixed.unbind(2), [x[:, :, None] for x in made.unbind(2)]
-    forward = [Part(x[:, :, None], x[:, :, None], angles) for x in (q, k)]
-    back = [Part(x[:, :, None], y, a) for x, y, a in zip((q, k, v), to, (angles, angles, None), strict=True)]
+    forward = [Rotated(x[:, :, None], x[:, :, None], angles) for x in (q, k)]
+    back = [Rotated(x[:, :, None], y, a) for x, y, a in zip((q, k, v), to, (angles, angles, None), strict=True)]
     third = 2 * mixed.numel() * mixed.element_size() // 3
     for label, parts, nbytes in (("in place", forward, 2 * third), ("backward", back, 3 * third)):
 
-        def call(parts: list[Part] = parts, transposed: bool = label == "backward") -> None:
+        def call(parts: list[Rotated] = parts, transposed: bool = label == "backward") -> None:
             backend.rotate(parts, interleaved=interleaved, transposed=transposed)
 
         assert of_copy(call, nbytes, mixed, f"rotary {label}") > 0.6

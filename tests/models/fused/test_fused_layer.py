@@ -318,16 +318,16 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def watched(backend: Any, *names: str) -> Any:
         return dataclasses.replace(backend, **{name: seen(getattr(backend, name), name) for name in names})
 
-    stream = watched(norm_triton.BACKEND.residual, "add_forward_quantized", "add_forward", "backward_quantized")
+    stream = watched(norm_triton.BACKEND.residual, "add_forward_quantized", "add_forward")
     norm = dataclasses.replace(watched(norm_triton.BACKEND, "forward", "backward"), residual=stream)
     names = ("forward_quantized", "backward_quantized")
     activations = watched(activation_triton.BACKEND, "forward", "backward", *names)
-    casts = watched(quantize_triton.BACKEND, "scaled", "tensor")
+    cast = seen(quantize_triton.quantize, "quantize")
     for module in (segment, layernorm):
         monkeypatch.setattr(module, "backend", lambda x: norm)
     for module in (segment, layernorm_mlp):
         monkeypatch.setattr(module, "activation_backend", lambda x: activations)
-    monkeypatch.setattr(_recipe.Recipe, "_quantizer", lambda self, x: casts)
+    monkeypatch.setattr(_recipe.Recipe, "_quantizer", lambda self, x: cast)
 
     def joined(parts: Any, turn: int, scale: Tensor, dtype: torch.dtype, **looks: Any) -> Any:
         ran.append("joined")
@@ -347,22 +347,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 #: Forward: norm and cast; the context's cast; addition, norm and cast; the activation and its cast. Backward: the output
 #: gradient's cast; the activation's gradient, it again, both cast; the norm's with the stream's; its cast; q, k, v; norm.
-DELAYED = ["add_forward_quantized", "scaled", "add_forward_quantized", "forward_quantized"]
-DELAYED += ["scaled", "recomputed", "backward", "scaled", "joined", "backward"]
+DELAYED = ["add_forward_quantized", "quantize", "add_forward_quantized", "forward_quantized"]
+DELAYED += ["quantize", "recomputed", "backward", "quantize", "joined", "backward"]
 #: By the finished tensor's own amax every cast is a kernel of its own.
-CURRENT = ["add_forward", "tensor", "tensor", "add_forward", "tensor", "forward", "tensor"]
-CURRENT += ["tensor", "backward", "tensor", "backward", "tensor", "tensor", "backward"]
+CURRENT = ["add_forward", "quantize", "quantize", "add_forward", "quantize", "forward", "quantize"]
+CURRENT += ["quantize", "backward", "quantize", "backward", "quantize", "quantize", "backward"]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize(("name", "wanted"), [("delayed", DELAYED), ("current", CURRENT)])
 def test_the_fused_kernels_are_what_runs(name, wanted, kernels, monkeypatch):
     layer, recipe = a_layer(**FUSED), RECIPES[name][0]
-    cast_weights = {"delayed": "scaled", "current": "tensor"}[name]
     found = passes(layer, recipe, count=1)[0]
     ours = [*kernels]
     for _ in range(4):  # the weights', each before its GEMM
-        ours.remove(cast_weights)
+        ours.remove("quantize")
     assert sorted(ours) == sorted(wanted)
     assert ours.count("joined") == wanted.count("joined")
     monkeypatch.undo()

@@ -23,7 +23,7 @@ GEMM = Recipe.gemm
 def pairs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Triton's quantisers, and the reference for GEMMs; the list tells of each call whether it took one launch."""
     taken: list[bool] = []
-    cast = quantize_triton.scaled_pair
+    cast = quantize_triton.quantize_pair
 
     def counted(*given: Any) -> Any:
         made = cast(*given)
@@ -37,7 +37,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(Recipe, "_emulated", lambda *_: False)
     monkeypatch.setattr(Recipe, "gemm", gemm)
-    monkeypatch.setattr(quantize_triton, "scaled_pair", counted)
+    monkeypatch.setattr(quantize_triton, "quantize_pair", counted)
     return taken
 
 
@@ -78,7 +78,7 @@ def test_one_launch_is_two(pairs, weight, shape, monkeypatch):
     given, x = WEIGHTS[weight](), 3 * torch.randn(*shape, dtype=BF16)
     one = outcome(linear(given), x)
     assert pairs == [True, True]
-    monkeypatch.setattr(quantize_triton, "scaled_pair", lambda *_: None)
+    monkeypatch.setattr(quantize_triton, "quantize_pair", lambda *_: None)
     two = outcome(linear(given), x)
     assert len(one) == len(two) == 7
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -108,8 +108,8 @@ def test_counted_casts_are_counted_one_by_one(pairs: list[bool]) -> None:
 
 def test_no_transpose_is_made_that_nobody_reads(pairs: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[bool, bool]] = []
-    cast = quantize_triton.scaled_pair
-    monkeypatch.setattr(quantize_triton, "scaled_pair", lambda *given: (asked.append(given[-2:]), cast(*given))[1])
+    cast = quantize_triton.quantize_pair
+    monkeypatch.setattr(quantize_triton, "quantize_pair", lambda *given: (asked.append(given[-2:]), cast(*given))[1])
     layer, x = linear(), torch.randn(16, 32, dtype=BF16)
     with te.autocast(recipe=recipe.DelayedScaling()):
         layer(x)

@@ -42,13 +42,13 @@ def backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 
 def forward_quantized(x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """Compute fp8(y * scale): `forward`, then quantize's `scaled` with the options `cast`."""
-    return quantizer.scaled(forward(x, kind), **cast)
+    """Compute fp8(y * scale): `forward`, quantised with the options `cast`."""
+    return quantizer.quantize(forward(x, kind), **cast)
 
 
 def backward_quantized(dy: Tensor, x: Tensor, kind: str, **cast: Any) -> Quantized:
-    """Compute fp8(dx * scale): `backward`, then quantize's `scaled` with the options `cast`."""
-    return quantizer.scaled(backward(dy, x, kind), **cast)
+    """Compute fp8(dx * scale): `backward`, quantised with the options `cast`."""
+    return quantizer.quantize(backward(dy, x, kind), **cast)
 
 
 def _value_and_slope(x: Tensor, name: str) -> tuple[Tensor, Tensor]:

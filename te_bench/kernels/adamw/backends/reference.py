@@ -256,7 +256,7 @@ def _emit(p: Parameter) -> None:
     target = p.data if p.data is not None else p.data_t
     if target is None or not half.numel():
         return
-    made = quantizer.scaled(half, p.scale, target.dtype, rowwise=True, columnwise=True, amax=p.amax)
+    made = quantizer.quantize(half, target.dtype, scale=p.scale, rowwise=True, columnwise=True, amax=p.amax)
     for ours, theirs in ((p.data, made.data), (p.data_t, made.data_t), (p.scale_inv, made.scale_inv)):
         if ours is not None:
             ours.copy_(theirs)
@@ -269,8 +269,8 @@ def norm(table: Table, max_norm: float) -> tuple[Tensor, Tensor]:
     """
     check_norm(max_norm)
     # In float32, because torch rounds each bfloat16 tensor's norm to bfloat16.
-    found = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
-    return found, multiplier_of(found, max_norm)
+    whole = torch.nn.utils.get_total_norm([p.grad.float() for p in table.parameters])
+    return whole, multiplier_of(whole, max_norm)
 
 
 def multiplier_of(norm: Tensor, max_norm: float) -> Tensor:

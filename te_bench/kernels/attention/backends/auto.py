@@ -60,9 +60,12 @@ def choose(problem: Problem, here: str | None = None) -> Choice:
 
     Raises ValueError if the user's table cannot be read.
     """
-    found = table.nearest(here or _machine_name(problem.device), problem)
-    if found is not None:
-        row, doublings = found
+    if here is None:
+        gpu = torch.cuda.get_device_name() if problem.device == "cuda" and torch.cuda.is_available() else None
+        here = measured.machine_name(problem.device, gpu)  # the bare word for an absent GPU
+    measurement = table.nearest(here, problem)
+    if measurement is not None:
+        row, doublings = measurement
         for name in (name for name in row.fastest() if name in RIVALS):  # others no longer exist
             if _is_supported(name, problem):
                 where = "measured" if doublings == 0 else f"nearest measured, {doublings:.1f} doublings away"
@@ -76,12 +79,6 @@ def choose(problem: Problem, here: str | None = None) -> Choice:
 def _is_supported(name: str, problem: Problem) -> bool:
     backend = load(name)
     return backend.unsupported(posed(backend, problem)) is None
-
-
-def _machine_name(device: str) -> str:
-    """Return the machine name that the table's rows use; for an absent GPU, the bare word."""
-    gpu = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else None
-    return measured.machine_name(device, gpu)
 
 
 def _label(row: Timing) -> str:
@@ -107,14 +104,15 @@ def choices() -> tuple[Choice, ...]:
     return tuple(dict.fromkeys(_choices.values()))
 
 
+@compiler.constant
 def _decide(
     device: str, index: int | None, dtype: torch.dtype, causal: bool, drops: int, mask: bool, packed: bool,
     left: int, right: int, *sizes: int,
 ) -> str:  # fmt: skip
     """Return the backend's name; window (-1, -1) is none. sizes: B, H, T, D, Hkv, S, Dv."""
     key = device, index, dtype, causal, drops, mask, packed, left, right, sizes
-    found = _choices.get(key)
-    if found is None:
+    choice = _choices.get(key)
+    if choice is None:
         batch, heads, length, head_dim, kv_heads, kv_length, v_head_dim = sizes
         cuda = device == "cuda"
         problem = Problem(
@@ -134,13 +132,10 @@ def _decide(
             window=None if (left, right) == (-1, -1) else (left, right),
             packed=packed,
         )
-        found = choose(problem, measured.machine_name(device, torch.cuda.get_device_name(index) if cuda else None))
-        _backends[found.name] = load(found.name)
-        _choices[key] = found
-    return found.name
-
-
-compiler.when_imported(lambda: torch.compiler.assume_constant_result(_decide))  # asked once, while a graph is traced
+        choice = choose(problem, measured.machine_name(device, torch.cuda.get_device_name(index) if cuda else None))
+        _backends[choice.name] = load(choice.name)
+        _choices[key] = choice
+    return choice.name
 
 
 def forward(

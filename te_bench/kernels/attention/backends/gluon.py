@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels import gluon
+from te_bench.kernels import architecture
 from te_bench.kernels.attention import Backend, Problem, gradients
 from te_bench.kernels.attention.autograd import (
     Gradients,
@@ -35,7 +35,7 @@ def unsupported(p: Problem) -> str | None:
         return "window: only the causal mask; take triton"
     if p.dropout:
         return f"dropout {p.dropout}: it has none; take triton"
-    return gluon.unsupported(p.device, p.capability, INTERPRETED)
+    return architecture.lacks_gluon(p.device, p.capability, INTERPRETED)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

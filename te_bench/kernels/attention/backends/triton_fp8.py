@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from te_bench.kernels import architecture, gluon
+from te_bench.kernels import architecture
 from te_bench.kernels.attention import Backend, Problem, fp8_quantize, unsupported_in_fp8
 from te_bench.kernels.attention.autograd import (
     Gradients,
@@ -53,7 +53,7 @@ Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 @functools.cache
 def _has_gluon(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return gluon.unsupported(device.type, capability, triton.knobs.runtime.interpret) is None
+    return architecture.lacks_gluon(device.type, capability, triton.knobs.runtime.interpret) is None
 
 
 def _in_gluon(q: Tensor, features: int) -> bool:

@@ -16,7 +16,7 @@ from te_bench.kernels.attention.hopper.launch import (
     LOG2_E,
     LONGEST,
     ROWS,
-    Plan,
+    Tiling,
     deal_tiles,
     describe,
     describe_info,
@@ -26,9 +26,12 @@ from te_bench.kernels.attention.hopper.launch import (
 from te_bench.kernels.attention.portable.fp8_backward import quantize_dout
 
 #: Fastest, or within 4 % of it, in sweeps of heads of 128 at T2048 to 16384 (benchmarks/NOTES.md).
-FORWARD = Plan(3, 128, 3, 2, 160)
+FORWARD = Tiling(3, 128, 3, 2, 160)
 #: {causal: plan}. stages: for unquantised rows; slots: for FP8 rows.
-BACKWARD: Mapping[bool, Plan] = {True: Plan(2, 64, 3, 2, 240, sharing=4), False: Plan(2, 64, 2, 3, 240, sharing=ALL)}
+BACKWARD: Mapping[bool, Tiling] = {
+    True: Tiling(2, 64, 3, 2, 240, sharing=4),
+    False: Tiling(2, 64, 2, 3, 240, sharing=ALL),
+}
 
 
 def forward_pays(q: Tensor) -> bool:
@@ -44,7 +47,7 @@ def backward_pays(q: Tensor, k: Tensor) -> bool:
 
 
 def forward(
-    out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Plan | None = None
+    out: Tensor, lse: Tensor, fp8: Operands, keys: int, causal: bool, scale: float, given: Tiling | None = None
 ) -> None:
     """Compute `portable.fp8_forward.forward` for heads of 128 features."""
     p, (q, k, v), (_, _, rows, width) = given or FORWARD, fp8, out.shape
@@ -61,7 +64,7 @@ def forward(
 
 def backward(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, out: Tensor, lse: Tensor,
-    fp8: Operands, causal: bool, scale: float, given: Plan | None = None,
+    fp8: Operands, causal: bool, scale: float, given: Tiling | None = None,
 ) -> None:  # fmt: skip
     """Compute `portable.fp8_backward.backward` for heads of 128 features, but with dQ summed in no fixed order."""
     p, (dq, dk, dv), (_, _, _, width) = given or BACKWARD[causal], gradients, q.shape

@@ -25,7 +25,7 @@ DELTA_ROWS = 16  # of a program; a divisor of ROWS. Fewer were faster (benchmark
 ALL = sys.maxsize  # programs that share a pair: all of them
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """A program's tile, 64 rows (or keys) per warpgroup, and its buffers.
 
     at_once: keys (or rows) per block; stages: blocks in shared memory; slots: tiles whose own rows are there.
@@ -45,13 +45,11 @@ class Plan(NamedTuple):
     ahead: bool = False
     sharing: int = 0
 
-    def at_start(self) -> int:
-        """Return a thread's registers before warpgroups redistribute them; the fetching warp has a warpgroup's."""
-        return architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
-
     def fetching(self) -> int:
         """Return the registers left for fetching threads."""
-        left = self.at_start() * (self.warpgroups + 1) - self.warpgroups * self.registers
+        # Before warpgroups redistribute a thread's registers, the fetching warp has a warpgroup's.
+        at_start = architecture.HOPPER_REGISTERS // (128 * (self.warpgroups + 1)) // 8 * 8
+        left = at_start * (self.warpgroups + 1) - self.warpgroups * self.registers
         assert left >= 24, f"{self}: {left} registers to fetch with"
         return left
 
@@ -65,26 +63,26 @@ class Plan(NamedTuple):
 
 #: {head width: plan}, the fastest, or within 4 % of it, at 1024 to 16384 keys (benchmarks/NOTES.md). At D128, two
 #: warpgroups would use keys faster than memory delivers them, so four programs share a head's keys.
-FORWARD: Mapping[int, Plan] = {
-    64: Plan(4, 64, 4, 2, 112),
-    128: Plan(2, 128, 2, 2, 240, overlap=True, sharing=4),
+FORWARD: Mapping[int, Tiling] = {
+    64: Tiling(4, 64, 4, 2, 112),
+    128: Tiling(2, 128, 2, 2, 240, overlap=True, sharing=4),
 }
 #: From LONG keys on, dQ has other plans. It lies between the lengths where the order changed.
 LONG = 4096
-OF_ROWS: Mapping[tuple[int, bool], Plan] = {  # dQ
-    (64, False): Plan(2, 64, 4, 2, 240), (64, True): Plan(3, 64, 4, 2, 160),
-    (128, False): Plan(2, 64, 3, 1, 240), (128, True): Plan(2, 64, 3, 1, 240),
+OF_ROWS: Mapping[tuple[int, bool], Tiling] = {  # dQ
+    (64, False): Tiling(2, 64, 4, 2, 240), (64, True): Tiling(3, 64, 4, 2, 160),
+    (128, False): Tiling(2, 64, 3, 1, 240), (128, True): Tiling(2, 64, 3, 1, 240),
 }  # fmt: skip
-OF_KEYS: Mapping[int, Plan] = {  # dK and dV, for any number of keys
-    64: Plan(2, 64, 4, 2, 240, in_registers=True),
-    128: Plan(2, 32, 4, 2, 240),
+OF_KEYS: Mapping[int, Tiling] = {  # dK and dV, for any number of keys
+    64: Tiling(2, 64, 4, 2, 240, in_registers=True),
+    128: Tiling(2, 32, 4, 2, 240),
 }
 #: {(head width, causal): plan} of the fused kernel, with dQ's sums in global memory. With 4 programs sharing a pair,
 #: its rows and sums move 4 times less often; without a causal mask all may share. Unmeasured cases have no entry.
-FUSED: Mapping[tuple[int, bool], Plan] = {
-    (64, True): Plan(2, 128, 2, 1, 240, sharing=4),
-    (128, True): Plan(2, 64, 3, 1, 240, ahead=True, sharing=4),
-    (128, False): Plan(2, 64, 3, 1, 240, sharing=ALL),
+FUSED: Mapping[tuple[int, bool], Tiling] = {
+    (64, True): Tiling(2, 128, 2, 1, 240, sharing=4),
+    (128, True): Tiling(2, 64, 3, 1, 240, ahead=True, sharing=4),
+    (128, False): Tiling(2, 64, 3, 1, 240, sharing=ALL),
 }
 LONGEST = 2**31 // 128 - ROWS  # of a head, whose sums have 32-bit offsets
 #: {head width: fewest keys}. D64's 1,024 are faster by two kernels: the sums weigh more. Between is unmeasured.
@@ -112,7 +110,7 @@ def pad_last_rows(q: Tensor, rows: int = ROWS) -> Tensor:
     return torch.cat([q[:, :, -there:], q[:, :, -1:].expand(-1, -1, rows - there, -1)], 2) if there else q
 
 
-def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
+def deal_tiles(p: Tiling, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tuple[int, ...]]:
     """Return the number of programs, and (T, S, H, group, pairs, blocks, near, whole, rest) for the kernels."""
     batch, heads, rows, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -126,7 +124,7 @@ def deal_tiles(p: Plan, q: Tensor, k: Tensor, *, of_keys: bool) -> tuple[int, tu
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Plan | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, given: Tiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, T, D), q's dtype, memory order (B, T, H, D), and lse (B, H, T) float32; inputs not empty."""
     p = given or FORWARD[q.shape[3]]
@@ -144,7 +142,7 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    deterministic: bool = False, fused: Plan | None = None, gradients: Gradients | None = None,
+    deterministic: bool = False, fused: Tiling | None = None, gradients: Gradients | None = None,
 ) -> Gradients:  # fmt: skip
     """Return dq, dk, dv in the inputs' dtype; deterministic: bitwise the same in every run, by the two kernels.
 
@@ -187,7 +185,7 @@ def _backward_by_two(
 
 def _backward_fused(
     gradients: Gradients, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
-    scale: float, p: Plan,
+    scale: float, p: Tiling,
 ) -> None:  # fmt: skip
     """Compute the gradients by the fused kernel, from inputs that TMA can read."""
     (dq, dk, dv), n = gradients, p.at_once

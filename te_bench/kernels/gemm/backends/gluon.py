@@ -12,11 +12,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from te_bench.kernels import architecture, gluon
+from te_bench.kernels import architecture
 from te_bench.kernels.activation import KINDS
 from te_bench.kernels.gemm import Backend, Problem
 from te_bench.kernels.gemm.hopper.kernels import gluon_gemm_kernel
-from te_bench.kernels.gemm.hopper.plans import Plan, plan
+from te_bench.kernels.gemm.hopper.plans import Tiling, plan
 from te_bench.kernels.gemm.operands import check, granularities, refusal
 from te_bench.kernels.gemm.operators import GROUP_M, misaligned, unpadded
 from te_bench.kernels.quantize import BLOCK, Operand
@@ -30,7 +30,7 @@ def unsupported(p: Problem) -> str | None:
     kind, other = granularities(p.a, p.b)
     if kind not in ("tensor", "row"):
         return f"scales per {kind} x {other}: this one has tensor x tensor and row x row"
-    return gluon.unsupported(p.device, p.capability, INTERPRETED)
+    return architecture.lacks_gluon(p.device, p.capability, INTERPRETED)
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def launch(a: Operand, b: Operand, *, out_dtype: torch.dtype, fast_accum: bool, 
 
 
 def run(
-    p: Plan,
+    p: Tiling,
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,

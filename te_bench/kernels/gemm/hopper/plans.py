@@ -13,7 +13,7 @@ WARPGROUPS = 2
 MOST_STAGES = 6
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     height: int  # of a warpgroup's tile
     width: int
     turns: bool  # one warpgroup per tile; else two share one of twice the height
@@ -35,14 +35,14 @@ class Plan(NamedTuple):
         return min(processors, triton.cdiv(m, height) * triton.cdiv(n, width))
 
 
-TURNS = Plan(128, 128, True, 2)
-PROMOTED = Plan(128, 128, False, 2)  # two accumulators of 128 x 128 do not fit, one and a half do
+TURNS = Tiling(128, 128, True, 2)
+PROMOTED = Tiling(128, 128, False, 2)  # two accumulators of 128 x 128 do not fit, one and a half do
 # Halves of 128 x 128 of an activation and its input would not fit in registers.
 ACTIVATED = TURNS._replace(parts=4, slots=2)
 GRADIENT = TURNS._replace(slots=2)  # all of the activation's input arrives before the product
 
 
-def plan(out_dtype: torch.dtype, *, promote: bool) -> Plan:
+def plan(out_dtype: torch.dtype, *, promote: bool) -> Tiling:
     """Return the fastest plan for D alone."""
     usual = PROMOTED if promote else TURNS
     return usual._replace(parts=4) if out_dtype is torch.float32 else usual

@@ -26,6 +26,7 @@ from te_bench.kernels.linear_cross_entropy.autograd import (
     sum_dtype,
 )
 from te_bench.kernels.linear_cross_entropy.backends import reference
+from te_bench.kernels.operators import define
 
 # Size of a chunk's logits: 6144 rows of GPT-2's 50304 columns in bf16, so that 12288 are two chunks; 2048 of Llama-3's
 # 128256, so that 8192 are four. With more chunks dW is read and written more often, and dx has fewer tiles.
@@ -78,8 +79,7 @@ def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[in
     return 0, 3 * len(list(slices(n, rows_of(n, d, padded, itemsize, rounded=rounded))))
 
 
-@torch.library.custom_op("te_bench::linear_cross_entropy", mutates_args=())
-def _operator(
+def _compute(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -123,7 +123,7 @@ def _operator(
         return mean(losses, numbers), dx, dw.to(made)
 
 
-_operator.register_fake(fake)
+define("linear_cross_entropy", _compute, fake)
 
 
 def _rows(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int, factor: Tensor | None) -> None:

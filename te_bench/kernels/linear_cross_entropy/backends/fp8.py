@@ -31,6 +31,7 @@ from te_bench.kernels.linear_cross_entropy.autograd import (
     sum_dtype,
 )
 from te_bench.kernels.linear_cross_entropy.backends import reference
+from te_bench.kernels.operators import define
 from te_bench.kernels.quantize import TENSOR, Layout, Operand, Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,8 +97,7 @@ def gemms(n: int, d: int, padded: int, itemsize: int, rounded: bool) -> tuple[in
     return sum(len(list(slices(height, most))) for height in strips) + len(strips) + shares, 0
 
 
-@torch.library.custom_op("te_bench::linear_cross_entropy_fp8", mutates_args=())
-def _operator(
+def _compute(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -153,12 +153,12 @@ def _operator(
         return mean(losses, numbers), dx, dw.to(gradient_dtype(leaf, dtype))
 
 
-_operator.register_fake(fake)
+define("linear_cross_entropy_fp8", _compute, fake)
 
 
 def _quantized(x: Tensor, weight: Tensor, need_dx: bool, need_dw: bool) -> tuple[Quantized, Quantized]:
     """Cast x and weight to E4M3 by their own amax: rowwise, and columnwise x for dW and weight for dx."""
-    cast = quantize.load("triton" if x.is_cuda else "reference").tensor
+    cast = quantize.load("triton" if x.is_cuda else "reference").quantize
     # Through bf16: it halves what both passes read, and the quantiser's kernel does not transpose float32.
     x, weight = (t.to(torch.bfloat16) if t.dtype is torch.float32 else t for t in (x, weight))
     return cast(x, E4M3, rowwise=True, columnwise=need_dw), cast(weight, E4M3, rowwise=True, columnwise=need_dx)

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import Backend, Problem, check
+from te_bench.kernels.norm import Backend, Norm, Problem, check
 
 
 def unsupported(p: Problem) -> str | None:
@@ -24,15 +24,7 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,), (M,) float32.
 
     rmsnorm computes in float32 throughout (Liger's casting mode "gemma"). Liger's layernorm has neither option: without
@@ -41,6 +33,7 @@ def forward(
     from liger_kernel.ops.layer_norm import layer_norm_forward
     from liger_kernel.ops.rms_norm import rms_norm_forward
 
+    eps, zero_centered_gamma, kind = norm
     check(x, weight, bias, kind)
     if kind == "rmsnorm":
         y, _, rstd, *_ = rms_norm_forward(x, weight, eps, float(zero_centered_gamma), "gemma", None)
@@ -55,21 +48,14 @@ def forward_quantized(*_arguments: object, **_options: object) -> NoReturn:
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    residual: Tensor | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, norm: Norm, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return dx (plus the residual, in a second pass), dweight, dbias; shapes and dtypes as in the contract."""
     from liger_kernel.ops.layer_norm import layer_norm_backward
     from liger_kernel.ops.rms_norm import rms_norm_backward
     from liger_kernel.ops.utils import calculate_settings
 
+    _, zero_centered_gamma, kind = norm
     check(x, weight, None, kind)
     dbias = None
     if kind == "rmsnorm":

@@ -10,32 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_bench.kernels.norm import Backend, Residual, check, check_stream
-from te_bench.kernels.quantize import Quantized, check_layouts
+from te_bench.kernels.norm import Backend, Norm, Residual, check
+from te_bench.kernels.quantize import Quantized
 from te_bench.kernels.quantize.backends import reference as quantizer
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute y = (x - mean) * rstd * gamma + bias, mean, rstd; x (M, N) -> (M, N) in x's dtype, (M,), (M,) float32.
 
     rmsnorm has neither mean nor bias. Raises ValueError for shapes that do not fit and for a bias in rmsnorm.
     """
-    y, mean, rstd = normalized(x, weight, bias, eps, zero_centered_gamma, kind)
+    y, mean, rstd = normalized(x, weight, bias, norm)
     return y.to(x.dtype), mean, rstd
 
 
-def normalized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool, kind: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def normalized(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Compute `forward` with y in float32, before it is rounded."""
+    eps, zero_centered_gamma, kind = norm
     check(x, weight, bias, kind)
     centred = x.float()
     mean = None
@@ -50,20 +41,13 @@ def normalized(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    *,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
-    residual: Tensor | None = None,
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, norm: Norm, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute dx = rstd * (g - mean_N(g) - xhat * mean_N(g * xhat)) + residual with g = dy * gamma, dweight, dbias.
 
     dy, x, residual (M, N) -> (M, N) in x's dtype, (N,), (N,) in weight's; rmsnorm has no mean_N(g) and no dbias.
     """
+    _, zero_centered_gamma, kind = norm
     check(x, weight, None, kind)
     centred = x.float() if mean is None else x.float() - mean[:, None]
     xhat = centred * rstd[:, None]
@@ -84,17 +68,15 @@ def add_forward(
     branch: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    norm: Norm,
     *,
-    eps: float,
     dtype: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Compute total = x + branch (x's dtype), y = norm(total) in `dtype`, mean, rstd; amax = max(amax, max |y|)."""
-    check_stream(x, branch)
-    total = x if branch is None else (x.float() + branch.float()).to(x.dtype)
-    y, mean, rstd = normalized(total, weight, bias, eps, zero_centered_gamma, kind)
+    check(x, weight, bias, norm.kind, branch)
+    total = _total(x, branch)
+    y, mean, rstd = normalized(total, weight, bias, norm)
     y = y.to(dtype)
     _gather(amax, y)
     return total, y, mean, rstd
@@ -105,32 +87,28 @@ def add_forward_quantized(
     branch: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
+    norm: Norm,
     *,
-    eps: float,
     via: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     statistics: tuple[Tensor | None, Tensor] | None = None,
     **cast: Any,
 ) -> tuple[Tensor, Quantized, Tensor | None, Tensor]:
-    """Compute total, fp8(y * scale), mean, rstd: `add_forward` to `via`, then quantize's `scaled` with options `cast`.
+    """Compute total, fp8(y * scale), mean, rstd: `add_forward` to `via`, quantised with options `cast`.
 
     statistics are computed again.
     """
-    total, y, mean, rstd = add_forward(
-        x, branch, weight, bias, eps=eps, dtype=via, zero_centered_gamma=zero_centered_gamma, kind=kind
-    )
-    return total, quantizer.scaled(y, **cast), mean, rstd
+    total, y, mean, rstd = add_forward(x, branch, weight, bias, norm, dtype=via)
+    return total, quantizer.quantize(y, **cast), mean, rstd
 
 
 def forward_cast(
-    add_forward_quantized: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any
+    add_forward_quantized: Callable[..., Any], x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, **cast: Any
 ) -> tuple[Quantized, Tensor | None, Tensor]:
     """Compute fp8(y * scale) in the requested layouts, mean, rstd, by a stream's function without a branch.
 
     y is rounded to x's dtype first. Raises ValueError as `forward`.
     """
-    _, packed, mean, rstd = add_forward_quantized(x, None, weight, bias, via=x.dtype, **options)
+    _, packed, mean, rstd = add_forward_quantized(x, None, weight, bias, norm, via=x.dtype, **cast)
     return packed, mean, rstd
 
 
@@ -140,10 +118,9 @@ def backward_rounded(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
+    norm: Norm,
     *,
     dtype: torch.dtype,
-    zero_centered_gamma: bool = False,
-    kind: str = "layernorm",
     residual: Tensor | None = None,
     biased: bool = True,
     amax: Tensor | None = None,
@@ -154,10 +131,8 @@ def backward_rounded(
 
     With a branch x is x + branch, rounded to x's dtype as add_forward's total.
     """
-    check_stream(x, branch)
-    x = x if branch is None else (x.float() + branch.float()).to(x.dtype)
-    options: dict[str, Any] = {"zero_centered_gamma": zero_centered_gamma, "kind": kind, "residual": residual}
-    dx, dweight, dbias = backward(dy, x, weight, mean, rstd, **options)
+    check(x, weight, None, norm.kind, branch)
+    dx, dweight, dbias = backward(dy, _total(x, branch), weight, mean, rstd, norm, residual)
     copy = dx.to(dtype)
     _gather(amax, copy)
     if column_sum is not None:
@@ -166,31 +141,11 @@ def backward_rounded(
     return dx, copy.clone() if copy is dx else copy, dweight, dbias if biased else None
 
 
-def backward_cast(
-    rounded: Callable[..., Any],
-    scaled: Callable[..., Quantized],
-    *tensors: Tensor | None,
-    via: torch.dtype,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Quantized, Tensor, Tensor | None]:
-    """Compute dx, fp8(dx * scale), dweight, dbias: a backend's `backward_rounded` to `via`, then its `scaled`.
-
-    amax, counts and column_sum are of the rounded dx. Raises ValueError as `backward`, and if no layout is requested.
-    """
-    check_layouts(rowwise, columnwise)
-    dx, copy, dweight, dbias = rounded(*tensors, dtype=via, **options)
-    packed = scaled(copy, scale, dtype, rowwise=rowwise, columnwise=columnwise, amax=amax, counts=counts)
-    return dx, packed, dweight, dbias
-
-
 forward_quantized = functools.partial(forward_cast, add_forward_quantized)
-backward_quantized = functools.partial(backward_cast, backward_rounded, quantizer.scaled)
+
+
+def _total(x: Tensor, branch: Tensor | None) -> Tensor:
+    return x if branch is None else (x.float() + branch.float()).to(x.dtype)
 
 
 def _gather(amax: Tensor | None, y: Tensor) -> None:
@@ -206,7 +161,6 @@ RESIDUAL = Residual(
     add_forward=add_forward,
     add_forward_quantized=add_forward_quantized,
     backward_rounded=backward_rounded,
-    backward_quantized=backward_quantized,
 )
 BACKEND = Backend(
     forward=forward,

@@ -4,17 +4,15 @@ scale = FP8_MAX / amax; data = cast(saturate(x * scale)); scale_inv = 1 / scale.
 and the quotient saturates at the largest float32: the rules of Transformer Engine's Float8CurrentScaling.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from te_bench.kernels.quantize import (
-    BLOCK,
+    GRANULARITIES,
     PLAIN,
-    ROW,
     TENSOR,
     Backend,
+    Block,
     Layout,
     Operand,
     Quantized,
@@ -74,113 +72,79 @@ def spread(x: Operand) -> Tensor:
         if layout.block == TENSOR and not scale_inv.dim():
             return scale_inv
         if height is not None and x.data.dim() == 2 and scale_inv.shape == layout.scale_shape(*x.data.shape):
-            m, n = x.data.shape
-            return _repeated(scale_inv[:, None] if width is None else scale_inv, height, width or n, m, n)
+            return _spread(scale_inv, layout.block, *x.data.shape)
     raise ValueError(
         f"scale_inv {tuple(scale_inv.shape)} with data {tuple(x.data.shape)}: blocks of {height} x {width}, None for all, "
         f"in the order {layout.order!r}, of which {PLAIN!r} is known here"
     )
 
 
-def scaled(
+def quantize(
     x: Tensor,
-    scale: Tensor,
     dtype: torch.dtype,
+    block: Block = TENSOR,
     *,
     rowwise: bool,
     columnwise: bool,
+    scale: Tensor | None = None,
+    power_of_two: bool = False,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
     column_sum: Tensor | None = None,
     via: torch.dtype | None = None,
 ) -> Quantized:
-    """Compute fp8(x * scale) of x (M, N) with a given () float32 scale, x's amax and counts; see Backend, check."""
-    check(x, dtype, rowwise, columnwise, scale=scale, amax=amax, counts=counts, column_sum=column_sum, via=via)
-    v = _float32(x if via is None else x.to(via))
+    """Compute fp8(x * scale) of x (M, N); see Backend. Raises ValueError as check."""
+    check(x, dtype, block, rowwise, columnwise, scale, amax, counts, column_sum, via)
+    v = (x if via is None else x.to(via)).detach().float().contiguous()  # elementwise results are contiguous, too
     if amax is not None and v.numel():
         amax.copy_(torch.maximum(amax, v.abs().amax()))
-    return _tensor(v, scale, dtype, rowwise, columnwise, counts, column_sum)
+    if column_sum is not None:
+        column_sum.add_(v.sum(0))
+
+    def cast(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        own = scale_from_amax(_amax_of_blocks(a.abs(), block), dtype, power_of_two) if scale is None else scale.view(())
+        each = own if block == TENSOR else _spread(own, block, *a.shape)
+        return _cast(a * each, dtype), own.reciprocal(), each
+
+    data, scale_inv, each = cast(v) if rowwise or block == TENSOR else (None, None, None)
+    if counts is not None and data is not None and each is not None:
+        _count(counts, v, each, data)
+    if block == TENSOR and data is not None:
+        data_t = data.t().contiguous() if columnwise else None
+        return one_scale(dtype, rowwise, columnwise, data, data_t, scale_inv)
+    data_t = scale_inv_t = None
+    if columnwise:
+        # A view of v would give a transposed view of data.
+        data_t, scale_inv_t, each = cast(v.t().contiguous())
+        if counts is not None and not rowwise:
+            _count(counts, v.t(), each, data_t)
+    return Quantized(data, scale_inv, data_t, scale_inv_t, Layout(dtype, block, torch.float32))
 
 
-def tensor(
-    x: Tensor,
+def one_scale(
     dtype: torch.dtype,
-    *,
     rowwise: bool,
     columnwise: bool,
-    power_of_two: bool = False,
-    counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
+    data: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv: Tensor | None,
 ) -> Quantized:
-    """Compute fp8(x * scale) of x (M, N) with one scale, from its own amax; see Backend. Raises ValueError as check."""
-    check(x, dtype, rowwise, columnwise, counts=counts, column_sum=column_sum)
-    v = _float32(x)
-    scale = scale_from_amax(v.abs().amax() if v.numel() else v.new_zeros(()), dtype, power_of_two)
-    return _tensor(v, scale, dtype, rowwise, columnwise, counts, column_sum)
-
-
-def row(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool = False,
-    counts: Tensor | None = None,
-) -> Quantized:
-    """Compute fp8(x * scale) of x (M, N) with a scale per row of data and per row of data_t; see Backend.
-
-    Raises ValueError as check.
-    """
-    check(x, dtype, rowwise, columnwise, counts=counts)
-    v = _float32(x)
-
-    def lines(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale = scale_from_amax(a.abs().amax(1) if a.numel() else a.new_zeros(a.shape[0]), dtype, power_of_two)
-        return _cast(a * scale[:, None], dtype), scale.reciprocal(), scale[:, None]
-
-    return _both(v, lines, rowwise, columnwise, counts, Layout(dtype, ROW, torch.float32))
-
-
-def block(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: int,
-    rowwise: bool,
-    columnwise: bool,
-    power_of_two: bool = True,
-    counts: Tensor | None = None,
-) -> Quantized:
-    """Compute fp8(x * scale) of x (M, N) with a scale per rows x 128 block of either layout; see Backend.
-
-    rows is 1 or 128; blocks at the edges are smaller. Raises ValueError for other rows, and as check.
-    """
-    check(x, dtype, rowwise, columnwise, rows=rows, counts=counts)
-    v = _float32(x)
-
-    def blocks(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        m, n = a.shape
-        amax = _amax_of_each(_amax_of_each(a.abs(), 1, BLOCK), 0, rows)
-        scale = scale_from_amax(amax, dtype, power_of_two)
-        each = _repeated(scale, rows, BLOCK, m, n)
-        return _cast(a * each, dtype), scale.reciprocal(), each
-
-    layout = Layout(dtype, (rows, BLOCK), torch.float32)
-    return _both(v, blocks, rowwise, columnwise, counts, layout)
+    """Return Quantized with one scale, without what was not requested, where operators return empty tensors."""
+    layout = Layout(dtype, TENSOR, torch.float32)
+    return Quantized(data, scale_inv, data_t, scale_inv, layout).requested(rowwise, columnwise)
 
 
 def check(
     x: Tensor,
     dtype: torch.dtype,
+    block: Block,
     rowwise: bool,
     columnwise: bool,
-    scale: Tensor | None = None,
-    amax: Tensor | None = None,
-    counts: Tensor | None = None,
-    column_sum: Tensor | None = None,
-    via: torch.dtype | None = None,
-    rows: int = 1,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    counts: Tensor | None,
+    column_sum: Tensor | None,
+    via: torch.dtype | None,
 ) -> None:
     """Raise ValueError unless x is a float (M, N), dtype an FP8 format, a layout requested, and the buffers fit."""
     if x.dim() != 2 or not x.is_floating_point():
@@ -190,8 +154,11 @@ def check(
     check_layouts(rowwise, columnwise)
     if via not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"via {via}: None (x as it is), torch.bfloat16 or torch.float16")
-    if rows not in (1, BLOCK):
-        raise ValueError(f"rows {rows}: 1 (1 x {BLOCK}, for activations and gradients) or {BLOCK} (for weights)")
+    if block != TENSOR and (block not in GRANULARITIES or scale is not None or column_sum is not None):
+        legal = ", ".join(map(str, GRANULARITIES))
+        raise ValueError(f"block {block}: one of {legal}; a given scale and column_sum are for {TENSOR}")
+    if scale is None and (amax is not None or via is not None):
+        raise ValueError("amax or via without a scale: they are for casts by a given scale")
     for name, buffer, numel, kind in (
         ("scale", scale, 1, torch.float32),
         ("amax", amax, 1, torch.float32),
@@ -205,9 +172,13 @@ def check(
             )
 
 
-def _float32(x: Tensor) -> Tensor:
-    """Return x in float32, contiguous, without its autograd history; elementwise results are contiguous, too."""
-    return x.detach().float().contiguous()
+def _amax_of_blocks(a: Tensor, block: Block) -> Tensor:
+    """Return the largest element of each block of a (M, N), with `Layout.scale_shape`; 0 of none."""
+    height, width = block
+    if height is None or width is None:
+        dims = (0, 1) if height is None else (1,)
+        return a.amax(dims) if a.numel() else a.new_zeros(() if height is None else a.shape[0])
+    return _amax_of_each(_amax_of_each(a, 1, width), 0, height)
 
 
 def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
@@ -220,11 +191,13 @@ def _amax_of_each(a: Tensor, dim: int, length: int) -> Tensor:
     return torch.cat(largest + [part.amax(dim, keepdim=True) for part in ragged], dim)
 
 
-def _repeated(scale: Tensor, height: int, width: int, m: int, n: int) -> Tensor:
-    """Return a scale for each element of an (M, N) matrix of blocks; a view where one block spans a dimension."""
-    if height > 1:
+def _spread(scale: Tensor, block: Block, m: int, n: int) -> Tensor:
+    """Return the scale of each element of an (M, N) matrix of blocks; a view where one block spans a dimension."""
+    height, width = block
+    scale = scale[:, None] if width is None else scale
+    if height is not None and height > 1:
         scale = scale[:, None].expand(-1, height, -1).flatten(0, 1)[:m]
-    return scale[:, :, None].expand(-1, -1, width).flatten(1)[:, :n]
+    return scale[:, :, None].expand(-1, -1, width or n).flatten(1)[:, :n]
 
 
 def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
@@ -240,50 +213,4 @@ def _count(counts: Tensor, v: Tensor, scale: Tensor, data: Tensor) -> None:
     counts.add_(torch.stack([saturated.sum(), underflowed.sum(), (~finite).sum()]))
 
 
-def _tensor(
-    v: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    column_sum: Tensor | None,
-) -> Quantized:
-    scale = scale.view(())
-    data, scale_inv = _cast(v * scale, dtype), scale.reciprocal()
-    if counts is not None:
-        _count(counts, v, scale, data)
-    if column_sum is not None:
-        column_sum.add_(v.sum(0))
-    return Quantized(
-        data if rowwise else None,
-        scale_inv if rowwise else None,
-        data.t().contiguous() if columnwise else None,
-        scale_inv if columnwise else None,
-        Layout(dtype, TENSOR, torch.float32),
-    )
-
-
-def _both(
-    v: Tensor,
-    quantise: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]],
-    rowwise: bool,
-    columnwise: bool,
-    counts: Tensor | None,
-    layout: Layout,
-) -> Quantized:
-    """Quantise each requested layout by itself; the counts are data's if that is requested."""
-    data = scale_inv = data_t = scale_inv_t = None
-    if rowwise:
-        data, scale_inv, scale = quantise(v)
-        if counts is not None:
-            _count(counts, v, scale, data)
-    if columnwise:
-        # A view of v would give a transposed view of data.
-        data_t, scale_inv_t, scale = quantise(v.t().contiguous())
-        if counts is not None and not rowwise:
-            _count(counts, v.t(), scale, data_t)
-    return Quantized(data, scale_inv, data_t, scale_inv_t, layout)
-
-
-BACKEND = Backend(scaled=scaled, tensor=tensor, row=row, block=block)
+BACKEND = Backend(quantize=quantize)

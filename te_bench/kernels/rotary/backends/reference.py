@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from te_bench.kernels.rotary import Backend, Part, check
+from te_bench.kernels.rotary import Backend, Rotated, check
 
 
-def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
+def rotate(parts: Sequence[Rotated], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
     """Write out = x cos(angles) + rotated(x) sin(angles) for each part, or its transpose; a pair (x, y) rotates to (-y,
     x).
 

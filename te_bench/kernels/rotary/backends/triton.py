@@ -5,7 +5,7 @@ A program's threads keep the cosines and sines of their positions for all of its
 
 from collections.abc import Sequence
 
-from te_bench.kernels.rotary import DTYPES, Backend, Part, Problem, check, kernels
+from te_bench.kernels.rotary import DTYPES, Backend, Problem, Rotated, check, kernels
 from te_bench.kernels.tile import FLOATS, lacks_triton
 
 
@@ -17,7 +17,7 @@ def unsupported(p: Problem) -> str | None:
     return None
 
 
-def rotate(parts: Sequence[Part], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
+def rotate(parts: Sequence[Rotated], *, interleaved: bool, transposed: bool = False, tables: bool = False) -> None:
     """Write out = x cos(angles) + rotated(x) sin(angles) for each part, or its transpose; a pair (x, y) rotates to (-y,
     x).
 
