@@ -278,10 +278,12 @@ def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
     x = np.asarray(gaps, dtype=np.float64)
     if x.size < FEWEST + 1:
         return ()
-    off = x[:, None] - (rest := np.array([np.delete(x, i) for i in range(x.size)])).mean(axis=1)[:, None]
-    spread = rest.std(axis=1, ddof=1) * math.sqrt(1 + 1 / (x.size - 1))
+    d = x - x.mean()
+    off = np.abs(d) * x.size / (x.size - 1)  # from the mean of the others
+    squares = np.maximum(d @ d - np.abs(d) * off, 0)  # of the others about their mean
+    spread = np.sqrt(squares / (x.size - 2)) * math.sqrt(1 + 1 / (x.size - 1))
     bound = -float(stdtrit(x.size - 2, FAR / (2 * x.size)))
-    return tuple(int(i) for i in np.flatnonzero(np.abs(off[:, 0]) > bound * spread))
+    return tuple(int(i) for i in np.flatnonzero(off > bound * spread))
 
 
 def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:

@@ -98,13 +98,13 @@ def broken(arm: Losses) -> dict[str, str]:
     for seed, final in arm.final.items():
         if seed in found:
             continue
-        curve = arm.curves.get(seed, Curve(step=(), loss=()))
-        at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None)
-        if at is not None:
+        curve = arm.curves.get(seed)
+        at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None) if curve else None
+        if curve and at is not None:
             found[seed] = f"the loss is {curve.loss[at]} at step {curve.step[at]:g}"
         elif not math.isfinite(final):
             found[seed] = f"the final loss is {final}"
-        elif (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None:
+        elif curve and (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None:
             rise = rises[-1]
             found[seed] = (
                 f"the loss rose {rise.height:.2g} above its minimum by step {rise.first:g} and did not come back"

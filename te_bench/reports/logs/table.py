@@ -56,7 +56,8 @@ def table_of(file: LogFile) -> Table:
     if not rows:
         raise ValueError(f"{path} has a header and no rows: nothing was logged")
     between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
-    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
+    kept = {n for n, _ in rows}
+    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in kept}
     gap = next((n for n, line in left_out.items() if not line or numeric(line)), None)
     return Table(path=path, header=header, rows=tuple(rows), gap=gap)
 

@@ -1,4 +1,5 @@
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -358,3 +359,12 @@ def test_an_export_of_both_sides_is_no_side(tmp_path):
     ]
     with pytest.raises(ValueError, match=r"a.csv holds runs of both sides, bf16-s2 and fp8-s2: give each side its own"):
         match_runs(*read_arms(*([side] for side in sides)), paired=None)
+
+
+def test_the_time_to_read_a_csv_grows_with_its_rows_and_not_with_their_square(tmp_path):
+    draw = np.random.default_rng(0)
+    sides = [written(tmp_path, "\n".join(map(repr, (3 + draw.normal(size=30_000) / 9).tolist())), n) for n in "ab"]
+    begun = time.process_time()
+    found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.05, paired=True)
+    assert time.process_time() - begun < 10
+    assert found.comparison.n == 30_000
