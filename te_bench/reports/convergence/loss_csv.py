@@ -16,7 +16,7 @@ from te_bench.reports.convergence.stability import sustained_rises
 from te_bench.reports.logs import LogFile
 from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
 from te_bench.reports.logs.rows import STEP
-from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, table_of
 
 LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is the loss
 LAST = 0.1  # the share of training that a training loss is the mean of, and over which a gap must have settled
@@ -50,6 +50,7 @@ class Losses:
     stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
     training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
     broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
+    blank: Mapping[str, str] = field(default_factory=dict)  # runs that end in rows without a loss, and how
 
 
 def read(file: LogFile) -> Losses:
@@ -138,6 +139,12 @@ def _finals(source: str, table: Table) -> Losses:
             f"step, loss, seed{comma}"
         )
     notes = [_taken(table, loss)] if len(columns) > 1 else []
+    rising = [c for c in columns if c != loss and seed is None and _rises([row[c] for _, row in table.rows])]
+    if rising:
+        raise ValueError(
+            f"{table.path}: its column {names[columns.index(rising[0])]} rises row by row: this looks like one run's curve. "
+            "Rename it to step, or give one column of final losses"
+        )
     if seed is None and table.gap is not None:
         raise ValueError(
             f"{table.path}, line {table.gap} has no loss: without seeds rows are pairs, and every later one would be of "
@@ -161,6 +168,11 @@ def _finals(source: str, table: Table) -> Losses:
     metric = table.header[loss] if table.header and is_loss(table.header[loss]) else None  # else the arm's name, say
     found = Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes), metric=metric)
     return replace(found, training=metric is not None and is_trained(metric))
+
+
+def _rises(cells: Sequence[str]) -> bool:
+    values = [value for cell in cells if (value := number(cell)) is not None]
+    return values[:1] < values[-1:] and values == sorted(values)
 
 
 def _loss(table: Table) -> int | None:
@@ -268,24 +280,37 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
 
 
 def of_curves(
-    source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = (), broke: Mapping[str, str] | None = None
+    source: str,
+    curves: Mapping[str, Curve],
+    notes: tuple[str, ...] = (),
+    broke: Mapping[str, str] | None = None,
+    blank: Mapping[str, str] | None = None,
 ) -> Losses:
     """One arm by its runs' curves; the final loss is the last. Raises ValueError for copies and runs that ended early.
 
-    `broke`: runs that are known to have diverged by other losses than these, and why.
+    `broke`: runs that are known to have diverged by other losses than these, and why. `blank`: those that end in rows
+    without a loss, and how.
     """
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
-    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))
+    found = Losses(
+        source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=broke or {}, blank=blank or {}
+    )
     told = broken(found)  # such a run may have been stopped for it
     ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
         short = min(ends, key=ends.__getitem__)
         raise ValueError(
             f"{source}: seed {short} ends at step {ends[short]:g}, others at {max(ends.values()):g}: a run that ended "
-            "early has no final loss; run it to the end"
+            f"early has no final loss; run it to the end{without_number(found, short)}"
         )
     return found
+
+
+def without_number(arm: Losses, seed: str | None = None) -> str:
+    """What to add of a run, or of any, that ends in rows without a loss: exporters write NaN so. "" where there is none."""
+    told = arm.blank.get(seed) if seed else next(iter(arm.blank.values()), None)
+    return f"; {told} in {arm.source}; if that is NaN, write NaN" if told else ""
 
 
 def _apart(source: str, curves: Mapping[str, Curve]) -> None:

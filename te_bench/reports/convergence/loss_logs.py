@@ -69,6 +69,7 @@ class _Loss:
     curve: Curve
     again: bool = False  # some was logged a second time, as by a resumed run
     several: bool = False  # each step had several, which are averaged
+    blank: str | None = None  # the last rows that have no number, and how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -360,7 +361,7 @@ def _loss(log: _Log, name: str) -> _Loss:
     if not all(abs(step) < math.inf for step, _ in kept):
         raise ValueError(f"{log.place}: a step is not a finite number")
     curve = Curve(step=tuple(step for step, _ in kept), loss=tuple(loss for _, loss in kept))
-    return _Loss(name=name, curve=curve, again=again, several=several)
+    return _Loss(name=name, curve=curve, again=again, several=several, blank=log.series.blank.get(name))
 
 
 def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
@@ -371,7 +372,7 @@ def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
 
 
 def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None, passed_over: str | None) -> Losses:
-    curves, broke = {}, dict[str, str]()
+    curves, broke, blank = {}, dict[str, str](), dict[str, str]()
     chosen: list[tuple[_Run, _Loss]] = []
     numbered = zip(_seeds(arm.logs), runs, strict=True)
     for seed, run in sorted(numbered, key=lambda one: (int(one[0]), "") if one[0].isdecimal() else (0, one[0])):
@@ -383,8 +384,9 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
             raise ValueError(f"{arm.source}: {run.log.name} has no {'validation' if validated else 'training'} loss")
         if loss is not None:
             chosen.append((run, loss))
+            blank |= {seed: loss.blank} if loss.blank else {}
         curves[seed] = loss.curve if loss else Curve(step=(0.0,), loss=(float("nan"),))
-    found = of_curves(arm.source, curves, (), broke)
+    found = of_curves(arm.source, curves, (), broke, blank)
     which = metric or ("validation loss" if validated else "training loss")
     called = _called([loss.name for _, loss in chosen], which)
     named = which if plain(called) == plain(which) else f"{which} ({called})"
@@ -420,6 +422,10 @@ def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> 
         return f"{arm.source} ({_listed(names)})" if names else None
 
     notes = [note for run, _ in chosen for note in run.log.series.notes]
+    blank = [
+        f"{arm.source} ({run.log.name}): {loss.blank}; if that is NaN, write NaN" for run, loss in chosen if loss.blank
+    ]
+    notes += blank[:NAMED]
     if where := those(lambda _, loss: loss.again):
         notes.append(f"{where}: losses were logged again, as by a resumed run: the later ones count")
     if where := those(lambda _, loss: loss.several):

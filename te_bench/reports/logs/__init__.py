@@ -5,7 +5,7 @@ A format is a file with FORMAT. It tells its logs by what they hold or how their
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from te_bench import plugins
@@ -40,6 +40,7 @@ class Series:
     seed: str | None = None  # where the log says it
     notes: tuple[str, ...] = ()  # what was left out, to be shown
     whole: bool = True  # False for one value a name, the last
+    blank: Mapping[str, str] = field(default_factory=dict)  # losses that end in rows without a number, and how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

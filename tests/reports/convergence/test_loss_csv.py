@@ -70,6 +70,8 @@ def test_of_several_loss_columns_the_validation_loss_is_taken_and_said(tmp_path)
     [
         ("step,loss,valid/loss,seed\n0,4,3,0\n1,3,2,0\n0,4,3,1\n1,3,1.9,1\n", {"0": 2.0, "1": 1.9}),  # logs' name
         ("step,0,1\n0,4.1,4.1\n9,3.2,3.2\n", {"0": 3.2, "1": 3.2}),  # seeds may share two rounded losses
+        ("epoch,loss,seed\n0,4,0\n9,3,0\n0,4,1\n9,2.9,1\n", {"0": 3.0, "1": 2.9}),
+        ("lr,loss\n2,3\n1,2.9\n3,3.1\n", {"1": 3.0, "2": 2.9, "3": 3.1}),  # in no order
     ],
 )
 def test_final_losses(tmp_path, text, final):
@@ -115,7 +117,10 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("Relative Time (Process),a - loss,b - loss\n1,4,4\n", "x-axis is Relative Time .Process.: export with Step"),
         ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
         ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
-        ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
+        *(
+            (f"{name},loss\n0,4\n5,3.5\n9,3\n", f"its column {name} rises row by row: this looks like one run's curve")
+            for name in ("tokens", "time", "batch", "")
+        ),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
         ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),

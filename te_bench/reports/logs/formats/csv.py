@@ -6,10 +6,11 @@ several runs, or final losses, is no log: `convergence/loss_csv.py` reads it.
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from te_bench.reports.logs import LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, is_loss, plain
-from te_bench.reports.logs.rows import STEP, series_of
+from te_bench.reports.logs.rows import RANK, STEP, series_of
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
 
 TAG = r"tag-(.+)$"  # of a download's name: run-bf16_s0-tag-train_loss.csv
@@ -19,11 +20,15 @@ def _read(files: Sequence[LogFile]) -> Series:
     [file] = files
     rows = _history(file)
     assert rows is not None
-    return Series(losses={name: sorted(points, key=lambda one: one[0]) for name, points in series_of(rows).items()})
+    step = next(name for name in STEP if name in rows[0])
+    at = {row[step] for row in rows}
+    if len(at) == len(rows) and None not in at:
+        rows.sort(key=lambda row: row[step])  # in any order, where no step has two rows
+    return series_of(rows, file.path, "an empty cell")
 
 
-def _history(file: LogFile) -> list[dict[str, float]] | None:
-    """The rows of a CSV of one run, {column in lower case: number}; None for any other CSV.
+def _history(file: LogFile) -> list[dict[str, Any]] | None:
+    """The rows of a CSV of one run, {column in lower case: number, None of an empty cell}; None for any other CSV.
 
     One run has a step, one column beside it or some with "loss" in their names, and no seeds; or W&B's columns, "run -
     metric", of a single run. Raises ValueError, with the line, for a step or a loss that is no number.
@@ -38,17 +43,19 @@ def _history(file: LogFile) -> list[dict[str, float]] | None:
         return None
     if any(WANDB in name for name in names):  # whose own "Step" counts what was logged
         names = ["_step" if name == "step" else name.rpartition(WANDB)[2] for name in names]
-    others = [c for c, name in enumerate(names) if not (name in STEP or name.startswith(TIMES) or name.endswith(SPAN))]
+    axes = {*STEP, *RANK}
+    others = [c for c, n in enumerate(names) if not (n in axes or n.startswith(TIMES) or n.endswith(SPAN))]
     losses = [c for c in others if is_loss(names[c])]
     if not losses and len(others) == 1:
         losses, names[others[0]] = others, _unnamed(file)
     if not losses:
         return None
-    strict = [c for c, name in enumerate(names) if c in losses or name in STEP]
-    rows = []
+    strict = [c for c, name in enumerate(names) if c in losses or (name in STEP and (name != "epoch" or c == step))]
+    loose = [c for c, name in enumerate(names) if c in others or name in ("epoch", *RANK)]
+    rows: list[dict[str, Any]] = []
     for line, row in table.rows:
-        loose = {names[c]: value for c in others if (value := number(row[c])) is not None}
-        rows.append(loose | {names[c]: number_at(table, line, row[c]) for c in strict if row[c]})
+        found: dict[str, Any] = {names[c]: value for c in loose if (value := number(row[c])) is not None}
+        rows.append(found | {names[c]: number_at(table, line, row[c]) if row[c] else None for c in strict})
     return rows
 
 

@@ -8,6 +8,7 @@ proto/wandb_internal.proto. What the web page exports as CSV is read as CSV.
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _read(files: Sequence[LogFile]) -> Series:
         return _binary(file)
     if file.path.name == SUMMARY_JSON:
         summary = _object(file, file.text, "")
-        return Series(losses=series_of([summary]), whole=False)
+        return replace(series_of([summary], file.path), whole=False)
     rows, notes = [], []
     lines = file.text.split("\n")  # a string in JSON may hold other marks that end lines
     for n, line in enumerate(lines, start=1):
@@ -50,7 +51,7 @@ def _read(files: Sequence[LogFile]) -> Series:
             if n < len(lines):
                 raise
             notes.append(f"{file.path}: the last line is torn and left out")
-    return Series(losses=series_of(rows), notes=tuple(notes))
+    return replace(series_of(rows, file.path), notes=tuple(notes))
 
 
 def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
@@ -80,7 +81,8 @@ def _binary(file: LogFile) -> Series:
             f"{file.path}: {error} after byte {end}: sync the run (wandb sync) and export its history as CSV"
         ) from error
     torn = (f"{file.path}: the last record is torn and left out",) if end < len(file.content.rstrip(b"\0")) else ()
-    return Series(losses=series_of(rows), seed=str(seed) if isinstance(seed, int) else None, notes=torn)
+    found = series_of(rows, file.path)
+    return replace(found, seed=str(seed) if isinstance(seed, int) else None, notes=torn)
 
 
 def _items(message: bytes) -> dict[str, Any]:
