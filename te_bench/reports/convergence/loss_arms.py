@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, without_number
+from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, why_short
 from te_bench.reports.convergence.stability import RISE, overfitting
 from te_bench.reports.logs.names import alike, is_loss
 
@@ -56,9 +56,7 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
         ended = " and ".join(f"at step {max(end):g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
-        raise ValueError(
-            f"the curves end {ended}: compare runs of one length{''.join(without_number(arm) for arm in arms)}"
-        )
+        raise ValueError(f"the curves end {ended}: compare runs of one length{''.join(map(why_short, arms))}")
     if paired is None:
         told = all(arm.seeded and not arm.repeated for arm in arms)
         paired = told and set(baseline.final) == set(candidate.final)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
-from te_bench.reports.logs import LogFile
+from te_bench.reports.logs import TORN, LogFile
 from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
 from te_bench.reports.logs.rows import STEP
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, table_of
@@ -50,7 +50,7 @@ class Losses:
     stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
     training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
     broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
-    blank: Mapping[str, str] = field(default_factory=dict)  # runs that end in rows without a loss, and how
+    short: Mapping[str, str] = field(default_factory=dict)  # runs that may end before they did, and why
 
 
 def read(file: LogFile) -> Losses:
@@ -139,6 +139,11 @@ def _finals(source: str, table: Table) -> Losses:
             f"step, loss, seed{comma}"
         )
     notes = [_taken(table, loss)] if len(columns) > 1 else []
+    if table.torn is not None:
+        raise ValueError(
+            f"{table.path}: its last line, {','.join(table.torn)}, has no end, and lacks cells or decimals that every other "
+            "has. It may be torn, and a run would be lost: write it in full, and end it"
+        )
     rising = [c for c in columns if c != loss and seed is None and _rises([row[c] for _, row in table.rows])]
     if rising:
         raise ValueError(
@@ -206,7 +211,7 @@ def _long(source: str, table: Table) -> Losses:
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
     _two(source, len(curves))
-    found = of_curves(source, curves, (_taken(table, loss),) if several else ())
+    found = _whole_curves(source, table, curves, (_taken(table, loss),) if several else ())
     return _called(table.header[loss], found) if is_loss(table.header[loss]) else found
 
 
@@ -259,7 +264,15 @@ def _wide(source: str, table: Table, runs: Mapping[int, str], steps: Mapping[int
     notes = tuple(f"{table.path}: {counts[name]} runs are called {name}, numbered in their order" for name in repeated)
     curves = {name: _curve(table.path, name, points[c]) for name, c in zip(names, runs, strict=True)}
     _two(source, len(curves))
-    return replace(of_curves(source, curves, notes), repeated=repeated)
+    return replace(_whole_curves(source, table, curves, notes), repeated=repeated)
+
+
+def _whole_curves(source: str, table: Table, curves: Mapping[str, Curve], notes: tuple[str, ...]) -> Losses:
+    """The arm of a table's curves, told where its last line is torn."""
+    if table.torn is None:
+        return of_curves(source, curves, notes)
+    told = TORN.format(table.path)
+    return of_curves(source, curves, (*notes, told), short=dict.fromkeys(curves, told))
 
 
 def seeds_of(runs: Sequence[str]) -> list[str]:
@@ -284,33 +297,33 @@ def of_curves(
     curves: Mapping[str, Curve],
     notes: tuple[str, ...] = (),
     broke: Mapping[str, str] | None = None,
-    blank: Mapping[str, str] | None = None,
+    short: Mapping[str, str] | None = None,
 ) -> Losses:
     """One arm by its runs' curves; the final loss is the last. Raises ValueError for copies and runs that ended early.
 
-    `broke`: runs that are known to have diverged by other losses than these, and why. `blank`: those that end in rows
-    without a loss, and how.
+    `broke`: runs that are known to have diverged by other losses than these, and why. `short`: those that may
+    end before they did, by a torn line or rows without a loss, and why.
     """
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
     found = Losses(
-        source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=broke or {}, blank=blank or {}
+        source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=broke or {}, short=short or {}
     )
     told = broken(found)  # such a run may have been stopped for it
     ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
-        short = min(ends, key=ends.__getitem__)
+        seed = min(ends, key=ends.__getitem__)
         raise ValueError(
-            f"{source}: seed {short} ends at step {ends[short]:g}, others at {max(ends.values()):g}: a run that ended "
-            f"early has no final loss; run it to the end{without_number(found, short)}"
+            f"{source}: seed {seed} ends at step {ends[seed]:g}, others at {max(ends.values()):g}: a run that ended "
+            f"early has no final loss; run it to the end{why_short(found, seed)}"
         )
     return found
 
 
-def without_number(arm: Losses, seed: str | None = None) -> str:
-    """What to add of a run, or of any, that ends in rows without a loss: exporters write NaN so. "" where there is none."""
-    told = arm.blank.get(seed) if seed else next(iter(arm.blank.values()), None)
-    return f"; {told} in {arm.source}; if that is NaN, write NaN" if told else ""
+def why_short(arm: Losses, seed: str | None = None) -> str:
+    """What to add of a run, or of any, that may end before it did; "" where nothing tells."""
+    told = arm.short.get(seed) if seed else next(iter(arm.short.values()), None)
+    return f"; {told}" if told else ""
 
 
 def _apart(source: str, curves: Mapping[str, Curve]) -> None:

@@ -372,7 +372,7 @@ def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
 
 
 def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None, passed_over: str | None) -> Losses:
-    curves, broke, blank = {}, dict[str, str](), dict[str, str]()
+    curves, broke, short = {}, dict[str, str](), dict[str, str]()
     chosen: list[tuple[_Run, _Loss]] = []
     numbered = zip(_seeds(arm.logs), runs, strict=True)
     for seed, run in sorted(numbered, key=lambda one: (int(one[0]), "") if one[0].isdecimal() else (0, one[0])):
@@ -384,9 +384,10 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
             raise ValueError(f"{arm.source}: {run.log.name} has no {'validation' if validated else 'training'} loss")
         if loss is not None:
             chosen.append((run, loss))
-            blank |= {seed: loss.blank} if loss.blank else {}
+            blank = [f"{loss.blank} in {arm.source}; if that is NaN, write NaN"] if loss.blank else []
+            short |= {seed: "; ".join(why)} if (why := [*blank, *run.log.series.notes]) else {}
         curves[seed] = loss.curve if loss else Curve(step=(0.0,), loss=(float("nan"),))
-    found = of_curves(arm.source, curves, (), broke, blank)
+    found = of_curves(arm.source, curves, (), broke, short)
     which = metric or ("validation loss" if validated else "training loss")
     called = _called([loss.name for _, loss in chosen], which)
     named = which if plain(called) == plain(which) else f"{which} ({called})"

@@ -12,6 +12,7 @@ from te_bench import plugins
 
 HEAD = 4096  # bytes that tell text from others
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
+TORN = "{}: the last line is torn and left out"
 _NO_FILES: tuple[Path, ...] = ()
 
 
@@ -30,6 +31,14 @@ class LogFile:
     def text(self) -> str:
         """The bytes as UTF-8, or as UTF-16 where they say so; what is none becomes a mark that no pattern matches."""
         return self.content.decode("utf-16" if self.content[:2] in UTF_16 else "utf-8", errors="replace")
+
+
+def decimals(number: str) -> int | None:
+    """How many a number has as it is written; None of nan and inf.
+
+    A number on a last line without its end may be torn where it has fewer than every number before it.
+    """
+    return len(number.partition(".")[2]) if number[-1:].isdigit() or number.endswith(".") else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

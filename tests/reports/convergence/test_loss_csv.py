@@ -373,3 +373,21 @@ def test_the_time_to_read_a_csv_grows_with_its_rows_and_not_with_their_square(tm
     found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.05, paired=True)
     assert time.process_time() - begun < 10
     assert found.comparison.n == 30_000
+
+
+@pytest.mark.parametrize(("last", "torn"), [("3.2", True), ("3", True), ("3.2801", False), ("nan", False)])
+def test_final_losses_whose_last_line_is_torn_are_refused_for_a_run_would_be_lost(tmp_path, last, torn):
+    path = written(tmp_path, f"seed,val_loss\n0,3.28\n1,3.2811\n2,{last}")
+    if torn:
+        with pytest.raises(ValueError, match=rf"its last line, 2,{last}, has no end, and lacks cells or decimals"):
+            read(path)
+    path.write_text(path.read_text() + ("\n" if torn else ""))
+    assert len(read(path).final) == 3
+
+
+def test_a_torn_last_line_of_several_curves_is_left_out_and_told(tmp_path):
+    wide = read(written(tmp_path, "step,0,1\n0,4.0,4.15\n5,3.5,3.55\n9,3.0,3."))
+    assert wide.curves["1"].step == (0, 5)
+    assert wide.notes == (f"{tmp_path / 'a.csv'}: the last line is torn and left out",)
+    with pytest.raises(ValueError, match=r"seed 1 ends at step 0, others at 9: .*; .*a\.csv: the last line is torn"):
+        read(written(tmp_path, "seed,step,loss\n0,0,4.0\n0,9,3.0\n1,0,4.1\n1,9,3"))

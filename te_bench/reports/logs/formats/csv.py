@@ -6,9 +6,10 @@ several runs, or final losses, is no log: `convergence/loss_csv.py` reads it.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs import TORN, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, is_loss, plain
 from te_bench.reports.logs.rows import RANK, STEP, series_of
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
@@ -18,20 +19,22 @@ TAG = r"tag-(.+)$"  # of a download's name: run-bf16_s0-tag-train_loss.csv
 
 def _read(files: Sequence[LogFile]) -> Series:
     [file] = files
-    rows = _history(file)
-    assert rows is not None
+    history = _history(file)
+    assert history is not None
+    rows, torn = history
     step = next(name for name in STEP if name in rows[0])
     at = {row[step] for row in rows}
     if len(at) == len(rows) and None not in at:
         rows.sort(key=lambda row: row[step])  # in any order, where no step has two rows
-    return series_of(rows, file.path, "an empty cell")
+    return replace(series_of(rows, file.path, "an empty cell"), notes=(TORN.format(file.path),) if torn else ())
 
 
-def _history(file: LogFile) -> list[dict[str, Any]] | None:
+def _history(file: LogFile) -> tuple[list[dict[str, Any]], bool] | None:
     """The rows of a CSV of one run, {column in lower case: number, None of an empty cell}; None for any other CSV.
 
-    One run has a step, one column beside it or some with "loss" in their names, and no seeds; or W&B's columns, "run -
-    metric", of a single run. Raises ValueError, with the line, for a step or a loss that is no number.
+    Beside them, whether a torn last line is left out. One run has a step, one column beside it or some with "loss" in their
+    names, and no seeds; or W&B's columns, "run - metric", of a single run. Raises ValueError, with the line, for a step or a
+    loss that is no number.
     """
     try:
         table = table_of(file)
@@ -56,7 +59,7 @@ def _history(file: LogFile) -> list[dict[str, Any]] | None:
     for line, row in table.rows:
         found: dict[str, Any] = {names[c]: value for c in loose if (value := number(row[c])) is not None}
         rows.append(found | {names[c]: number_at(table, line, row[c]) if row[c] else None for c in strict})
-    return rows
+    return rows, table.torn is not None
 
 
 def _unnamed(file: LogFile) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs import TORN, LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
 from te_bench.reports.logs.names import is_loss
 from te_bench.reports.logs.rows import STEP, of_json, series_of
@@ -50,7 +50,7 @@ def _read(files: Sequence[LogFile]) -> Series:
         except ValueError:
             if n < len(lines):
                 raise
-            notes.append(f"{file.path}: the last line is torn and left out")
+            notes.append(TORN.format(file.path))
     return replace(series_of(rows, file.path), notes=tuple(notes))
 
 
