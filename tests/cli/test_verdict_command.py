@@ -97,9 +97,10 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     assert "(not run yet)" not in done.out
     assert "interrupted" in done.out
     assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
-    write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
-    done = command("verdict", "run")
-    assert (done.code, "no bf16 control and recipe to compare" in done.err) == (2, True)
+    write(tmp_path / "a run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
+    done = command("verdict", "a run")
+    said = "no bf16 control and recipe to compare: te-bench run convergence --out 'a run'"
+    assert (done.code, said in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(

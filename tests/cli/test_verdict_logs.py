@@ -78,6 +78,19 @@ def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(two, co
     html.parser.HTMLParser().feed(content)
 
 
+def test_a_page_replaces_nothing_but_an_earlier_page(two, command, tmp_path):
+    bf16, fp8 = two("csv")
+    log = bf16 / "seed0" / "history.csv"
+    before = log.read_bytes()
+    asked = ["verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003", "--html"]
+    for page in (log, bf16):
+        done = command(*asked, page)
+        assert (done.code, f"--html {page} is there and is no page of te-bench" in done.err) == (2, True), done
+    assert log.read_bytes() == before
+    for _ in range(2):
+        assert command(*asked, tmp_path / "page.html").code == 0
+
+
 def test_a_candidate_that_diverged_has_a_page_without_a_gap(two, command, tmp_path):
     bf16, fp8 = two("nanogpt")
     log = fp8 / "seed2" / "train.log"
