@@ -35,8 +35,8 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     seen the same data.
     """
     arms = baseline, candidate
-    if baseline.digests & candidate.digests:
-        both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
+    for same in baseline.digests.keys() & candidate.digests.keys():
+        both = " and ".join(dict.fromkeys(arm.digests[same] for arm in arms))
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
     for arm in arms:
         runs = {_precision(name): name for name in arm.final}

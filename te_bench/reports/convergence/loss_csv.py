@@ -44,7 +44,7 @@ class Losses:
     seeded: bool  # the seeds are the source's own, so two arms can be paired by them
     notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
     repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
-    digests: frozenset[str] = frozenset()  # of the files' bytes
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the files' bytes: the files
     judged: str = "final loss"  # what `final` holds
     metric: str | None = None  # what the source calls the loss, where it calls it anything
     stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
@@ -67,7 +67,7 @@ def read(file: LogFile) -> Losses:
     seeds, runs of unequal lengths, several columns that could be meant or none, and a file that is no text.
     """
     found = table_of(file)
-    return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
+    return replace(_losses(str(file.path), found), digests={digest(file): str(file.path)})
 
 
 def late_mean(curve: Curve) -> float:

@@ -7,8 +7,9 @@ import glob
 import math
 import os
 import re
+import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -19,6 +20,7 @@ from te_bench.reports.convergence import loss_csv
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_held_out, is_loss, plain
+from te_bench.reports.logs.rows import of_json
 
 LARGEST = 2**30  # bytes: a larger file beside logs is a corpus
 NAMED = 5  # losses, files or runs that a message names
@@ -83,7 +85,7 @@ class _Run:
 class _Arm:
     source: str
     logs: tuple[_Log, ...]
-    digests: frozenset[str]
+    digests: Mapping[str, str]
     table: Losses | None = None  # of a CSV that holds several runs, which has chosen its loss itself
     notes: tuple[str, ...] = ()
 
@@ -137,8 +139,10 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     found = [one for path in named for one in _found(path, others)]
     tables = [one for one in found if one.format is None]
     if tables and len(found) > 1:
+        _table(tables[0].files[0])  # whose own fault comes first
+        how = "alone" if tables[0].place in named else "itself, not its folder"
         raise ValueError(
-            f"{tables[0].place} holds several runs, or final losses: such a file is a whole arm, give it alone"
+            f"{tables[0].place} holds several runs or final losses, so it is a whole side by itself: give the file {how}"
         )
     kinds = {one.format.title: one for one in found if one.format is not None}
     if len(kinds) > 1:
@@ -149,7 +153,7 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     for place, count in Counter(os.path.realpath(one.place) for one in found).items():
         if count > 1:
             raise ValueError(f"{place} is given {count} times: a run counts once")
-    digests = frozenset(digest(file) for one in found for file in one.files if file.content)
+    digests = {digest(file): str(file.path) for one in found for file in one.files if file.content}
     if tables and metric is not None:
         raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns say the loss")
     if tables:
@@ -169,9 +173,25 @@ def _table(file: LogFile) -> Losses:
             raise ValueError(
                 f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json"
             ) from error
+        if _is_stepless(file):
+            raise _no_step(file) from error
         raise ValueError(
             f"{file.path} is none of the logs that are read here ({_known()}); as a CSV: {error}"
         ) from error
+
+
+def _is_stepless(file: LogFile) -> bool:
+    """Whether the file is of JSON lines with a loss, and so without a step where no format takes it."""
+    line = file.content[:HEAD].partition(b"\n")[0]
+    try:
+        row = of_json(line) if line.startswith(b"{") else None
+    except ValueError:
+        return False
+    return isinstance(row, dict) and any(map(is_loss, row))
+
+
+def _no_step(file: LogFile) -> ValueError:
+    return ValueError(f"{file.path} has no _step: give each row the step of its loss, as _step, step or iter")
 
 
 def _of_one_run(places: Sequence[str]) -> None:
@@ -213,6 +233,9 @@ def _found(path: Path, others: list[Path]) -> list[_Found]:
         return [_Found(place=path, files=(file,), format=_format_of(file))]
     if found := list(_below(path, set(), others)):
         return found
+    for file in map(_begun, others):
+        if _is_stepless(file):
+            raise _no_step(file)
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
@@ -250,7 +273,8 @@ def _log_below(path: Path) -> _Found | None:
     kind = _kind(begun if begun.binary else _file(path))
     if kind is None and path.suffix.lower() != ".csv":
         return None
-    return _Found(place=path, files=(_file(path),), format=kind)
+    file = _file(path)
+    return _Found(place=path, files=(file,), format=kind or _format_of(file))
 
 
 def _begun(path: Path) -> LogFile:
@@ -259,11 +283,21 @@ def _begun(path: Path) -> LogFile:
 
 
 def _file(path: Path) -> LogFile:
+    """Raises ValueError for what cannot be read, is neither a file nor a pipe, or has more than LARGEST bytes of text."""
     try:
-        content = path.read_bytes()
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise ValueError(f"{path} is neither a file, a folder nor a pipe: give a log")
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+            file = LogFile(path=path, content=content)
+            if len(content) > LARGEST and not (file.binary and stat.S_ISREG(mode)):
+                raise ValueError(
+                    f"{path} has more than {LARGEST / 2**30:.1f} GiB: no log that is read here has so much"
+                )
+            return replace(file, content=content + stream.read()) if len(content) > LARGEST else file
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    return LogFile(path=path, content=content)
 
 
 def _formats() -> list[LogFormat]:
@@ -280,10 +314,6 @@ def _format_of(file: LogFile) -> LogFormat | None:
     """The format of a file that was named; None for a table of several runs. Raises ValueError for what is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
-    if not file.binary and len(file.content) > LARGEST:
-        raise ValueError(
-            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text: no log that is read here has so much"
-        )
     if (kind := _kind(file)) is not None:
         return kind
     if file.binary:
