@@ -37,9 +37,9 @@ class Verdict(StrEnum):
 
 #: What a verdict says of the candidate's final loss, `margin` filled in.
 CLAIMS = {
-    Verdict.EQUIVALENT: "within {margin:g} of the control",
-    Verdict.NON_INFERIOR: "less than {margin:g} above the control",
-    Verdict.INFERIOR: "more than {margin:g} above the control",
+    Verdict.EQUIVALENT: "within {margin:g} nat of the control",
+    Verdict.NON_INFERIOR: "less than {margin:g} nat above the control",
+    Verdict.INFERIOR: "more than {margin:g} nat above the control",
     Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
 }
 
@@ -389,7 +389,12 @@ def _reason(
     assert interval is not None
     measured = in_words(gap, interval, alpha)
     if verdict is not Verdict.INCONCLUSIVE:
-        further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
+        further = ""
+        if verdict is Verdict.NON_INFERIOR:
+            shown = interval[1] < -margin
+            further = (
+                ", and it ends further below than the margin" if shown else ", and perhaps further than that below it"
+            )
         return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"

@@ -128,7 +128,7 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
     if abs(move) < margin or (baseline.training and abs(move) < SURE * error):
         return None
     return (
-        f"the gap still moves: by {move:+.2g} over the last {at[-1] - at[0]:g} steps, which is not below the margin "
+        f"the gap still moves: by {move:+.2g} over the last {_reach(at)} steps, which is not below the margin "
         f"{margin:g}; decay the learning rate to the end, or train longer"
     )
 
@@ -219,7 +219,13 @@ def note_falling(arm: Losses, margin: float) -> str | None:
     fall, error = _moved(at, -_mean(arm, at))
     if fall < margin or (arm.training and fall < SURE * error):
         return None
-    return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {at[-1] - at[0]:g} steps"
+    return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {_reach(at)} steps"
+
+
+def _reach(at: Array) -> str:
+    """How many steps lie between the ends, in whole ones where there are any: 5, where a tenth of 49 is meant."""
+    steps = float(at[-1] - at[0])
+    return f"{round(steps) if steps >= 1 else steps:g}"
 
 
 def _late(curves: Sequence[Curve]) -> Array:

@@ -342,7 +342,7 @@ def test_names_that_do_not_tell_whether_they_are_one_loss_are_named(tmp_path, ou
     rows = "\n".join(f"{s},{n},{3 + n / 10}" for s in (0, 5, 10) for n in range(3))
     sides = [written(tmp_path, f"step,seed,{name}\n{rows}", f"{n}.csv") for n, name in enumerate((ours, theirs))]
     sides[1].write_text(sides[1].read_text() + "\n")
-    found = judge_losses(*read_arms(*([side] for side in sides)), margin=1)
+    found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.2)
     said = f"the baseline's loss is called {ours} and the candidate's {theirs}: see that they are one loss"
     assert (said in found.notes) is told
 
