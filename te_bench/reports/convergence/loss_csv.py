@@ -129,7 +129,7 @@ def _finals(source: str, table: Table) -> Losses:
     seed = table.column(SEED)
     columns = [c for c in range(width) if c != seed and any(numeric(row[c]) for _, row in table.rows)]
     loss = _loss(table) if len(columns) > 1 else next(iter(columns), None)
-    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in columns]
+    names = [(table.header[c] if table.header else "") or f"column {c + 1}" for c in columns]
     if not columns:
         raise ValueError(f"{table.path} has no column of numbers: give one loss a line, or columns step, loss, seed")
     if loss is None:
@@ -146,9 +146,10 @@ def _finals(source: str, table: Table) -> Losses:
         )
     rising = [c for c in columns if c != loss and seed is None and _rises([row[c] for _, row in table.rows])]
     if rising:
+        name = names[columns.index(rising[0])].removeprefix("column ")
         raise ValueError(
-            f"{table.path}: its column {names[columns.index(rising[0])]} rises row by row: this looks like one run's curve. "
-            "Rename it to step, or give one column of final losses"
+            f"{table.path}: its column {name} rises row by row: this looks like one run's curve. Rename it to step, or give "
+            "one column of final losses"
         )
     if seed is None and table.gap is not None:
         raise ValueError(

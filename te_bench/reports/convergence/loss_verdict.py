@@ -176,10 +176,10 @@ def answers(found: LossVerdict) -> list[str]:
 def _typical(found: LossVerdict) -> str:
     sd = power.gap_sd(TYPICAL_SD)
     needed = power.seeds_needed(sd, found.margin, alpha=found.alpha, paired=False)
-    needed = needed and max(FEWEST, needed)
+    takes = max(FEWEST, needed) if needed else f"more than {power.MOST_SEEDS}"
     return (
         f"{FEWEST} seeds a side are needed at least, and 8 to be worth much. If seeds move this loss as they move that of a "
-        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {needed} a side."
+        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {takes} a side."
     )
 
 

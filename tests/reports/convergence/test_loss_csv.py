@@ -118,7 +118,10 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
         ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
         *(
-            (f"{name},loss\n0,4\n5,3.5\n9,3\n", f"its column {name} rises row by row: this looks like one run's curve")
+            (
+                f"{name},loss\n0,4\n5,3.5\n9,3\n",
+                f"its column {name or 1} rises row by row: this looks like one run's curve",
+            )
             for name in ("tokens", "time", "batch", "")
         ),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
