@@ -81,7 +81,8 @@ def of_json(text: str | bytes) -> Any:
 def _side_by_side(rows: list[tuple[Mapping[str, Any], _Row]]) -> list[tuple[Mapping[str, Any], _Row]]:
     """The rows by their steps, where each names its rank: some logs have one rank after the other."""
     step = next((name for name in STEP if all(name in values for _, values in rows)), None)
-    if step is None or not any(all(name in row for row, _ in rows) for name in RANK):
+    ranks = [{values.get(name) for _, values in rows} for name in RANK]
+    if step is None or not any(len(told) > 1 and None not in told for told in ranks):
         return rows
     return sorted(rows, key=lambda one: (one[1].get("epoch", 0.0), one[1][step]))
 

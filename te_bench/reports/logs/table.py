@@ -70,10 +70,8 @@ def _torn(rows: Sequence[tuple[int, tuple[str, ...]]], width: int) -> bool:
     above = [row[len(last) - 1] for _, row in rows[:-1] if len(row) == width]
     if len(last) < width:
         return True
-    if len(last) > width or not any(above) or not all(numeric(cell) for cell in above if cell):
+    if len(last) > width or not last[-1] or not any(above) or not all(numeric(cell) for cell in above if cell):
         return False
-    if not last[-1]:
-        return all(above)
     digits = decimals(last[-1])
     known = [one for cell in above if cell and (one := decimals(cell)) is not None]
     return not numeric(last[-1]) or (digits is not None and digits < min(known, default=0))

@@ -137,3 +137,12 @@ def test_rows_that_logged_something_else_lack_no_number(tmp_path):
 
     found = both(tmp_path, rows, json_of)
     assert (found.notes, found.curves["0"].step[-1]) == ((), 90)
+
+
+def test_a_rank_that_is_the_only_one_leaves_a_resumed_run_as_it_was_logged(tmp_path):
+    steps = [*range(10, 90), *range(20, 101)]
+    found = both(
+        tmp_path, lambda seed: [{"rank": 0, "step": s, "loss": loss_at(n, seed)} for n, s in enumerate(steps)], json_of
+    )
+    assert found.curves["0"].loss[-81] == loss_at(80, 0)
+    assert "losses were logged again, as by a resumed run" in found.notes[0]
