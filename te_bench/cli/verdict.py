@@ -1,5 +1,6 @@
 """te-bench verdict: does each FP8 recipe train like bf16? Judges the records of a run, or anybody's logs."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typer.core import TyperCommand
 
 from te_bench.cli.options import Alpha, Margin, say
 
+PAGE = b'<meta name="generator" content="te-bench">'
 SEVERAL = ("--baseline", "--candidate")
 _LOGS = "A log per seed, or a folder of logs: W&B, TensorBoard, torchtitan, Hugging Face, Megatron, nanoGPT, CSV."
 Logs = Annotated[list[Path] | None, typer.Option(metavar="PATH...", help=_LOGS)]
@@ -84,7 +86,9 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         return INCOMPLETE
     if not whole:
         why = "no bf16 control and recipe to compare" if known else "no convergence run"
-        raise ValueError(f"{directories[0]} holds {why}: te-bench run convergence --out {directories[0]}")
+        raise ValueError(
+            f"{directories[0]} holds {why}: te-bench run convergence --out {shlex.quote(str(directories[0]))}"
+        )
     for group, study in known:
         if not study.whole:
             print(f"Note: left out, because it lacks a control or a recipe: {study.title}, {group.where}.")
@@ -124,7 +128,14 @@ def _of_logs(
     alpha: float,
     html: Path | None,
 ) -> int:
-    """Print the verdict on a user's own losses, and write its page; return the exit code."""
+    """Print the verdict on somebody's own losses, and write its page; its exit code.
+
+    Raises ValueError for a page that would replace anything but an earlier page: a path too many names a log.
+    """
+    if html is not None and html.exists() and not _is_page(html):
+        raise ValueError(
+            f"--html {html} is there and is no page of te-bench: it is left as it is, choose another --html"
+        )
     from te_bench.reports.convergence import loss_verdict
     from te_bench.reports.convergence.loss_logs import read_arms
     from te_bench.reports.page import loss_page, tables
@@ -142,6 +153,10 @@ def _of_logs(
     if html is not None:
         print(f"page: {loss_page.write_page(found, html)}")
     return found.exit_code
+
+
+def _is_page(path: Path) -> bool:
+    return path.is_file() and PAGE in path.read_bytes()[:4096]
 
 
 _SEVERITY = (0, 3, 1, 4)  # exit codes, the worst last

@@ -58,8 +58,8 @@ def test_a_run_stops_what_is_decided_and_the_verdict_agrees(tmp_path: Path) -> N
     assert found["control"]["stopped"]
     told = [line for line in done.stdout.splitlines() if line.startswith("stopped: ")]
     for part, why in (
-        ("/rowwise_scaling/", "INFERIOR ends more than 0.02 above the control: gap"),
-        ("/delayed_scaling/", "EQUIVALENT ends within 0.02 of the control"),
+        ("/rowwise_scaling/", "INFERIOR ends more than 0.02 nat above the control: gap"),
+        ("/delayed_scaling/", "EQUIVALENT ends within 0.02 nat of the control"),
         ("-control-", "every configuration has been decided"),
     ):
         assert [why in line for line in told if part in line] == [True]

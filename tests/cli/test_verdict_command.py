@@ -73,7 +73,7 @@ def test_a_pilot_without_recipes_tells_its_noise_and_no_verdict(command: Command
     done = command("verdict", pilot)
     assert done.code == 4, done.err
     assert flat(done.out).startswith("No verdict: char, ")
-    said = "has no recipe yet. bf16 against itself: EQUIVALENT, ends within 0.003 of the control: gap"
+    said = "has no recipe yet. bf16 against itself: EQUIVALENT, ends within 0.003 nat of the control: gap"
     assert said in flat(done.out)
     said = "bf16 against itself: INCONCLUSIVE, too few seeds to tell 0.0001 from nothing"
     assert said in flat(command("verdict", pilot, "--margin", "0.0001").out)
@@ -94,9 +94,10 @@ def test_an_unfinished_run_says_how_to_go_on_and_one_of_another_suite_is_told(co
     assert "(not run yet)" not in done.out
     assert "interrupted" in done.out
     assert headlines(load_report([directory]))[0].startswith("Unfinished: 7 of 25 trials to go.")
-    write(tmp_path / "run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
-    done = command("verdict", "run")
-    assert (done.code, "no bf16 control and recipe to compare" in done.err) == (2, True)
+    write(tmp_path / "a run", [record(arm_trial("control", 0), outcome="oom")], suite="nanogpt")
+    done = command("verdict", "a run")
+    said = "no bf16 control and recipe to compare: te-bench run convergence --out 'a run'"
+    assert (done.code, said in done.err) == (2, True), done.err
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,77 @@ def test_curves_whose_gap_still_opens_and_a_baseline_that_overfits_carry_no_verd
     turned = [curves(lambda step, seed, by=by: 3 + abs(step - 500) / 1000 + seed * (0.1 + by)) for by in (0, 1e-4)]
     done = judged(*turned, "--paired")
     assert (done.code, "the baseline overfits: its loss ends" in done.out) == (3, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("level", "margin", "said"),
+    [
+        (
+            2.31,
+            5,
+            "--margin 5 is 220 % of the loss 2.31. A margin is in nat, not in per cent: 5 % of this loss is 0.12 nat",
+        ),
+        (
+            2.31,
+            0.25,
+            "--margin 0.25 is 11 % of the loss 2.31. A margin is in nat, not in per cent: 0.25 % of this loss is",
+        ),
+        (2.31, 0.23, None),
+        (0.02, 0.003, None),  # small, however low the loss
+        (0.02, 0.02, "--margin 0.02 is 100 % of the loss 0.02"),
+        (0.0001, 0.003, "--margin 0.003 is 3000 % of the loss 0.0001"),
+        (-0.02, 0.05, None),  # of densities, whose losses have no zero to be a share of
+    ],
+)
+def test_a_margin_that_any_candidate_would_meet_is_refused(
+    judged, level: float, margin: float, said: str | None
+) -> None:
+    a, b = (
+        "val_loss\n" + "\n".join(f"{level * (1 + n * 1e-4 + off * 1e-5):.12f}" for n in range(5)) + "\n"
+        for off in (0, 1)
+    )
+    done = judged(a, b, margin=margin)
+    assert (done.code, said is None or said in done.err) == (0 if said is None else 2, True), done.err
+    if said is None:
+        assert done.out.startswith(f"EQUIVALENT: ends within {margin:g} nat of the control")
+
+
+def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
+    """Decided with fewer pairs than a plan would take, and too few to begin with at a margin that few would do for."""
+    gaps = (-0.0012, 0.0031, 0.0005, -0.0018, 0.0016, 0.0004)
+    a, b = ("\n".join(f"{x + on * gap:.4f}" for x, gap in zip(BF16, gaps, strict=True)) + "\n" for on in (0, 1))
+    said = flat(judged(a, b, "--paired", margin=0.0033).out)
+    assert said.startswith("EQUIVALENT")
+    assert "A verdict stands with 6 pairs. A study planned anew would take 8 to reach one in 80 % of cases." in said
+    assert "takes 8" not in said
+    few = flat(judged("3.28\n3.281\n", "3.29\n3.292\n", margin=0.03).out)
+    assert "the margin 0.03 takes 3 a side" in few
+    tiny = flat(judged("3.28\n3.281\n", "3.29\n3.292\n", margin=1e-9).out)
+    assert "the margin 1e-09 takes more than" in tiny
+
+
+def test_a_candidate_that_ends_below_by_more_than_the_margin_is_said_to(judged) -> None:
+    losses = [["\n".join(f"{x + off + n * 1e-4:.4f}" for n, x in enumerate(BF16)) + "\n"] for off in (0.0, -0.02)]
+    done = judged(losses[0][0], losses[1][0])
+    assert (
+        "NON_INFERIOR: ends less than 0.003 nat above the control, and it ends further below than the margin"
+        in done.out
+    )
+    done = judged(losses[0][0], losses[1][0], margin=0.02)
+    assert "and perhaps further than that below it" in done.out
+
+
+def test_large_shares_and_whole_steps_are_written_out(judged) -> None:
+    wide = "\n".join(f"{x}" for x in (1.0, 9.0, 2.0, 7.5)), "\n".join(f"{x}" for x in (21.0, 12.0, 25.0, 19.5))
+    said = flat(judged(f"{wide[0]}\n", f"{wide[1]}\n", margin=0.4).out)
+    assert re.search(r"nat \(\d{3} %\) above", said)
+    assert "e+0" not in said
+    a, b = (
+        "step,loss,seed\n"
+        + "".join(f"{s},{4 - s / 100 + seed * (1 + off) / 10},{seed}\n" for seed in range(3) for s in range(50))
+        for off in (0, 1e-3)
+    )
+    assert "over the last 5 steps" in flat(judged(a, b).out)
 
 
 def test_one_run_far_off_is_told_and_sizes_beyond_reason_are_readable(judged) -> None:

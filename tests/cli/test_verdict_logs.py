@@ -37,12 +37,13 @@ def test_a_folder_a_side_ends_in_a_verdict(kind, two, command):
     bf16, fp8 = two(kind)
     done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003")
     assert done.code == 0, done.err
-    assert done.out.startswith("EQUIVALENT: ends within 0.003 of the control: gap +0.00")
+    assert done.out.startswith("EQUIVALENT: ends within 0.003 nat of the control: gap +0.00")
     said = " ".join(done.out.split())
     assert "Runs 4 pairs" in said
     assert "Judged: the last validation loss" in said
     assert "(0.035 %) above" in said
-    assert "No more seeds are needed for the margin 0.003." in said
+    assert "A verdict stands with 4 pairs. A study planned anew would take 3 to reach one in 80 % of cases." in said
+    assert "the margin 0.003 takes" not in said
 
 
 def test_every_path_up_to_the_next_option_belongs_to_its_side(two, command):
@@ -76,6 +77,19 @@ def test_the_page_is_one_file_that_says_what_was_asked_and_what_came_out(two, co
     assert "more pairs," in content
     assert not re.search(r'(?:src|href)="(?!data:|#)', content)
     html.parser.HTMLParser().feed(content)
+
+
+def test_a_page_replaces_nothing_but_an_earlier_page(two, command, tmp_path):
+    bf16, fp8 = two("csv")
+    log = bf16 / "seed0" / "history.csv"
+    before = log.read_bytes()
+    asked = ["verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.003", "--html"]
+    for page in (log, bf16):
+        done = command(*asked, page)
+        assert (done.code, f"--html {page} is there and is no page of te-bench" in done.err) == (2, True), done
+    assert log.read_bytes() == before
+    for _ in range(2):
+        assert command(*asked, tmp_path / "page.html").code == 0
 
 
 def test_a_candidate_that_diverged_has_a_page_without_a_gap(two, command, tmp_path):
@@ -121,7 +135,7 @@ def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: P
 def test_a_name_that_is_no_utf_8_is_shown_and_ends_nothing(two, command, tmp_path):
     bf16, fp8 = two("nanogpt")
     (bf16 / "seed0").rename(bf16 / "a\udcff\u202e")  # as Python has a byte 0xff
-    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "1", "--html", tmp_path / "a.html")
+    done = command("verdict", "--baseline", bf16, "--candidate", fp8, "--margin", "0.2", "--html", tmp_path / "a.html")
     assert done.code == 0, done.err
     assert "a\ufffd\ufffd" in done.out
     assert "a\ufffd\ufffd" in (tmp_path / "a.html").read_text()

@@ -37,10 +37,10 @@ class Verdict(StrEnum):
 
 #: What a verdict says about the candidate's final loss, with `margin` to fill in.
 CLAIMS = {
-    Verdict.EQUIVALENT: "within {margin:g} of the control",
-    Verdict.NON_INFERIOR: "less than {margin:g} above the control",
-    Verdict.INFERIOR: "more than {margin:g} above the control",
-    Verdict.INCONCLUSIVE: "not distinguished from the margin {margin:g}",
+    Verdict.EQUIVALENT: "within {margin:g} nat of the control",
+    Verdict.NON_INFERIOR: "less than {margin:g} nat above the control",
+    Verdict.INFERIOR: "more than {margin:g} nat above the control",
+    Verdict.INCONCLUSIVE: "not told from the margin {margin:g}",
 }
 
 
@@ -278,10 +278,12 @@ def outliers(gaps: Sequence[float] | Array) -> tuple[int, ...]:
     x = np.asarray(gaps, dtype=np.float64)
     if x.size < FEWEST + 1:
         return ()
-    off = x[:, None] - (rest := np.array([np.delete(x, i) for i in range(x.size)])).mean(axis=1)[:, None]
-    spread = rest.std(axis=1, ddof=1) * math.sqrt(1 + 1 / (x.size - 1))
+    d = x - x.mean()
+    off = np.abs(d) * x.size / (x.size - 1)  # from the mean of the others
+    squares = np.maximum(d @ d - np.abs(d) * off, 0)  # of the others about their mean
+    spread = np.sqrt(squares / (x.size - 2)) * math.sqrt(1 + 1 / (x.size - 1))
     bound = -float(stdtrit(x.size - 2, FAR / (2 * x.size)))
-    return tuple(int(i) for i in np.flatnonzero(np.abs(off[:, 0]) > bound * spread))
+    return tuple(int(i) for i in np.flatnonzero(off > bound * spread))
 
 
 def copies(losses: Sequence[float] | Array) -> tuple[int, int] | None:
@@ -387,7 +389,12 @@ def _reason(
     assert interval is not None
     measured = in_words(gap, interval, alpha)
     if verdict is not Verdict.INCONCLUSIVE:
-        further = ", and perhaps further than that below it" if verdict is Verdict.NON_INFERIOR else ""
+        further = ""
+        if verdict is Verdict.NON_INFERIOR:
+            shown = interval[1] < -margin
+            further = (
+                ", and it ends further below than the margin" if shown else ", and perhaps further than that below it"
+            )
         return f"ends {CLAIMS[verdict].format(margin=margin)}{further}: {measured}"
     claim = Verdict.EQUIVALENT if abs(gap) < margin else Verdict.INFERIOR if gap > 0 else Verdict.NON_INFERIOR
     more = f"no number of seeds would show it {claim} if that is its true gap"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken
+from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, why_short
 from te_bench.reports.convergence.stability import RISE, overfitting
 from te_bench.reports.logs.names import alike, is_loss
 
@@ -34,8 +34,8 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     which have not seen the same data; in pairs also for seeds of only one arm, repeated names, and unequal numbers of runs.
     """
     arms = baseline, candidate
-    if baseline.digests & candidate.digests:
-        both = baseline.source if baseline.source == candidate.source else f"{baseline.source} and {candidate.source}"
+    for same in baseline.digests.keys() & candidate.digests.keys():
+        both = " and ".join(dict.fromkeys(arm.digests[same] for arm in arms))
         raise ValueError(f"baseline and candidate hold the same file, byte for byte ({both}): give each its own")
     for arm in arms:
         runs = {_precision(name): name for name in arm.final}
@@ -55,7 +55,7 @@ def match_runs(baseline: Losses, candidate: Losses, *, paired: bool | None) -> M
     ends = [arm.stops or {arm.curves[seed].step[-1] for seed in set(arm.curves) - set(broken(arm))} for arm in arms]
     if all(ends) and ends[0] != ends[1]:
         ended = " and ".join(f"at step {max(end):g} in {arm.source}" for end, arm in zip(ends, arms, strict=True))
-        raise ValueError(f"the curves end {ended}: compare runs of one length")
+        raise ValueError(f"the curves end {ended}: compare runs of one length{''.join(map(why_short, arms))}")
     if paired is None:
         told = all(arm.seeded and not arm.repeated for arm in arms)
         paired = told and set(baseline.final) == set(candidate.final)
@@ -127,7 +127,7 @@ def why_moving(baseline: Losses, candidate: Losses, margin: float) -> str | None
     if abs(move) < margin or (baseline.training and abs(move) < SURE * error):
         return None
     return (
-        f"the gap still moves: by {move:+.2g} over the last {at[-1] - at[0]:g} steps, which is not below the margin "
+        f"the gap still moves: by {move:+.2g} over the last {_reach(at)} steps, which is not below the margin "
         f"{margin:g}; decay the learning rate to the end, or train longer"
     )
 
@@ -218,7 +218,13 @@ def note_falling(arm: Losses, margin: float) -> str | None:
     fall, error = _moved(at, -_mean(arm, at))
     if fall < margin or (arm.training and fall < SURE * error):
         return None
-    return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {at[-1] - at[0]:g} steps"
+    return f"{arm.source}: the loss still falls, by {fall:.2g} over the last {_reach(at)} steps"
+
+
+def _reach(at: Array) -> str:
+    """How many steps lie between the ends, in whole ones where there are any: 5, where a tenth of 49 is meant."""
+    steps = float(at[-1] - at[0])
+    return f"{round(steps) if steps >= 1 else steps:g}"
 
 
 def _late(curves: Sequence[Curve]) -> Array:

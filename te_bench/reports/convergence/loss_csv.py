@@ -13,10 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from te_bench.reports.convergence.stability import sustained_rises
-from te_bench.reports.logs import LogFile
+from te_bench.reports.logs import TORN, LogFile
 from te_bench.reports.logs.names import VALIDATION, is_loss, is_trained, plain
 from te_bench.reports.logs.rows import STEP
-from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number_at, numeric, table_of
+from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, Table, number, number_at, numeric, table_of
 
 LOSS = (*VALIDATION, "final_loss", "loss", "value")  # the first of these that a file has is its loss
 LAST = 0.1  # the last share of training: training losses are its mean, and a gap must not move in it
@@ -41,15 +41,16 @@ class Losses:
     source: str
     final: Mapping[str, float]
     curves: Mapping[str, Curve]
-    seeded: bool  # whether the source names its seeds, by which arms can be paired
-    notes: tuple[str, ...] = ()  # assumptions, for the user
-    repeated: tuple[str, ...] = ()  # names of several runs, which are numbered here
-    digests: frozenset[str] = frozenset()  # of the files' bytes
+    seeded: bool  # the seeds are the source's own, so two arms can be paired by them
+    notes: tuple[str, ...] = ()  # what was taken for granted, to be shown
+    repeated: tuple[str, ...] = ()  # names that several runs share, numbered here
+    digests: Mapping[str, str] = field(default_factory=dict)  # of the files' bytes: the files
     judged: str = "final loss"  # what `final` holds
-    metric: str | None = None  # the source's name of the loss, if any
-    stops: frozenset[float] = frozenset()  # the last steps, if the source has no curves
-    training: bool = False  # whether the losses are of training batches: noisy, and blind to overfitting
-    broke: Mapping[str, str] = field(default_factory=dict)  # {run that the source shows to have diverged: reason}
+    metric: str | None = None  # what the source calls the loss, where it calls it anything
+    stops: frozenset[float] = frozenset()  # the last steps, of a source that has no curves
+    training: bool = False  # the losses are of training batches: noisy, and blind to overfitting
+    broke: Mapping[str, str] = field(default_factory=dict)  # runs of which the source tells that they broke, and why
+    short: Mapping[str, str] = field(default_factory=dict)  # runs that may end before they did, and why
 
 
 def read(file: LogFile) -> Losses:
@@ -66,7 +67,7 @@ def read(file: LogFile) -> Losses:
     runs of unequal lengths, an ambiguous or missing column, and a file that is not text.
     """
     found = table_of(file)
-    return replace(_losses(str(file.path), found), digests=frozenset([digest(file)]))
+    return replace(_losses(str(file.path), found), digests={digest(file): str(file.path)})
 
 
 def late_mean(curve: Curve) -> float:
@@ -98,13 +99,13 @@ def broken(arm: Losses) -> dict[str, str]:
     for seed, final in arm.final.items():
         if seed in found:
             continue
-        curve = arm.curves.get(seed, Curve(step=(), loss=()))
-        at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None)
-        if at is not None:
+        curve = arm.curves.get(seed)
+        at = next((n for n, loss in enumerate(curve.loss) if not math.isfinite(loss)), None) if curve else None
+        if curve and at is not None:
             found[seed] = f"the loss is {curve.loss[at]} at step {curve.step[at]:g}"
         elif not math.isfinite(final):
             found[seed] = f"the final loss is {final}"
-        elif (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None:
+        elif curve and (rises := sustained_rises(curve.step, curve.loss)) and rises[-1].last is None:
             rise = rises[-1]
             found[seed] = (
                 f"the loss rose {rise.height:.2g} above its minimum by step {rise.first:g} and did not come back"
@@ -128,7 +129,7 @@ def _finals(source: str, table: Table) -> Losses:
     seed = table.column(SEED)
     columns = [c for c in range(width) if c != seed and any(numeric(row[c]) for _, row in table.rows)]
     loss = _loss(table) if len(columns) > 1 else next(iter(columns), None)
-    names = [(table.header or [f"column {c + 1}" for c in range(width)])[c] for c in columns]
+    names = [(table.header[c] if table.header else "") or f"column {c + 1}" for c in columns]
     if not columns:
         raise ValueError(f"{table.path} has no column of numbers: give one loss a line, or columns step, loss, seed")
     if loss is None:
@@ -138,6 +139,18 @@ def _finals(source: str, table: Table) -> Losses:
             f"step, loss, seed{comma}"
         )
     notes = [_taken(table, loss)] if len(columns) > 1 else []
+    if table.torn is not None:
+        raise ValueError(
+            f"{table.path}: its last line, {','.join(table.torn)}, has no end, and lacks cells or decimals that every other "
+            "has. It may be torn, and a run would be lost: write it in full, and end it"
+        )
+    rising = [c for c in columns if c != loss and seed is None and _rises([row[c] for _, row in table.rows])]
+    if rising:
+        name = names[columns.index(rising[0])].removeprefix("column ")
+        raise ValueError(
+            f"{table.path}: its column {name} rises row by row: this looks like one run's curve. Rename it to step, or give "
+            "one column of final losses"
+        )
     if seed is None and table.gap is not None:
         raise ValueError(
             f"{table.path}, line {table.gap} has no loss: without seeds rows are pairs, and every later one would be of "
@@ -161,6 +174,11 @@ def _finals(source: str, table: Table) -> Losses:
     metric = table.header[loss] if table.header and is_loss(table.header[loss]) else None  # it may be the arm's name
     found = Losses(source=source, final=final, curves={}, seeded=seed is not None, notes=tuple(notes), metric=metric)
     return replace(found, training=metric is not None and is_trained(metric))
+
+
+def _rises(cells: Sequence[str]) -> bool:
+    values = [value for cell in cells if (value := number(cell)) is not None]
+    return values[:1] < values[-1:] and values == sorted(values)
 
 
 def _loss(table: Table) -> int | None:
@@ -194,7 +212,7 @@ def _long(source: str, table: Table) -> Losses:
             run.append(_point(table, line, row[step], row[loss]))
     curves = {name: _curve(table.path, name, found) for name, found in points.items()}
     _two(source, len(curves))
-    found = of_curves(source, curves, (_taken(table, loss),) if several else ())
+    found = _whole_curves(source, table, curves, (_taken(table, loss),) if several else ())
     return _called(table.header[loss], found) if is_loss(table.header[loss]) else found
 
 
@@ -247,7 +265,15 @@ def _wide(source: str, table: Table, runs: Mapping[int, str], steps: Mapping[int
     notes = tuple(f"{table.path}: {counts[name]} runs are called {name}, numbered in their order" for name in repeated)
     curves = {name: _curve(table.path, name, points[c]) for name, c in zip(names, runs, strict=True)}
     _two(source, len(curves))
-    return replace(of_curves(source, curves, notes), repeated=repeated)
+    return replace(_whole_curves(source, table, curves, notes), repeated=repeated)
+
+
+def _whole_curves(source: str, table: Table, curves: Mapping[str, Curve], notes: tuple[str, ...]) -> Losses:
+    """The arm of a table's curves, told where its last line is torn."""
+    if table.torn is None:
+        return of_curves(source, curves, notes)
+    told = TORN.format(table.path)
+    return of_curves(source, curves, (*notes, told), short=dict.fromkeys(curves, told))
 
 
 def seeds_of(runs: Sequence[str]) -> list[str]:
@@ -268,24 +294,37 @@ def _curve(path: Path, seed: str, points: Sequence[_Point]) -> Curve:
 
 
 def of_curves(
-    source: str, curves: Mapping[str, Curve], notes: tuple[str, ...] = (), broke: Mapping[str, str] | None = None
+    source: str,
+    curves: Mapping[str, Curve],
+    notes: tuple[str, ...] = (),
+    broke: Mapping[str, str] | None = None,
+    short: Mapping[str, str] | None = None,
 ) -> Losses:
     """Return one arm by its runs' curves; the final loss is the last. Raises ValueError for copied or shorter runs.
 
-    broke: {run that diverged by other losses than these: reason}.
+    `broke`: runs that are known to have diverged by other losses than these, and why. `short`: those that may
+    end before they did, by a torn line or rows without a loss, and why.
     """
     _apart(source, curves)
     final = {seed: curve.loss[-1] for seed, curve in curves.items()}
-    found = Losses(source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=dict(broke or {}))
-    told = broken(found)  # a diverged run may have been stopped early
+    found = Losses(
+        source=source, final=final, curves=dict(curves), seeded=True, notes=notes, broke=broke or {}, short=short or {}
+    )
+    told = broken(found)  # such a run may have been stopped for it
     ends = {seed: curve.step[-1] for seed, curve in curves.items() if seed not in told}
     if len(set(ends.values())) > 1:
-        short = min(ends, key=ends.__getitem__)
+        seed = min(ends, key=ends.__getitem__)
         raise ValueError(
-            f"{source}: seed {short} ends at step {ends[short]:g}, others at {max(ends.values()):g}: a run that ended "
-            "early has no final loss; run it to the end"
+            f"{source}: seed {seed} ends at step {ends[seed]:g}, others at {max(ends.values()):g}: a run that ended "
+            f"early has no final loss; run it to the end{why_short(found, seed)}"
         )
     return found
+
+
+def why_short(arm: Losses, seed: str | None = None) -> str:
+    """What to add of a run, or of any, that may end before it did; "" where nothing tells."""
+    told = arm.short.get(seed) if seed else next(iter(arm.short.values()), None)
+    return f"; {told}" if told else ""
 
 
 def _apart(source: str, curves: Mapping[str, Curve]) -> None:

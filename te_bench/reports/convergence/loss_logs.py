@@ -7,8 +7,9 @@ import glob
 import math
 import os
 import re
+import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -19,6 +20,7 @@ from te_bench.reports.convergence import loss_csv
 from te_bench.reports.convergence.loss_csv import LAST, Curve, Losses, broken, digest, late_mean, of_curves, seeds_of
 from te_bench.reports.logs import FORMATS, HEAD, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, VALIDATION, is_held_out, is_loss, plain
+from te_bench.reports.logs.rows import of_json
 
 LARGEST = 2**30  # bytes: a larger file beside logs is taken for a corpus
 NAMED = 5  # losses, files or runs that a message names at most
@@ -67,8 +69,9 @@ class _Loss:
 
     name: str
     curve: Curve
-    again: bool = False  # a resumed run logged some steps twice
-    several: bool = False  # steps have several losses, which are averaged
+    again: bool = False  # some was logged a second time, as by a resumed run
+    several: bool = False  # each step had several, which are averaged
+    blank: str | None = None  # the last rows that have no number, and how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +85,8 @@ class _Run:
 class _Arm:
     source: str
     logs: tuple[_Log, ...]
-    digests: frozenset[str]
-    table: Losses | None = None  # of a CSV of several runs, which has one loss
+    digests: Mapping[str, str]
+    table: Losses | None = None  # of a CSV that holds several runs, which has chosen its loss itself
     notes: tuple[str, ...] = ()
 
 
@@ -136,8 +139,10 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     found = [one for path in named for one in _found(path, others)]
     tables = [one for one in found if one.format is None]
     if tables and len(found) > 1:
+        _table(tables[0].files[0])  # whose own fault comes first
+        how = "alone" if tables[0].place in named else "itself, not its folder"
         raise ValueError(
-            f"{tables[0].place} holds several runs, or final losses: give this file alone, as the whole arm"
+            f"{tables[0].place} holds several runs or final losses, so it is a whole side by itself: give the file {how}"
         )
     kinds = {one.format.title: one for one in found if one.format is not None}
     if len(kinds) > 1:
@@ -148,7 +153,7 @@ def _read_arm(paths: Sequence[Path | str], metric: str | None) -> _Arm:
     for place, count in Counter(os.path.realpath(one.place) for one in found).items():
         if count > 1:
             raise ValueError(f"{place} is given {count} times: a run counts once")
-    digests = frozenset(digest(file) for one in found for file in one.files if file.content)
+    digests = {digest(file): str(file.path) for one in found for file in one.files if file.content}
     if tables and metric is not None:
         raise ValueError(f"--metric {metric}: {tables[0].place} is a CSV of several runs, whose columns name the loss")
     if tables:
@@ -168,7 +173,25 @@ def _table(file: LogFile) -> Losses:
             raise ValueError(
                 f"{file.path} is what Hugging Face's Trainer prints, without steps: give its trainer_state.json"
             ) from error
-        raise ValueError(f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}") from error
+        if _is_stepless(file):
+            raise _no_step(file) from error
+        raise ValueError(
+            f"{file.path} is none of the logs that are read here ({_known()}); as a CSV: {error}"
+        ) from error
+
+
+def _is_stepless(file: LogFile) -> bool:
+    """Whether the file is of JSON lines with a loss, and so without a step where no format takes it."""
+    line = file.content[:HEAD].partition(b"\n")[0]
+    try:
+        row = of_json(line) if line.startswith(b"{") else None
+    except ValueError:
+        return False
+    return isinstance(row, dict) and any(map(is_loss, row))
+
+
+def _no_step(file: LogFile) -> ValueError:
+    return ValueError(f"{file.path} has no _step: give each row the step of its loss, as _step, step or iter")
 
 
 def _of_one_run(places: Sequence[str]) -> None:
@@ -210,6 +233,9 @@ def _found(path: Path, others: list[Path]) -> list[_Found]:
         return [_Found(place=path, files=(file,), format=_format_of(file))]
     if found := list(_below(path, set(), others)):
         return found
+    for file in map(_begun, others):
+        if _is_stepless(file):
+            raise _no_step(file)
     raise ValueError(f"{path} holds no log: {_known()}")
 
 
@@ -247,7 +273,8 @@ def _log_below(path: Path) -> _Found | None:
     kind = _kind(begun if begun.binary else _file(path))
     if kind is None and path.suffix.lower() != ".csv":
         return None
-    return _Found(place=path, files=(_file(path),), format=kind)
+    file = _file(path)
+    return _Found(place=path, files=(file,), format=kind or _format_of(file))
 
 
 def _begun(path: Path) -> LogFile:
@@ -256,11 +283,21 @@ def _begun(path: Path) -> LogFile:
 
 
 def _file(path: Path) -> LogFile:
+    """Raises ValueError for what cannot be read, is neither a file nor a pipe, or has more than LARGEST bytes of text."""
     try:
-        content = path.read_bytes()
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise ValueError(f"{path} is neither a file, a folder nor a pipe: give a log")
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+            file = LogFile(path=path, content=content)
+            if len(content) > LARGEST and not (file.binary and stat.S_ISREG(mode)):
+                raise ValueError(
+                    f"{path} has more than {LARGEST / 2**30:.1f} GiB: no log that is read here has so much"
+                )
+            return replace(file, content=content + stream.read()) if len(content) > LARGEST else file
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    return LogFile(path=path, content=content)
 
 
 def _formats() -> list[LogFormat]:
@@ -277,10 +314,6 @@ def _format_of(file: LogFile) -> LogFormat | None:
     """Return the format of a named file; None for a table of several runs. Raises ValueError if it is neither."""
     if not file.content.strip():
         raise ValueError(f"{file.path} is empty: nothing was logged")
-    if not file.binary and len(file.content) > LARGEST:
-        raise ValueError(
-            f"{file.path} has {len(file.content) / 2**30:.1f} GiB of text, which is too large for a log that te-bench reads"
-        )
     if (kind := _kind(file)) is not None:
         return kind
     if file.binary:
@@ -358,7 +391,7 @@ def _loss(log: _Log, name: str) -> _Loss:
     if not all(abs(step) < math.inf for step, _ in kept):
         raise ValueError(f"{log.place}: a step is not a finite number")
     curve = Curve(step=tuple(step for step, _ in kept), loss=tuple(loss for _, loss in kept))
-    return _Loss(name=name, curve=curve, again=again, several=several)
+    return _Loss(name=name, curve=curve, again=again, several=several, blank=log.series.blank.get(name))
 
 
 def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
@@ -369,7 +402,7 @@ def _unfiltered(log: _Log, name: str) -> list[tuple[float, float]]:
 
 
 def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None, passed_over: str | None) -> Losses:
-    curves, broke = {}, dict[str, str]()
+    curves, broke, short = {}, dict[str, str](), dict[str, str]()
     chosen: list[tuple[_Run, _Loss]] = []
     numbered = zip(_seeds(arm.logs), runs, strict=True)
     for seed, run in sorted(numbered, key=lambda one: (int(one[0]), "") if one[0].isdecimal() else (0, one[0])):
@@ -381,8 +414,10 @@ def _judged(arm: _Arm, runs: Sequence[_Run], validated: bool, metric: str | None
             raise ValueError(f"{arm.source}: {run.log.name} has no {'validation' if validated else 'training'} loss")
         if loss is not None:
             chosen.append((run, loss))
+            blank = [f"{loss.blank} in {arm.source}; if that is NaN, write NaN"] if loss.blank else []
+            short |= {seed: "; ".join(why)} if (why := [*blank, *run.log.series.notes]) else {}
         curves[seed] = loss.curve if loss else Curve(step=(0.0,), loss=(float("nan"),))
-    found = of_curves(arm.source, curves, (), broke)
+    found = of_curves(arm.source, curves, (), broke, short)
     which = metric or ("validation loss" if validated else "training loss")
     called = _called([loss.name for _, loss in chosen], which)
     named = which if plain(called) == plain(which) else f"{which} ({called})"
@@ -418,6 +453,10 @@ def _notes(arm: _Arm, chosen: Sequence[tuple[_Run, _Loss]], validated: bool) -> 
         return f"{arm.source} ({_listed(names)})" if names else None
 
     notes = [note for run, _ in chosen for note in run.log.series.notes]
+    blank = [
+        f"{arm.source} ({run.log.name}): {loss.blank}; if that is NaN, write NaN" for run, loss in chosen if loss.blank
+    ]
+    notes += blank[:NAMED]
     if where := those(lambda _, loss: loss.again):
         notes.append(f"{where}: losses were logged again, as by a resumed run: the later ones count")
     if where := those(lambda _, loss: loss.several):

@@ -1,7 +1,7 @@
 """Answer for two arms of a user's losses: the verdict, how sure it is, and what more certainty costs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from te_bench.reports.convergence import loss_arms, power
@@ -24,8 +24,10 @@ PLAIN = {
     Verdict.DIVERGED: "The candidate diverged",
     Verdict.INCONCLUSIVE: "These runs do not show whether the candidate trains like the baseline",
 }
-SEEDS = (3, 5, 8, 12, 20, 40)  # numbers of seeds in the table of prices
-#: The standard deviation if the runs do not give one: of 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
+TENTH = 0.1  # of the loss: what trains worse by so much is another model
+SMALL = 0.01  # nat: a margin that is one, however low the loss
+SEEDS = (3, 5, 8, 12, 20, 40)  # that the price of certainty is told for
+#: Where the runs themselves do not tell: 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
 TYPICAL_SD = 0.0024
 
 
@@ -87,10 +89,12 @@ def judge_losses(
 ) -> LossVerdict:
     """Return the verdict on the candidate's final losses by `compare`, unless it diverged or the curves forbid a verdict.
 
-    paired: None pairs by seed if both arms name the same ones. Raises what `match_runs` and `compare` raise.
+    `paired` None: by seed where both arms name the same ones. Raises what `match_runs` and `compare` raise, and ValueError
+    for a margin of a TENTH of the loss or more.
     """
     check_test(margin, alpha)
     matched = loss_arms.match_runs(baseline, candidate, paired=paired)
+    _check_size(margin, matched.baseline)
     arms = baseline, candidate
     of_both = (loss_arms.note_order, loss_arms.note_names, loss_arms.note_measure, loss_arms.note_intervals)
     notes = [note for find in of_both if (note := find(*arms))]
@@ -128,6 +132,18 @@ def judge_losses(
     )
 
 
+def _check_size(margin: float, losses: Sequence[float]) -> None:
+    """Raises ValueError for a margin that any candidate would meet; losses about 0 tell none, below it there is no share."""
+    level = sum(losses) / len(losses)
+    if min(losses) <= 0 or margin < TENTH * level or margin < min(SMALL, level):
+        return
+    meant = f": {margin:g} % of this loss is {margin / 100 * level:.2g} nat" if margin / 100 < TENTH else ""
+    raise ValueError(
+        f"--margin {margin:g} is {_short(100 * margin / level)} % of the loss {level:.3g}. A margin is in nat, not in per "
+        f"cent{meant}"
+    )
+
+
 def prices(found: LossVerdict) -> list[Price]:
     """Return the smallest margins that SEEDS and the given number can show; [] if the spread is unknown."""
     c = found.comparison
@@ -160,9 +176,10 @@ def answers(found: LossVerdict) -> list[str]:
 def _typical(found: LossVerdict) -> str:
     sd = power.gap_sd(TYPICAL_SD)
     needed = power.seeds_needed(sd, found.margin, alpha=found.alpha, paired=False)
+    takes = max(FEWEST, needed) if needed else f"more than {power.MOST_SEEDS}"
     return (
         f"{FEWEST} seeds a side are needed at least, and 8 to be worth much. If seeds move this loss as they move that of a "
-        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {needed} a side."
+        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {takes} a side."
     )
 
 
@@ -171,7 +188,7 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     runs = f"{n} pairs of one seed each" if found.matched.seeds and n > 1 else f"runs: {n} against {control}"
     gap = sum(found.matched.candidate) / n - found.level if c is None else c.gap
     where = "below" if gap < 0 else "above"
-    size = f"{abs(gap):.2g} nat ({100 * abs(found.relative(gap)):.2g} %)"
+    size = f"{_short(abs(gap))} nat ({_short(100 * abs(found.relative(gap)))} %)"
     said = f"The candidate ends {size} {where} the baseline's {found.level:.4f} ({runs})"
     if c is None or c.interval_95 is None:
         return f"{said}; these runs do not show how sure that is."
@@ -179,17 +196,27 @@ def _gap(found: LossVerdict, c: LossComparison | None) -> str:
     said = f"{said}; 95 % interval {_nat(low, found)} to {_nat(high, found)}. Above 0 is worse."
     assert c.interval is not None
     low, high = c.interval
-    return f"{said} The verdict goes by the {level(c.alpha)} interval, {low:+.2g} to {high:+.2g} nat."
+    return f"{said} The verdict goes by the {level(c.alpha)} interval, {_short(low, '+')} to {_short(high, '+')} nat."
 
 
 def _nat(gap: float, found: LossVerdict) -> str:
-    return f"{gap:+.2g} nat ({100 * found.relative(gap):+.2g} %)"
+    return f"{_short(gap, '+')} nat ({_short(100 * found.relative(gap), '+')} %)"
+
+
+def _short(value: float, sign: str = "") -> str:
+    """Two significant digits, without an exponent below a million: 0.035, 330."""
+    return f"{float(f'{value:.2g}'):{sign}g}"
 
 
 def _needed(found: LossVerdict, c: LossComparison) -> str:
     if found.verdict is not Verdict.INCONCLUSIVE:
-        return f"No more seeds are needed for the margin {c.margin:g}."
-    if found.reason != c.reason:  # the curves forbid a verdict
+        runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
+        said = f"A verdict stands with {runs}."
+        if c.seeds_needed is None or found.verdict is Verdict.INFERIOR:
+            return said
+        anew = f"{c.seeds_needed}{'' if c.paired else ' a side'}"
+        return f"{said} A study planned anew would take {anew} to reach one in 80 % of cases."
+    if found.reason != c.reason:  # the curves forbid a verdict, whatever their ends show
         return f"More seeds alone do not help: {found.reason}."
     few, each = c.seeds_needed_at_gap, "pairs" if c.paired else "seeds a side"
     if few is None:
@@ -207,8 +234,9 @@ def _needed(found: LossVerdict, c: LossComparison) -> str:
 def _shown(found: LossVerdict, c: LossComparison) -> str:
     assert c.detectable is not None
     runs = f"{c.n} pairs" if c.paired else f"{c.n} runs against {c.n_control}"
-    smallest = f"{c.detectable:.2g} nat ({100 * found.relative(c.detectable):.2g} %)"
+    smallest = f"{_short(c.detectable)} nat ({_short(100 * found.relative(c.detectable))} %)"
     said = f"{runs} of this spread can show a margin of {smallest} in 80 % of cases"
     each = "pairs" if c.paired else "a side"
-    takes = "" if c.seeds_needed is None else f"; the margin {c.margin:g} takes {c.seeds_needed} {each}"
+    decided = found.verdict is not Verdict.INCONCLUSIVE
+    takes = "" if decided or c.seeds_needed is None else f"; the margin {c.margin:g} takes {c.seeds_needed} {each}"
     return f"{said}, where there is no gap{takes}."

@@ -5,13 +5,14 @@ A format is a file with FORMAT. It recognises its logs by their content or the l
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from te_bench import plugins
 
-HEAD = 4096  # bytes to look at to tell text from binary files
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell's > and Excel's "Unicode text" write UTF-16
+HEAD = 4096  # bytes that tell text from others
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # as PowerShell's > and Excel's "Unicode text" write
+TORN = "{}: the last line is torn and left out"
 _NO_FILES: tuple[Path, ...] = ()
 
 
@@ -32,14 +33,23 @@ class LogFile:
         return self.content.decode("utf-16" if self.content[:2] in UTF_16 else "utf-8", errors="replace")
 
 
+def decimals(number: str) -> int | None:
+    """How many a number has as it is written; None of nan and inf.
+
+    A number on a last line without its end may be torn where it has fewer than every number before it.
+    """
+    return len(number.partition(".")[2]) if number[-1:].isdigit() or number.endswith(".") else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
     """The values of one run, {name: (step, value) in the order of logging}; losses usually in nat."""
 
     losses: Mapping[str, Sequence[tuple[float, float]]]
-    seed: str | None = None  # if the log has it
-    notes: tuple[str, ...] = ()  # what was left out, for the user
-    whole: bool = True  # False if there is only the last value of each name
+    seed: str | None = None  # where the log says it
+    notes: tuple[str, ...] = ()  # what was left out, to be shown
+    whole: bool = True  # False for one value a name, the last
+    blank: Mapping[str, str] = field(default_factory=dict)  # losses that end in rows without a number, and how
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

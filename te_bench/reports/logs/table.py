@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from te_bench.reports.logs import UTF_16, LogFile
+from te_bench.reports.logs import UTF_16, LogFile, decimals
 from te_bench.reports.logs.rows import STEP
 
 SEED = ("seed", "run", "run_id")
@@ -21,7 +21,8 @@ class Table:
     path: Path
     header: tuple[str, ...] | None
     rows: tuple[tuple[int, tuple[str, ...]], ...]  # line number, cells
-    gap: int | None = None  # the number of a line between rows that is empty, or is a commented-out loss
+    gap: int | None = None  # a line between rows that has nothing, or a loss behind a #
+    torn: tuple[str, ...] | None = None  # the last line's cells, where it has no end and is left out
 
     def column(self, names: Sequence[str]) -> int | None:
         lower = [name.lower() for name in self.header or ()]
@@ -49,6 +50,7 @@ def table_of(file: LogFile) -> Table:
     wide = len(head) > 2 and head[0].lower() in STEP and all(map(str.isdigit, head[1:]))  # columns named by seeds
     header = rows.pop(0)[1] if wide or not any(map(numeric, head)) else None
     width = len(header or rows[0][1])
+    torn = rows.pop()[1] if len(rows) > 1 and not text.endswith(("\n", "\r")) and _torn(rows, width) else None
     for n, row in rows:
         if len(row) != width:
             comma = ". A comma separates cells: write decimals with a point" if delimiter == "," else ""
@@ -56,9 +58,23 @@ def table_of(file: LogFile) -> Table:
     if not rows:
         raise ValueError(f"{path} has a header and no rows: nothing was logged")
     between = dict(enumerate(text.splitlines()[rows[0][0] - 1 : rows[-1][0]], start=rows[0][0]))
-    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in dict(rows)}
+    kept = {n for n, _ in rows}
+    left_out = {n: line.strip().lstrip("# ") for n, line in between.items() if n not in kept}
     gap = next((n for n, line in left_out.items() if not line or numeric(line)), None)
-    return Table(path=path, header=header, rows=tuple(rows), gap=gap)
+    return Table(path=path, header=header, rows=tuple(rows), gap=gap, torn=torn)
+
+
+def _torn(rows: Sequence[tuple[int, tuple[str, ...]]], width: int) -> bool:
+    """Whether the last row lacks cells, or its last cell lacks decimals that every one above it has, or the whole number."""
+    last = rows[-1][1]
+    above = [row[len(last) - 1] for _, row in rows[:-1] if len(row) == width]
+    if len(last) < width:
+        return True
+    if len(last) > width or not last[-1] or not any(above) or not all(numeric(cell) for cell in above if cell):
+        return False
+    digits = decimals(last[-1])
+    known = [one for cell in above if cell and (one := decimals(cell)) is not None]
+    return not numeric(last[-1]) or (digits is not None and digits < min(known, default=0))
 
 
 def _cells(path: Path, lines: Sequence[tuple[int, str]], delimiter: str) -> list[tuple[int, tuple[str, ...]]]:

@@ -1,4 +1,5 @@
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -69,6 +70,8 @@ def test_of_several_loss_columns_the_validation_loss_is_taken_and_said(tmp_path)
     [
         ("step,loss,valid/loss,seed\n0,4,3,0\n1,3,2,0\n0,4,3,1\n1,3,1.9,1\n", {"0": 2.0, "1": 1.9}),  # logs' name
         ("step,0,1\n0,4.1,4.1\n9,3.2,3.2\n", {"0": 3.2, "1": 3.2}),  # seeds may share two rounded losses
+        ("epoch,loss,seed\n0,4,0\n9,3,0\n0,4,1\n9,2.9,1\n", {"0": 3.0, "1": 2.9}),
+        ("lr,loss\n2,3\n1,2.9\n3,3.1\n", {"1": 3.0, "2": 2.9, "3": 3.1}),  # in no order
     ],
 )
 def test_final_losses(tmp_path, text, final):
@@ -114,7 +117,13 @@ def test_tensorboard_directory_or_files(tmp_path):
         ("Relative Time (Process),a - loss,b - loss\n1,4,4\n", "x-axis is Relative Time .Process.: export with Step"),
         ("_runtime,a - loss\n1,4\n", "the x-axis is _runtime: export with Step as the x-axis"),
         ("tokens,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is tokens: export with Step as the x-axis"),
-        ("epoch,loss,seed\n0,4,1\n9,3,1\n", "the x-axis is epoch: export with Step"),
+        *(
+            (
+                f"{name},loss\n0,4\n5,3.5\n9,3\n",
+                f"its column {name or 1} rises row by row: this looks like one run's curve",
+            )
+            for name in ("tokens", "time", "batch", "")
+        ),
         ("step,x,y\n0,1,2\n", "or give step and a column a seed, called by its number"),
         ("3.1\n", "holds one seed only"),
         ("step,loss,seed\n0,4,1\n10,3,1\n", "holds one seed only"),
@@ -157,7 +166,8 @@ def test_runs_of_one_display_name_are_all_kept_and_make_no_pairs(tmp_path):
 def test_one_file_is_not_both_arms(tmp_path):
     a, b = read(written(tmp_path, "3.1\n3.2\n")), read(written(tmp_path, "3.1\n3.2\n", "b.csv"))
     for other in (a, b):
-        with pytest.raises(ValueError, match="hold the same file"):
+        names = r".*a\.csv and .*b\.csv" if other is b else r"[^ ]*a\.csv"
+        with pytest.raises(ValueError, match=rf"hold the same file, byte for byte \({names}\)"):
             match_runs(a, other, paired=False)
     match_runs(a, read(written(tmp_path, "3.1\n3.20\n", "c.csv")), paired=True)  # the same losses may be
 
@@ -201,7 +211,7 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no log"):
         read(tmp_path / "empty")
-    with pytest.raises(ValueError, match="give this file alone, as the whole arm"):
+    with pytest.raises(ValueError, match="so it is a whole side by itself: give the file alone"):
         read(written(tmp_path, LONG), board := written(tmp_path, "Wall time,Step,Value\n1,0,4\n", "b.csv"))
     with pytest.raises(ValueError, match=r"b\.csv is given 2 times"):
         read(board, tmp_path / "." / "b.csv")
@@ -337,7 +347,7 @@ def test_names_that_do_not_tell_whether_they_are_one_loss_are_named(tmp_path, ou
     rows = "\n".join(f"{s},{n},{3 + n / 10}" for s in (0, 5, 10) for n in range(3))
     sides = [written(tmp_path, f"step,seed,{name}\n{rows}", f"{n}.csv") for n, name in enumerate((ours, theirs))]
     sides[1].write_text(sides[1].read_text() + "\n")
-    found = judge_losses(*read_arms(*([side] for side in sides)), margin=1)
+    found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.2)
     said = f"the baseline's loss is called {ours} and the candidate's {theirs}: see that they are one loss"
     assert (said in found.notes) is told
 
@@ -360,3 +370,30 @@ def test_an_export_of_both_sides_is_no_side(tmp_path):
     ]
     with pytest.raises(ValueError, match=r"a.csv holds runs of both sides, bf16-s2 and fp8-s2: give each side its own"):
         match_runs(*read_arms(*([side] for side in sides)), paired=None)
+
+
+def test_the_time_to_read_a_csv_grows_with_its_rows_and_not_with_their_square(tmp_path):
+    draw = np.random.default_rng(0)
+    sides = [written(tmp_path, "\n".join(map(repr, (3 + draw.normal(size=30_000) / 9).tolist())), n) for n in "ab"]
+    begun = time.process_time()
+    found = judge_losses(*read_arms(*([side] for side in sides)), margin=0.05, paired=True)
+    assert time.process_time() - begun < 10
+    assert found.comparison.n == 30_000
+
+
+@pytest.mark.parametrize(("last", "torn"), [("3.2", True), ("3", True), ("3.2801", False), ("nan", False)])
+def test_final_losses_whose_last_line_is_torn_are_refused_for_a_run_would_be_lost(tmp_path, last, torn):
+    path = written(tmp_path, f"seed,val_loss\n0,3.28\n1,3.2811\n2,{last}")
+    if torn:
+        with pytest.raises(ValueError, match=rf"its last line, 2,{last}, has no end, and lacks cells or decimals"):
+            read(path)
+    path.write_text(path.read_text() + ("\n" if torn else ""))
+    assert len(read(path).final) == 3
+
+
+def test_a_torn_last_line_of_several_curves_is_left_out_and_told(tmp_path):
+    wide = read(written(tmp_path, "step,0,1\n0,4.0,4.15\n5,3.5,3.55\n9,3.0,3."))
+    assert wide.curves["1"].step == (0, 5)
+    assert wide.notes == (f"{tmp_path / 'a.csv'}: the last line is torn and left out",)
+    with pytest.raises(ValueError, match=r"seed 1 ends at step 0, others at 9: .*; .*a\.csv: the last line is torn"):
+        read(written(tmp_path, "seed,step,loss\n0,0,4.0\n0,9,3.0\n1,0,4.1\n1,9,3"))

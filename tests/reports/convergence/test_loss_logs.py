@@ -1,7 +1,9 @@
 """Arms of runs by their logs: what is one run, which loss is judged, which runs are pairs, and what is no arm."""
 
+import concurrent.futures
 import json
 import math
+import os
 import random
 import shutil
 
@@ -169,7 +171,12 @@ def test_arms_that_are_none_are_told(two, build, message):
             b"{'loss': 3.2, 'epoch': 0.1}\n{'eval_loss': 3.1}\n",
             "without steps: give its trainer_state.json",
         ),
-        ("finals.csv", b"3.1\n3.2\n", "give this file alone, as the whole arm"),
+        ("finals.csv", b"3.1\n3.2\n", "so it is a whole side by itself: give the file alone"),
+        (
+            "history.txt",
+            b'{"loss": 3.1}\n{"loss": 3.0}\n',
+            "history.txt has no _step: give each row the step of its loss",
+        ),
         (
             "seed0.log",
             b"iter 0: loss 3.0, time 1.00ms, mfu 1%\n",
@@ -197,6 +204,54 @@ def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(
     (two[0] / "ckpt.pt").write_bytes(b"PK\3\4\0\0step 5: train loss 1.0, val loss 1.0\n")
     (two[0] / "notes.md").write_text("step by step, with a loss of 3.2\n")
     assert read_arms([two[0]], [two[1]])[0].final == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: nothing was logged"),
+        (b"\0\1\2", "is none of the logs that are read here"),
+        (b"step,loss\n", "has a header and no rows: nothing was logged"),
+        (b"step,loss\n0,4\n5\n9,3\n", "line 3: 1 cells where the first line has 2"),
+        (b"step,loss\n0,4\ngarbage\n9,3\n", "line 3: 1 cells where the first line has 2"),
+        (b"3.1\n3.2\n3.3\n", "so it is a whole side by itself: give the file itself, not its folder"),
+    ],
+)
+def test_a_csv_in_a_folder_is_refused_for_what_it_is(tmp_path, content, message):
+    run_logs.written(tmp_path / "a" / "seed3.csv", content)
+    for seed in range(3):
+        (tmp_path / "a" / f"seed{seed}.csv").write_text(f"step,loss\n0,{4 + seed}\n5,{3 + seed}\n9,{2 + seed}\n")
+    with pytest.raises(ValueError, match=rf"seed3\.csv.*{message}"):
+        read_arms([tmp_path / "a"], [tmp_path / "a"])
+
+
+def test_a_folder_of_json_lines_without_a_step_says_what_they_lack(tmp_path):
+    run_logs.written(tmp_path / "a" / "seed0.jsonl", '{"loss": 3.1}\n{"loss": 3.0}\n')
+    with pytest.raises(ValueError, match=r"seed0\.jsonl has no _step"):
+        read_arms([tmp_path / "a"], [tmp_path / "a"])
+
+
+def test_pipes_are_read_and_devices_are_not(two, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="/dev/null is neither a file, a folder nor a pipe"):
+        read_arms([two[0]], ["/dev/null"])
+    content = (two[1] / "seed1.log").read_bytes()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def given():
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            writing = pool.submit(pipe.write_bytes, content)
+            try:
+                return read_arms([two[0]], [pipe])[1]
+            finally:
+                writing.exception()
+
+    assert given().curves["pipe"] == read_arms([two[0]], [two[1]])[1].curves["1"]
+    sizes = [path.stat().st_size for path in two[0].iterdir()]
+    content *= 40  # more than a pipe holds
+    monkeypatch.setattr(loss_logs, "LARGEST", max(sizes))
+    with pytest.raises(ValueError, match=r"pipe has more than 0\.0 GiB: no log"):
+        given()
 
 
 def test_a_run_that_died_before_its_first_loss_is_named(two):
@@ -261,7 +316,7 @@ def test_folders_that_hold_no_run_or_two_logs_of_one_and_texts_of_gigabytes_are_
     with pytest.raises(ValueError, match="is given 2 times: a run counts once"):
         read_arms([two[0], two[0] / "seed1.log"], [two[1]])
     monkeypatch.setattr(loss_logs, "LARGEST", 1000)
-    with pytest.raises(ValueError, match=r"seed0.log has 0.0 GiB of text, which is too large"):
+    with pytest.raises(ValueError, match=r"seed0.log has more than 0.0 GiB: no log"):
         read_arms([two[0] / "seed0.log"], [two[1]])
 
 

@@ -139,7 +139,7 @@ def test_an_experiment_that_could_not_have_told_is_void(tmp_path: Path) -> None:
     assert blind.exit_code == 4
     first, of_it, more = str(blind.sentence).split(". ")
     assert first == "No verdict: the fault planted on purpose was not caught, and a bad recipe might not be either"
-    assert of_it.startswith("Of the fault: ends within 0.003 of the control")
+    assert of_it.startswith("Of the fault: ends within 0.003 nat of the control")
     assert more == "More steps make its gap larger."
     noisy = judged(tmp_path / "noisy", truth={**TRUTH, "aa": 0.01})
     assert noisy.exit_code == 4

@@ -120,6 +120,7 @@ def test_what_is_not_finite_is_a_loss_in_wandb(text, value, tmp_path):
         ("torchtitan", "titan - root - INFO - step: 110  loss: 3.0"),
         ("megatron", " validation loss at iteration 110 | lm loss value: 3.0000"),
         ("wandb", '{"_step": 11, "iter": 110, "val/lo'),
+        *(("csv", f"11,11,110,{cells}") for cells in ("3.0001,2.5", "3.0001,2.", "3.0001,na", "3.0")),
     ],
 )
 def test_a_torn_last_line_is_no_loss(name, torn, tmp_path):
@@ -128,9 +129,13 @@ def test_a_torn_last_line_is_no_loss(name, torn, tmp_path):
     path.write_bytes(path.read_bytes() + torn.encode())
     found = read(name, path)
     assert {len(found.losses[loss]) for loss in losses} == {len(logs.STEPS)}
+    told = f"{path}: the last line is torn and left out"
+    assert found.notes == (
+        () if name in ("torchtitan", "megatron") else (told,)
+    )  # whose losses are no line's last word
 
 
-@pytest.mark.parametrize("name", ["nanogpt", "torchtitan", "megatron", "wandb"])
+@pytest.mark.parametrize("name", ["nanogpt", "torchtitan", "megatron", "wandb", "csv"])
 def test_a_whole_last_line_counts_without_its_end(name, tmp_path):
     write, place, validation, _ = WRITERS[name]
     path = write(tmp_path / place, 3.0)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from te_bench.reports.logs import LogFile, Series
+from te_bench.reports.logs import TORN, LogFile, Series, decimals
 
 NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|(?i:nan|inf))"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -21,20 +21,20 @@ def read_lines(
 ) -> Series:
     """Return the losses that each name's pattern, with groups `step` and `loss`, finds in the `completed` lines.
 
-    A last line without a newline may be cut off. Its loss counts only with as many decimals as the loss before it.
+    A last line without its end may be torn: its loss is left out where it has fewer decimals than every one before it.
     """
     losses: dict[str, list[tuple[float, float]]] = {name: [] for name in patterns}
     notes: list[str] = []
     for file in files:
-        decimals = dict.fromkeys(patterns, 0)
+        fewest: dict[str, int] = {}
         for line in map(completed, lines_of(file)):
             for name, pattern in patterns.items():
                 if not (hit := pattern.search(line)):
                     continue
-                number, digits = hit["loss"][-1].isdigit(), len(hit["loss"].partition(".")[2])  # nan is complete
-                if not line.endswith(("\n", "\r")) and number and digits < decimals[name]:
-                    notes.append(f"{file.path}: the last line is torn and left out")
-                    continue
-                decimals[name] = digits if number else decimals[name]
+                if (digits := decimals(hit["loss"])) is not None:  # nan is whole
+                    if not line.endswith(("\n", "\r")) and digits < fewest.get(name, 0):
+                        notes.append(TORN.format(file.path))
+                        continue
+                    fewest[name] = min(digits, fewest.get(name, digits))
                 losses[name].append((float(hit["step"]), float(hit["loss"])))
     return Series(losses={name: found for name, found in losses.items() if found}, notes=tuple(notes))

@@ -6,10 +6,12 @@ several runs or final losses is not a log: `convergence/loss_csv.py` reads it.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs import TORN, LogFile, LogFormat, Series
 from te_bench.reports.logs.names import TRAINING, is_loss, plain
-from te_bench.reports.logs.rows import STEP, series_of
+from te_bench.reports.logs.rows import RANK, STEP, series_of
 from te_bench.reports.logs.table import SEED, SPAN, TIMES, WANDB, number, number_at, table_of
 
 TAG = r"tag-(.+)$"  # in the name of a download: run-bf16_s0-tag-train_loss.csv
@@ -17,16 +19,22 @@ TAG = r"tag-(.+)$"  # in the name of a download: run-bf16_s0-tag-train_loss.csv
 
 def _read(files: Sequence[LogFile]) -> Series:
     [file] = files
-    rows = _history(file)
-    assert rows is not None
-    return Series(losses={name: sorted(points, key=lambda one: one[0]) for name, points in series_of(rows).items()})
+    history = _history(file)
+    assert history is not None
+    rows, torn = history
+    step = next(name for name in STEP if name in rows[0])
+    at = {row[step] for row in rows}
+    if len(at) == len(rows) and None not in at:
+        rows.sort(key=lambda row: row[step])  # in any order, where no step has two rows
+    return replace(series_of(rows, file.path, "an empty cell"), notes=(TORN.format(file.path),) if torn else ())
 
 
-def _history(file: LogFile) -> list[dict[str, float]] | None:
-    """Return the rows {column in lower case: number} of a CSV of one run; None for any other CSV.
+def _history(file: LogFile) -> tuple[list[dict[str, Any]], bool] | None:
+    """The rows of a CSV of one run, {column in lower case: number, None of an empty cell}; None for any other CSV.
 
-    One run has no seeds, and a step with either one other column or columns with "loss" in their names; or W&B's columns
-    "run - metric" of one run. Raises ValueError, with the line, if a step or a loss is not a number.
+    Beside them, whether a torn last line is left out. One run has a step, one column beside it or some with "loss" in their
+    names, and no seeds; or W&B's columns, "run - metric", of a single run. Raises ValueError, with the line, for a step or a
+    loss that is no number.
     """
     try:
         table = table_of(file)
@@ -38,18 +46,20 @@ def _history(file: LogFile) -> list[dict[str, float]] | None:
         return None
     if any(WANDB in name for name in names):  # W&B's own "Step" counts log calls
         names = ["_step" if name == "step" else name.rpartition(WANDB)[2] for name in names]
-    others = [c for c, name in enumerate(names) if not (name in STEP or name.startswith(TIMES) or name.endswith(SPAN))]
+    axes = {*STEP, *RANK}
+    others = [c for c, n in enumerate(names) if not (n in axes or n.startswith(TIMES) or n.endswith(SPAN))]
     losses = [c for c in others if is_loss(names[c])]
     if not losses and len(others) == 1:
         losses, names[others[0]] = others, _unnamed(file)
     if not losses:
         return None
-    strict = [c for c, name in enumerate(names) if c in losses or name in STEP]
-    rows = []
+    strict = [c for c, name in enumerate(names) if c in losses or (name in STEP and (name != "epoch" or c == step))]
+    loose = [c for c, name in enumerate(names) if c in others or name in ("epoch", *RANK)]
+    rows: list[dict[str, Any]] = []
     for line, row in table.rows:
-        loose = {names[c]: value for c in others if (value := number(row[c])) is not None}
-        rows.append(loose | {names[c]: number_at(table, line, row[c]) for c in strict if row[c]})
-    return rows
+        found: dict[str, Any] = {names[c]: value for c in loose if (value := number(row[c])) is not None}
+        rows.append(found | {names[c]: number_at(table, line, row[c]) if row[c] else None for c in strict})
+    return rows, table.torn is not None
 
 
 def _unnamed(file: LogFile) -> str:

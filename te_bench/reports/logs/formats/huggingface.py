@@ -5,6 +5,7 @@ Source: huggingface/transformers, trainer_callback.py, TrainerState.log_history.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ def _run_files(folder: Path) -> list[Path]:
 
 
 def _read(files: Sequence[LogFile]) -> Series:
-    found = [series_of(_history(file)) for file in files]
-    losses = max(found, key=lambda one: max((step for points in one.values() for step, _ in points), default=0.0))
-    losses.pop("train_loss", None)  # Trainer logs the mean over the whole training after the last step
-    return Series(losses=losses)
+    found = [series_of(_history(file), file.path) for file in files]
+    far = max(found, key=lambda one: max((step for points in one.losses.values() for step, _ in points), default=0.0))
+    # train_loss is the mean over the whole training, which Trainer logs after its last step
+    return replace(far, losses={name: points for name, points in far.losses.items() if name != "train_loss"})
 
 
 def _history(file: LogFile) -> list[dict[str, Any]]:

@@ -8,10 +8,11 @@ proto/wandb_internal.proto. The web page's CSV exports are read as CSV.
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from te_bench.reports.logs import LogFile, LogFormat, Series
+from te_bench.reports.logs import TORN, LogFile, LogFormat, Series
 from te_bench.reports.logs.formats._protobuf import fields, one, several
 from te_bench.reports.logs.names import is_loss
 from te_bench.reports.logs.rows import STEP, of_json, series_of
@@ -38,7 +39,7 @@ def _read(files: Sequence[LogFile]) -> Series:
         return _binary(file)
     if file.path.name == SUMMARY_JSON:
         summary = _object(file, file.text, "")
-        return Series(losses=series_of([summary]), whole=False)
+        return replace(series_of([summary], file.path), whole=False)
     rows, notes = [], []
     lines = file.text.split("\n")  # not splitlines: a JSON string may hold its other line ends
     for n, line in enumerate(lines, start=1):
@@ -49,8 +50,8 @@ def _read(files: Sequence[LogFile]) -> Series:
         except ValueError:
             if n < len(lines):
                 raise
-            notes.append(f"{file.path}: the last line is torn and left out")
-    return Series(losses=series_of(rows), notes=tuple(notes))
+            notes.append(TORN.format(file.path))
+    return replace(series_of(rows, file.path), notes=tuple(notes))
 
 
 def _object(file: LogFile, text: str, where: str) -> dict[str, Any]:
@@ -80,7 +81,8 @@ def _binary(file: LogFile) -> Series:
             f"{file.path}: {error} after byte {end}: sync the run (wandb sync) and export its history as CSV"
         ) from error
     torn = (f"{file.path}: the last record is torn and left out",) if end < len(file.content.rstrip(b"\0")) else ()
-    return Series(losses=series_of(rows), seed=str(seed) if isinstance(seed, int) else None, notes=torn)
+    found = series_of(rows, file.path)
+    return replace(found, seed=str(seed) if isinstance(seed, int) else None, notes=torn)
 
 
 def _items(message: bytes) -> dict[str, Any]:
