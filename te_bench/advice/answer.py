@@ -151,11 +151,8 @@ def _without_fp8(evidence: Evidence, decision: Decision) -> str:
     if best is None or (have is not None and typical(evidence.steps[best]) >= have):
         return ""
     said = f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}"
-    return (
-        f"{said}; FP8 adds {text.times(typical(evidence.steps[best]) / decision.seconds)}."
-        if decision.seconds
-        else f"{said}."
-    )
+    adds = "" if best.of_others else f"; FP8 adds {text.times(typical(evidence.steps[best]) / decision.seconds)}"
+    return f"{said}{adds}."
 
 
 def _memory(question: Question, decision: Decision) -> str:

@@ -36,9 +36,12 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
     faster = _between([one.speedup.value for one in ours if one.speedup])
     by = f"all by {use}" if (use := _use(ours)) else f"by {TE_BENCH}"
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
-    if plain := [one for one in ours if one.bf16 in one.seconds and one.use in one.seconds]:
-        without = _between([one.seconds[one.have] / one.seconds[one.bf16] for one in plain if one.bf16])
-        adds = _between([one.seconds[one.bf16] / one.seconds[one.use] for one in plain if one.bf16 and one.use])
+    plain = [(one.seconds[one.have], bf16, one.seconds[one.use]) for one in ours if (bf16 := _bf16(one)) and one.use]
+    if plain:
+        without, adds = (
+            _between([have / bf16 for have, bf16, _ in plain]),
+            _between([bf16 / use for _, bf16, use in plain]),
+        )
         said += f" In bf16 te-bench is {without} times as fast, and FP8 adds {adds} times ({_models(len(plain))})."
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
@@ -62,6 +65,11 @@ def _over(rival: str, models: Sequence[tuple[float, bool]]) -> str:
     of = "" if slower == len(models) else f" for {slower}"
     of = f"; slower than eager mode{of}" if slower else ""
     return f"{_between([over for over, _ in models])} times as fast as {rival} ({_models(len(models))}{of})"
+
+
+def _bf16(one: Answer) -> float | None:
+    """Return the seconds of te-bench's bf16 step beside an advised one in FP8; None if either is not there."""
+    return one.seconds[one.bf16] if one.bf16 and one.use and one.use.recipe else None
 
 
 def _models(number: int) -> str:
@@ -120,9 +128,8 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
         legend["none"] = f"{ALONE} no rival was timed"
     legend_below(figure, [Patch(facecolor=colour, label=label) for colour, label in legend.items()], 1, left=True)
     alt = "; ".join("".join(bar.alt for bar in bars) for bars in shown)
-    return draw(
-        "headline", "headline", f"ms a step of {have}, of {TE_BENCH} bf16 and of {use}{_where(ours)}", alt, figure
-    )
+    steps = text.listed([have, *([legend[MIDDLE]] if MIDDLE in legend else []), use], 3)
+    return draw("headline", "headline", f"ms a step of {steps}{_where(ours)}", alt, figure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +150,7 @@ def _bars(one: Answer) -> list[_Bar]:
     assert one.use is not None
     assert one.speedup is not None
     have, use = one.seconds[one.have], one.seconds[one.use]
-    bf16 = one.seconds[one.bf16] if one.bf16 else None
+    bf16 = _bf16(one)
     times = " → ".join(_milliseconds(took) for took in (have, bf16, use) if took)
     faster = one.speedup.value
     alt = f"{one.model} {times}, {text.times(faster)}"

@@ -81,7 +81,7 @@ def main() -> None:
 def _require_words(arguments: Sequence[str]) -> None:
     """Raise ValueError for an empty argument, which as a folder would be the current one."""
     for before, word in itertools.pairwise(arguments):
-        if not word or (word.startswith("--") and word.endswith("=")):
+        if not word or (word.startswith("--") and word.find("=") == len(word) - 1):
             raise ValueError(f"the argument {word or 'after ' + before} is empty: is a variable unset?")
 
 

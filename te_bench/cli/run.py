@@ -191,7 +191,7 @@ def carry_out(
     trials, here = experiment.trials, machine["id"]
     with Store(directory, fresh=fresh) as store:
         if store.journal.torn:
-            print(f"{directory}: the journal's last line was incomplete and is removed; that trial runs again")
+            print(f"{directory}: the journal's last line was incomplete and is removed; what it held is done again")
         store.add_environment(machine)
         if experiment.whole is not None and first_plan(experiment.whole, store.journal, here) is None:
             # the verdict judges the whole plan, whichever part runs first

@@ -205,7 +205,7 @@ def understood(what: str) -> Iterator[None]:
 def _damage(path: Path, number: int, lines: Sequence[bytes]) -> str:
     """Return the message for a damaged line, with its remedy; the line's kind cannot be trusted."""
     begins, ends = lines[number - 1][:3] == codecs.BOM_UTF8, lines[number - 1][-1:] == b"\r"
-    if begins or ends:
+    if (begins or ends) and _intact(lines[number - 1].removeprefix(codecs.BOM_UTF8).removesuffix(b"\r")):
         what = "it begins with a byte order mark" if begins else "its line ends were changed to CRLF"
         return f"{path}: {what}, so that no checksum holds. Copy the journal again as it was, as a binary file."
     if not lines[number - 1].startswith(b'{"crc32":') and not any(map(_intact, lines)):

@@ -3,9 +3,11 @@
 This file holds the harness's only broad `except`, which turns any exception into a row.
 """
 
+import gc
 import re
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,7 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
             torch.set_num_threads(threads)
         workload = plugins.load(workloads.__name__, trial.workload, "run")
         with exclusive.taking_turns(trial), timing.looking(watch.look):
-            try:
-                measurement = workload(trial, context)
-            except Exception as error:
-                if not _removed_torn_library(error):
-                    raise
-                measurement = workload(trial, context)
+            measurement = _first_attempt(workload, trial, context) or workload(trial, context)
         outcome = "ok"
     except Exception as error:
         traceback.print_exc()  # into the trial's log
@@ -69,12 +66,32 @@ def run_one(trial: Trial, context: Context) -> dict[str, Any]:
     return reply
 
 
+def _first_attempt(
+    workload: Callable[[Trial, Context], Measurement], trial: Trial, context: Context
+) -> Measurement | None:
+    """Return the measurement, or None after an attempt that failed by a torn library, which is removed."""
+    try:
+        return workload(trial, context)
+    except Exception as error:
+        if not _removed_torn_library(error):
+            raise
+    gc.collect()  # a second attempt needs the memory
+    return None
+
+
 def _removed_torn_library(error: Exception) -> bool:
     """Delete the empty library that a killed compiler left in torch.compile's cache, where that is what failed."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     torn = re.search(r"(/[^\n:]+\.so): file too short", str(error))
-    if torn is None or not Path(torn[1]).is_file() or Path(torn[1]).stat().st_size:
+    library = Path(torn[1]) if torn else Path()
+    if (
+        not library.is_file()
+        or library.stat().st_size
+        or not library.resolve().is_relative_to(Path(cache_dir()).resolve())
+    ):
         return False
-    Path(torn[1]).unlink()
+    library.unlink()
     torch._dynamo.reset()
     return True
 

@@ -41,7 +41,11 @@ def write_folder(out: Path, files: Mapping[str, bytes], what: str) -> None:
 
 
 def _figures_of(page: Path) -> list[str]:
-    return re.findall(r"\]\((figures/[^/()]+\.svg)\)", page.read_text(encoding="utf-8")) if page.is_file() else []
+    return (
+        re.findall(r"\]\((figures/[^/()]+\.svg)\)", page.read_text(encoding="utf-8", errors="replace"))
+        if page.is_file()
+        else []
+    )
 
 
 def write_file(path: Path, data: bytes, option: str) -> None:

@@ -40,6 +40,11 @@ def test_an_empty_argument_is_refused_as_an_unset_variable(words: list[str]) -> 
     )
 
 
+def test_a_value_that_ends_in_an_equals_sign_is_not_empty() -> None:
+    done = te_bench("plan", "quick", "--device", "cpu", "--model-args=suffix=")
+    assert "is empty" not in done.stderr
+
+
 def test_a_closed_output_is_no_fault() -> None:
     command = 'exec "$0" -m te_bench.cli list recipes >&- 2>&-'
     assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

@@ -75,11 +75,15 @@ def raising(error: Exception) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("held", "outcome"), [(b"", "ok"), (b"\x7fELF", "crashed")])
+@pytest.mark.parametrize(
+    ("cached", "held", "outcome"), [(True, b"", "ok"), (True, b"\x7fELF", "crashed"), (False, b"", "crashed")]
+)
 def test_a_library_that_a_killed_compiler_left_empty_is_made_again(
-    workload: Any, tmp_path: Path, held: bytes, outcome: str
+    workload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, held: bytes, outcome: str
 ) -> None:
-    library = tmp_path / "main.so"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    library = tmp_path / ("cache" if cached else "mine") / "main.so"
+    library.parent.mkdir()
     library.write_bytes(held)
 
     def run(trial: Trial, context: Context) -> Measurement:
@@ -88,7 +92,7 @@ def test_a_library_that_a_killed_compiler_left_empty_is_made_again(
         return KEPT
 
     assert workload(run)["outcome"] == outcome
-    assert library.exists() == bool(held)
+    assert library.exists() == (outcome == "crashed")
 
 
 def test_what_was_measured_is_in_the_reply(workload: Any) -> None:

@@ -12,7 +12,7 @@ from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import TrainStep
 
-_STATM = Path("/proc/self/statm")  # proc(5); another source than the peak's, getrusage
+_STAT, _RSS = Path("/proc/self/stat"), 21  # proc(5): field 24, the 22nd after the name in brackets
 
 
 def require(peaks: Mapping[str, list[float]], held: int) -> None:
@@ -58,6 +58,6 @@ def _of_model(module: nn.Module) -> list[Tensor]:
 
 
 def _resident() -> int:
-    if not _STATM.exists():
+    if not _STAT.exists():
         return 0
-    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(_STAT.read_text().rpartition(")")[2].split()[_RSS]) * os.sysconf("SC_PAGE_SIZE")

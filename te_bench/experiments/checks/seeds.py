@@ -7,15 +7,23 @@ from torch import Tensor
 
 from te_bench.experiments.measurement import CheckFailed
 
+OTHERS = 4  # seeds
+
 
 def require(what: str, seed: int, draw: Callable[[int], Iterable[Tensor]], given: Sequence[Tensor] = ()) -> None:
     """Raise CheckFailed unless `given` are the first of draw(seed), and another seed changes each tensor.
 
-    what: a plural, for the message. A constant tensor follows no seed.
+    what: a plural, for the message. A constant tensor follows no seed. Of a few integers two seeds may draw the same, so
+    several others are asked.
     """
-    own = list(draw(seed))
-    if not all(map(torch.equal, given, own)):
+    drawn = list(draw(seed))
+    if not all(map(torch.equal, given, drawn)):
         raise CheckFailed(f"the {what} are not those of the seed {seed}")
-    same = [torch.equal(a, b) for a, b in zip(own, draw(seed + 1), strict=True) if a.amin() < a.amax()]
-    if any(same) or not same:
+    drawn[: len(given)] = given  # a second copy of large inputs might not fit
+    constant = {place for place, x in enumerate(drawn) if x.amin() == x.amax()}
+    same = set(range(len(drawn)))
+    for other in range(seed + 1, seed + 1 + OTHERS):
+        if same - constant or len(same) == len(drawn):
+            same = {place for place, x in enumerate(draw(other)) if place in same and torch.equal(x, drawn[place])}
+    if same - constant or len(same) == len(drawn):
         raise CheckFailed(f"the {what} do not depend on the seed {seed}")

@@ -15,18 +15,16 @@ class Timed:
     """Run `call` and keep its last result; the one before is freed first, so that no more memory is held than in a call."""
 
     def __init__(self, call: Callable[[], Any]):
-        self._call, self._last = call, list[Any]()
-        self._busy: list[float] = []  # seconds of CPU time that this thread took in each call
-
-    @property
-    def calls(self) -> int:
-        return len(self._busy)
+        self._call, self._last, self.calls = call, list[Any](), 0
+        self._busy: list[float] | None = None  # on a CPU, seconds that this thread computed in each call of a protocol
 
     def __call__(self) -> Any:
-        began = time.thread_time()
+        began = 0.0 if self._busy is None else time.thread_time()
         self._last.clear()
         self._last.append(self._call())
-        self._busy.append(time.thread_time() - began)
+        self.calls += 1
+        if self._busy is not None:
+            self._busy.append(time.thread_time() - began)
         return self._last[0]
 
     def samples(self, protocol: Callable[[Callable[[], object], str], list[float]], device: str) -> list[float]:
@@ -36,12 +34,13 @@ class Timed:
         if they are shorter than the CPU time of as many calls. A gate's protocol keeps some of its calls, and subtracts
         the time in which the thread waited for a core.
         """
+        busy = self._busy = [] if device == "cpu" else None
         before, began = self.calls, time.perf_counter()
         found = protocol(self, device)
-        elapsed, busy = time.perf_counter() - began, sorted(self._busy[before:])
-        if len(busy) < len(found):
-            raise CheckFailed(f"{len(found)} calls were timed, {len(busy)} of them of what was checked")
-        least = sum(busy[: len(found)]) if device == "cpu" else 0.0
+        elapsed, self._busy = time.perf_counter() - began, None
+        if self.calls - before < len(found):
+            raise CheckFailed(f"{len(found)} calls were timed, {self.calls - before} of them of what was checked")
+        least = sum(sorted(busy)[: len(found)]) if busy else 0.0
         if not least <= sum(found) <= elapsed:
             bounds = f"{least:.6g} to {elapsed:.6g} s by another clock"
             raise CheckFailed(f"the {len(found)} samples are {sum(found):.6g} s together, and {bounds}")

@@ -176,7 +176,7 @@ def _table(file: LogFile) -> Losses:
         if _is_stepless(file):
             raise _no_step(file) from error
         raise ValueError(
-            f"{file.path} is none of the logs that are read here ({_known()}); as a CSV: {error}"
+            f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}"
         ) from error
 
 

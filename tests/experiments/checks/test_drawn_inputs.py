@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from te_bench.experiments import timing
+from te_bench.experiments.checks import seeds
 from te_bench.experiments.measurement import CheckFailed, Context
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import attention, layer, linear, linear_cross_entropy, piece
@@ -75,3 +76,13 @@ def test_attention_fails_if_what_is_timed_alone_is_of_seed_0(monkeypatch: pytest
     monkeypatch.setattr(attention, "inputs", wrong)
     with pytest.raises(CheckFailed, match=r"^the inputs are not those of the seed 3$"):
         run(attention)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_integers_that_two_seeds_draw_alike_and_a_single_number_pass(seed: int) -> None:
+    def few(of: int) -> list[torch.Tensor]:
+        numbers = torch.Generator().manual_seed(of)
+        return [torch.randint(3, (2,), generator=numbers), torch.randn(1, 1, generator=numbers)]
+
+    seeds.require("inputs", seed, few, few(seed))
+    seeds.require("inputs", seed, lambda of: few(of)[1:], few(seed)[1:])

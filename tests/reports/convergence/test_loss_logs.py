@@ -210,7 +210,7 @@ def test_a_folder_is_searched_once_whatever_links_lead_to_it_and_for_logs_alone(
     ("content", "message"),
     [
         (b"", "is empty: nothing was logged"),
-        (b"\0\1\2", "is none of the logs that are read here"),
+        (b"\0\1\2", "is not a log that te-bench reads"),
         (b"step,loss\n", "has a header and no rows: nothing was logged"),
         (b"step,loss\n0,4\n5\n9,3\n", "line 3: 1 cells where the first line has 2"),
         (b"step,loss\n0,4\ngarbage\n9,3\n", "line 3: 1 cells where the first line has 2"),
