@@ -175,9 +175,7 @@ def _table(file: LogFile) -> Losses:
             ) from error
         if _is_stepless(file):
             raise _no_step(file) from error
-        raise ValueError(
-            f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}"
-        ) from error
+        raise ValueError(f"{file.path} is not a log that te-bench reads ({_known()}); as a CSV: {error}") from error
 
 
 def _is_stepless(file: LogFile) -> bool:
