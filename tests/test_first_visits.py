@@ -135,13 +135,14 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     assert f"all by {advised}.**" in README  # the first screen: a sentence, and the picture by its words
     shown = " → ".join(f"{float(ms):.3g}" for ms in (now, bf16, step))
     assert f"; llama-3.2-1b {shown}, {speedup.split(' [')[0]} ({rival} bf16 {float(rivals):.3g}); " in README
-    assert f"Without FP8: te-bench bf16, one CUDA graph, {bf16} ms a step; FP8 adds " in said
+    assert f"Without FP8: te-bench bf16, one CUDA graph, {bf16} ms a step; FP8 is " in said
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
     assert (
-        "Convergence: none is published for this step; the nearest, of plain FP8 modules: EQUIVALENT for GPT-2" in said
+        "Convergence: none is published for this step. Plain FP8 modules: EQUIVALENT for GPT-2 124M, within 0.02"
+        in said
     )
-    assert "for your model, 41 GPU minutes: te-bench run convergence" in said
+    assert "For your model, 57 GPU minutes: te-bench run convergence" in said
     seconds = [
         [
             record.samples["latency_s"]

@@ -151,7 +151,7 @@ def _without_fp8(evidence: Evidence, decision: Decision) -> str:
     if best is None or (have is not None and typical(evidence.steps[best]) >= have):
         return ""
     said = f"Without FP8: {best.words()}, {measured_in_words(evidence.steps[best])}"
-    adds = "" if best.of_others else f"; FP8 adds {text.times(typical(evidence.steps[best]) / decision.seconds)}"
+    adds = "" if best.of_others else f"; FP8 is {text.times(typical(evidence.steps[best]) / decision.seconds)} as fast"
     return f"{said}{adds}."
 
 

@@ -259,7 +259,9 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     vocab = own.facts.vocab
     problem |= {"vocab": vocab, "padded_vocab": vocab}
     have = Choice(attention=OWN_ATTENTION)
-    left_out = {"heads, fused blocks, a padded vocabulary": "for te-bench's own models"}
+    left_out = {
+        "heads, fused blocks, a padded vocabulary": "options of te-bench's own models; yours has what te-bench's parts bring"
+    }
     left_out |= without_rivals(options.device)
     pinned = [name for name in ATTENTIONS[options.device] if name in own.attentions]
     if not own.facts.sdpa:

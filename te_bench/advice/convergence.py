@@ -7,7 +7,7 @@ from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
-SEEDS = 10  # give 80 % power at GPT-2's margin, by its published records
+SEEDS = {False: 10, True: 14}  # by fused blocks: the least that GPT-2's published gaps need for 80 % power
 ARMS = 4  # control, A/A, the recipe, one broken
 
 
@@ -23,13 +23,17 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
+        if choice.parts or choice.fused:
+            return "Convergence: bf16 as now, by other kernels; loss and gradients were checked, no whole training compared."
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
     if found is None:
         what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     elif choice.parts:
-        said = f"none is published for this step; the nearest, of plain FP8 modules: {found.in_words()}"
+        said = f"none is published for this step. Plain FP8 modules: {found.in_words()}"
+        if fused := published.nearest(choice.recipe, fused=True, fp8_head=True):
+            said += f". Fused FP8 blocks: {fused.verdict}, {published.IN_WORDS[fused.verdict]}"
     else:
         said = found.in_words()
     if not question.text:
@@ -38,18 +42,18 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         )
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
-    return f"Convergence: {said}; for your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
+    return f"Convergence: {said}. For your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
 
 
 def command(question: Question, choice: Choice) -> str:
     """Return the command that tests the recipe on the model."""
-    said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe} --seeds {SEEDS}"
-    return f"{said} --fused" if choice.fused or choice.parts else said
+    said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe}"
+    return f"{said} --seeds {SEEDS[True]} --fused" if choice.fused or choice.parts else f"{said} --seeds {SEEDS[False]}"
 
 
 def _hours(question: Question, choice: Choice, seconds: float) -> str:
     # --fused adds arms: te-bench's kernels in a user's model, or the fused step with either head.
     arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
-    steps = arms * SEEDS * STEPS * BATCH_TOKENS / question.tokens
+    steps = arms * SEEDS[bool(choice.fused or choice.parts)] * STEPS * BATCH_TOKENS / question.tokens
     spent = steps * seconds
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

@@ -29,7 +29,7 @@ from te_bench.reports.page.table import Table, Value, number, table_of, word
 from te_bench.reports.page.template import rendered
 
 KINDS = {LINEAR: cost.GEMM, ATTENTION: cost.ATTENTION, HEAD: cost.LOSS}  # {workload of a part: kind of work}
-NOISY_PARTS = "Noisy: its calls differ much, or take longer alone than the step that they are of."
+NOISY_PARTS = "Noisy: its calls vary widely, or take longer alone than the whole step."
 
 
 MARKDOWN = "advice.md"
@@ -197,7 +197,7 @@ def _verified(evidence: Evidence) -> Table | None:
             }
         )
     note = (
-        "Predictions as they were before anything was verified; a step without one was measured first. "
+        "Predictions were made before these steps were measured; a step without one was measured first. "
         "Noisy: the slowest run took over 1.2 times the fastest."
     )
     return table_of("steps-measured", "Steps that were measured", rows, note)

@@ -31,7 +31,7 @@ def answers(directory: Path) -> Table:
                 "Speed-up": speedup(one.speedup),
                 "ms a step": _change(said["have_seconds"], said["seconds"], text.milliseconds),
                 "te-bench bf16, ms": number(one.seconds[one.bf16] if one.bf16 else None, text.milliseconds),
-                "Best rival, ms": _best(one),
+                "Best without te-bench, ms": _best(one),
                 "Over it": word(None) if one.over is None else Value(text=text.times(one.over), sort=one.over),
                 "Energy": number(None if (share := energy(one)) is None else share - 1, text.signed_percent),
                 "GiB": _change(said["have_memory_bytes"], said["memory_bytes"], text.gib),
@@ -44,8 +44,8 @@ def answers(directory: Path) -> Table:
     note = (
         "ms a step and GiB: of the model in eager mode, bf16 autocast, torch's fused AdamW, then as advised. "
         "te-bench bf16: the fastest step of te-bench's kernels without FP8. Energy: of the advised step, beside eager's. "
-        "Best rival: the fastest of that, torch.compile, torchao and Liger, as many as were measured. "
-        "Over it: how many times as fast the advised step is, without an interval because most rivals ran once."
+        "Best without te-bench: the fastest of eager mode, torch.compile, torchao and Liger, as many as were measured. "
+        "Over it: how many times as fast as that the advised step is; no interval, because most rivals ran once."
     )
     return filled("advice", caption, rows, " ".join([note, *_untimed(found)]), text_columns=1 if same else 2)
 

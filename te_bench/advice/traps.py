@@ -156,7 +156,7 @@ def _of_survey(survey: Record, vocab: int | None) -> Iterator[Finding]:
     if work.get("experts_in_float32"):  # older surveys lack it
         yield shown(
             name="experts",
-            what=f"{work['experts_in_float32']} products of experts a pass compute in float32 under autocast.",
+            what=f"Under autocast {work['experts_in_float32']} products of experts in each pass compute in float32.",
             why="torch.autocast does not reach grouped_mm, which goes by the weights' dtype",
             mend='Take te.convert(model, parts="experts"), or keep the weights in bf16.',
         )
@@ -277,7 +277,7 @@ def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iter
             name="compile",
             what=f"torch.compile looked slower (one run): {said}; not decided.",
             why="if it is, it saves less by fusing than it loses elsewhere, for example by another attention kernel",
-            mend="A larger --budget, or a quiet machine, tells.",
+            mend="Run again with a larger --budget, or on a quiet machine, to decide.",
             records=shown,
         )
 

@@ -143,7 +143,8 @@ def why_overfitted(baseline: Losses, margin: float) -> str | None:
         return None
     return (
         f"{baseline.source}: the baseline overfits: its loss ends {rise:.2g} above its least, more than the margin "
-        f"{margin:g}, so that a final loss rewards fitting less; train for fewer steps, or on data that is seen once"
+        f"{margin:g}. A lower final loss may then only mean less overfitting: train for fewer steps, or on data that is "
+        "seen once"
     )
 
 

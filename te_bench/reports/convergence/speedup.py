@@ -96,13 +96,11 @@ def capability_matched(
     reach = LAST * at[-1] * -slope
     if abs(gap) > reach:
         far = f"the gap is {abs(gap) / reach:.2g} times what the control gained in the last quarter"
-        return Speedup(**known, reason=f"{far}: its slope does not reach that far")
+        return Speedup(**known, reason=f"{far}: too far to extrapolate")
     interval = fieller(gaps, -slopes)
     less_time, less_interval, reason = _less_time(-gap / slope, interval, float(at[-1]), step_time)
     if interval is None:
-        reason = (
-            "no interval: one seed" if len(gaps) < 2 else "no interval: the slope is not told from 0 by these seeds"
-        )
+        reason = "no interval: one seed" if len(gaps) < 2 else "no interval: these seeds do not tell the slope from 0"
     if step_time is None and across_hosts:
         reason = APART
     return Speedup(

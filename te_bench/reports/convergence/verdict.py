@@ -89,7 +89,7 @@ def _note_trunks(study: Study) -> list[str]:
         for arm in study.arms
     }
     return [
-        f"{name}, {_seeds(seeds)}: left out, for a trunk was trained again, and it did not go on from the one that bf16 did"
+        f"{name}, {_seeds(seeds)}: left out: a trunk was trained again, so it does not start from bf16's trunk"
         for name, seeds in apart.items()
         if seeds
     ]
@@ -280,8 +280,8 @@ def why_overfitted(control: StudyArm, margin: float) -> str | None:
     if rise <= margin:
         return None
     return (
-        f"bf16 overfits: its validation loss ends {rise:.2g} above its least, more than the margin {margin:g}, so that a "
-        "final loss rewards fitting the training text less. Train for fewer steps, or on text that is seen once"
+        f"bf16 overfits: its validation loss ends {rise:.2g} above its least, more than the margin {margin:g}. A lower "
+        "final loss may then only mean less overfitting. Train for fewer steps, or on text that is seen once"
     )
 
 

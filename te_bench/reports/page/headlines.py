@@ -91,14 +91,14 @@ def _what_is_proven(trial: Trial) -> str:
         asked = [f"--{name} {problem[name]}" for name in ("weights", "states") if problem.get(name)]
         asked += [f"--recipes {trial.recipe}"] if trial.recipe else []
         return (
-            f"Whether {' and '.join(words)} train like float32 these times do not say, and no verdict on this step is "
+            f"These times do not say whether {' and '.join(words)} train like float32. No verdict on this step is "
             f"published; te-bench run convergence {' '.join(asked)} judges te-bench's AdamW with them."
         )
     of_others = problem.get("rival") or problem.get("linears")
     known = None if of_others else nearest(trial.recipe, fused=fused, fp8_head=problem.get("head") == "fp8")
-    published = f"published is {known.in_words()}" if known else "no verdict on this step is published"
+    published = f"Published is {known.in_words()}" if known else "No verdict on this step is published"
     judges = f"te-bench run convergence --recipes {trial.recipe}{' --fused' if fused else ''}"
-    return f"Whether FP8 trains like bf16 these times do not say; {published}; {judges} judges it."
+    return f"These times do not say whether FP8 trains like bf16. {published}; {judges} judges it."
 
 
 def _emulated(result: GroupResult) -> bool:

@@ -27,7 +27,7 @@ LATE = 0.5  # the last share of training, which the second panel shows
 POINTS = 200  # drawn points of a curve
 MEANING = {
     Verdict.EQUIVALENT: "The gap is shown to lie within the margin, above or below.",
-    Verdict.NON_INFERIOR: "The gap is below the margin. How far it is below 0 is not shown.",
+    Verdict.NON_INFERIOR: "The gap is below the margin. It may lie further below 0 than the margin.",
     Verdict.INFERIOR: "The gap is shown to be above the margin.",
     Verdict.DIVERGED: "A run broke: its loss is not finite, or rose and did not come back.",
     Verdict.INCONCLUSIVE: "Finding no difference does not prove that there is none.",

@@ -134,8 +134,8 @@ def memory(result: GroupResult) -> Table | None:
         )
     if any("peak" in step.memory for step in held):
         notes.append(
-            "Rest: the peak less all these: other activations, gathered weights, buckets and workspaces. Where the peak "
-            "comes before all gradients are there, they take more than it says."
+            "Rest: the peak less all these: other activations, gathered weights, buckets and workspaces. If the peak comes "
+            "before all gradients exist, the rest is larger than shown."
         )
     return table_of("scaling_memory", "Memory of a rank, MiB", shown, " ".join(notes))
 

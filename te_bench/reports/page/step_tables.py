@@ -52,7 +52,9 @@ def _ladder_notes(result: GroupResult) -> list[str]:
         notes.append(ENERGY_NOTE)
     how = ranking_notes(result.steps, steps)
     if len({step.speedup.n for step in steps if step.speedup and not step.is_baseline}) > 1:
-        how.insert(1, "Of a configuration with fewer runs than the baseline it is the baseline's over the speed-up.")
+        how.insert(
+            1, "For a configuration with fewer runs than the baseline it is the baseline's time over the speed-up."
+        )
     notes += how
     if peaks := sorted({step.mfu_peak for step in steps if step.mfu_peak}):
         named = " and ".join(peak.upper() for peak in peaks)

@@ -87,13 +87,14 @@ def stress(ladder: StressLadder) -> Table | None:
         for name, found in ladder.results.items()
     ]
     note = (
-        "Breaks: between which learning rates the median seed diverges, or ends above the best of bf16 at that rate or a "
-        f"lower one by {100 * LOST:g} % of what bf16 learnt. Interval: of that median, for any distribution over seeds, "
-        "with the confidence that so many seeds give. Then the mean final validation loss at so many times "
-        f"{ladder.rate:g}, behind it how many runs broke (1/6: one of six), or how many diverged."
+        "A run breaks if it diverges, or ends above the best bf16 run at its learning rate or a lower one by more than "
+        f"{100 * LOST:g} % of what bf16 learnt. Breaks: the two learning rates between which the median seed breaks. "
+        "Interval: of that median, for any distribution over seeds, with the confidence that this number of seeds gives. "
+        f"The other columns: the mean final validation loss at a multiple of {ladder.rate:g}, and how many runs broke "
+        "(1/6: one of six) or diverged."
     )
     if ladder.unseen:
-        note += f" Not seen, so that a recipe that holds may be broken, too: {', '.join(ladder.unseen)}."
+        note += f" Not seen, so a recipe that seems to hold may be broken, too: {', '.join(ladder.unseen)}."
     return table_of("stress", f"Learning-rate ladder: {ladder.title}", shown, note)
 
 

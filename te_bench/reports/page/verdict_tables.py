@@ -16,15 +16,15 @@ def gaps(found: StudyVerdict) -> Table | None:
     whose = found.study.whose
     against = f"the mean of {whose} runs" if pool else f"{whose} on the same seeds"
     if found.study.two_bf16_runs:
-        against = (
-            f"the mean of {whose} two on the same seed, A/A's the second (of A/A and the planted fault less the first)"
-        )
+        against = f"the mean of {whose} two runs on the same seed"
     note = (
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
         f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
         "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
         "loss: over the last tenth of the steps, and its gap. "
     )
+    if found.study.two_bf16_runs:
+        note += f"A/A is the second of {whose} two runs; its gap and the planted fault's are to the first. "
     if any(finding.speedup for finding in found.findings):
         note += f"To equal loss: how many times as fast it comes to {whose} final loss, with 95 %. "
     if (first := found.study.primary) is not None:

@@ -97,7 +97,7 @@ def test_pairs_of_two_trunks_are_left_out_and_said_to_be(tmp_path: Path) -> None
     delayed, rowwise = found.recipes
     assert (delayed.seeds, len(rowwise.seeds)) == ((0, 1, 3, 4, 6, 7), 8)
     assert delayed.verdict is rowwise.verdict is Verdict.EQUIVALENT
-    assert any("delayed scaling, seeds 2, 5: left out, for a trunk was trained again" in note for note in found.notes)
+    assert any("delayed scaling, seeds 2, 5: left out: a trunk was trained again" in note for note in found.notes)
     assert found.exit_code == 0
     of_control = arm_trial("control", 0, **BRANCH)
     study = study_at(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_a_recipe_loses_the_seeds_on_which_the_second_bf16_run_has_another_trunk
         plan = {**JUDGEMENT, "seeds": 8, "bf16_runs": runs}
         found = judge_study(study_of(tmp_path / str(runs), records, plan))
         assert [len(recipe.seeds) for recipe in found.recipes] == [left, left]
-        assert sum(": left out, for a trunk" in note for note in found.notes) == (1 if left == 8 else 3)
+        assert sum(": left out: a trunk" in note for note in found.notes) == (1 if left == 8 else 3)
 
 
 def test_a_trunk_that_breaks_is_no_divergence_of_fp8_and_no_fault_that_was_caught(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_gap_that_the_slope_does_not_reach_costs_no_number_of_steps(sign):
     near, far = (matched(control(), [sign * share * reach] * 5) for share in (0.99, 1.5))
     assert near.more_steps == pytest.approx(sign * 247.5)
     assert (far.less_time, far.more_steps) == (None, None)
-    said = "the gap is 1.5 times what the control gained in the last quarter: its slope does not reach that far"
+    said = "the gap is 1.5 times what the control gained in the last quarter: too far to extrapolate"
     assert far.reason == said
 
 
@@ -86,7 +86,7 @@ def test_what_is_missing_is_said():
     assert (one.less_time_interval, one.reason) == (None, "no interval: one seed")
     assert one.less_time is not None
     noisy = matched(control(noise=0.3, seed=3, slope=-1e-3), [0.002] * 5)
-    said = "no interval: the slope is not told from 0 by these seeds"
+    said = "no interval: these seeds do not tell the slope from 0"
     assert (noisy.more_steps_interval, noisy.reason) == (None, said)
     untimed = matched(control(), [0.002] * 5, ours=(), theirs=())
     assert (untimed.less_time, untimed.reason) == (None, "no step times were measured")

@@ -112,7 +112,7 @@ def test_of_what_is_not_told_apart_bf16_is_to_be_used_and_the_least_memory(tmp_p
     assert use.startswith("Use PyTorch eager bf16, flash attention: 10.2 ms, 1.98× [1.9")
     assert use.endswith("PyTorch eager bf16, written-out attention, with 22 % of its peak memory, on NVIDIA H200.")
     assert others.endswith(" Chosen: no FP8, so its loss is not in question; the least memory of those without FP8.")
-    assert rest[-1].startswith("Whether FP8 trains like bf16 these times do not say; ")
+    assert rest[-1].startswith("These times do not say whether FP8 trains like bf16. ")
 
 
 def test_beside_times_of_fp8_stands_what_is_published_of_its_convergence(tmp_path):
@@ -121,14 +121,14 @@ def test_beside_times_of_fp8_stands_what_is_published_of_its_convergence(tmp_pat
         records = [step_record(trial(precision="bf16"), 100), step_record(fp8, 50)]
         return sentences(tmp_path / "-".join(["run", *changed.values()]), records)[-1]
 
-    equivalent = "published is EQUIVALENT for GPT-2 124M, within 0.02 nat of bf16 after 300 steps (results/h200/"
+    equivalent = "Published is EQUIVALENT for GPT-2 124M, within 0.02 nat of bf16 after 300 steps (results/h200/"
     assert equivalent in said()
     assert said().endswith("; te-bench run convergence --recipes delayed_scaling judges it.")
     assert "INCONCLUSIVE for GPT-2 124M, eight seeds could not tell" in said(blocks="fused")
     assert said(blocks="fused", head="fp8").endswith("--recipes delayed_scaling --fused judges it.")
-    assert "no verdict on this step is published" in said(linears="torchao_tensorwise")
+    assert "No verdict on this step is published" in said(linears="torchao_tensorwise")
     assert said(optimizer="triton", weights="bf16", states="fp8") == (
-        "Whether bf16 weights and FP8 states train like float32 these times do not say, and no verdict on this step is "
+        "These times do not say whether bf16 weights and FP8 states train like float32. No verdict on this step is "
         "published; te-bench run convergence --weights bf16 --states fp8 --recipes delayed_scaling judges te-bench's AdamW "
         "with them."
     )
