@@ -190,7 +190,7 @@ def test_nothing_measured_ends_with_4(command: Command, simulated: Machine) -> N
         (["--model", "tiny", "--memory", "-1GiB"], "--memory -1GiB: give a size"),
         (["--model", "tiny", "--budget", "soon"], "--budget soon: give a time greater than 0"),
         (["--model", "tiny", "--tokens", "0"], "--tokens 0: give 1 or more"),
-        (["--model", "tiny", "--batch", "0"], "--batch 0: give 1 or more"),
+        (["--model", "tiny", "--batch", "0"], "--batch 0: give 1 to 16777216"),
         (["--model", "tiny", "--device", "tpu"], "unknown device 'tpu'"),
         (["--model", "tiny", "--device", "cpu", "--gpus", "0"], "--gpus 0: this run is on the cpu"),
     ],

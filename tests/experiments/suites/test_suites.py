@@ -230,7 +230,7 @@ def test_speed_of_another_model_and_batch(tmp_path: Path) -> None:
     assert {t.problem["batch"] for t in steps("cpu", batch=2)} == {2}
     with pytest.raises(ValueError, match=r"--model char: it trains with dropout"):
         steps(model="char")
-    with pytest.raises(ValueError, match=r"--batch 0: give 1 or more"):
+    with pytest.raises(ValueError, match=r"--batch 0: give 1 to 16777216"):
         steps(batch=0)
 
 
