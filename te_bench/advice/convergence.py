@@ -7,7 +7,7 @@ from te_bench.reports.convergence import published
 from te_bench.reports.convergence.published import Published
 
 STEPS, BATCH_TOKENS = 300, 12 * 1024  # of --preset gpt2-short
-SEEDS = {False: 10, True: 14}  # by fused blocks: the least that GPT-2's published gaps need for 80 % power
+SEEDS, FUSED_SEEDS = 10, 14  # the least that GPT-2's published gaps need for 80 % power
 ARMS = 4  # control, A/A, the recipe, one broken
 
 
@@ -23,7 +23,7 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
     if choice.precision == "fp32":
         return "Convergence: float32 rounds less than bf16; there is nothing to prove."
     if choice.recipe is None:
-        if choice.parts or choice.fused:
+        if _has_fused_kernels(choice):
             return "Convergence: bf16 as now, by other kernels; loss and gradients were checked, no whole training compared."
         return "Convergence: same bf16 arithmetic as now, so nothing changes."
     found = nearest(choice)
@@ -48,12 +48,20 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
 def command(question: Question, choice: Choice) -> str:
     """Return the command that tests the recipe on the model."""
     said = f"te-bench run convergence --preset gpt2-short {question.said} --recipes {choice.recipe}"
-    return f"{said} --seeds {SEEDS[True]} --fused" if choice.fused or choice.parts else f"{said} --seeds {SEEDS[False]}"
+    return f"{said} --seeds {_seeds(choice)}{' --fused' if _has_fused_kernels(choice) else ''}"
+
+
+def _has_fused_kernels(choice: Choice) -> bool:
+    return bool(choice.fused or choice.parts)
+
+
+def _seeds(choice: Choice) -> int:
+    return FUSED_SEEDS if _has_fused_kernels(choice) else SEEDS
 
 
 def _hours(question: Question, choice: Choice, seconds: float) -> str:
     # --fused adds arms: te-bench's kernels in a user's model, or the fused step with either head.
     arms = ARMS + (1 if choice.parts else 2 if choice.fused else 0)
-    steps = arms * SEEDS[bool(choice.fused or choice.parts)] * STEPS * BATCH_TOKENS / question.tokens
+    steps = arms * _seeds(choice) * STEPS * BATCH_TOKENS / question.tokens
     spent = steps * seconds
     return f"{spent / 3600:.2g} GPU hours" if spent >= 3600 else f"{max(1, round(spent / 60))} GPU minutes"

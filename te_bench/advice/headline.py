@@ -38,13 +38,9 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
     plain = [(one.seconds[one.have], bf16, one.seconds[one.use]) for one in ours if (bf16 := _bf16(one)) and one.use]
     if plain:
-        without, adds = (
-            _between([have / bf16 for have, bf16, _ in plain]),
-            _between([bf16 / use for _, bf16, use in plain]),
-        )
-        said += (
-            f" In bf16 te-bench is {without} times as fast, and FP8 multiplies that by {adds} ({_models(len(plain))})."
-        )
+        without = _between([have / bf16 for have, bf16, _ in plain])
+        adds = f"FP8 multiplies that by {_between([bf16 / use for _, bf16, use in plain])}"
+        said += f" In bf16 te-bench is {without} times as fast, and {adds} ({_models(len(plain))})."
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
         said += f" A step takes {between} % less energy ({_models(len(saved))})."
@@ -54,8 +50,9 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
         for rival, over in one.over_rivals.items():
             by_rival.setdefault(rival, []).append((over, over > one.speedup.value))
     beside = [_over(rival, models) for rival, models in sorted(by_rival.items())]
-    said += f" Where a rival was timed, the FP8 step is {text.listed(beside, len(beside))}." if beside else ""
-    graphs = any(step.of_others and step.mode == "compile-reduce-overhead" for one in ours for step in one.seconds)
+    step = "FP8" if all(one.use and one.use.recipe for one in ours) else "advised"
+    said += f" Where a rival was timed, the {step} step is {text.listed(beside, len(beside))}." if beside else ""
+    graphs = any(of.of_others and of.mode == "compile-reduce-overhead" for one in ours for of in one.seconds)
     said += " No rival was timed in CUDA graphs." if beside and not graphs else ""
     alone = sum(not one.over_rivals for one in ours)
     return f"{said} No rival was timed for {_models(alone)}." if alone else said
