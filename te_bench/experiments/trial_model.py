@@ -33,6 +33,11 @@ def require_device(device: str) -> None:
         raise Unsupported("torch sees no NVIDIA GPU")
 
 
+def machine_of(device: str) -> dict[str, Any]:
+    """Return what a kernel's problem says of the machine: device and compute capability."""
+    return {"device": device, "capability": capability(device)}
+
+
 def capability(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if device == "cuda" else None
 

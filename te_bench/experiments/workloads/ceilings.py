@@ -55,8 +55,7 @@ def _bf16(a: Tensor, b: Tensor) -> Product:
 
 
 def _fp8_problem(trial: Trial, edge: int) -> Problem:
-    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
-    return Problem(m=edge, n=edge, k=edge, a=PER_TENSOR, b=PER_TENSOR, **machine)
+    return Problem(m=edge, n=edge, k=edge, a=PER_TENSOR, b=PER_TENSOR, **trial_model.machine_of(trial.device))
 
 
 def _fp8(a: Tensor, b: Tensor) -> Product:

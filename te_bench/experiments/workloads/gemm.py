@@ -62,8 +62,12 @@ def run(trial: Trial, context: Context) -> Measurement:
 def _fp8(shape: GemmShape, name: str, device: str) -> Case:
     rival = gemm.load(name)
     of_a, of_b = (Layout(torch.float8_e4m3fn, BLOCKS[kind], torch.float32) for kind in table.SCALES[shape.scales or ""])
-    machine: dict[str, Any] = {"device": device, "capability": trial_model.capability(device)}
-    require(name, rival.unsupported(gemm.Problem(m=shape.m, n=shape.n, k=shape.k, a=of_a, b=of_b, **machine)))
+    require(
+        name,
+        rival.unsupported(
+            gemm.Problem(m=shape.m, n=shape.n, k=shape.k, a=of_a, b=of_b, **trial_model.machine_of(device))
+        ),
+    )
     a, b = (_quantized(rows, shape.k, layout, device) for rows, layout in ((shape.m, of_a), (shape.n, of_b)))
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "fast_accum": shape.fast_accum}
     plain = gemm.load("reference").forward

@@ -39,8 +39,9 @@ def run(trial: Trial, context: Context) -> Measurement:
     trial_model.require_device(trial.device)
     p = HeadProblem.of(trial)
     backend = linear_cross_entropy.load(p.head)
-    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
-    problem = Problem(d=p.d, vocab=p.vocab, padded=p.padded, dtype=trial.precision, **machine)
+    problem = Problem(
+        d=p.d, vocab=p.vocab, padded=p.padded, dtype=trial.precision, **trial_model.machine_of(trial.device)
+    )
     require(p.head, backend.unsupported(problem))
     compilation.begin(trial)
     forward = torch.compile(backend.forward, dynamic=False) if trial.mode == "compile" else backend.forward

@@ -131,7 +131,7 @@ def _drawn(p: PieceProblem, trial: Trial, seed: int) -> Given:
 
 def _by_backend(p: PieceProblem, trial: Trial, given: Given) -> Callable[[], Results]:
     """Return the call by a backend of kernels.norm or kernels.activation, compiled in mode compile."""
-    machine: dict[str, Any] = {"device": trial.device, "capability": trial_model.capability(trial.device)}
+    machine = trial_model.machine_of(trial.device)
     machine["quantized"] = given.scale is not None
     cast: dict[str, Any] = {}
     if given.scale is not None:
