@@ -7,7 +7,7 @@ SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
 PAGES := README.md $(addprefix docs/,advise.md advice-how.md fp8-details.md many-gpus.md results.md performance.md attention.md gate-statistics.md convergence-records.md gpus.md leaderboard.md plan-scaling.md)
 
-.PHONY: demo test test-slow docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus tables reports clean
+.PHONY: demo test test-slow docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus compile-oldest-triton tables reports clean
 
 demo: .venv/demo.done
 	$(BIN)/te-bench demo
@@ -25,6 +25,13 @@ test-slow: .venv/test.done
 # Every Triton kernel for sm_80, sm_86, sm_89, sm_100 and sm_120; the most demanding tiles are in `make test-slow`.
 compile-other-gpus: .venv/test.done
 	$(BIN)/python -m pytest -n $(JOBS) -m other_gpus tests/kernels/test_other_gpus.py
+
+# Every Triton kernel by the oldest Triton that pyproject.toml allows, which refuses what newer ones take: eight minutes of a core.
+OLDEST := triton==$(shell sed -n 's/^ *"triton>=\([0-9.]*\).*/\1/p' pyproject.toml)
+compile-oldest-triton: .venv/test.done
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/oldest '$(OLDEST)'
+	PYTHONPATH=build/oldest $(BIN)/python -m pytest -n $(JOBS) -o cache_dir=build/oldest/cache tests/kernels/test_compiled.py tests/kernels/attention/test_*_compiled.py
+	PYTHONPATH=build/oldest $(BIN)/python -m pytest -n $(JOBS) -o cache_dir=build/oldest/cache -m other_gpus tests/kernels/test_other_gpus.py
 
 # Error rates of the verdicts' tests, of more designs and by more simulated studies than in `make test`: minutes.
 simulations: .venv/test.done
