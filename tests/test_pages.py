@@ -36,9 +36,12 @@ def test_what_runs_where_is_what_the_page_of_gpus_says() -> None:
     readme, gpus = (table(page, last) for page, last in (("README.md", "Blackwell"), ("docs/gpus.md", "CPU")))
     rows = {
         "attention, PyTorch's flash": ["attention: flash, PyTorch's"],
-        "attention, Triton": ["attention: triton"],
+        "Triton: attention, norms, activations, AdamW": [
+            "attention: triton",
+            "norms, activations: triton",
+            "AdamW: triton",
+        ],
         "attention, Gluon": ["attention: gluon"],
-        "norms, activations, AdamW": ["norms, activations: triton", "AdamW: triton"],
         "FP8, delayed and current scaling": ["recipes: delayed_scaling, float8_current_scaling"],
         "MXFP8, NVFP4": ["recipes: mxfp8_block_scaling, nvfp4_block_scaling"],
     }

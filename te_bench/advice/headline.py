@@ -17,7 +17,7 @@ from te_bench.reports.page.embed import Headline
 
 PALE, MIDDLE = "#d5d9de", "#8fbfe0"  # of the step in eager mode, and of te-bench's in bf16, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
-FASTER = 9  # characters between the last two columns
+FASTER, SAVED = 8, 7  # characters of the last two columns: the speed-up, and the energy if it was counted
 ROW, LEGEND = 0.2, 0.75  # inches
 GAP, BAR = 0.3, 0.72  # rows between two models; a bar's height, in rows
 
@@ -32,38 +32,46 @@ def headline(directory: Path) -> Headline:
 
 
 def _sentence(ours: Sequence[Answer], models: int) -> str:
-    """How much faster than eager mode, with FP8 and without, on what energy, and how much faster than each rival."""
+    """Say in one sentence how much faster than eager mode, and in a list: without FP8, on what energy, beside rivals."""
     faster = _between([one.speedup.value for one in ours if one.speedup])
     by = f"all by {use}" if (use := _use(ours)) else f"by {TE_BENCH}"
-    said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
+    lines = []
     plain = [(one.seconds[one.have], bf16, one.seconds[one.use]) for one in ours if (bf16 := _bf16(one)) and one.use]
     if plain:
         without = _between([have / bf16 for have, bf16, _ in plain])
-        adds = f"FP8 multiplies that by {_between([bf16 / use for _, bf16, use in plain])}"
-        said += f" In bf16 te-bench is {without} times as fast, and {adds} ({_models(len(plain))})."
+        adds = _between([bf16 / use for _, bf16, use in plain])
+        lines.append(f"**Without FP8** te-bench is {without} times as fast; FP8 multiplies that by {adds}.")
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
-        said += f" A step takes {between} % less energy ({_models(len(saved))})."
+        lines.append(f"**Energy**: {between} % less a step ({_models(len(saved))}).")
     by_rival: dict[str, list[tuple[float, bool]]] = {}
     for one in ours:
         assert one.speedup is not None
         for rival, over in one.over_rivals.items():
             by_rival.setdefault(rival, []).append((over, over > one.speedup.value))
-    beside = [_over(rival, models) for rival, models in sorted(by_rival.items())]
-    step = "FP8" if all(one.use and one.use.recipe for one in ours) else "advised"
-    said += f" Where a rival was timed, the {step} step is {text.listed(beside, len(beside))}." if beside else ""
+    if by_rival:
+        timed = [_timed(rival, [over for over, _ in models]) for rival, models in sorted(by_rival.items())]
+        slower = {rival: sum(slow for _, slow in models) for rival, models in sorted(by_rival.items())}
+        behind = [f"{rival} for {_models(number)}" for rival, number in slower.items() if number]
+        than = f" Slower than eager mode: {text.listed(behind, len(behind))}." if behind else ""
+        lines.append(f"**Against rivals** it is {text.listed(timed, len(timed))}.{than}{_untimed(ours)}")
+    elif untimed := _untimed(ours):
+        lines.append(untimed.strip())
+    said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
+    return "\n".join([said, "", *(f"- {line}" for line in lines)]) if lines else said
+
+
+def _timed(rival: str, ratios: Sequence[float]) -> str:
+    return f"{_between(ratios)} times as fast as {rival} ({_models(len(ratios))})"
+
+
+def _untimed(ours: Sequence[Answer]) -> str:
+    """Say what was timed of no rival; empty if nothing is missing."""
     graphs = any(of.of_others and of.mode == "compile-reduce-overhead" for one in ours for of in one.seconds)
-    said += " No rival was timed in CUDA graphs." if beside and not graphs else ""
     alone = sum(not one.over_rivals for one in ours)
-    return f"{said} No rival was timed for {_models(alone)}." if alone else said
-
-
-def _over(rival: str, models: Sequence[tuple[float, bool]]) -> str:
-    """models: of each how many times as fast the advised step is, and whether the rival's is slower than eager mode's."""
-    slower = sum(slow for _, slow in models)
-    of = "" if slower == len(models) else f" for {slower}"
-    of = f"; slower than eager mode{of}" if slower else ""
-    return f"{_between([over for over, _ in models])} times as fast as {rival} ({_models(len(models))}{of})"
+    missing = [] if graphs else ["No rival was timed in CUDA graphs."]
+    missing += [f"No rival was timed for {_models(alone)}."] if alone else []
+    return "".join(f" {one}" for one in missing)
 
 
 def _bf16(one: Answer) -> float | None:
@@ -102,18 +110,21 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
     shown = sorted((_bars(one) for one in ours), key=lambda bars: -bars[0].faster)
     rows = sum(len(bars) + GAP for bars in shown)
     left = 1 + max(len(bar.name) for bars in shown for bar in bars)
-    right = LINE - FASTER - 2.5 - max(len(bar.times) for bars in shown for bar in bars)
+    counted = any(bar.energy for bars in shown for bar in bars)
+    ends = LINE - FASTER - SAVED * counted  # the column of times
+    right = ends - 2.5 - max(len(bar.times) for bars in shown for bar in bars)
     figure = blank(ROW * (rows + 1) + LEGEND)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.set_xlim(0, LINE)
     axes.set_ylim(rows, -1)
-    for x, heading in ((LINE - FASTER, "ms a step"), (LINE, "speed-up")):
+    headings = [(ends, "ms a step"), (LINE, "speed-up"), *([(LINE - FASTER, "energy")] if counted else [])]
+    for x, heading in headings:
         axes.text(x, -0.5, heading, ha="right", va="center")
     place = 0.5
     for bars in shown:
         for bar in bars:
-            _draw(axes, bar, left, right, place)
+            _draw(axes, bar, left, right, ends, place)
             place += 1
         place += GAP
     use, have = _use(ours) or "the advised step", _have(ours)
@@ -133,7 +144,10 @@ def _picture(ours: Sequence[Answer]) -> Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bar:
-    """One bar with what stands beside it; `best`: of the advised step; bf16: the share that te-bench's bf16 step takes."""
+    """One bar with what stands beside it; `best`: of the advised step; bf16: the share that te-bench's bf16 step takes.
+
+    energy: the change against the user's step.
+    """
 
     name: str
     share: float
@@ -142,6 +156,7 @@ class _Bar:
     alt: str
     best: bool = False
     bf16: float | None = None
+    energy: str = ""
 
 
 def _bars(one: Answer) -> list[_Bar]:
@@ -155,7 +170,10 @@ def _bars(one: Answer) -> list[_Bar]:
     alt = f"{one.model} {times}, {text.times(faster)}"
     name = one.model if one.over_rivals else f"{one.model}{ALONE}"
     share = bf16 / have if bf16 else None
-    bars = [_Bar(name=name, share=use / have, times=times, faster=faster, alt=alt, best=True, bf16=share)]
+    joules = f"{100 * (spent - 1):+.0f} %".replace("-", "\N{MINUS SIGN}") if (spent := energy(one)) else ""
+    bars = [
+        _Bar(name=name, share=use / have, times=times, faster=faster, alt=alt, best=True, bf16=share, energy=joules)
+    ]
     if one.best is not None and one.best != one.have:
         name, took = one.best.begins, one.seconds[one.best]
         times = _milliseconds(took)
@@ -168,8 +186,8 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.{2 if seconds < 0.01 else 1 if seconds < 0.1 else 0}f}"
 
 
-def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
-    """Draw one bar; left, right: where the bar of the user's step begins and ends."""
+def _draw(axes: Axes, bar: _Bar, left: float, right: float, ends: float, y: float) -> None:
+    """Draw one bar; left, right: where the bar of the user's step begins and ends; ends: the end of the times' column."""
     weight = "bold" if bar.best else "normal"
     axes.text(0, y, bar.name, va="center", weight=weight)
     if bar.best:
@@ -177,5 +195,6 @@ def _draw(axes: Axes, bar: _Bar, left: float, right: float, y: float) -> None:
         axes.barh(y, (bar.bf16 or 0) * (right - left), left=left, height=BAR, color=MIDDLE)
     colour = COLOURS[0] if bar.best else FAINT
     axes.barh(y, bar.share * (right - left), left=left, height=BAR, color=colour)
-    axes.text(LINE - FASTER, y, bar.times, ha="right", va="center")
+    axes.text(ends, y, bar.times, ha="right", va="center")
+    axes.text(LINE - FASTER, y, bar.energy, ha="right", va="center")
     axes.text(LINE, y, text.times(bar.faster), ha="right", va="center", weight=weight)

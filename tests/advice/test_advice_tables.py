@@ -94,13 +94,11 @@ def test_a_page_has_answers_in_a_sentence_and_a_picture(published: Path, tmp_pat
     bf16 = min(s["seconds"] for s in advice["steps"] if s["mode"] == "cudagraph" and not s["recipe"])
     shown_times = " → ".join(f"{seconds * 1e3:.3g}" for seconds in (now, bf16, step))
     assert f"quick {shown_times}, {times['value']:.2f}×" in said
-    assert (
-        f" In bf16 te-bench is {now / bf16:.2f} times as fast, and FP8 multiplies that by {bf16 / step:.2f} (one model)."
-        in said
-    )
+    without = f"**Without FP8** te-bench is {now / bf16:.2f} times as fast; FP8 multiplies that by {bf16 / step:.2f}."
+    assert f"\n- {without}\n" in said
     others = steps_of_others(advice)
     compiled = min(seconds for mode, seconds in others.items() if mode != "eager")
-    assert f"the FP8 step is {compiled / step:.2f} times as fast as torch.compile bf16 (one model)." in said
+    assert f"it is {compiled / step:.2f} times as fast as torch.compile bf16 (one model)." in said
     for part in ("quick", shown_times, "torch.compile bf16", f"{compiled * 1e3:.3g}"):
         assert f"\n{part}\n" in shown
     assert "slow" not in shown
@@ -118,7 +116,8 @@ def test_a_headline_says_where_a_rival_is_slower_than_what_users_have(published:
             step["seconds"] *= 100 if path.parent.name == "slow" and step["mode"] == "compile" else 1
         path.write_text(json.dumps(advice))
     said = headline.headline(of).sentence
-    assert " times as fast as torch.compile bf16 (2 models; slower than eager mode for 1). " in said
+    assert " times as fast as torch.compile bf16 (2 models). " in said
+    assert " Slower than eager mode: torch.compile bf16 for one model. " in said
     assert said.endswith(" No rival was timed in CUDA graphs.")
 
 
@@ -129,7 +128,7 @@ def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
         advice["steps"] = [s for s in advice["steps"] if s["mode"] in ("eager", "cudagraph")]
         path.write_text(json.dumps(advice))
     made = headline.headline(alone)
-    assert made.sentence.endswith(" No rival was timed for 2 models.")
+    assert made.sentence.endswith("\n- No rival was timed in CUDA graphs. No rival was timed for 2 models.")
     assert b">quick*</text>" in made.picture.svg
     undecided = {"undecided": "nothing is distinguished"}
     with pytest.raises(ValueError, match="no model is advised a step"):
@@ -148,7 +147,9 @@ def test_a_headline_has_the_energy_of_the_models_that_count_it(published: Path, 
     for step in advice["steps"]:
         step["records"] = [steps[step["mode"]].trial.id] if step["mode"] in steps else []
     path.write_text(json.dumps(advice))
-    assert " A step takes 56 % less energy (one model). " in headline.headline(of).sentence
+    made = headline.headline(of)
+    assert "\n- **Energy**: 56 % less a step (one model).\n" in made.sentence
+    assert "\N{MINUS SIGN}56 %" in made.picture.svg.decode()
 
 
 def test_an_error_is_of_a_step_that_was_predicted_before(published: Path) -> None:
