@@ -12,7 +12,8 @@ from typing import Any
 def quicken() -> None:
     """Once Triton's interpreter is imported, take out of it what it does again and again, or for nothing."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or hasattr(interpreter, "quickened"):
+    # The compiler shares classes with it: where kernels are compiled, they stay as they are.
+    if interpreter is None or hasattr(interpreter, "quickened") or not interpreter.triton.knobs.runtime.interpret:
         return
     interpreter.quickened = True
     if hasattr(interpreter, "_LangPatchScope"):
@@ -199,13 +200,13 @@ def _unless_of_a_type(tensor: Any) -> Any:
     """binary_op_type_checking_impl, which works out which type two numbers of one type have, and casts them to it."""
 
     def quick(right: Any) -> Any:
-        def check(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
+        def check(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
             # The fourth option is a quotient's, of which halves are none.
-            if type(lhs) is type(rhs) is tensor and len(options) < 4:
+            if type(lhs) is type(rhs) is tensor and len(options) < 4 and not named:
                 a = lhs.dtype
                 if a.name == rhs.dtype.name and not a.is_ptr():
                     return self.broadcast_impl_value(lhs, rhs)
-            return right(self, lhs, rhs, *options)
+            return right(self, lhs, rhs, *options, **named)
 
         return check
 

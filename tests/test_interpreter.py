@@ -1,8 +1,10 @@
 """The quickened interpreter is in force, computes what Triton's own does, and leaves triton.language as it found it."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import interpreter as quickened
 import numpy as np
 import pytest
 import torch
@@ -147,6 +149,8 @@ def test_two_operands_become_what_they_become_in_tritons_own(one, options, in_a_
         for a, b in SHAPES:
             x, y = tensor(one, a), tensor(other, b)
             assert done(check, x, y, *options) == done(check.__wrapped__, semantic, x, y, *options)
+            named = functools.partial(check, arithmetic_check=False)
+            assert done(named, x, y) == done(check.__wrapped__, semantic, x, y, False, False, False)
             assert done(broadcast, x, y) == done(broadcast.__wrapped__, semantic, x, y)
     for number in (0, 3, -1, 0.5, True):
         for x in (tensor(one, []), tensor(one, [4])):
@@ -169,3 +173,12 @@ VALUES = [3, 0.5, True, "a", None, tl.float32, tl.constexpr(3), tl.constexpr([tl
 def test_a_constant_is_unwrapped_as_by_tritons_own(value: Any) -> None:
     unwrap = tl.core._unwrap_if_constexpr
     assert done(unwrap, value) == done(unwrap.__wrapped__, value)
+
+
+def test_a_compiler_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares classes with the interpreter, which a module may import where kernels are compiled."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.delattr(interpreter, "quickened")
+    before = interpreter.TritonSemantic.binary_op_type_checking_impl
+    quickened.quicken()
+    assert interpreter.TritonSemantic.binary_op_type_checking_impl is before
