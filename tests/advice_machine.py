@@ -19,7 +19,7 @@ GPU = environment()
 #: Seconds per FLOP of a Linear, and of a Linear's casts per element, by precision.
 RATE = {"bf16": 1 / 600e12, "fp8": 1 / 1000e12, "fp32": 1 / 50e12}
 CAST = {"bf16": 0.0, "fp8": 2e-12, "fp32": 0.0}
-MODES = {"eager": 1.3, "compile": 1.1, "compile-reduce-overhead": 1.05, "cudagraph": 1.0}
+MODES = {"eager": 1.3, "compile": 1.1, "compile-blocks": 1.15, "compile-reduce-overhead": 1.05, "cudagraph": 1.0}
 ATTENTION_MS = {"flash": 0.20, "cudnn": 0.10, "triton": 0.16, "gluon": 0.12, "manual": 2.0, "own": 0.20}
 HEAD_MS = {"reference": 5.0, "chunked": 4.0, "fp8": 3.0}
 REST_MS = 4.0

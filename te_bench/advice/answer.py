@@ -133,12 +133,11 @@ def _faster(evidence: Evidence, decision: Decision) -> str:
 def unmeasured_rivals(evidence: Evidence) -> list[str]:
     """Return the rivals without a time that could train the model, torch.compile among them."""
     cannot = {choice for choice, reason in evidence.wrong.items() if reason.startswith("unsupported")}
-    told: dict[str, bool] = {}
+    steps: dict[str, set[Choice]] = {}
     for choice in evidence.question.frames:
         if choice.rival or (choice.of_others and choice.mode in COMPILED):
-            name = choice.rival or "torch.compile"
-            told[name] = told.get(name, False) or choice in evidence.steps or choice in cannot
-    return [name for name, known in told.items() if not known]
+            steps.setdefault(choice.rival or "torch.compile", set()).add(choice)
+    return [name for name, found in steps.items() if not found & evidence.steps.keys() and not found <= cannot]
 
 
 def _without_fp8(evidence: Evidence, decision: Decision) -> str:

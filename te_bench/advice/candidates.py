@@ -16,7 +16,9 @@ from te_bench.reports.analysis import naming
 
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 OPTIMIZER = "triton"  # of te-bench's own steps
-COMPILED = ("compile", "compile-reduce-overhead")
+PER_BLOCK = "compile-blocks"
+WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
+COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
 #: Recipes in the order of measurement; the budget may not hold all.
 DELAYED = "delayed_scaling"  # the recipe whose scales are known before a cast
@@ -26,6 +28,7 @@ OURS = ("gluon", "triton")  # te-bench's attention kernels
 ATTENTIONS = {"cuda": ("cudnn", "flash", "gluon", "triton"), "cpu": ("flash", "manual")}
 _MODES = {
     "eager": "eager",
+    PER_BLOCK: naming.COMPILED_BLOCKS,
     "compile": naming.COMPILED,
     "compile-reduce-overhead": f"{naming.COMPILED} reduce-overhead",
     "cudagraph": "one CUDA graph",
@@ -110,10 +113,11 @@ class Choice:
 class Question:
     """A model on a device, and the choices for it.
 
-    problem: the settings that all steps share. have: the user's assumed step, the unchanged model in eager bf16. said: the
-    command line's options about the model. given: its --model. cls: the class of a user's model. preset: whether the model
-    is te-bench's own. left_out: {choice that does not apply: the reason}. optimizer: the name in kernels.adamw for captured
-    steps with te.convert's parts, or None for torch's fused AdamW; all other steps of a user's model have torch's.
+    problem: the settings that all steps share. have: the user's assumed step, the unchanged model in eager bf16. said:
+    the command line's options about the model. given: its --model. cls: the class of a user's model. blocks: as in its
+    Facts. preset: whether the model is te-bench's own. left_out: {choice that does not apply: the reason}. optimizer:
+    the name in kernels.adamw for captured steps with te.convert's parts, or None for torch's fused AdamW; all other
+    steps of a user's model have torch's.
     """
 
     model: str
@@ -127,6 +131,7 @@ class Question:
     choices: tuple[Choice, ...]
     given: str = ""
     cls: str = ""
+    blocks: str = ""
     preset: bool = True
     text: bool = True  # the model learns from text
     logits: bool = False  # a user's model takes only tokens and returns logits
@@ -275,12 +280,18 @@ def _of_users(options: Options, own: Adoptee, capability: tuple[int, int] | None
     # A graph does not wait for Python. With transformers' own attention it would hold a mask, and lose the fast kernel.
     eager = [choice for choice in own_attention if choice.mode == "eager"] if cuda else []
     choices += [dataclasses.replace(choice, parts=ALL, mode="cudagraph") for choice in eager]
+    # Around compiled blocks the model runs eagerly: transformers leaves a causal mask out, and the fast kernel stays.
+    choices += [dataclasses.replace(choice, mode=PER_BLOCK) for choice in eager]
     choices += _of_rivals() if cuda else []
+    if cuda and not own.facts.blocks:
+        choices = [choice for choice in choices if choice.mode != PER_BLOCK]
+        left_out[naming.COMPILED_BLOCKS] = "the model has no nn.ModuleList of blocks"
     return Question(
         model=own.source.model,
         said=" ".join(run_options.words(dataclasses.replace(options, tokens=None, batch=None, budget_s=None))),
         given=options.model or "",
         cls=own.facts.cls,
+        blocks=own.facts.blocks,
         title=f"{own.source.model}, {problem['batch']} x {problem['block']} tokens",
         device=options.device,
         problem=problem,
@@ -305,7 +316,8 @@ def _of_rivals() -> list[Choice]:
     return [
         Choice(attention=OWN_ATTENTION, precision=rival.precision, recipe=rival.recipe, mode=mode, rival=name)
         for name, rival in adopting
-        for mode in rival.modes
+        if rival.adoption is not None
+        for mode in rival.adoption.modes
     ]
 
 
@@ -364,7 +376,7 @@ def _choices(
     pads: bool,
 ) -> list[Choice]:
     """Return each combination once, the user's first."""
-    modes = ("eager", *COMPILED) if cuda else ("eager", "compile")
+    modes = ("eager", *WHOLE) if cuda else ("eager", "compile")
     precisions: list[dict[str, Any]] = [{}, *({"precision": "fp8", "recipe": name} for name in dict.fromkeys(recipes))]
     widths = (False, True) if pads else (False,)
     found = [have]
@@ -392,7 +404,7 @@ def in_order(have: Choice, choices: list[Choice]) -> list[Choice]:
     """Return choices in the order of measurement: the user's, then by mode; rivals before te.convert's parts.
 
     Captured steps come first, because they do not wait for Python, unlike eager steps of many kernels. Compiled steps come
-    last, because each takes a minute to compile.
+    last, because each takes a minute to compile; of these compiled blocks come first, because alike blocks share their code.
     """
     modes = ("cudagraph", "eager", *COMPILED)
     return sorted(choices, key=lambda c: (c != have, modes.index(c.mode), c.parts is not None))

@@ -3,7 +3,7 @@
 import json
 import textwrap
 
-from te_bench.advice.candidates import COMPILED, Choice, Question
+from te_bench.advice.candidates import COMPILED, PER_BLOCK, Choice, Question
 from te_bench.models import rivals
 from te_bench.models.sources import HUB
 
@@ -14,6 +14,8 @@ FUNCTIONAL = "import torch.nn.functional as F"
 OPTIM = ("learning_rate", "weight_decay", "grad_clip")
 WIDTH = 96  # of a line of code on a terminal, after its indent
 KERNELS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+#: Endings of transformers' classes that fill no key/value cache.
+WITHOUT_CACHE = ("ForMaskedLM", "Classification")
 CLASSES = {
     "delayed_scaling": "DelayedScaling",
     "float8_current_scaling": "Float8CurrentScaling",
@@ -76,6 +78,8 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     lines += [CHECKPOINTED] if choice.checkpointing else []
     if choice.mode == "compile":
         lines.append("model = torch.compile(model, dynamic=False)")
+    elif choice.mode == PER_BLOCK:
+        lines += per_block(question)
     elif choice.mode == "compile-reduce-overhead":
         lines.append('model = torch.compile(model, mode="reduce-overhead", dynamic=False)')
     around = []
@@ -96,6 +100,14 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
     if not around:
         return [*imports, *lines, "# float32: without autocast", *body]
     return [*imports, *lines, f"with {', '.join(around)}:", *(f"    {line}" for line in body)]
+
+
+def per_block(question: Question) -> list[str]:
+    """Return the lines that compile each block of a user's model, the last of which does."""
+    lines = [f"for block in {question.blocks}: block.compile(dynamic=False)"]
+    if "config" in question.problem and not question.cls.endswith(WITHOUT_CACHE):
+        lines.insert(0, "model.config.use_cache = False  # its state would have each block compiled anew")
+    return lines
 
 
 def _captured(question: Question, choice: Choice, imports: list[str], made: str, options: list[str]) -> list[str]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from te_bench.advice.advise import Evidence
-from te_bench.advice.candidates import Choice
+from te_bench.advice.candidates import PER_BLOCK, Choice
+from te_bench.advice.code import per_block
 from te_bench.advice.decision import LinearGain, linear_gains
 from te_bench.advice.steps import extent, frame_of, typical
 from te_bench.experiments.spec import Record
+from te_bench.reports.analysis import naming
 from te_bench.reports.page import text
 
 MULTIPLE = 64  # GEMMs are fast if the vocabulary is a multiple of it
@@ -47,6 +49,13 @@ class Finding:
         return f"{text.milliseconds(self.seconds)} ms a step{' (noisy)' if self.noisy else ''}"
 
 
+class PerBlock(NamedTuple):
+    """The lines that compile each block of the model by itself, and the runs of that step, if there are any."""
+
+    lines: Sequence[str]
+    runs: Sequence[Record] = ()
+
+
 def of_evidence(evidence: Evidence) -> list[Finding]:
     """Return the traps in the user's model. Linears too small for FP8 count only on a GPU."""
     question, have = evidence.question, evidence.question.have
@@ -58,9 +67,18 @@ def of_evidence(evidence: Evidence) -> list[Finding]:
         compiled,
         linear_gains(evidence) if question.device == "cuda" else (),
         vocab=question.vocab,
+        blocks=_per_block(evidence),
         seconds={name: cost.seconds for name, cost in costs.items()},
         noisy={name for name, cost in costs.items() if cost.noisy},
     )
+
+
+def _per_block(evidence: Evidence) -> PerBlock | None:
+    """Return how the user's step compiles each block; None if that is no choice, or does not run."""
+    question, choice = evidence.question, dataclasses.replace(evidence.question.have, mode=PER_BLOCK)
+    if choice not in question.choices or choice in evidence.wrong:
+        return None
+    return PerBlock(per_block(question), evidence.steps.get(choice, ()))
 
 
 class _Cost(NamedTuple):
@@ -97,15 +115,19 @@ def findings(
     gains: Sequence[LinearGain] = (),
     *,
     vocab: int | None = None,
+    blocks: PerBlock | None = None,
     seconds: Mapping[str, float] | None = None,
     noisy: Collection[str] = (),
 ) -> list[Finding]:
     """Return all traps that an unchanged model's records show, the most expensive first.
 
-    eager, compiled: runs of its whole steps. gains: of its Linears, if the GPU has FP8. vocab: the model's vocabulary, for
-    a survey that saw no logits. seconds: {name of a trap: its measured cost}. noisy: names of traps with disturbed times.
+    eager, compiled: runs of its whole steps. gains: of its Linears, if the GPU has FP8. vocab: the model's vocabulary,
+    for a survey that saw no logits. blocks: how each block is compiled, if that is possible. seconds: {name of a trap:
+    its measured cost}. noisy: names of traps with disturbed times.
     """
-    found = [*_of_survey(survey, vocab), *_of_launches(eager), *_of_compile(eager, compiled), *_of_fp8(gains)]
+    found = [*_of_survey(survey, vocab), *_of_launches(eager), *_of_compile(eager, compiled, blocks), *_of_fp8(gains)]
+    found += _of_breaks(compiled, naming.COMPILED)
+    found += _of_breaks(blocks.runs if blocks else (), naming.COMPILED_BLOCKS)
     known = seconds or {}
     priced = [
         f if f.seconds is not None else dataclasses.replace(f, seconds=known.get(f.name), noisy=f.name in noisy)
@@ -212,7 +234,7 @@ def _of_launches(eager: Sequence[Record]) -> Iterator[Finding]:
         )
 
 
-def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:
+def _of_compile(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> Iterator[Finding]:
     if not compiled:
         return
     first = compiled[0]
@@ -223,7 +245,8 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
             what="Under torch.compile attention loses its fast kernel"
             + (": the memory-efficient one runs." if slow else ": none of SDPA's runs."),
             why="the model gives it a mask there that it does not give in eager mode, or it is traced as plain products",
-            mend="Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
+            mend=_by_block(eager, compiled, blocks)
+            or "Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
         )
     elif eager and (took := _attention_s(eager[0])) and (takes := _attention_s(first)) > MASKED * took:
@@ -232,21 +255,37 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator
             what=f"Under torch.compile attention takes {text.milliseconds(takes)} ms of a step, in eager mode "
             f"{text.milliseconds(took)}.",
             why="as a rule the model gives it a mask there that it leaves out in eager mode: the kernel then skips nothing",
-            mend="Leave torch.compile out, or leave the mask out where it is the causal one.",
+            mend=_by_block(eager, compiled, blocks)
+            or "Leave torch.compile out, or leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
             seconds=takes - took,
         )
-    breaks = first.work.get("graph_breaks")
+    if eager:
+        yield from _slower_compile(eager, compiled, blocks)
+
+
+def _of_breaks(runs: Sequence[Record], name: str) -> Iterator[Finding]:
+    breaks = runs[0].work.get("graph_breaks") if runs else None
     if breaks:
         yield Finding(
             name="graph_breaks",
-            what=f"torch.compile breaks the graph {breaks} {'times' if breaks > 1 else 'time'}.",
+            what=f"{name} breaks the graph {breaks} {'times' if breaks > 1 else 'time'}.",
             why="each piece is compiled by itself, and Python runs between them",
             mend="TORCH_LOGS=graph_breaks python train.py names the lines; take them out of forward.",
-            records=(first.trial.id,),
+            records=(runs[0].trial.id,),
         )
-    if eager:
-        yield from _slower_compile(eager, compiled)
+
+
+def _by_block(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> str:
+    """Return whether to compile each block in place of the model; "" if that is not possible, or slower."""
+    if blocks is None or (blocks.runs and typical(blocks.runs) >= typical(compiled)):
+        return ""
+    took = f"{text.milliseconds(typical(blocks.runs))} ms a step"
+    if blocks.runs and typical(blocks.runs) >= typical(eager):
+        return f"Leave torch.compile out: {naming.PER_BLOCK} it takes {took}."
+    *before, line = blocks.lines
+    given = "".join(f", with {setting.partition('  #')[0]}" for setting in before)
+    return f"Compile each block{f' ({took})' if blocks.runs else ''}{given}: {line}."
 
 
 def _attention_s(record: Record) -> float:
@@ -255,7 +294,7 @@ def _attention_s(record: Record) -> float:
     return math.fsum(s for name, s in profile.items() if FAST_KERNEL.search(name) or MEM_EFFICIENT.search(name))
 
 
-def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iterator[Finding]:
+def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> Iterator[Finding]:
     """Yield a finding if all compiled runs are slower than all eager ones; with one run of each, a cautious one."""
     before, after = typical(eager), typical(compiled)
     beyond = extent(compiled)[0] > SLOWER * extent(eager)[1]
@@ -268,7 +307,7 @@ def _slower_compile(eager: Sequence[Record], compiled: Sequence[Record]) -> Iter
             name="compile",
             what=f"torch.compile makes the step slower: {said}.",
             why="it saves less by fusing than it loses elsewhere, for example by another attention kernel",
-            mend="Leave torch.compile out.",
+            mend=_by_block(eager, compiled, blocks) or "Leave torch.compile out.",
             records=shown,
             seconds=after - before,
         )

@@ -97,7 +97,7 @@ def advise(
     capability = tuple(chosen[0]["capability"]) if chosen and chosen[0].get("capability") else None
     question = candidates.of_model(asked, capability)
     if journal is not None:
-        question = _as_recorded(question, _asked(journal))
+        question = _as_recorded(question, journal)
     directory = out or folder(asked)
     if not fresh:
         _same_question(directory, question, recorded)
@@ -156,15 +156,23 @@ def _asked(journal: "Journal") -> "list[Plan]":
     return [plan for plan in journal.plans if plan.suite == ADVICE]
 
 
-def _as_recorded(question: "Question", plans: "Sequence[Plan]") -> "Question":
-    """Return the question with the packages, and the optimizer of captured parts, that the recorded trials name."""
-    trials = [trial for plan in reversed(plans) for trial in plan.trials]
+def _as_recorded(question: "Question", journal: "Journal") -> "Question":
+    """Return the question with the packages, and the optimizer of captured parts, that the recorded trials name.
+
+    Records whose survey counts no blocks are older than mode compile-blocks, and did not leave it out for lack of time.
+    """
+    from te_bench.advice.candidates import PER_BLOCK
+
+    trials = [trial for plan in reversed(_asked(journal)) for trial in plan.trials]
     packages = next((t["problem"]["packages"] for t in trials if "packages" in t["problem"]), None)
     if packages is not None:
         question = replace(question, problem={**question.problem, "packages": packages})
     captured = (t["problem"] for t in trials if t["problem"].get("parts") and t["mode"] == "cudagraph")
     optimizer = next((problem.get("optimizer") for problem in captured), question.optimizer)
-    return replace(question, optimizer=optimizer)
+    surveys = [record for record in journal.records.values() if record.trial.workload == "survey"]
+    knows = any("blocks" in record.work for record in surveys) or any(trial["mode"] == PER_BLOCK for trial in trials)
+    choices = tuple(choice for choice in question.choices if knows or choice.mode != PER_BLOCK)
+    return replace(question, optimizer=optimizer, choices=choices)
 
 
 def folder(asked: "Options") -> Path:

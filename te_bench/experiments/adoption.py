@@ -125,7 +125,8 @@ def _of_rivals(trials: Iterable[Trial]) -> list[Trial]:
         for trial in like.values()
         if trial.device == "cuda"
         for name, rival in ((name, rivals.load(name)) for name in rivals.adopting())
-        for mode in rival.modes
+        if rival.adoption is not None
+        for mode in rival.adoption.modes
     ]
 
 

@@ -92,7 +92,7 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
             return "ok"
         if name in ("compile-reduce-overhead", "cudagraph"):
             return "CUDA graphs need an NVIDIA GPU"
-        return "needs a C++ compiler (g++ or clang++)" if name == "compile" and not _compiler() else "ok"
+        return "needs a C++ compiler (g++ or clang++)" if name.startswith("compile") and not _compiler() else "ok"
 
     return {
         f"attention ({device}, bf16)": {name: backend(name, "bf16") for name in attention.names()},

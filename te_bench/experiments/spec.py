@@ -20,7 +20,7 @@ Scalar = str | int | float | bool | None
 OUTCOMES = ("ok", "unsupported", "oom", "timeout", "crashed", "diverged", "failed_check", "stopped", "interrupted")
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
+MODES = ("eager", "compile", "compile-blocks", "compile-reduce-overhead", "cudagraph")
 PROTOCOLS = ("bench_py", "quickstart", "kernel", "turns", "curve", "bisection", "once")
 DEVICES = ("cpu", "cuda")
 OWN_ATTENTION = "own"  # a user's model's own attention, as the model and PyTorch choose it

@@ -17,7 +17,7 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig, configs
 from te_bench.models.decoder import Decoder
 from te_bench.models.rivals import Rival
-from te_bench.training import fewer_bits, parallel, ways
+from te_bench.training import compiled_blocks, fewer_bits, parallel, ways
 from te_bench.training.corpus import Corpus
 from te_bench.training.data import Batches
 from te_bench.training.parallel import Parallel
@@ -97,6 +97,7 @@ def require_supported(trial: Trial) -> None:
     if own:
         _require_fast(trial, config_of(trial))
     _require_checkpointing(trial)
+    _require_compiled_blocks(trial)
     _require_optimizer(trial)
     _require_parallel(trial)
     if trial.recipe:
@@ -182,6 +183,21 @@ def _require_checkpointing(trial: Trial) -> None:
     elif p.source is not None and not checkpointing.blocks_of(adopted.described(p.source).module):
         reason = f"{p.source.model} has no nn.ModuleList of blocks"
     require("checkpointing", reason)
+
+
+def _require_compiled_blocks(trial: Trial) -> None:
+    """Raise Unsupported for a step whose blocks cannot be compiled one by one."""
+    if trial.mode != compiled_blocks.MODE:
+        return
+    p = StepProblem.of(trial)
+    reason = None
+    if p.parallel is not None:
+        reason = compiled_blocks.ONE_PROCESS
+    elif p.as_it_is:
+        reason = compiled_blocks.UNSEEN
+    elif p.source is not None:
+        reason = compiled_blocks.lacks(adopted.described(p.source).module)
+    require(trial.mode, reason)
 
 
 def _require_parallel(trial: Trial) -> None:

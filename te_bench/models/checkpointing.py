@@ -30,6 +30,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def expression(model: nn.Module) -> str:
+    """Return `blocks_of` as an expression of Python on a `model`: model.layers; "" without blocks."""
+    blocks = blocks_of(model)
+    lists = [
+        "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in filter(None, name.split(".")))
+        for name, module in model.named_modules()
+        if any(child is block for child in module.children() for block in blocks)
+    ]
+    return lists[0] if len(lists) == 1 else f"({', '.join(f'*{name}' for name in lists)})" if lists else ""
+
+
 def checkpoint_blocks(model: nn.Module) -> int:
     """Checkpoint each block by te.checkpoint, recomputing FP8 with the first pass's scales; return their number.
 

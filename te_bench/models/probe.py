@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from te_bench.models import adopted, calling
+from te_bench.models import adopted, calling, checkpointing
 from te_bench.models.sources import TOO_LARGE, TRIED, Facts, Source, lacks, on_one_line
 
 SDPA = F.scaled_dot_product_attention
@@ -74,6 +74,7 @@ def _facts(source: Source, tokens: int) -> Facts:
         logits=made.drawn is None and source.loss is None and calling.gives_logits(made.module, inputs, targets),
         float32=all(p.dtype is torch.float32 for p in made.module.parameters()),
         cls=type(made.module).__name__,
+        blocks=checkpointing.expression(made.module),
     )
 
 

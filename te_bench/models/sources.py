@@ -76,7 +76,7 @@ class Facts:
     sequence: the only possible sequence length, if there is one. sdpa: calls of scaled_dot_product_attention in a pass.
     scores: elements of their softmax for one sequence of `tried` tokens. text: it learns from text. manual: it has
     attention of ordinary operators. logits: it maps tokens alone to logits. float32: all trained weights are float32.
-    cls: its class's name.
+    cls: its class's name. blocks: its transformer blocks as an expression of Python on a `model`; "" without blocks.
     """
 
     vocab: int
@@ -91,6 +91,7 @@ class Facts:
     logits: bool = False
     float32: bool = True
     cls: str = ""
+    blocks: str = ""
 
 
 def identify(

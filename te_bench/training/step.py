@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from te_bench import plugins
 from te_bench.kernels import adamw as adamws
-from te_bench.training import fewer_bits
+from te_bench.training import compiled_blocks, fewer_bits
 from te_bench.training.optimizer import STATES, TableAdamW
 from te_bench.training.parallel import SINGLE, Parallel
 from te_bench.training.undisturbed import undisturbed
 
 AUTOCAST = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-MODES = ("eager", "compile", "compile-reduce-overhead", "cudagraph")
+MODES = ("eager", "compile", "compile-blocks", "compile-reduce-overhead", "cudagraph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +84,13 @@ class TrainStep:
     """Forward, backward, clip and AdamW on one batch: step(tokens, targets) -> loss, a () tensor on the device.
 
     tokens and targets are (accumulate * B, T) int64. Nothing waits for the device. Modes: "eager"; "compile"
-    (torch.compile); "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (compiled
-    forward and backward, clip and optimizer captured as one CUDA graph; a model with `as_it_is` is captured uncompiled,
-    because fused blocks leave a compiler little to fuse). `grad_norm`, a () tensor, is the last step's gradient norm
-    before clipping; None without clipping. optimizer: a name of te_bench.kernels.adamw; it updates all parameters at
-    once and, in bf16 and fp8, writes the copies that the next pass uses (training.optimizer). None is torch's fused
-    AdamW. states: "bf16" or "fp8", the optimizer's format of matrices' moments; None is float32. torch's AdamW always
+    (torch.compile); "compile-blocks" (torch.compile of each block, the rest eager: training.compiled_blocks);
+    "compile-reduce-overhead" (its own CUDA graphs around forward and backward); "cudagraph" (compiled forward and
+    backward, clip and optimizer captured as one CUDA graph; a model with `as_it_is` is captured uncompiled, because
+    fused blocks leave a compiler little to fuse). `grad_norm`, a () tensor, is the last step's gradient norm before
+    clipping; None without clipping. optimizer: a name of te_bench.kernels.adamw; it updates all parameters at once
+    and, in bf16 and fp8, writes the copies that the next pass uses (training.optimizer). None is torch's fused AdamW.
+    states: "bf16" or "fp8", the optimizer's format of matrices' moments; None is float32. torch's AdamW always
     takes the weights' dtype. parallel: how the step is divided over ranks, each of which is given the whole batch; it
     makes `model` one rank's part. Raises ValueError for unknown or unsupported settings.
     """
@@ -110,7 +111,10 @@ class TrainStep:
         if precision == "fp8" and not getattr(model, "in_fp8", True):
             raise ValueError("precision fp8: the model has no recipe; give it one, adopt(module, recipe=...), or bf16")
         blocks = "fused" if getattr(model, "blocks", None) == "fused" else None
-        if reason := parallel.unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks):
+        reason = parallel.unsupported(precision=precision, mode=mode, optimizer=optimizer, blocks=blocks)
+        if mode == compiled_blocks.MODE and parallel is not SINGLE:
+            reason = reason or compiled_blocks.ONE_PROCESS
+        if reason:
             raise ValueError(f"parallel {parallel.name}: {reason}")
         self.model, self.optim, self.precision, self.mode, self.parallel = model, optim, precision, mode, parallel
         self.device = next(model.parameters()).device
@@ -128,8 +132,12 @@ class TrainStep:
         self.optimizer: Any = self.table or parallel.shared(adamw(model, optim, capturable=self.captured))
         parallel.watch(self._trained() if self.table is None else self.table.whole_holders())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        if mode == "compile-reduce-overhead":
-            self.forward: Callable[..., Tensor] = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        self._using: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if mode == compiled_blocks.MODE:
+            self.forward: Callable[..., Tensor] = model
+            self._using = compiled_blocks.CompiledBlocks(model).used
+        elif mode == "compile-reduce-overhead":
+            self.forward = torch.compile(model, mode="reduce-overhead", dynamic=False)
         else:
             self.forward = parallel.forward(model, self._compiles())
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -267,12 +275,12 @@ class TrainStep:
         self.parallel.require_same_batch(tokens, targets)
         losses = []
         for left, x, y in zip(range(n)[::-1], tokens.chunk(n), targets.chunk(n), strict=True):
-            with contextlib.ExitStack() as computing:
+            with self._using(), contextlib.ExitStack() as computing:
                 with self.region():
                     if self.table is not None:
                         computing.enter_context(self.table.computing())
                     loss = self.forward(self.parallel.rows(x), self.parallel.rows(y)) / n
-                # Still with the copies: checkpointed blocks recompute their forward pass with them.
+                # Still with compiled blocks and the copies: checkpointed blocks recompute their forward pass with them.
                 with contextlib.nullcontext() if left else self.parallel.reducing():
                     self.scaler.scale(loss).backward()
             if self.table is not None:

@@ -108,7 +108,9 @@ def test_rivals_that_train_any_model_stand_beside_it_on_a_gpu(suite: str, model:
     found = [t for t in steps(planned(suite, model)) if "rival" in t.problem]
     assert [(t.problem["rival"], t.attention, t.precision, t.recipe, t.mode) for t in found] == [
         ("liger", "own", "bf16", None, "eager"),
+        ("torchao_rowwise", "own", "fp8", "rowwise_scaling", "compile-blocks"),
         ("torchao_rowwise", "own", "fp8", "rowwise_scaling", "compile"),
+        ("torchao_tensorwise", "own", "fp8", "float8_current_scaling", "compile-blocks"),
         ("torchao_tensorwise", "own", "fp8", "float8_current_scaling", "compile"),
     ]
     assert not any("optimizer" in t.problem or "parts" in t.problem for t in found)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import te_bench.models as te
 from te_bench.models import decoder, recipe
-from te_bench.models.checkpointing import blocks_of, checkpoint_blocks
+from te_bench.models.checkpointing import blocks_of, checkpoint_blocks, expression
 
 TOKENS = torch.randint(96, (2, 32), generator=torch.Generator().manual_seed(0))
 
@@ -145,6 +145,23 @@ def test_in_fp8_an_amax_counts_once(chosen: recipe.Recipe) -> None:
     for (name, found), wanted in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=0, msg=name)
     assert numerics[0] == numerics[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "number"),
+    [
+        (Hidden(), "model.blocks", 3),
+        (Staged(), "(*model.stages[0], *model.stages[1], *model.stages[2])", 3),
+        (nn.ModuleDict({"h": nn.ModuleList([Hidden.Block()])}), "model.h", 1),
+        (nn.Sequential(nn.Embedding(96, 64), Hidden.Block()), "model", 1),
+        (nn.Linear(2, 2), "", 0),
+    ],
+)
+def test_blocks_are_said_as_python_finds_them(model: nn.Module, said: str, number: int) -> None:
+    assert expression(model) == said
+    found = eval(said, {"model": model}) if said else ()
+    assert [block for block in found if any(block.children())] == blocks_of(model)
+    assert len(blocks_of(model)) == number
 
 
 def test_a_model_without_blocks_is_refused() -> None:

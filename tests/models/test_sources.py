@@ -205,7 +205,7 @@ def test_a_model_is_asked_in_a_process_of_its_own_that_ends_with_all_it_has_star
     assert time.monotonic() - begun < 55
     assert facts == sources.Facts(
         vocab=64, block=None, sequence=None, parameters=21248, sdpa=2, scores=2 * 2 * 8 * 8, tried=8, text=True,
-        manual=False, logits=True, cls="Model",
+        manual=False, logits=True, cls="Model", blocks="model.blocks",
     )  # fmt: skip
     child = int((here / "child").read_text())
     assert eventually(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie", 5.0)

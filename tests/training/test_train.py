@@ -343,7 +343,7 @@ def test_evaluating_changes_nothing_that_is_trained(precision: str) -> None:
 # On a GPU. The tiny model, and as few compilations as there are modes.
 
 
-MODES = ["eager", "compile", "compile-reduce-overhead", "cudagraph"]
+MODES = ["eager", "compile", "compile-blocks", "compile-reduce-overhead", "cudagraph"]
 OPTIM = Optim(learning_rate=1e-3, grad_clip=0.3, accumulate=2, weight_decay=0.1)
 RATES = [1e-3, 3e-3, 0.0, 2e-3, 1e-3]
 

@@ -37,6 +37,7 @@ from te_bench.models import adopted
 from te_bench.models import recipe as recipes
 from te_bench.models.adopted import Adopted
 from te_bench.models.checkpointing import blocks_of
+from te_bench.training import compiled_blocks
 from te_bench.training.step import CannotCapture, TrainStep, autocast
 
 #: Fewest targets of a batch in FP8: with 2 images 5 of 12 right steps of a ViT failed, with 8 none of 16. With few targets
@@ -231,8 +232,8 @@ def _noise(name: str, library: Gradients, truth: Gradients) -> float:
 def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -> None:
     """Run an eager forward pass of a micro-batch, which counts FP8 GEMMs.
 
-    Raises Unsupported if the model's attention has no such kernel, or if the pass calls none of its checkpointed
-    blocks.
+    Raises Unsupported if the model's attention has no such kernel, or if the pass calls none of the blocks that are
+    checkpointed or compiled.
     """
     model, one = model_of(step), max(1, len(inputs) // step.optim.accumulate)
     with warnings.catch_warnings(record=True) as said:
@@ -242,7 +243,7 @@ def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -
                 autocast(step.device, trial.precision),
                 model.autocast(),
                 model.counted(),
-                _checkpointing(trial, model),
+                _called_blocks(trial, model),
             ):
                 model(inputs[:one], targets[:one])
         except RuntimeError as error:
@@ -261,10 +262,12 @@ def first_pass(trial: Trial, step: TrainStep, inputs: Tensor, targets: Tensor) -
 
 
 @contextlib.contextmanager
-def _checkpointing(trial: Trial, model: Adopted) -> Iterator[None]:
-    """Raise Unsupported if a pass calls the parts of checkpointed blocks, and none of the blocks."""
-    p, called = StepProblem.of(trial), []
-    blocks = [] if p.checkpointing is None else blocks_of(model)
+def _called_blocks(trial: Trial, model: Adopted) -> Iterator[None]:
+    """Raise Unsupported if a pass calls the parts of checkpointed or compiled blocks, and none of the blocks."""
+    called: list[int] = []
+    needs = "checkpointing" if StepProblem.of(trial).checkpointing is not None else None
+    needs = trial.mode if trial.mode == compiled_blocks.MODE else needs
+    blocks = blocks_of(model) if needs else []
     handles = [block.register_forward_pre_hook(lambda *_: called.append(1)) for block in blocks]
     try:
         yield
@@ -272,7 +275,7 @@ def _checkpointing(trial: Trial, model: Adopted) -> Iterator[None]:
         for handle in handles:
             handle.remove()
     if blocks and not called:
-        raise Unsupported("checkpointing: the model calls the parts of its blocks, and no block, so that all is kept")
+        raise Unsupported(f"{needs}: the model calls the parts of its blocks, and no block")
 
 
 def _require_fp8_of_rival(trial: Trial, model: Adopted) -> None:

@@ -27,7 +27,7 @@ EPS = 1e-8  # AdamW's (Loshchilov and Hutter 2019), as torch has it
 HIGHEST = 1e-3
 ELEMENTS = 2**24  # that are written out at a time
 #: Modes whose random numbers come from torch's generator at each pass: the same state draws the same again.
-DRAWS_ANEW = ("eager", "compile")
+DRAWS_ANEW = ("eager", "compile", "compile-blocks")
 
 
 def checked(check: dict[str, Any], step: TrainStep, inputs: Tensor, targets: Tensor) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from te_bench.models.adopted import Adopted
 from te_bench.models.configs import DecoderConfig
 from te_bench.models.parts import AttentionPart, MLPPart
 from te_bench.models.sources import PINNED
+from te_bench.training import compiled_blocks
 from te_bench.training.step import TrainStep
 
 Range = tuple[int, int | None]  # the least and the most that is right; None is no limit
@@ -116,7 +117,8 @@ def _rounds_head(trial: Trial, config: DecoderConfig) -> bool:
     A table that the embedding shares has one gradient for both. Under a compiler each makes its own.
     """
     p = StepProblem.of(trial)
-    copied = p.optimizer is not None and (not config.shape.tied or _compiles(trial, p.as_it_is))
+    compiled = _compiles(trial, p.as_it_is) and trial.mode != compiled_blocks.MODE
+    copied = p.optimizer is not None and (not config.shape.tied or compiled)
     return trial.precision in ("bf16", "fp8") and (p.weights == "bf16" or copied)
 
 

@@ -116,7 +116,7 @@ def _of_model(p: LayerProblem) -> dict[str, Any]:
 def require_supported(trial: Trial, rival: Layer, p: LayerConfig) -> None:
     """Raise Unsupported, with the reason, if this machine or this rival cannot run the trial."""
     trial_model.require_device(trial.device)
-    if trial.mode == "compile-reduce-overhead":
+    if trial.mode in ("compile-blocks", "compile-reduce-overhead"):
         raise Unsupported(f"{trial.mode}: the layer runs eager, compile or cudagraph")
     if trial.mode == "cudagraph" and trial.device == "cpu":
         raise Unsupported("cudagraph: CUDA graphs need an NVIDIA GPU")

@@ -5,7 +5,7 @@ recipe (kept); head, the last Linear of te-bench's own models where it makes the
 attentions, the calls of SDPA by shape, with the kernel that each ran; written_out, softmaxes over keys that no kernel
 computes; losses, the logits of each cross-entropy; norms and norms_in_float32, elements that norms gave, and that they gave
 in float32 under autocast; experts_in_float32, calls of grouped_mm that did so; dropout, {module: probability}; vocab;
-optimizer, where the model says which it makes; parameters.
+optimizer, where the model says which it makes; blocks, the number of transformer blocks; parameters.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models import conversion
 from te_bench.models.adopted import Adopted
+from te_bench.models.checkpointing import blocks_of
 from te_bench.models.modules.linear import Linear
 from te_bench.training.step import autocast, fp8_autocast
 
@@ -95,6 +96,7 @@ def look(
         "dropout": {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0},
         "vocab": vocab,
         "optimizer": _own_optimizer(model),
+        "blocks": len(blocks_of(model)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss": float(loss.detach()),
     }

@@ -41,12 +41,14 @@ class Adoption:
     """How a rival trains a user's model that te-bench does not know.
 
     unsupported(module, device, capability): why it cannot train that module on this machine, or None. build(module):
-    change the module. code(vocab): the lines by which a user changes a `model` of that vocabulary.
+    change the module. code(vocab): the lines by which a user changes a `model` of that vocabulary. modes: the execution
+    modes in which it is measured.
     """
 
     unsupported: "Callable[[nn.Module, str, Capability], str | None]"
     build: "Callable[[nn.Module], Changed]"
     code: Callable[[int], tuple[str, ...]]
+    modes: tuple[str, ...] = ("eager",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""A rival with all Linears but the head by torchao.float8; a user's model under torch.compile, as te-bench's."""
+"""A rival with all Linears but the head by torchao.float8, under torch.compile; a user's model block by block, too."""
 
 from typing import TYPE_CHECKING
 
@@ -37,5 +37,6 @@ def rival(theirs: str, ours: str) -> Rival:
             unsupported=torchao.lacks_for,
             build=adopt,
             code=lambda vocab: torchao.code(theirs, vocab),
+            modes=("compile-blocks", "compile"),
         ),
     )

@@ -9,6 +9,8 @@ from te_bench.experiments.suites.speed import OWN
 from te_bench.models import rivals
 
 TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
+PER_BLOCK = "per block"  # each transformer block by itself
+COMPILED_BLOCKS = f"{COMPILED} {PER_BLOCK}"
 WHOLE = "float32 weights and states"  # those of the control, when fewer bits are judged
 SHAPED = ("attention", "attention_numerics")  # workloads whose problem is a shape rather than a model
 STEPS = ("train_step", "training", "max_batch", "scaling", "layer")  # workloads that belong to a project
@@ -45,7 +47,12 @@ _KERNELS = {
     OWN_ATTENTION: "the model's own",
 }
 #: Words for modes of execution; other modes are named as they are.
-MODES = {"compile": "compiled", "compile-reduce-overhead": "reduce-overhead", "cudagraph": "CUDA graph"}
+MODES = {
+    "compile": "compiled",
+    "compile-blocks": f"compiled {PER_BLOCK}",
+    "compile-reduce-overhead": "reduce-overhead",
+    "cudagraph": "CUDA graph",
+}
 HEADS = {None: "all logits", "chunked": "chunked head", "fp8": "FP8 head"}
 #: The quickstart's layers, by what they use of Transformer Engine's interface.
 _LAYERS = {"te_basic": "te.Linear", "te_fused": "te.LayerNormMLP", "te_layer": "te.TransformerLayer"}
@@ -228,9 +235,8 @@ def _attention(trial: Trial) -> str:
 
 
 def _mode(trial: Trial) -> str:
-    if trial.mode == "compile" and whose(trial) == COMPILED:
-        return "default mode"
-    return MODES.get(trial.mode, trial.mode)
+    plain = {"compile": "default mode", "compile-blocks": PER_BLOCK} if whose(trial) == COMPILED else {}
+    return plain.get(trial.mode) or MODES.get(trial.mode, trial.mode)
 
 
 def _vocabulary(trial: Trial) -> str:

@@ -19,7 +19,7 @@ from te_bench.reports.page.bars import Bar, Stack, bars, stacked_bars
 from te_bench.reports.page.drawing import COLOURS, FAINT
 
 PRECISION = {"fp32": "#8a9099", "fp16": "#009e73", "bf16": "#0072b2", "fp8": "#d55e00"}
-HATCH = {"eager": "", "compile": "//", "compile-reduce-overhead": "xx", "cudagraph": "\\\\"}
+HATCH = {"eager": "", "compile": "//", "compile-blocks": "..", "compile-reduce-overhead": "xx", "cudagraph": "\\\\"}
 FLOOR_KINDS = (cost.GEMM, cost.ATTENTION, cost.ELEMENTWISE, cost.LOSS, cost.OPTIMIZER)
 LAYER_KINDS = (*(name for name, _ in layers.KINDS), layers.OTHER)
 

@@ -1,16 +1,18 @@
 """The check of a user's step that is asked to compute its activations again."""
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from te_bench.experiments import trial_model
 from te_bench.experiments.adoption import adoptee
 from te_bench.experiments.checks import adopted_step
-from te_bench.experiments.measurement import CheckFailed, Unsupported
+from te_bench.experiments.measurement import CheckFailed, Context, Unsupported
 from te_bench.experiments.spec import OWN_ATTENTION, Options, Trial
 from te_bench.experiments.workloads import train_step
 from te_bench.models.sources import Source
@@ -48,6 +50,10 @@ def whole():
 
 def in_parts():
     return Model(False)
+
+
+def bare():
+    return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64))
 """
 
 
@@ -77,6 +83,29 @@ def test_a_model_that_passes_by_its_blocks_is_not_said_to_be_checkpointed(trial_
     trial = trial_of("in_parts")
     with pytest.raises(Unsupported, match="checkpointing: the model calls the parts of its blocks, and no block"):
         adopted_step.begin(trial, *train_step.random_batches(trial)[0])
+
+
+def test_compiled_blocks_are_checked_by_eager_references_and_seen_to_be_compiled(trial_of, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    trial = replace(trial_of("whole"), mode="compile-blocks")
+    work = train_step.run(trial, Context()).work
+    assert (work["ran"]["compiled"], work["graph_breaks"], work["recompiles"]) == (2, 0, 0)
+    with pytest.raises(Unsupported, match="compile-blocks: the model calls the parts of its blocks, and no block"):
+        train_step.run(replace(trial_of("in_parts"), mode="compile-blocks"), Context())
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"parts": "all"}, "compile-blocks: fused kernels compute these blocks"),
+        ({"parallel": "ddp", "world": 2}, "compile-blocks: blocks are compiled one by one in a single"),
+        ({"model": "checkpointed_blocks:bare"}, "compile-blocks: Sequential has no nn.ModuleList of blocks"),
+    ],
+)
+def test_what_has_no_blocks_to_compile_is_unsupported(problem, reason, trial_of):
+    trial = replace(trial_of("whole").with_(checkpointing=None, **problem), mode="compile-blocks")
+    with pytest.raises(Unsupported, match=reason):
+        trial_model.require_supported(trial)
 
 
 def bert(folder: Path, layers: int, hidden: int, seed: int = 0, **problem: Any) -> Trial:

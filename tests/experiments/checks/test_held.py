@@ -69,7 +69,7 @@ def test_what_two_names_share_is_held_once_and_a_step_holds_no_gradients_before_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize("mode", ["eager", "compile", "compile-blocks", "compile-reduce-overhead", "cudagraph"])
 def test_a_gpus_peak_passes_and_half_of_a_peak_that_weights_fill_fails(mode: str, monkeypatch: Any) -> None:
     trial = a_trial(train_step, "cuda", mode, model="gpt2", vocab=50257, padded_vocab=50304, batch=1)
     found = train_step.run(trial, Context()).samples

@@ -343,6 +343,19 @@ def test_a_head_is_counted_by_the_dtype_of_its_weights_gradient(
     assert sum(map(int, most)) == products(lambda: step(*batch))  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_a_head_behind_compiled_blocks_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that the embedding shares has one gradient for both there, which is not rounded."""
+    model = dataclasses.replace(configs.CONFIGS["llama-tiny"], tie_word_embeddings=True)  # type: ignore[call-arg]
+    monkeypatch.setitem(configs.CONFIGS, "llama-tiny", model)
+    how: dict[str, Any] = {"head": "fp8", "model": "llama-tiny", "optimizer": "reference"}
+    eager, blocks, whole = (
+        what_ran.expected_of_step(a_trial(mode=mode, device="cuda", **how), 4 * 64)["gemm_fp8"]
+        for mode in ("eager", "compile-blocks", "compile")
+    )
+    assert eager == blocks != whole
+
+
 def test_the_plan_of_a_step_in_few_bits_counts_its_heads_chunks() -> None:
     few = {"model": "llama3-1b", "block": 8192, "vocab": 128256, "padded_vocab": 128256, "batch": 1}
     few |= {"head": "fp8", "optimizer": "triton", "weights": "bf16"}

@@ -244,7 +244,7 @@ def test_every_workload_s_record_has_them(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["eager", "compile", "compile-reduce-overhead", "cudagraph"])
+@pytest.mark.parametrize("mode", ["eager", "compile", "compile-blocks", "compile-reduce-overhead", "cudagraph"])
 def test_a_gpu_s_launches_are_the_same_every_time(mode: str) -> None:
     trial = dataclasses.replace(COMPILED, device="cuda", precision="bf16", mode=mode)
     trial = dataclasses.replace(trial, problem={**STEP, "block": 64, "grad_clip": 0.0})

@@ -299,6 +299,7 @@ def test_gradients_in_e4m3_where_the_recipe_says_e5m2_err_less_and_pass(monkeypa
     [
         (dataclasses.replace(TRIAL, mode="cudagraph"), "cudagraph: CUDA graphs need an NVIDIA GPU"),
         (dataclasses.replace(TRIAL, mode="compile-reduce-overhead"), "the layer runs eager, compile or cudagraph"),
+        (dataclasses.replace(TRIAL, mode="compile-blocks"), "the layer runs eager, compile or cudagraph"),
         (changed(variant="mlp"), "attention flash: the variant mlp computes none"),
         (changed(attention="none"), "attention none: the variant mlp computes none"),
         (changed(attention="none", layer="te_basic", variant="mlp"), "te_basic has no MLP of its own"),

@@ -97,6 +97,14 @@ def test_a_name_says_what_a_user_chooses_and_no_more_than_tells_it_apart() -> No
     assert named(trial("attention", "gluon"), trial("attention", "cudnn")) == ["te-bench Gluon", "cuDNN"]
 
 
+def test_each_way_of_torch_compile_has_its_name() -> None:
+    ways = [trial(mode=mode) for mode in ("compile", "compile-blocks", "compile-reduce-overhead")]
+    said = ["torch.compile bf16, default mode", "torch.compile bf16, per block", "torch.compile bf16, reduce-overhead"]
+    assert named(*ways) == said
+    torchao = [trial(mode=mode, rival="torchao_rowwise", **EIGHT) for mode in ("compile", "compile-blocks")]
+    assert named(*torchao) == ["torchao FP8, compiled", "torchao FP8, compiled per block"]
+
+
 def test_what_makes_the_work_another_is_said_of_all() -> None:
     said = ["PyTorch eager bf16, batch 12", "torch.compile bf16, batch 64"]
     assert named(trial(), trial(batch=64, mode="compile")) == said
