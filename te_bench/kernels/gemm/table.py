@@ -21,6 +21,7 @@ SCALES = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("bloc
 ACTIVATED, GRADIENT = "activated", "gradient"
 #: Rivals in half precision: torch's GEMM; that and the activation's kernel; the Gluon GEMM with both.
 TORCH, SEPARATE, GLUON = "torch", "separate", "gluon"
+CUBLASLT = ("scaled_mm", TORCH)  # in FP8 and in half precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

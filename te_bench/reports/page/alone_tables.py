@@ -1,9 +1,9 @@
-"""Make the tables of parts timed alone: attention, where to scale its q, heads, norms and activations."""
+"""Make the tables of parts timed alone: attention, where to scale its q, heads, norms, activations and GEMMs."""
 
 import dataclasses
 
 from te_bench.reports.analysis.alone import TimeAlone
-from te_bench.reports.analysis.measures import beyond_held, finite, median, of_processes
+from te_bench.reports.analysis.measures import beyond_held, finite, geometric_mean, median, of_processes
 from te_bench.reports.analysis.naming import kernel_name
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
@@ -113,6 +113,35 @@ def pieces(result: GroupResult) -> Table | None:
     moved = "TB/s: of all operands, read once, and all results, written once, by the median call."
     notes = ["Speed-up: over the same in plain PyTorch, on a GPU compiled.", moved]
     return table_of("pieces", "Norms and activations alone", shown, _note(times, notes), 3)
+
+
+def gemms(result: GroupResult) -> Table | None:
+    """Return the table of GEMMs, D (M, N) = a (M, K) b (N, K)^T: time, rate and energy."""
+    times = result.alone["gemms"].times
+    shown = [
+        {
+            "GEMM": word(time.part),
+            "M x N x K": word(time.sizes),
+            "By": _named(time),
+            "ms": number(time.seconds, text.milliseconds),
+            "Speed-up": speedup(time.speedup),
+            "TFLOP/s": _rate(time, "flop"),
+            "mJ": number((joules := _joules(time)) and 1e3 * joules),
+            "ok/planned": repetitions(time.configuration),
+        }
+        for time in times
+    ]
+    by: dict[str, list[float]] = {}
+    for time in times:
+        if time.speedup is not None:
+            by.setdefault(f"{time.name}, {time.part}", []).append(time.speedup.value)
+    means = [
+        f"{name}: {text.times(mean.value)} over {len(ratios)} shapes."
+        for name, ratios in by.items()
+        if (mean := geometric_mean(ratios)) is not None
+    ]
+    notes = ["Speed-up: over cuBLASLt.", *(["Geometric means:", *means] if means else [])]
+    return table_of("gemms", "GEMMs alone", shown, _note(times, notes), 3)
 
 
 def _note(times: tuple[TimeAlone, ...], own: list[str]) -> str:

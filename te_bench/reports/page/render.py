@@ -33,6 +33,7 @@ SECTIONS = (
     ("attention", "Attention alone", ("attention_forward", "attention_backward"), ("attention", "attention_ratios")),
     ("heads", "Heads alone", (), ("heads",)),
     ("pieces", "Norms and activations alone", (), ("pieces",)),
+    ("gemms", "GEMMs alone", (), ("gemms",)),
     ("numerics", "Where to scale q", ("numerics",), ("numerics",)),
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),

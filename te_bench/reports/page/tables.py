@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "attention_ratios": alone_tables.ratios,
     "heads": alone_tables.heads,
     "pieces": alone_tables.pieces,
+    "gemms": alone_tables.gemms,
     "numerics": alone_tables.scaling_errors,
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,

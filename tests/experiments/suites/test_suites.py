@@ -307,6 +307,25 @@ def test_pieces_are_those_of_the_issue_by_every_rival_that_has_them(tmp_path: Pa
     assert max(m * n for _, m, n in small) < 2**17
 
 
+def test_gemms_are_a_layers_forward_and_backward_beside_cublaslt(tmp_path: Path) -> None:
+    experiment = resolve("gemms", "cuda", tmp_path, seeds=1)
+    by: dict[tuple[Any, ...], list[Any]] = {}
+    for t in experiment.trials:
+        p = t.problem
+        by.setdefault((p.get("scales"), p.get("fast_accum", False), p["m"], p["n"], p["k"]), []).append(p["backend"])
+    assert experiment.trials[0].cell == experiment.baseline
+    # Of the square projection the forward pass and x's gradient are one product, but for the precision of tensor's sums.
+    assert len(by) == 3 * 12 - 2
+    assert by["tensor", True, 8192, 28672, 4096] == ["scaled_mm", "gluon", "triton"]
+    assert {shape[1:2] for shape in by if shape[0] == "block"} == {(False,)}
+    assert ("tensor", False, 28672, 4096, 8192) in by
+    assert by[None, False, 8192, 4096, 14336] == ["torch", "gluon"]
+    asked: dict[str, Any] = {"device": "cpu", "model": "gpt2", "batch": 2, "tokens": 64, "seeds": 1}
+    small = plan.resolve("gemms", Options(cache=tmp_path, **asked))
+    assert {t.problem["m"] for t in small.trials} == {128, 3 * 768, 768, 4 * 768}
+    assert {t.problem["backend"] for t in small.trials} == {"torch", "reference"}
+
+
 def test_attention_has_the_shapes_of_shared_heads(tmp_path: Path) -> None:
     trials = [t for t in resolve("attention", "cuda", tmp_path).trials if t.problem.get("kv_heads") == 8]
     assert {(t.problem["batch"], t.problem["length"]) for t in trials} == {(4, 2048), (1, 8192)}

@@ -153,6 +153,26 @@ def test_pieces_stand_beside_the_compiled_one_at_their_size(tmp_path):
     assert "Joules" in table.note
 
 
+def test_gemms_stand_beside_cublaslt_with_a_mean_over_their_shapes(tmp_path):
+    def gemm(backend, seconds, n=4096, seed=0, **more):
+        more = {"dtype": "e4m3", "scales": "tensor", "fast_accum": True} | more
+        of = trial(
+            "gemm", "none", m=8192, n=n, k=4096, backend=backend, seed=seed, precision="bf16", protocol="kernel", **more
+        )
+        return record(of, samples={"kernel_s": [seconds] * 3, "energy_j": [0.5]}, work={"flop": 2 * 8192 * n * 4096})
+
+    half = {"dtype": "bf16", "scales": None, "fast_accum": False}
+    records = [gemm("scaled_mm", 2e-4), gemm("gluon", 1e-4), gemm("scaled_mm", 4e-4, 6144), gemm("gluon", 4e-4, 6144)]
+    records += [gemm("torch", 4e-4, **half), gemm("gluon", 8e-4, **half)]
+    table = table_of(tmp_path, "gemms", records)
+    rows = {tuple(row[:3]): row[3:] for row in texts(table)}
+    fp8 = "FP8, a scale a tensor, fast sums"
+    assert rows[fp8, "8192 x 4096 x 4096", "cuBLASLt"][:2] == ["0.200", "—"]
+    assert rows[fp8, "8192 x 4096 x 4096", "te-bench Gluon"][1].startswith("2.00×")
+    assert rows["bf16", "8192 x 4096 x 4096", "te-bench Gluon"][1].startswith("0.50×")
+    assert f"te-bench Gluon, {fp8}: 1.41× over 2 shapes." in table.note
+
+
 def test_the_fastest_of_parts_alone_are_named_by_shape(tmp_path):
     """By sentence and by bars; a head in FP8 apart from those that compute the same, a single run with its doubt."""
 
@@ -227,7 +247,7 @@ def test_failures_list_every_trial_that_is_not_ok(tmp_path):
 #: Of convergence runs: test_verdict_tables.py.
 VERDICT = {"verdict", "losses", "verdict_reasons", "equal_loss", "stability", "stress"}
 SCALING = {"scaling", "scaling_memory"}  # of several GPUs: test_scaled.py
-ALONE = {"heads", "pieces"}  # by records of their own, above
+ALONE = {"heads", "pieces", "gemms"}  # by records of their own, above
 
 
 def test_every_table_of_a_full_run_and_none_of_an_empty_plan(tmp_path):

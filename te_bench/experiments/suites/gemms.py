@@ -1,0 +1,68 @@
+"""GEMMs of a layer's Linears alone, forward and both gradients, in bf16 and FP8: te-bench's kernels beside cuBLASLt.
+
+The sizes are those of Llama 3 8B with 8192 tokens, or --model's. Sums are as precise as te-bench's recipes ask: with a scale
+a tensor fast in the forward pass and promoted in gradients, with block scaling always promoted.
+"""
+
+from te_bench.experiments import suite_trials, tuning
+from te_bench.experiments.problems import Settings
+from te_bench.experiments.spec import NO_ATTENTION, Experiment, Options, Trial
+from te_bench.kernels.gemm import table
+from te_bench.models.configs import configs
+
+SEEDS = 3
+PLAIN = "reference"  # FP8's GEMM in float32, for a CPU
+MODEL = {True: "llama3-8b", False: "tiny"}  # on a GPU, on a CPU
+ROWS = {True: 8192, False: 128}
+#: {how it is multiplied: (a --shape's words in the forward pass, in both gradients)}.
+WAYS = {"bf16": ("", ""), "tensor": (",fp8", ",fp8,promoted"), "block": (",fp8,block", ",fp8,block")}
+
+
+def experiment(options: Options) -> Experiment:
+    cuda = options.device == "cuda"
+    model = options.model or MODEL[cuda]
+    if model not in configs():
+        raise ValueError(
+            f"--model {model}: the suite gemms knows only te-bench's own layers; give {', '.join(configs())}"
+        )
+    rows = (options.batch or 1) * (options.tokens or ROWS[cuda])
+    trials = tuple(
+        Trial(
+            workload="gemm",
+            device=options.device,
+            problem={**problem, "backend": name},
+            attention=NO_ATTENTION,
+            precision="bf16",
+            protocol="kernel",
+            seed=seed,
+        )
+        for seed in suite_trials.seeds(options, SEEDS if cuda else 1)
+        for problem in _problems(model, rows)
+        for name in sorted(table.rivals(table.read_problem(problem)), key=lambda name: name not in table.CUBLASLT)
+        if (name != PLAIN if cuda else name in (PLAIN, table.TORCH))
+    )
+    return Experiment(
+        suite="gemms",
+        title=f"GEMMs of {model}: {rows} tokens",
+        trials=trials,
+        baseline=trials[0].cell,
+        heeds=frozenset({"model", "batch", "tokens"}),
+    )
+
+
+def _problems(model: str, rows: int) -> list[Settings]:
+    """Return each product once: of a Linear with its weight, and its two gradients."""
+    shape = configs()[model].shape
+    attended, up = shape.heads * shape.head_dim, shape.ffn * (2 if shape.gated else 1)
+    linears = ((shape.qkv, shape.hidden), (shape.hidden, attended), (up, shape.hidden), (shape.hidden, shape.ffn))
+    words = [
+        f"{m},{n},{k}{asked}"
+        for forward, gradient in WAYS.values()
+        for out, into in linears
+        for m, n, k, asked in (
+            (rows, out, into, forward),
+            (rows, into, out, gradient),
+            (out, into, rows, gradient),
+        )
+    ]
+    return list(map(tuning.gemm_shape, dict.fromkeys(words)))
