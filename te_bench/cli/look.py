@@ -76,6 +76,7 @@ def plan(
 
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; add --help for its options.
     """
+    from te_bench.experiments.adoption import adoptee
     from te_bench.experiments.plan import slow_on_a_cpu
     from te_bench.reports.analysis.naming import count_trials
 
@@ -105,7 +106,7 @@ def plan(
         say(f"left out: {sentence}", indent="    ")
     if long := planned.beforehand(experiment):
         say(long, indent="    ")
-    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
+    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]:
         say(sentence, indent="    ")
     if within is not None and sitting is not None:
         say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")

@@ -17,7 +17,7 @@ from te_bench.reports.convergence.skewed import FEWEST
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
     """Return how many seeds, or rounds of a pool, fit into --budget; those of the plan if a run has begun.
 
-    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an assumption
+    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an estimate
     gives the time of a configuration.
     """
     machine = earlier.machine

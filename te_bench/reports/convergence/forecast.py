@@ -42,7 +42,7 @@ class Forecast:
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
-    time_from: str | None = None  # the source of assumed seconds
+    time_from: str | None = None  # a sentence about estimated seconds
     pilot: bool = False
     primary: str | None = None  # name of the recipe that is judged before the others
 
@@ -168,9 +168,7 @@ class Forecast:
             return "not known; --pilot DIR of a pilot gives it"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        return f"about {machine.hours(self.seconds)}{elapsed}" + (
-            f" (assumed: {self.time_from})" if self.time_from else ""
-        )
+        return f"about {machine.hours(self.seconds)}{elapsed}" + (f" ({self.time_from})" if self.time_from else "")
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:
