@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from te_bench.reports.convergence.design import Design
     from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
+    from te_bench.reports.convergence.proposals import Proposals
 
 
 def resolve_with_seeds(
@@ -71,6 +72,34 @@ def resolve_with_seeds(
     fixed = f"{' and '.join(changed)} came after this run's first plan, which counts; to change it, give another --out"
     found = dataclasses.replace(found, fixed=fixed if changed else None)
     return one, found, None if has_begun(one, earlier.journal) else found.refused
+
+
+def proposals(
+    suite: str,
+    only: str | None,
+    asked: "Options",
+    *,
+    out: Path | None,
+    directory: Path,
+    timings: Sequence[Path] | None,
+    gpus: str | None,
+) -> "Proposals | None":
+    """Return the designs of a study for --budget; None where it chooses none. directory: of the run, `out` or the default.
+
+    Raise ValueError as `resolve_with_seeds` does for --pilot.
+    """
+    from te_bench.experiments.plan import resolve
+
+    if asked.budget_s is None or only is not None:
+        return None
+    one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=1))
+    if not one.judgement:
+        return None
+    from te_bench.reports.convergence.earlier_runs import read_earlier_runs
+    from te_bench.reports.convergence.proposals import search
+
+    earlier = read_earlier_runs(directory, timings or (), _machine(one, asked, gpus, None))
+    return search(asked, earlier, out)
 
 
 def time_of(experiment: "Experiment", directory: Path, own: "Adoptee | None") -> str:

@@ -237,6 +237,13 @@ def _assumed(control: Trial) -> Spread | None:
     return next(alike, None)
 
 
+def branch_of(control: Trial) -> int | None:
+    """Return the step from which on the spread of branches of this training is assumed; None if it is for no step."""
+    steps = (of["branch_at"] for of, _ in ASSUMED if of.get("branch_at") is not None)
+    tried = ((step, control.with_(branch_at=step)) for step in steps)
+    return next((int(str(step)) for step, branch in tried if _assumed(branch) is not None), None)
+
+
 def _spread(study: Study) -> Spread | None:
     """Return a study's spread; None for fewer than FEWEST_PAIRS, or gaps that do not vary."""
     losses, gaps, freedom, pairs, bf16_runs = 0.0, 0.0, 0, 0, 1
