@@ -5,13 +5,12 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from statistics import quantiles
+from statistics import geometric_mean, median
 from typing import Any
 
 import pytest
 
-from te_bench.cli.budget import PUBLISHED_S
-from te_bench.experiments import plan
+from te_bench.experiments import estimate, plan
 from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
@@ -66,14 +65,37 @@ def test_records_are_of_the_plan_that_the_suite_makes_today(folder: str) -> None
 
 
 def test_a_plan_s_times_are_those_of_the_records() -> None:
-    taken = defaultdict(list)
+    """Of each folder's trials of a kind within a half, of all of a kind within a quarter."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for folder in FOLDERS:
         for record in journal(folder).records.values():
-            if record.outcome == "ok" and record.trial.workload in PUBLISHED_S:
-                taken[record.trial.workload].append(record.wall_s)
-    tenths = {name: quantiles(walls, n=10, method="inclusive") for name, walls in taken.items()}
-    for name, (low, high) in PUBLISHED_S.items():
-        assert (low, high) == pytest.approx((tenths[name][0], tenths[name][-1]), rel=0.2), f"{name}: {tenths[name]}"
+            if record.outcome == "ok" and (seconds := estimate.seconds(record.trial)) is not None:
+                for of in (folder, "all"):
+                    found[record.trial.workload, of].append((seconds, record.wall_s))
+    for (workload, of), both in found.items():
+        estimated, took = map(sum, zip(*both, strict=True))
+        most = 1.34 if of == "all" else 1.75
+        assert 1 / most < estimated / took < most, (
+            f"{workload} of {of}: {estimated:.0f} s estimated, {took:.0f} recorded"
+        )
+    assert {workload for workload, _ in found} > {
+        "train_step",
+        "training",
+        "scaling",
+        "max_batch",
+        "layer",
+        "attention",
+    }
+
+
+def test_an_emulated_format_s_steps_take_as_many_times_a_bf16_step_s_time_as_recorded() -> None:
+    steps = defaultdict(list)
+    for record in journal("h200/speed-emulated").records.values():
+        steps[record.trial.recipe].append(median(record.samples["latency_s"]))
+    for recipe, seconds in steps.items():
+        for name, times in estimate.EMULATED.items():
+            if (recipe or "").startswith(name):
+                assert geometric_mean(seconds) / geometric_mean(steps[None]) == pytest.approx(times, abs=0.005)
 
 
 def test_no_two_tables_give_one_configuration_two_figures() -> None:

@@ -11,21 +11,13 @@ from typing import TYPE_CHECKING, Any
 from te_bench.cli.options import find_gpus
 
 if TYPE_CHECKING:
+    from te_bench.experiments.adoption import Adoptee
     from te_bench.experiments.spec import Experiment, Options, Record, Trial
     from te_bench.experiments.store import Journal
     from te_bench.reports.convergence.design import Design
     from te_bench.reports.convergence.earlier_runs import Machine
     from te_bench.reports.convergence.forecast import Forecast
-
-
-#: Seconds of the published records' trials on an NVIDIA H200 or H100: (10 % quantile, 90 % quantile).
-PUBLISHED_S = {
-    "attention": (2, 10),
-    "layer": (4, 15),
-    "max_batch": (19, 117),
-    "scaling": (18, 60),
-    "train_step": (5, 38),
-}
+    from te_bench.reports.convergence.proposals import Proposals
 
 
 def resolve_with_seeds(
@@ -82,35 +74,54 @@ def resolve_with_seeds(
     return one, found, None if has_begun(one, earlier.journal) else found.refused
 
 
-def time_of(experiment: "Experiment", directory: Path) -> str:
+def proposals(
+    suite: str,
+    only: str | None,
+    asked: "Options",
+    *,
+    out: Path | None,
+    directory: Path,
+    timings: Sequence[Path] | None,
+    gpus: str | None,
+) -> "Proposals | None":
+    """Return the designs of a study for --budget; None where it chooses none. directory: of the run, `out` or the default.
+
+    Raise ValueError as `resolve_with_seeds` does for --pilot.
+    """
+    from te_bench.experiments.plan import resolve
+
+    if asked.budget_s is None or only is not None:
+        return None
+    one = resolve(suite, dataclasses.replace(asked, budget_s=None, seeds=1))
+    if not one.judgement:
+        return None
+    from te_bench.reports.convergence.earlier_runs import read_earlier_runs
+    from te_bench.reports.convergence.proposals import search
+
+    earlier = read_earlier_runs(directory, timings or (), _machine(one, asked, gpus, None))
+    return search(asked, earlier, out)
+
+
+def time_of(experiment: "Experiment", directory: Path, own: "Adoptee | None") -> str:
     """Say how long the trials take one after the other: the median time of each configuration in DIR, start included.
 
-    If none has run there, use the published records' trials of the same kinds.
+    Those that have not run there are estimated, if they are a GPU's. own: the user's model that they train.
     """
+    from te_bench.experiments import estimate
     from te_bench.reports.convergence.planning import duration
 
     taken = _seconds_of(_journal_of(directory).records.values())
-    known = [taken[one.cell] for one in experiment.trials if one.cell in taken]
-    if not known:
+    ran = [taken[one.cell] for one in experiment.trials if one.cell in taken]
+    new = [estimate.seconds(one, own) for one in experiment.trials if one.cell not in taken]
+    estimated = [seconds for seconds in new if seconds is not None]
+    if not ran and not estimated:
         why = f"none of these trials has run in {directory}"
-        return f"time: not known, because {why}; {_by_published(experiment.trials)}"
-    of = "" if len(known) == len(experiment.trials) else f" for {len(known)} of them, the others being new"
-    return f"time: about {duration(math.fsum(known))}{of}, one at a time, as long as they took in {directory}"
-
-
-def _by_published(trials: "Sequence[Trial]") -> str:
-    """Say how long the trials took in the published records: those on a GPU, of published kinds."""
-    from te_bench.reports.convergence.planning import duration
-
-    spans = [
-        PUBLISHED_S[trial.workload] for trial in trials if trial.device == "cuda" and trial.workload in PUBLISHED_S
-    ]
-    if not spans:
-        return "te-bench run says after each trial how long the others will take"
-    low, high = (duration(math.fsum(each)) for each in zip(*spans, strict=True))
-    these = ("it" if len(trials) == 1 else "they") if len(spans) == len(trials) else f"{len(spans)} of them"
-    take = "takes" if len(spans) == 1 else "take"
-    return f"at the pace of the published records (H100, H200) {these} {take} {low} to {high}, one at a time"
+        return f"time: not known, because {why}; te-bench run says after each trial how long the others will take"
+    number = len(ran) + len(estimated)
+    of = "" if number == len(experiment.trials) else f" for {number} of them, the others being new"
+    how = [f"as long as they took in {directory}"] if ran else []
+    how += [f"{f'{len(estimated)} of them ' if ran else ''}{estimate.BY}"] if estimated else []
+    return f"time: about {duration(math.fsum([*ran, *estimated]))}{of}, one at a time, {', '.join(how)}"
 
 
 def _journal_of(directory: Path) -> "Journal":

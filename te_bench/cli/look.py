@@ -14,6 +14,7 @@ from te_bench.cli.options import Gpus, Json, Only, Suite, Timings, Within, resul
 
 if TYPE_CHECKING:
     from te_bench.experiments.spec import Options, Trial
+    from te_bench.reports.convergence.proposals import Proposals
 
 KINDS = ("suites", "attention", "recipes", "layers", "rivals", "datasets", "models", "logs")
 
@@ -76,14 +77,26 @@ def plan(
 
     `te-bench plan scaling --world 1024` predicts a model's step on many GPUs; add --help for its options.
     """
+    from te_bench.experiments.adoption import adoptee
     from te_bench.experiments.plan import slow_on_a_cpu
     from te_bench.reports.analysis.naming import count_trials
 
     limit = None if within is None else planned.Limit(within)
     directory = results_of(suite, asked, out)
-    experiment, forecast, refused = planned.resolve_with_seeds(
-        suite, only, asked, out=directory, timings=timings, gpus=gpus
-    )
+    designs = planned.proposals(suite, only, asked, out=out, directory=directory, timings=timings, gpus=gpus)
+    if designs and designs.instead and not as_json:
+        _say_designs(designs)
+        return
+    least = designs.least_time() if designs else ""
+    try:
+        experiment, forecast, refused = planned.resolve_with_seeds(
+            suite, only, asked, out=directory, timings=timings, gpus=gpus
+        )
+    except ValueError as error:
+        if designs is None or not designs.found:
+            raise ValueError(f"{error}{least}") from None
+        print(json.dumps({"suite": suite, "trials": [], "designs": designs.to_json()}, indent=2))
+        return
     sitting = None
     if limit is not None:
         here = planned.environment_of(experiment, asked, gpus)
@@ -93,6 +106,7 @@ def plan(
         why = {trial: {"unsupported": reason} for trial, reason in undivided.items()}
         trials = [{"id": t.id, "name": t.name, **t.to_json(), **why.get(t.id, {})} for t in experiment.trials]
         more = {} if forecast is None else {"judgement": dict(experiment.judgement), **forecast.to_json()}
+        more |= {} if designs is None else {"designs": designs.to_json()}
         more |= {} if sitting is None else {"within": dataclasses.asdict(sitting)}
         print(json.dumps({"suite": suite, "baseline": experiment.baseline, "trials": trials, **more}, indent=2))
         return
@@ -105,14 +119,23 @@ def plan(
         say(f"left out: {sentence}", indent="    ")
     if long := planned.beforehand(experiment):
         say(long, indent="    ")
-    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory)]:
+    for sentence in forecast.sentences() if forecast else [planned.time_of(experiment, directory, adoptee(asked))]:
         say(sentence, indent="    ")
+    if designs and len(designs.found) > 1:
+        _say_designs(designs)
     if within is not None and sitting is not None:
         say(sitting.sentence(within, forecast.machine.on if forecast else ", one at a time"), indent="    ")
     if slow := slow_on_a_cpu(experiment.trials, asked):
         say(f"warning: {slow}", indent="    ")
     if refused:
-        raise ValueError(f"no plan to run: {refused}")
+        raise ValueError(f"no plan to run: {refused}{least}")
+
+
+def _say_designs(designs: "Proposals") -> None:
+    for sentence, command in designs.sentences():
+        say(sentence, indent="    ")
+        if command:
+            print(f"    {command}")
 
 
 def _undivided(trials: "Sequence[Trial]") -> dict[str, str]:

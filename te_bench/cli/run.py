@@ -94,7 +94,8 @@ def run(
         if long := planned.beforehand(experiment):
             say(long, indent="    ")
         if refused and not underpowered:
-            raise ValueError(refused)
+            others = "; te-bench plan with the same options names designs that conclude" if asked.budget_s else ""
+            raise ValueError(refused + others)
         if slow := slow_on_a_cpu(experiment.trials, asked):
             warn(f"warning: {slow}")
         by_table = planned.by_table(experiment)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from te_bench import plugins
-from te_bench.experiments import adoption, host, run_options, suites, workloads
+from te_bench.experiments import adoption, estimate, host, run_options, suites, workloads
 from te_bench.experiments.problems import (
     PROBLEMS,
     GemmProblem,
@@ -16,7 +16,6 @@ from te_bench.experiments.problems import (
     StepProblem,
     TrainingProblem,
     TrialProblem,
-    is_step,
     source_of,
 )
 from te_bench.experiments.spec import (
@@ -33,7 +32,6 @@ from te_bench.experiments.spec import (
 )
 from te_bench.experiments.suites import pieces
 from te_bench.kernels.gemm import table
-from te_bench.models import cost
 from te_bench.models.configs import configs
 from te_bench.models.sources import TOO_LARGE
 from te_bench.training import parallel
@@ -187,17 +185,14 @@ def require_room_on_a_cpu(options: Options) -> None:
 
 def slow_on_a_cpu(trials: Sequence[Trial], options: Options) -> str | None:
     """Say how long the largest step of trials on a CPU takes, if above SLOW_S; estimated by 6 FLOP per weight and token."""
-    own, known, largest = adoption.adoptee(options), configs(), (0.0, "", "tens of them")
+    own, largest = adoption.adoptee(options), (0.0, "", "tens of them")
     for trial in trials:
-        if trial.device != "cpu" or not is_step(trial):
+        flop = estimate.step_flop(trial, own) if trial.device == "cpu" else None
+        if flop is None:
             continue
         p = StepProblem.of(trial)
-        if own is None and p.model not in known:
-            continue
-        weights = own.facts.parameters if own else cost.parameters(known[p.model], p.padded_vocab)
         batch = p.batch if isinstance(p.batch, int) else 1
         parts = f"{p.accumulate} x " if p.accumulate and p.accumulate > 1 else ""
-        flop = 6.0 * weights * batch * (p.accumulate or 1) * p.block
         steps = f"{trial.problem['steps']:,} steps" if trial.problem.get("steps") else "tens of them"
         largest = max(largest, (flop, f"{p.model}, {parts}{batch} x {p.block} tokens,", steps))
     flop, what, steps = largest

@@ -95,7 +95,7 @@ PRESETS: dict[str, Settings] = {
 #: Options of a training that `problem_of` obeys.
 TRAINING = frozenset({"batch", "accumulate", "steps", "tokens", "learning_rate", "warmup"})
 
-FEWEST_STEPS = 20  # of --tokens; smaller requests mean a sequence's length, as in other suites
+FEWEST_STEPS = 20  # shorter runs tell nothing of a precision; fewer --tokens are meant as a sequence's length
 
 
 def preset_of(options: Options) -> str:
@@ -172,8 +172,12 @@ def _sharing(options: Options) -> Settings:
 
 
 def _steps(options: Options, problem: Settings) -> int:
-    """Return the number of steps: as asked, or as the tokens need. Raise ValueError for too few tokens."""
+    """Return the number of steps: as asked, or as the tokens need. Raise ValueError for fewer than FEWEST_STEPS."""
     if options.tokens is None:
+        if options.steps is not None and options.steps < FEWEST_STEPS:
+            raise ValueError(
+                f"--steps {options.steps}: so short a run tells nothing of a precision; give {FEWEST_STEPS} or more"
+            )
         return options.steps or problem["steps"]
     a_step = problem["batch"] * problem["block"] * problem.get("accumulate", 1)
     steps = -(-options.tokens // a_step)

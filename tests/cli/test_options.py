@@ -17,9 +17,7 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import load
 from te_bench.reports.convergence.planning import duration
 
-SUITES = (
-    "attention, convergence, curves, demo, fp8, heads, layer, memory, nanogpt, pieces, quick, scaling, speed, stress"
-)
+SUITES = "attention, convergence, curves, demo, fp8, gemms, heads, layer, memory, nanogpt, pieces, quick, scaling, speed, stress"
 TOGETHER = "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both"
 OF_SCALING = "the suite scaling has ddp, fsdp2, tp on each number of GPUs; leave it out and choose trials by --only"
 PREDICTED = "or predict a step by te-bench plan scaling --world N"
@@ -260,17 +258,12 @@ def test_an_option_that_is_said_reaches_the_plan(command: Command) -> None:
 
 
 def test_a_plan_says_how_long_its_trials_took_before(command: Command, tmp_path: Path) -> None:
-    """A record of the same configuration tells of every seed; without one a GPU's take as long as published ones."""
+    """A record of the same configuration tells of every seed; without one a GPU's are estimated by published ones."""
     asked = ("plan", "speed", "--device", "cpu", "--model", "tiny", "--only", "*/flash/bf16/*", "--out", "run")
     assert "time: not known, because none of these trials has run in run;" in " ".join(command(*asked).out.split())
     on_a_gpu = " ".join(command("plan", "attention", "--device", "cuda", "--only", "*/cudnn/*").out.split())
-    assert re.search(
-        r"at the pace of the published records \(H100, H200\) they take \d+ s to \d+ \w+, one at", on_a_gpu
-    )
-    of_one = command("plan", "memory", "--device", "cuda", "--only", "*/cudnn/*", "--seeds", 1, "--json").out
-    name = json.loads(of_one)["trials"][0]["name"]
-    of_one = " ".join(command("plan", "memory", "--device", "cuda", "--only", name).out.split())
-    assert "it takes 19 s to 117 s, one at" in of_one
+    estimated = "one at a time, estimated for an H200, by published records of like trials and the FLOP of a step"
+    assert re.search(rf"time: about \d+ \w+, {estimated}", on_a_gpu)
     trials = json.loads(command(*asked, "--seeds", 2, "--json").out)["trials"]
     planned = [Trial.from_json({key: one[key] for key in one.keys() - {"id", "name"}}) for one in trials]
     first = replace(journals.record(planned[0]), wall_s=70.0)

@@ -88,7 +88,7 @@ def test_the_pieces_suite_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_branches_of_two_commands_go_on_from_one_trunk_in_the_run_s_folder(tmp_path: Path) -> None:
     """Which may be deleted: whoever needs it then trains it again, and says so."""
-    of_it = ("--device", "cpu", "--preset", "cpu", "--steps", 4, "--branch-at", 2, "--data", "random", "--seeds", 1)
+    of_it = ("--device", "cpu", "--preset", "cpu", "--steps", 20, "--branch-at", 10, "--data", "random", "--seeds", 1)
     asked = ("run", "convergence", *of_it, "--recipes", "float8_current_scaling", "--underpowered", "--out", tmp_path)
     done = te_bench(*asked, "--only", "*-control-*,*-aa-*")
     assert done.returncode == 0, done.stdout + done.stderr

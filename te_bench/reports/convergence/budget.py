@@ -10,14 +10,14 @@ from te_bench.experiments.spec import Experiment, Options
 from te_bench.reports.convergence import planning
 from te_bench.reports.convergence.design import MOST_ROUNDS, design_of, trial_seconds
 from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
-from te_bench.reports.convergence.forecast import fewest_seeds
+from te_bench.reports.convergence.forecast import fewest_seeds, forecast
 from te_bench.reports.convergence.skewed import FEWEST
 
 
 def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: Path) -> int:
     """Return how many seeds, or rounds of a pool, fit into --budget; those of the plan if a run has begun.
 
-    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an assumption
+    Raises ValueError if the budget is too small for a verdict or for --seeds, and if neither a record nor an estimate
     gives the time of a configuration.
     """
     machine = earlier.machine
@@ -28,15 +28,12 @@ def seeds_of_budget(one: Experiment, asked: Options, earlier: EarlierRuns, out: 
     missing = [name for name, time in taken.items() if time is None]
     if missing:
         raise ValueError(_ask_for_pilot(one, asked, machine, out, missing))
-    assert asked.budget_s is not None
     if "pool" in one.judgement:
         takes, unit, fewest = design_of(one, earlier).takes, "rounds", FEWEST
     else:
-        fault = {trial.name for trial in one.trials if trial.problem["arm"] == "broken"}
-        seed_s = sum(time or 0.0 for name, time in taken.items() if name not in fault)
-        faults, unit, fewest = int(str(one.judgement["fault_runs"])), "seeds", fewest_seeds(one)
-        takes = planning.SeedSeconds(seed_s=seed_s, fault_s=sum(taken[name] or 0.0 for name in fault), faults=faults)
+        takes, unit, fewest = forecast(one, earlier).takes, "seeds", fewest_seeds(one)
     assert takes is not None
+    assert asked.budget_s is not None
     most = takes.within(asked.budget_s * machine.slots)
     most = min(most, MOST_ROUNDS) if "pool" in one.judgement else most
     budget = planning.duration(asked.budget_s)
@@ -56,16 +53,11 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
     """Return a message with the pilot to run first, because the time of a seed is unknown."""
     pooled = "pool" in one.judgement  # a pool's pilot also gives the spread, and its rounds begin the plan
     folder = str(out) if pooled else f"{out}-pilot"
-    words = ["te-bench", "run", one.suite, "--device", asked.device]
-    words += [] if machine.asked is None else ["--gpus", machine.asked]
     # A pilot of pairs is shorter than the run: its time does not depend on the schedule or on when FP8 begins.
     less = {"as_pilot": None} | (
         {} if pooled else dict.fromkeys(("steps", "tokens", "warmup", "branch_at", "bf16_from"))
     )
-    words += run_options.words(replace(asked, **less))
-    for model, data in asked.data.items():
-        words += ["--data", f"{model}={data}" if model else data]
-    words += [] if asked.cache is None else ["--cache", str(asked.cache)]
+    words = command(one.suite, replace(asked, **less), machine)
     # As many runs at the same time as in the run.
     seeds = 1 if asked.share is None else -(-machine.slots // len(one.trials))
     short = ["--seeds", str(seeds), "--steps", str(planning.pilot_steps(one.trials[0].problem))]
@@ -77,3 +69,13 @@ def _ask_for_pilot(one: Experiment, asked: Options, machine: Machine, out: Path,
         f"--budget: no record says how long a seed takes on this machine ({unknown}). Run a pilot\n"
         f"  {shlex.join(words)}\nand give the same command again with {option} {shlex.quote(folder)}"
     )
+
+
+def command(suite: str, asked: Options, machine: Machine) -> list[str]:
+    """Return the words of the command that runs the suite as asked, but for --seeds and --out."""
+    words = ["te-bench", "run", suite, "--device", asked.device]
+    words += [] if machine.asked is None else ["--gpus", machine.asked]
+    words += run_options.words(asked)
+    for model, data in asked.data.items():
+        words += ["--data", f"{model}={data}" if model else data]
+    return words + ([] if asked.cache is None else ["--cache", str(asked.cache)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from te_bench.experiments import estimate
 from te_bench.experiments.spec import Experiment, Scalar, Trial
 from te_bench.experiments.suites.convergence import BROKEN, PILOT
 from te_bench.reports.convergence import planning, pooled, power
@@ -41,43 +42,26 @@ class RunSpread:
         return power.at_most(self.sd, self.df)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumption:
-    """The assumptions of a plan without a pilot: a spread, and the seconds of a run on one GPU."""
-
-    of: Mapping[str, Scalar]  # settings of the problem that must agree
-    schedule: Mapping[str, Scalar]  # settings that must also agree for the spread
-    spread: RunSpread
-    trial_s: float | None = None
-    fixed_s: float = 0.0  # of trial_s, the part beside the steps
-    trial_from: str = ""
-
-    def seconds(self, trial: Trial) -> float | None:
-        """Return the seconds of a run or branch on a GPU of its own; None for other runs."""
-        steps, all_steps = planning.steps_of(trial), trial.problem.get("steps")
-        if trial.device != "cuda" or {"share", "parallel"} & trial.problem.keys():
-            return None
-        if self.trial_s is None or steps is None or not isinstance(all_steps, int):
-            return None
-        return self.fixed_s + (self.trial_s - self.fixed_s) * steps / all_steps
-
-
-ASSUMED = (
+#: Spreads of single runs in published records: (settings of the problem that must agree, spread).
+ASSUMED: tuple[tuple[Mapping[str, Scalar], RunSpread], ...] = (
     *(
-        Assumption(
-            of={"model": model, "steps": 2035, "batch": 48, "accumulate": 1},
-            schedule={"learning_rate": 3e-4, "warmup": 400},
-            spread=RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
-            trial_s=190.0,
-            fixed_s=25.0,
-            trial_from="GPT-2 124M's seven runs of results/h200/convergence-first on an H200",
+        (
+            {"model": model, "steps": 2035, "batch": 48, "accumulate": 1, "learning_rate": 3e-4, "warmup": 400},
+            RunSpread(sd=0.0143, df=3, assumed="four bf16 runs of results/h200/convergence-pilot"),
         )
         for model in ("gpt2", "llama-114m")
     ),
-    Assumption(
-        of={"model": "tiny", "steps": 150, "batch": 8, "accumulate": None, "order": "once"},
-        schedule={"learning_rate": 1e-3, "warmup": 15},
-        spread=RunSpread(sd=0.014, df=12, assumed="16 runs of this preset on a CPU, 2026-11-26"),
+    (
+        {
+            "model": "tiny",
+            "steps": 150,
+            "batch": 8,
+            "accumulate": None,
+            "order": "once",
+            "learning_rate": 1e-3,
+            "warmup": 15,
+        },
+        RunSpread(sd=0.014, df=12, assumed="16 runs of this preset on a CPU, 2026-11-26"),
     ),
 )
 
@@ -119,7 +103,7 @@ class Design:
     unused: str | None  # why existing records do not give a spread
     broken: int  # runs of the planted fault
     takes: planning.SeedSeconds | None  # of rounds; the planted fault's runs are in the first rounds
-    time_from: str | None  # the source of assumed seconds
+    time_from: str | None  # a sentence about estimated seconds
     trial_s: Mapping[str, float | None]  # of each configuration, by Trial.cell
     machine: Machine
     pilot: bool
@@ -267,7 +251,7 @@ class Design:
             said += power_table(self.options, self.machine, margin=self.margin, planned=self.rounds, unit="rounds")
         said += [f"  --pilot gives no spread: {self.unused}"] if self.unused else []
         said += [f"  {self.fixed}"] if self.fixed else []
-        assumed = f" (assumed: {self.time_from})" if self.time_from else ""
+        by = f" ({self.time_from})" if self.time_from else ""
         seconds = self.seconds(self.rounds)
         if seconds is None:
             said.append("  time: not known; --pilot DIR gives it")
@@ -275,7 +259,7 @@ class Design:
             elapsed = planning.duration(seconds / self.machine.slots)
             longest = planning.duration(max(time or 0.0 for time in self.trial_s.values()))
             said.append(
-                f"  time: at most {self.machine.hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{assumed}"
+                f"  time: at most {self.machine.hours(seconds)}, {elapsed}{self.machine.on}; {longest} a run{by}"
             )
         return said
 
@@ -304,8 +288,8 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     judged = {key: float(str(experiment.judgement[key])) for key in ("margin", "alpha", "seeds", "pool")}
     trials = experiment.trials
     control = next((trial for trial in trials if trial.problem.get("arm") == "control"), trials[0])
-    assumption = assumption_of(control)
-    assumed = assumption.spread if assumption and _agrees(control, assumption.schedule) else None
+    held = control.problem
+    assumed = next((known for of, known in ASSUMED if all(held.get(key) == of[key] for key in of)), None)
     spread = run_spread(earlier.studies, control)
     unused = None
     if spread is None and earlier.timings:
@@ -338,25 +322,17 @@ def design_of(experiment: Experiment, earlier: EarlierRuns) -> Design:
     )
 
 
-def assumption_of(control: Trial) -> Assumption | None:
-    return next((assumption for assumption in ASSUMED if _agrees(control, assumption.of)), None)
-
-
 def trial_seconds(trials: Sequence[Trial], earlier: EarlierRuns) -> tuple[dict[str, float | None], str | None]:
-    """Return {Trial.name: seconds}, by records or else by assumption, and the source of the assumed ones."""
+    """Return {Trial.name: seconds}, by records or else estimated, and a sentence about the estimated ones."""
     taken = planning.seconds(trials, earlier.records)
-    assumption = assumption_of(next((t for t in trials if t.problem.get("arm") == "control"), trials[0]))
-    untold = [trial for trial in trials if taken[trial.name] is None]
-    assumed = {trial.name: assumption.seconds(trial) for trial in untold} if assumption else {}
-    if assumption is None or not untold or None in assumed.values():
+    new = {trial.name: estimate.seconds(trial) for trial in trials if taken[trial.name] is None}
+    if not new or None in new.values():
         return taken, None
-    unknown, all_ = (len({trial.cell for trial in some}) for some in (untold, trials))
-    of = "" if unknown == all_ else f"for {unknown} of {all_} configurations: "
-    return taken | assumed, of + assumption.trial_from
-
-
-def _agrees(trial: Trial, settings: Mapping[str, Scalar]) -> bool:
-    return all(trial.problem.get(key) == value for key, value in settings.items())
+    unknown, all_ = (
+        len({trial.cell for trial in some}) for some in ([trial for trial in trials if trial.name in new], trials)
+    )
+    of = "" if unknown == all_ else f"{unknown} of {all_} configurations "
+    return taken | new, of + estimate.BY
 
 
 def _cells(trials: Sequence[Trial]) -> list[Trial]:

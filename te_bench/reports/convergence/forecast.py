@@ -42,7 +42,7 @@ class Forecast:
     fixed: str | None = None  # a sentence: what was asked differs, and the first plan counts
     scope: str | None = None  # of branches: the part of training that they judge
     trunk_bytes: int | None = None  # of a branch's trunk on disk; None if unknown
-    time_from: str | None = None  # the source of assumed seconds
+    time_from: str | None = None  # a sentence about estimated seconds
     pilot: bool = False
     primary: str | None = None  # name of the recipe that is judged before the others
 
@@ -99,9 +99,9 @@ class Forecast:
                 "same with --as-pilot --out DIR, then plan with --pilot DIR"
             )
         else:
-            spread, fewest = outlook.spread, planning.FEWEST_SEEDS if self.scope is None else TRUNKS
+            spread = outlook.spread
             alone, hardest, cautious, aa = (
-                _conclusion(one, outlook.seeds, fewest)
+                _conclusion(one, outlook.seeds, self._fewest)
                 for one in (outlook.alone, outlook.hardest, outlook.cautious, outlook.aa)
             )
             said += [
@@ -130,21 +130,39 @@ class Forecast:
 
     def _options(self, outlook: Outlook) -> list[Option]:
         """Return the cost and power of other numbers of seeds, by the planned spread, at Holm's hardest step."""
-        fewest = planning.FEWEST_SEEDS if self.scope is None else TRUNKS
         most = max(self.seeds, outlook.cautious.seeds_needed or 0, outlook.aa.seeds_needed or 0)
-        options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if fewest <= seeds <= 2 * most]
-        return [self._option(seeds, outlook) for seeds in options]
+        options = [seeds for seeds in sorted({*_SEEDS, self.seeds}) if self._fewest <= seeds <= 2 * most]
+        return [self.option(seeds, outlook) for seeds in options]
 
     def _table(self, outlook: Outlook) -> list[str]:
         rows = self._options(outlook)
         return power_table(rows, self.machine, margin=self.margin, planned=self.seeds, unit="seeds")
 
-    def _option(self, seeds: int, outlook: Outlook) -> Option:
+    @property
+    def _fewest(self) -> int:
+        return planning.FEWEST_SEEDS if self.scope is None else TRUNKS
+
+    @property
+    def needed(self) -> int | None:
+        """The fewest seeds with the power that a plan must have; None if no number has it, or the spread is unknown."""
+        if self.outlook is None:
+            return None
+        needed = [one.seeds_needed for one in (self.outlook.cautious, self.outlook.aa)]
+        return None if None in needed else max(self._fewest, *(seeds or 0 for seeds in needed))
+
+    @property
+    def takes(self) -> planning.SeedSeconds | None:
+        """The time of seeds, whatever their number; None if it is unknown."""
+        if self.seconds is None or self.broken_s is None:
+            return None
+        seed_s, fault_s = (self.seconds - self.broken_s) / self.seeds, self.broken_s / min(self.seeds, self.faults)
+        return planning.SeedSeconds(seed_s=seed_s, fault_s=fault_s, faults=self.faults)
+
+    def option(self, seeds: int, outlook: Outlook) -> Option:
+        """Return the runs, cost and power of a number of seeds."""
         faults = min(seeds, self.faults) / min(self.seeds, self.faults)  # as a share of the plan's
         runs = round((self.runs - self.broken) / self.seeds * seeds + self.broken * faults)
-        seconds = None
-        if self.seconds is not None and self.broken_s is not None:
-            seconds = (self.seconds - self.broken_s) / self.seeds * seeds + self.broken_s * faults
+        seconds = None if self.takes is None else self.takes.of(seeds)
         sd, alpha = outlook.spread.gap_sd_at_most, outlook.cautious.alpha
         aa = power(seeds, outlook.spread.aa_sd_at_most, self.margin, alpha=outlook.aa.alpha)
         # For normal losses, b - a is independent of (a + b) / 2, so A/A's gap is independent of a recipe's. With one
@@ -168,9 +186,7 @@ class Forecast:
             return "not known; --pilot DIR of a pilot gives it"
         machine = self.machine
         elapsed = f", {planning.duration(self.seconds / machine.slots)}{machine.on}" if machine.slots > 1 else ""
-        return f"about {machine.hours(self.seconds)}{elapsed}" + (
-            f" (assumed: {self.time_from})" if self.time_from else ""
-        )
+        return f"about {machine.hours(self.seconds)}{elapsed}" + (f" ({self.time_from})" if self.time_from else "")
 
 
 def forecast(experiment: Experiment, earlier: EarlierRuns) -> Forecast:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from te_bench.experiments.problems import TrainingProblem
+from te_bench.experiments.estimate import steps_of
 from te_bench.experiments.spec import Record, Scalar, Trial
 from te_bench.reports.analysis.measures import median, numbers, step_seconds
 from te_bench.reports.convergence import power
@@ -237,6 +237,13 @@ def _assumed(control: Trial) -> Spread | None:
     return next(alike, None)
 
 
+def branch_of(control: Trial) -> int | None:
+    """Return the step from which on the spread of branches of this training is assumed; None if it is for no step."""
+    steps = (of["branch_at"] for of, _ in ASSUMED if of.get("branch_at") is not None)
+    tried = ((step, control.with_(branch_at=step)) for step in steps)
+    return next((int(str(step)) for step, branch in tried if _assumed(branch) is not None), None)
+
+
 def _spread(study: Study) -> Spread | None:
     """Return a study's spread; None for fewer than FEWEST_PAIRS, or gaps that do not vary."""
     losses, gaps, freedom, pairs, bf16_runs = 0.0, 0.0, 0, 0, 1
@@ -270,12 +277,6 @@ def pace(record: Record) -> Pace | None:
     steps = numbers(record.samples["step"])
     taken, trunk_s = steps[-1] - steps[0] + 1, float(record.work.get("trunk", {}).get("took_s", 0.0))
     return Pace(step_s=step_s, fixed_s=max(0.0, record.wall_s - trunk_s - taken * step_s))
-
-
-def steps_of(trial: Trial) -> int | None:
-    """Return the trial's steps in a plan: a branch's own, and for the control, which runs first, also the trunk's."""
-    p = TrainingProblem.of(trial)
-    return p.steps if p.steps is None or p.arm == "control" else p.steps - (p.branch_at or 0)
 
 
 #: Settings of the problem that a training's time depends on, beside the number of steps.

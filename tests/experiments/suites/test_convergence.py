@@ -221,9 +221,9 @@ def test_what_a_verdict_is_judged_by_is_in_the_plan() -> None:
     short = {"margin": 0.02, "alpha": 0.05, "seeds": 14, "steps": 300, "bf16_runs": 2, "fault_runs": 3}
     assert resolve(preset="gpt2-short").judgement == short
     assert resolve(preset="char").judgement["seeds"] == 8
-    mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=7)
-    assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 7, "bf16_runs": 2, "fault_runs": 6}
-    assert all(t.problem["steps"] == 7 for t in mine.trials)
+    mine = resolve(margin=0.5, alpha=0.01, seeds=2, steps=27)
+    assert mine.judgement == {"margin": 0.5, "alpha": 0.01, "seeds": 2, "steps": 27, "bf16_runs": 2, "fault_runs": 6}
+    assert all(t.problem["steps"] == 27 for t in mine.trials)
 
 
 @pytest.mark.parametrize("preset", ["cpu-pool", "gpt2"])
@@ -382,6 +382,7 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
     assert {(t.recipe, t.problem["lr_factor"], t.problem["fault"]) for t in faults} == {
         ("delayed_scaling", 1, "nan_at_depth"),
         ("delayed_scaling", 1, "poisoned_token"),
+        ("delayed_scaling", 1, "short_history"),
     }
     trials = [t for t in planned if t not in faults]
     assert {t.seed for t in trials} == set(range(6))
@@ -394,10 +395,22 @@ def test_stress_is_a_ladder_of_learning_rates(device: str) -> None:
     assert all(not set(ARM) & set(t.problem) for t in trials)
 
 
+@pytest.mark.parametrize("model", ["llama-114m", "gpt2"])
+def test_stress_of_a_long_model_takes_no_more_text_than_the_default_has(model: str) -> None:
+    """7 M tokens, of which a run of 100 M, each seen once, would be refused."""
+    for asked in ({}, {"steps": 40}):
+        problem = resolve("stress", "cuda", model=model, seeds=1, **asked).trials[0].problem
+        seen = (problem["model"], problem["steps"], problem["batch"], problem["block"], problem.get("order"))
+        assert seen == (model, asked.get("steps", 300), 12, 1024, None)
+    assert resolve("stress", "cuda", preset="llama", seeds=1).trials[0].problem["steps"] == 2035  # as asked
+
+
 @pytest.mark.parametrize(
     ("suite", "asked", "message"),
     [
         ("convergence", {"steps": 0}, "--steps 0: give 1 or more"),
+        ("convergence", {"steps": 1}, "--steps 1: so short a run tells nothing of a precision; give 20 or more"),
+        ("stress", {"steps": 19}, "--steps 19: so short a run tells nothing of a precision; give 20 or more"),
         ("convergence", {"tokens": -1}, "--tokens -1: give 1 or more"),
         ("convergence", {"learning_rate": 0.0}, "--learning-rate 0: give a number greater than 0, such as 3e-4"),
         ("convergence", {"learning_rate": -1e-3}, "--learning-rate -0.001: give a number greater than 0"),

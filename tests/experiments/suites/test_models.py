@@ -151,7 +151,7 @@ def test_what_cannot_run_says_so_before_anything_is_built(model: str, monkeypatc
     [("nanogpt", "*/flash/bf16/eager/*"), ("fp8", "*/delayed_scaling/*"), ("stress", "*lr1/*bf16*")],
 )
 def test_a_tiny_llama_is_measured_and_checked(suite: str, chosen: str) -> None:
-    options = {"model": "llama-tiny", "batch": 2, **({"steps": 2} if suite == "stress" else {})}
+    options = {"model": "llama-tiny", "batch": 2, **({"steps": 20} if suite == "stress" else {})}
     [asked] = [t for t in resolve(suite, "cpu", **options).trials if fnmatch.fnmatch(t.name, chosen)]
     reply = trial.run(asked, Context())
     assert (reply["outcome"], reply["reason"]) == ("ok", None)

@@ -39,6 +39,12 @@ def test_a_suite_is_sound(suite: str, device: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # random data leaves nothing in the cache
 
 
+@pytest.mark.parametrize("suite", ["attention", "fp8", "heads", "layer", "nanogpt", "pieces", "scaling", "speed"])
+def test_every_time_on_a_gpu_is_of_three_processes_or_more(suite: str, tmp_path: Path) -> None:
+    timed = Counter(t.cell for t in resolve(suite, "cuda", tmp_path).trials if t.protocol != "once")
+    assert min(timed.values()) >= 3
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("suite", SUITES)
 def test_more_seeds_repeat_the_cells_and_add_none(suite: str, device: str, tmp_path: Path) -> None:

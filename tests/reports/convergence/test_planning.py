@@ -170,7 +170,7 @@ def test_who_costs_what() -> None:
 
 
 @pytest.mark.parametrize("preset", ["cpu", "char", "gpt2"])
-@pytest.mark.parametrize("steps", [None, 77, 10])
+@pytest.mark.parametrize("steps", [None, 77, 20])
 def test_a_pilot_evaluates_as_often_as_the_whole_run(preset: str, steps: int | None) -> None:
     def problem(steps: int | None) -> dict[str, int]:
         options = Options(device="cpu", preset=preset, data={"": "random"}, steps=steps, seeds=1)

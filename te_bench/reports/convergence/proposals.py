@@ -1,0 +1,188 @@
+"""Search the designs of a convergence study in pairs that a budget holds: all recipes or one, whole trainings or branches.
+
+A design concludes if its seeds have the power that a plan must have, by the spread that plans count on.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from te_bench.experiments.plan import resolve
+from te_bench.experiments.spec import Experiment, Options, Trial
+from te_bench.reports.analysis.naming import arm_name
+from te_bench.reports.convergence import planning
+from te_bench.reports.convergence.budget import command
+from te_bench.reports.convergence.design import GAPS, Option
+from te_bench.reports.convergence.earlier_runs import EarlierRuns, Machine, first_judgement
+from te_bench.reports.convergence.forecast import forecast
+
+CLOSE = 0.05  # a design that proves less is worth naming for so much more power at the largest of GAPS
+ENOUGH = 0.97  # power at the largest of GAPS that more seeds hardly raise
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """A design with a number of seeds."""
+
+    recipes: str
+    shows: str
+    alone: bool  # one recipe of several
+    branch: bool  # FP8 from a later step on
+    asked: bool  # the command line's own design
+    option: Option  # its seeds, cost and power
+    words: tuple[str, ...]  # of the command that runs it, without --seeds
+
+    @property
+    def command(self) -> str:
+        return shlex.join([*self.words, "--seeds", str(self.option.rounds)])
+
+    @property
+    def power(self) -> float:
+        """The power at the largest of GAPS."""
+        return self.option.power[-1] if self.option.power else 0.0
+
+    def replaces(self, other: "Proposal") -> bool:
+        """Return whether it shows as much as the other design, with about as much power."""
+        return self.alone <= other.alone and self.branch <= other.branch and self.power >= other.power - CLOSE
+
+    def to_json(self) -> dict[str, Any]:
+        told = {key: getattr(self, key) for key in ("recipes", "shows", "asked", "command")}
+        return {**told, **dataclasses.asdict(self.option)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposals:
+    """The designs that conclude within a budget, the strongest first; least: the one that concludes in the least time."""
+
+    budget_s: float
+    margin: float
+    machine: Machine
+    found: tuple[Proposal, ...]
+    least: Proposal
+
+    @property
+    def instead(self) -> bool:
+        """Whether designs conclude, and that of the command line does not."""
+        return bool(self.found) and not any(one.asked for one in self.found)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [one.to_json() for one in self.found]
+
+    def sentences(self) -> Iterator[tuple[str, str]]:
+        """Yield a sentence, and the command that it is about or ""."""
+        within, gaps = planning.duration(self.budget_s), ", ".join(f"{share * self.margin:.2g}" for share in GAPS)
+        said = f"Designs that conclude within {within}{self.machine.on}, the strongest first"
+        if self.instead:
+            said = (
+                f"As asked, the study does not conclude within {within}{self.machine.on}. These do, the strongest first"
+            )
+        yield (
+            f"{said}. Power is the chance that a recipe, or the one that is judged first, and A/A are called EQUIVALENT "
+            f"within {self.margin:g} nat, where its true gap is {gaps} nat:",
+            "",
+        )
+        for one in self.found:
+            power = ", ".join(f"{share:.0%}" for share in one.option.power or ())
+            cost = f"{one.option.rounds} seeds, {one.option.runs} runs, {self.machine.hours(one.option.seconds or 0.0)}"
+            yield f"  {one.recipes}: {cost}, power {power}. Shows {one.shows}", one.command
+
+    def least_time(self) -> str:
+        """Return the end of a refusal: the least time in which a design concludes; "" if one does in the budget."""
+        if self.found:
+            return ""
+        takes = planning.duration((self.least.option.seconds or 0.0) / self.machine.slots)
+        within = planning.duration(self.budget_s)
+        return f". No design concludes in {within}; the least takes about {takes}{self.machine.on}:\n  {self.least.command}"
+
+
+def search(asked: Options, earlier: EarlierRuns, out: Path | None) -> Proposals | None:
+    """Return the designs for the budget in `asked`; None where nothing is left to choose, or time or spread is unknown.
+
+    Nothing is left in a pool, in a pilot, in a run that has begun and with --seeds. out: the value of --out.
+    """
+    one = _of_one_seed(asked)
+    if asked.budget_s is None or asked.seeds or asked.as_pilot or "pool" in one.judgement:
+        return None
+    if first_judgement(one, earlier.journal):
+        return None
+    found, least = list[Proposal](), list[Proposal]()
+    for options, only in _designs(one, asked):
+        try:
+            experiment = _of_one_seed(options, only)
+        except ValueError:  # other options exclude the design, as --weights does --branch-at
+            continue
+        about = forecast(experiment, earlier)
+        fewest, takes, outlook = about.needed, about.takes, about.outlook
+        if fewest is None or takes is None or outlook is None:
+            continue
+        words = command("convergence", options, earlier.machine)
+        words += [*(["--only", only] if only else []), *(["--out", str(out)] if out else [])]
+        recipes, every = _recipes(experiment), _recipes(one)
+        proposal = Proposal(
+            recipes=_names(recipes, about.primary),
+            shows=_shows(len(recipes), about.scope, len(every) - len(recipes)),
+            alone=len(recipes) < len(every),
+            branch=about.scope is not None,
+            asked=options == asked and only is None,
+            option=about.option(fewest, outlook),
+            words=tuple(words),
+        )
+        least.append(proposal)
+        most = takes.within(asked.budget_s * earlier.machine.slots)
+        if most < fewest:
+            continue
+        for seeds in range(most if proposal.asked else fewest, most + 1):
+            proposal = dataclasses.replace(proposal, option=about.option(seeds, outlook))
+            if proposal.power > ENOUGH:
+                break
+        if not any(other.replaces(proposal) for other in found):
+            found.append(proposal)
+    if not least:
+        return None
+    return Proposals(
+        budget_s=asked.budget_s,
+        margin=float(str(one.judgement["margin"])),
+        machine=earlier.machine,
+        found=tuple(sorted(found, key=lambda one: -one.power)),
+        least=min(least, key=lambda one: one.option.seconds or 0.0),
+    )
+
+
+def _of_one_seed(options: Options, only: str | None = None) -> Experiment:
+    return resolve("convergence", dataclasses.replace(options, budget_s=None, seeds=1), only=only)
+
+
+def _designs(one: Experiment, asked: Options) -> Iterator[tuple[Options, str | None]]:
+    """Yield options and --only of designs, those that prove more first: as asked, one recipe alone, and branches of both."""
+    control = next((trial for trial in one.trials if trial.problem.get("arm") == "control"), one.trials[0])
+    branch_at = planning.branch_of(control) if asked.branch_at is None else None
+    recipes = _recipes(one)
+    ways: list[tuple[Options, str | None]] = [(asked, None)]
+    if len(recipes) > 1 and recipes[0].recipe is not None:
+        if one.judgement.get("primary") == recipes[0].cell:  # it stays a part of its plan, in which it is judged first
+            ways.append((asked, f"*-control-*,*-aa-*,*-broken-*,*/{recipes[0].recipe}/*"))
+        else:
+            ways.append((dataclasses.replace(asked, recipes=(recipes[0].recipe,)), None))
+    for step in (asked.branch_at, *([branch_at] if branch_at else [])):
+        for options, part in ways:
+            yield dataclasses.replace(options, branch_at=step), part
+
+
+def _recipes(experiment: Experiment) -> list[Trial]:
+    return [trial for trial in experiment.trials if trial.problem.get("arm") == "recipe"]
+
+
+def _names(recipes: list[Trial], primary: str | None) -> str:
+    first = primary or arm_name(recipes[0])
+    return first if len(recipes) == 1 else f"{len(recipes)} recipes, {first} first"
+
+
+def _shows(recipes: int, scope: str | None, others: int) -> str:
+    """Say what a design of so many recipes shows, and of what it shows nothing; others: recipes that it leaves out."""
+    nothing = [f"of the {others} other recipes" if others > 1 else "of the other recipe"] if others else []
+    nothing += ["of FP8 before"] if scope else []
+    said = f"whether {'it' if recipes == 1 else 'each'} trains like bf16" + (f" {scope}" if scope else "")
+    return said + (f"; nothing {' or '.join(nothing)}" if nothing else "")

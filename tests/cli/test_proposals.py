@@ -1,0 +1,141 @@
+"""--budget of a convergence plan: which designs conclude in it, how sure, and by which command."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Command, gpus
+
+GPT2 = ("convergence", "--device", "cuda", "--data", "random", "--preset", "gpt2")
+FIRST = "delayed scaling e4m3, fused, FP8 head"
+
+
+@pytest.fixture(autouse=True)
+def _on_a_laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+
+
+def designs(command: Command, *arguments: object) -> list[dict[str, Any]]:
+    done = command("plan", *GPT2, *arguments, "--json")
+    assert done.code == 0, done.err
+    return list(json.loads(done.out)["designs"])
+
+
+def planned(command: Command, words: str) -> dict[str, Any]:
+    """The plan of a proposed command, which is not refused."""
+    said = shlex.split(words)
+    assert said[:2] == ["te-bench", "run"]
+    assert command("plan", *said[2:]).code == 0
+    return dict(json.loads(command("plan", *said[2:], "--json").out))
+
+
+@pytest.mark.parametrize(("hours", "number"), [(1, 1), (2, 3), (3, 2), (5, 3)])
+def test_the_proposed_commands_conclude_within_the_budget_as_is_said(command: Command, hours: int, number: int) -> None:
+    found = designs(command, "--budget", f"{hours}h")
+    assert len(found) == number
+    assert [one["power"][-1] for one in found] == sorted((one["power"][-1] for one in found), reverse=True)
+    for one in found:
+        plan = planned(command, one["command"])
+        assert plan["estimate"]["elapsed_s"] == pytest.approx(one["seconds"])
+        assert one["seconds"] <= hours * 3600
+        assert (plan["judgement"]["seeds"], len(plan["trials"])) == (one["rounds"], one["runs"])
+        assert min(plan["conclusion"][of]["power"] for of in ("cautious", "aa")) >= 0.795
+        [own] = [option for option in plan["conclusion"]["options"] if option["rounds"] == one["rounds"]]
+        assert own["power"] == one["power"]
+        recipes = {t["id"] for t in plan["trials"] if t["problem"]["arm"] == "recipe" and not t["seed"]}
+        assert one["recipes"] == (FIRST if len(recipes) == 1 else f"7 recipes, {FIRST} first")
+        assert ("nothing of the 6 other recipes" in one["shows"]) == (len(recipes) == 1)
+        branch = any("branch_at" in trial["problem"] for trial in plan["trials"])
+        assert ("of FP8 before" in one["shows"]) == ("(from step 1,200 of 2,035)" in one["shows"]) == branch
+
+
+def test_a_budget_too_small_for_all_recipes_names_one_alone_and_branches(command: Command) -> None:
+    done = command("plan", *GPT2, "--budget", "2h")
+    said = " ".join(done.out.split())
+    assert done.code == 0
+    assert "training/" not in said  # not the trials of a plan that would be refused
+    assert said.startswith("As asked, the study does not conclude within 2 h. These do, the strongest first. Power is")
+    alone = "--only '*-control-*,*-aa-*,*-broken-*,*/delayed_scaling_e4m3/*' --seeds 11"
+    assert re.search(rf"{FIRST}: 11 seeds, 36 runs, 1\.9 GPU hours, power 100%, 99%, \d+%\. Shows whether it", said)
+    assert f"te-bench run convergence --device cuda --preset gpt2 --data random {alone}" in done.out
+    assert "7 seeds, 69 runs, 1.97 GPU hours, power 85%" in said
+    assert "--preset gpt2 --branch-at 1200 --data random --seeds 7\n" in done.out
+
+
+def test_the_page_has_the_designs_of_today(command: Command) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "convergence.md").read_text()
+    rows = [
+        row.split("|")[2:-1] for row in re.findall(r"^\| (?:the first recipe|all seven), .* seeds \|.*$", page, re.M)
+    ]
+    found = designs(command, "--budget", "2h")
+    told = [[one["runs"], f"{one['seconds'] / 3600:.1f}", *(f"{share:.0%}" for share in one["power"])] for one in found]
+    assert [[cell.strip().replace(" %", "%") for cell in row] for row in rows] == [
+        [str(cell) for cell in row] for row in told
+    ]
+
+
+def test_the_design_as_asked_is_planned_where_it_concludes_with_what_else_would(command: Command) -> None:
+    done = command("plan", *GPT2, "--budget", "5h", "--out", "mine")
+    said = " ".join(done.out.split())
+    assert (done.code, "What 10 seeds can conclude" in said) == (0, True)
+    assert "Designs that conclude within 5 h, the strongest first." in said
+    assert "--data random --out mine --seeds 10\n" in done.out
+    [own] = [one for one in designs(command, "--budget", "5h") if one["asked"]]
+    assert own["rounds"] == 10
+    alone = command("plan", *GPT2, "--budget", "40h").out  # nothing has more power
+    assert "Designs that conclude" not in alone
+
+
+def test_where_no_design_concludes_the_least_time_in_which_one_does_is_said(command: Command) -> None:
+    done = command("plan", *GPT2, "--budget", "20min")
+    assert done.code == 2
+    assert (
+        "--budget 20 min: a verdict needs 3 seeds, which take about 95 min. No design concludes in 20 min; " in done.err
+    )
+    [least] = re.findall(r"the least takes about (\d+) min:\n", done.err)
+    plan = planned(command, done.err.splitlines()[1].strip())
+    assert plan["estimate"]["elapsed_s"] <= int(least) * 60
+    assert len(designs(command, "--budget", f"{least}min")) == 1
+    assert command("plan", *GPT2, "--budget", f"{int(least) - 1}min").code == 2
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--seeds", 3),
+        ("--design", "pool"),
+        ("--as-pilot",),
+        ("--learning-rate", "6e-4"),  # of whose spread nothing is known
+        ("--only", "*bf16*"),
+    ],
+    ids=str,
+)
+def test_nothing_is_proposed_where_nothing_is_left_to_choose(command: Command, more: tuple[object, ...]) -> None:
+    done = command("plan", *GPT2, "--budget", "3h", *more)
+    assert "conclude within" not in done.out + done.err
+
+
+def test_what_the_command_line_fixes_stays(command: Command) -> None:
+    """A branch is not made a whole training, nor one recipe several; what excludes branches has none."""
+    branches = designs(command, "--budget", "2h", "--branch-at", "1200")
+    assert branches
+    assert all("--branch-at 1200" in one["command"] for one in branches)
+    one = designs(command, "--budget", "2h", "--recipes", "rowwise_scaling")
+    assert [(each["recipes"], each["asked"]) for each in one] == [
+        ("rowwise scaling, fused", False),
+        ("rowwise scaling, fused", True),
+    ]
+    assert not any("other recipe" in each["shows"] for each in one)
+    two = designs(command, "--budget", "90min", "--recipes", "rowwise_scaling,delayed_scaling")
+    assert any("--recipes rowwise_scaling " in one["command"] for one in two)
+    ending = designs(command, "--budget", "5h", "--recipes", "rowwise_scaling", "--bf16-from", "1730")
+    assert not any("--branch-at" in one["command"] for one in ending)
+
+
+def test_a_run_that_is_refused_says_who_knows_other_designs(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1)
+    done = command("run", *GPT2, "--budget", "2h")
+    assert (done.code, "te-bench plan with the same options names designs that conclude" in done.err) == (2, True)
