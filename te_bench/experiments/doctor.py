@@ -82,7 +82,8 @@ def _capabilities(device: str) -> dict[str, dict[str, str]]:
 
     def quantised(name: str) -> str:
         asked = recipe.load(name)
-        runs = "ok" if device == "cuda" and not asked.by_half_gemms else "ok (exact emulation: right, not fast)"
+        emulated = device != "cuda" or asked.by_half_gemms(device, capability)
+        runs = "ok (exact emulation: right, not fast)" if emulated else "ok"
         return asked.unsupported(device, capability) or runs
 
     recipes = {name: quantised(name) for name in recipe.names()}

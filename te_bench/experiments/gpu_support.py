@@ -24,7 +24,7 @@ from te_bench.kernels import (
     rotary,
 )
 from te_bench.kernels.architecture import ARCHITECTURES, Capability, Gpu
-from te_bench.kernels.gemm import half
+from te_bench.kernels.gemm import block_scaled, half
 from te_bench.kernels.gemm import table as gemm_table
 from te_bench.kernels.quantize import ROW, SQUARE, STRIP, TENSOR, Block, Layout
 from te_bench.models import recipe
@@ -35,7 +35,7 @@ HEAD_DIMS = (64, 128)
 MEASURED, TESTED, COMPILES, UNTRIED = "measured", "runs", "compiles, never run", "should run"
 EMULATED, MISSING, NO = "emulated: ", "missing: ", "no: "
 #: Backends of te-bench's own kernels.
-OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8")
+OWN = ("triton", "triton_fp8", "gluon", "chunked", "fp8", block_scaled.NAME)
 
 #: GPUs on which all GPU tests have run, except those of NEW, {operator: backends}.
 TESTED_ON = ("NVIDIA H200",)
@@ -71,6 +71,7 @@ PUBLISHED = {
     },
 }  # fmt: skip
 
+RECIPE = "FP8 recipe"
 Answer = str
 Row = tuple[str, str, Answer]  # operator and problem, backend, answer
 
@@ -91,7 +92,8 @@ def rows(machine: str, capability: Capability, users_own: bool = True) -> list[R
         on_all = machine in TESTED_ON and name not in NEW.get(operator, ())
         if capability is None or on_all or name in in_part:
             return TESTED
-        return COMPILES if name in OWN and described is not None and described.compiled else UNTRIED
+        own = name in OWN or (operator == RECIPE and recipe.load(name).block_formats)
+        return COMPILES if own and described is not None and described.compiled else UNTRIED
 
     return [
         (f"{operator}{asked}", name, refusal or known(operator, asked, name))
@@ -129,8 +131,10 @@ def _questions(capability: Capability) -> Iterator[tuple[str, str, str, Answer |
             yield operator, asked, name, _refusal(family.load(name).unsupported(problem))
     yield "gemm", _gemm("bf16", None), gemm_table.TORCH, None
     yield "gemm", _gemm("bf16", None), gemm_table.GLUON, _refusal(half.unsupported(INNER, WIDTH, device, capability))
+    for form in ("MXFP8", "NVFP4"):
+        yield "gemm", f", {form}", block_scaled.NAME, _refusal(block_scaled.unsupported(device, capability))
     for name in recipe.names():
-        yield "FP8 recipe", "", name, _emulation(recipe.load(name), device, capability)
+        yield RECIPE, "", name, _emulation(recipe.load(name), device, capability)
 
 
 def _refusal(why: str | None) -> Answer | None:
@@ -142,7 +146,7 @@ def _refusal(why: str | None) -> Answer | None:
 def _emulation(asked: recipe.Recipe, device: str, capability: Capability) -> Answer | None:
     """Return the answer for a recipe whose FP8 GEMMs use no tensor cores; None if they do."""
     why = asked.unsupported(device, capability)
-    if why is None and asked.by_half_gemms and device == "cuda":
+    if why is None and device == "cuda" and asked.by_half_gemms(device, capability):
         return f"{EMULATED}the same numbers, by bf16 GEMMs"
     if why is None:
         return f"{EMULATED}the same numbers, slowly" if device == "cpu" else None

@@ -10,7 +10,7 @@ from te_bench import plugins
 
 Capability = tuple[int, int] | None  # None on a CPU
 
-BF16_SINCE, FP8_SINCE, TMA_SINCE, HOPPER = (8, 0), (8, 9), (9, 0), (9, 0)
+BF16_SINCE, FP8_SINCE, TMA_SINCE, HOPPER, BLOCK_SCALES_SINCE = (8, 0), (8, 9), (9, 0), (9, 0), (10, 0)
 KIB, MIB = 1024, 2**20
 
 
@@ -159,6 +159,11 @@ def lacks_bf16(capability: Capability) -> str | None:
 def lacks_tma(capability: Capability) -> str | None:
     """Return why a GPU lacks the Tensor Memory Accelerator, which kernels with descriptors need, or None."""
     return _lacks("TMA", TMA_SINCE, capability)
+
+
+def lacks_block_scales(capability: Capability) -> str | None:
+    """Return why a GPU lacks tensor cores that scale blocks of MXFP8 and NVFP4, or None."""
+    return _lacks("a tensor core with block scales", BLOCK_SCALES_SINCE, capability)
 
 
 def lacks_gluon(device: str, capability: Capability, interpreted: bool) -> str | None:

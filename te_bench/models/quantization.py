@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_bench.kernels import architecture
+from te_bench.kernels.gemm import block_scaled
 from te_bench.models import fp8
 from te_bench.models.fp8 import autocast, fp8_autocast
 from te_bench.models.recipe import DelayedScaling, Float8BlockScaling, Recipe
@@ -38,8 +39,11 @@ def _unsupported(recipe: Recipe) -> str | None:
     return recipe.unsupported("cuda", torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
 
 
-def _emulated(name: str) -> str:
-    return f"te_bench multiplies no {name}; te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs"
+def _emulated(name: str) -> str | None:
+    """Return why te_bench emulates a block format here, or None."""
+    cuda = torch.cuda.is_available()
+    lack = block_scaled.unsupported("cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None)
+    return lack and f"{lack}; te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs"
 
 
 def is_fp8_available(return_reason: bool = False) -> Answer:
@@ -53,12 +57,12 @@ def is_fp8_block_scaling_available(return_reason: bool = False) -> Answer:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Answer:
-    """Return False: te.autocast takes MXFP8BlockScaling, but emulates it."""
+    """Return whether te.autocast multiplies MXFP8 here; elsewhere it emulates MXFP8BlockScaling."""
     return _answer(_emulated("MXFP8"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> Answer:
-    """Return False: te.autocast takes NVFP4BlockScaling, but emulates it."""
+    """Return whether te.autocast multiplies NVFP4 here; elsewhere it emulates NVFP4BlockScaling."""
     return _answer(_emulated("NVFP4"), return_reason)
 
 

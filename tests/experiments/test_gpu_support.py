@@ -54,6 +54,11 @@ def test_every_gpu_runs_attention_norms_and_the_optimizer_in_triton(name: str) -
         ("B200", "gemm, FP8 by block", "triton", "compiles, never run"),
         ("B200", "FP8 recipe", "float8_block_scaling", "should run"),
         ("L40S", "FP8 recipe", "float8_block_scaling", "emulated: block scales: cuBLASLt has them on"),
+        ("H200", "gemm, NVFP4", "block_scaled", "no: a tensor core with block scales needs compute capability 10.0"),
+        ("H200", "FP8 recipe", "mxfp8_block_scaling", "emulated: the same numbers, by bf16 GEMMs"),
+        ("B200", "gemm, NVFP4", "block_scaled", "compiles, never run"),
+        ("B200", "FP8 recipe", "nvfp4_block_scaling", "compiles, never run"),
+        ("RTX 5090", "FP8 recipe", "mxfp8_block_scaling", "compiles, never run"),
         ("RTX 5090", "attention, bf16, heads of 128", "triton_fp8", "compiles, never run"),
     ],
 )
@@ -63,6 +68,7 @@ def test_each_is_told_what_it_runs_and_why_not_the_rest(name: str, operator: str
 
 def test_what_the_tests_do_not_compile_should_run() -> None:
     found = {(operator, name): answer for operator, name, answer in gpu_support.rows("NVIDIA GB10", (12, 1))}
+    assert found["gemm, MXFP8", "block_scaled"] == found["FP8 recipe", "nvfp4_block_scaling"] == "should run"
     assert found["AdamW", "triton"] == found["attention, bf16, heads of 64", "flash"] == "should run"
 
 

@@ -36,7 +36,7 @@ from te_bench.kernels.linear_cross_entropy import tied
 from te_bench.kernels.norm import kernels as norm
 from te_bench.kernels.norm import residual_backward
 from te_bench.kernels.norm import residual_forward as residual
-from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined, turn
+from te_bench.kernels.quantize import Layout, Operand, block_kernels, fine_kernels, history, joined, packing, turn
 from te_bench.kernels.quantize import kernels as quantizers
 from te_bench.kernels.rotary import Rotated
 from te_bench.kernels.rotary import kernels as rotary
@@ -140,6 +140,8 @@ QUANTIZE: dict[str, Call] = {
     "nvfp4, gradient": lambda: block_kernels.nvfp4(matrix(M, F), 1, *BOTH, True, one(torch.int64)),
     "nvfp4, product": lambda: block_formats.finish(matrix(M, F, FP32), one(FP64), one(FP64), BF16, matrix(1, F)[0]),
     "nvfp4, weight": lambda: block_kernels.nvfp4(matrix(F, D, FP32), 16, *BOTH, False, None),
+    "mxfp8, packed": lambda: packing.packed(matrix(M, F).t(), "e4m3"),
+    "nvfp4, packed": lambda: packing.packed(matrix(M, F).t(), "e2m1"),
     "history": lambda: history.launch([(torch.zeros(16, 48), *torch.ones(3, 48))], 0, "max"),
 }
 

@@ -25,7 +25,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         (None, {"is_fp8_available", "is_fp8_block_scaling_available", "is_bf16_available"}),
         (HOPPER, {"is_fp8_available", "is_fp8_block_scaling_available", "is_bf16_available"}),
         ((8, 9), {"is_fp8_available", "is_bf16_available"}),
-        ((10, 0), {"is_fp8_available", "is_fp8_block_scaling_available", "is_bf16_available"}),
+        ((10, 0), {f"is_{name}_available" for name in ("fp8", "fp8_block_scaling", "bf16", "mxfp8", "nvfp4")}),
         (AMPERE, {"is_bf16_available"}),
         ((7, 5), set()),
     ],

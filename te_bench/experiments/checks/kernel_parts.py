@@ -11,6 +11,7 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.kernels import adamw, linear_cross_entropy
+from te_bench.kernels.gemm import BLOCK_SCALED_KERNEL
 from te_bench.models import rivals
 
 #: Settings of a trial's problem that name a backend, and the package of backends.
@@ -26,7 +27,7 @@ OTHER = re.compile(
     r"attention|flash|fmha|sdpa|splitKreduce|^triton_(poi|red|per)|^void at::native|^(aten|te_bench)::", re.IGNORECASE
 )
 #: nvjet's letters are the operands' types: q and r are E4M3 and E5M2, t is bfloat16, h is float16.
-IN_FP8 = re.compile(r"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$")
+IN_FP8 = re.compile(rf"nvjet_(sm\d+_)?[qr]|e4m3|e5m2|^scaled_kernel$|^gluon_gemm_fp8_kernel$|^{BLOCK_SCALED_KERNEL}$")
 IN_HALF = re.compile(r"nvjet_(sm\d+_)?[th]|bf16|bfloat|f16|fp16|h16|h884|half")
 
 PRODUCT = re.compile(r"aten::(mm|addmm)\b")  # a CPU's operator

@@ -46,7 +46,7 @@ SOME: Range = (1, None)
 NONE: Range = (0, 0)
 
 WORDS = {
-    "gemm_fp8": "GEMMs in FP8",
+    "gemm_fp8": "GEMMs in FP8",  # or FP4
     "gemm_half": "GEMMs in half precision",
     "gemm_float": "GEMMs in float32 or wider",
     "block_format_casts": "casts to MXFP8 or NVFP4",
@@ -130,7 +130,10 @@ def _expected_of_adopted(trial: Trial, model: Adopted) -> Expected:
     fused = SOME if model.fused and not trial.mode.startswith("compile") else NONE
     expected: Expected = {"gemm_fp8": NONE, "block_format_casts": NONE, "fused_blocks": fused}
     if trial.precision == "fp8":
-        expected["block_format_casts" if _by_half_gemms(trial) else "gemm_fp8"] = (least, None)
+        if _casts_blocks(trial):
+            expected["block_format_casts"] = (least, None)
+        if _linears(trial) == "gemm_fp8":
+            expected["gemm_fp8"] = (least, None)
         if _has_half_wgrad(trial):
             expected["gemm_half"] = (least // (PASSES - 1), None)
     if trial.precision in ("bf16", "fp16") and any(isinstance(module, nn.Linear) for module in model.modules()):
@@ -208,7 +211,12 @@ def _linears(trial: Trial) -> str:
 
 
 def _by_half_gemms(trial: Trial) -> bool:
-    return trial.recipe is not None and recipes.load(trial.recipe).by_half_gemms
+    here = torch.cuda.get_device_capability() if trial.device == "cuda" and torch.cuda.is_available() else None
+    return trial.recipe is not None and recipes.load(trial.recipe).by_half_gemms(trial.device, here)
+
+
+def _casts_blocks(trial: Trial) -> bool:
+    return trial.recipe is not None and recipes.load(trial.recipe).block_formats
 
 
 def _has_half_wgrad(trial: Trial) -> bool:
@@ -225,7 +233,7 @@ def _gemms(trial: Trial, linears: int) -> Expected:
     ordinary = trial.device == "cuda" and trial.attention != NO_ATTENTION
     ordinary = ordinary and trial_model.attention_of(trial) in _without_kernels()
     expected: Expected = {part: (0, None if ordinary and part != "gemm_fp8" else 0) for part in GEMMS}
-    casts = PASSES * linears if _by_half_gemms(trial) else 0  # of x, W and dy
+    casts = PASSES * linears if _casts_blocks(trial) else 0  # of x, W and dy
     expected["block_format_casts"] = (casts, casts)
     plain = linears if _has_half_wgrad(trial) else 0
     return _plus(_plus(expected, _plain(trial), plain), _linears(trial), PASSES * linears - plain)

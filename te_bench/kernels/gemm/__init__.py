@@ -14,6 +14,9 @@ from te_bench.kernels.quantize import Layout
 #: Supported granularities of (a, b): those of cuBLASLt on Hopper.
 PAIRS = [("tensor", "tensor"), ("row", "row"), ("block", "block"), ("block", "tile"), ("tile", "block")]
 
+#: What runs where MXFP8 and NVFP4 are not emulated: the kernel in block_scaled.py.
+BLOCK_SCALED_KERNEL = "block_scaled_gemm_kernel"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""GEMMs of `quantize.block_formats`' operands, in half precision: every product is exact in float32."""
+"""GEMMs of `quantize.block_formats`' operands: by `block_scaled` where a GPU has it, else in half precision.
+
+Every product is exact in float32 by both, so that they differ in the order of float32 sums alone.
+"""
 
 from typing import Any
 
@@ -9,21 +12,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from te_bench.kernels.gemm import block_scaled
+from te_bench.kernels.gemm.block_scaled import alpha_of
 from te_bench.kernels.launch import launch, traits
 from te_bench.kernels.operators import define
 from te_bench.kernels.quantize import Operand
-from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_LARGEST, NVFP4_LAYOUT, alpha
+from te_bench.kernels.quantize.block_formats import MXFP8_LAYOUT, NVFP4_LAYOUT, alpha
 from te_bench.kernels.tile import FLOATS, rounded
 
 ELEMENTS = 2048  # per program that finishes a product
-PER_AMAXES = tl.constexpr(torch.tensor(1 / NVFP4_LARGEST**2).item())  # float32, like every constant of alpha
 
 
-def forward(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def forward(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    a_dtype: torch.dtype = torch.float8_e4m3fn,
+    emulate: bool = False,
+) -> Tensor:
     """Compute D = alpha (a.data @ b.data.T) + bias, float32 until rounded; a (M, K), b (N, K) bf16 -> (M, N) out_dtype.
 
-    alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. Raises ValueError for other or
-    mixed layouts.
+    alpha is 1 for MXFP8, `quantize.block_formats.alpha` of both scale_inv for NVFP4. a_dtype: the FP8 format of MXFP8's
+    a; b's is E4M3. emulate: in half precision on any device. Raises ValueError for other or mixed layouts.
     """
     if a.layout != b.layout or a.layout not in (MXFP8_LAYOUT, NVFP4_LAYOUT):
         raise ValueError(f"{a.layout} by {b.layout}: both must be MXFP8's or both NVFP4's, of quantize.block_formats")
@@ -31,7 +43,9 @@ def forward(a: Operand, b: Operand, *, out_dtype: torch.dtype, bias: Tensor | No
     if k != b_k:
         raise ValueError(f"K is {k} in a and {b_k} in b {(n, b_k)}: of NVFP4 both must be transformed, or neither")
     eager = a.data.is_cuda and not torch.compiler.is_compiling()
-    made: Tensor = (_multiply if eager else _operator)(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, bias)
+    made: Tensor = (_multiply if eager else _operator)(
+        a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, bias, a_dtype, emulate
+    )  # fmt: skip
     return made
 
 
@@ -42,7 +56,11 @@ def _multiply(
     b_scale_inv: Tensor | None,
     out_dtype: torch.dtype,
     bias: Tensor | None,
+    a_dtype: torch.dtype,
+    emulate: bool,
 ) -> Tensor:
+    if not emulate and block_scaled.supported(a.device) and a.numel() and b.numel():
+        return block_scaled.multiply(a, b, a_scale_inv, b_scale_inv, out_dtype, bias, a_dtype)
     with torch.autocast(a.device.type, enabled=False):
         if not a.is_cuda:  # a CPU rounds bf16 products on the way
             return _finished(a.float() @ b.float().t(), a_scale_inv, b_scale_inv, out_dtype, bias)
@@ -83,14 +101,13 @@ def block_formats_finish_kernel(
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     y = tl.load(out + at, mask=at < size)
     if a_scale_inv is not None:
-        both = (tl.load(a_scale_inv) * 2688.0).to(tl.float32) * (tl.load(b_scale_inv) * 2688.0).to(tl.float32)
-        y *= both * PER_AMAXES
+        y *= alpha_of(a_scale_inv, b_scale_inv)
     if bias is not None:
         y += tl.load(bias + at % N, mask=at < size).to(tl.float32)
     tl.store(made + at, rounded(y, DTYPE), mask=at < size)
 
 
-def _fake(a: Tensor, b: Tensor, _a: Any, _b: Any, out_dtype: torch.dtype, _bias: Any) -> Tensor:
+def _fake(a: Tensor, b: Tensor, _a: Any, _b: Any, out_dtype: torch.dtype, *_: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 

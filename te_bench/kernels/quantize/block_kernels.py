@@ -32,13 +32,13 @@ UNALIGNED = ["seed", "amaxes", "scale_inv", "scale_inv_t"]
 
 
 @triton.jit
-def _size(v):
+def size_of(v):
     """Return |v|, 0 for NaN."""
     return tl.where(v == v, tl.abs(v), 0.0)
 
 
 @triton.jit
-def _nearest(x, dtype: tl.constexpr):
+def nearest(x, dtype: tl.constexpr):
     """Round float32 x to the nearest of an FP8 format, saturated, in float32; NaN stays."""
     LIMIT: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
     MANTISSA: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
@@ -46,11 +46,11 @@ def _nearest(x, dtype: tl.constexpr):
     size = tl.minimum(tl.abs(x), LIMIT)
     exponent = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, SMALLEST)
     add = ((exponent - MANTISSA) << 23).to(tl.float32, bitcast=True) * MAGIC
-    return tl.where(x == x, _signed((size + add) - add, x), x)
+    return tl.where(x == x, signed((size + add) - add, x), x)
 
 
 @triton.jit
-def _signed(size, x):
+def signed(size, x):
     """Return size with the sign of x."""
     bits = size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
     return bits.to(tl.float32, bitcast=True)
@@ -59,26 +59,32 @@ def _signed(size, x):
 @triton.jit
 def _of_rows(v):
     """Return the amax of each row, (rows, 1)."""
-    return tl.max(_size(v), 1)[:, None]
+    return tl.max(size_of(v), 1)[:, None]
 
 
 @triton.jit
 def _of_squares(v):
     """Return the amax of each square block of `_squares`, (down, 1, across, 1)."""
-    return tl.expand_dims(tl.expand_dims(tl.max(tl.max(_size(v), 3), 1), 1), 3)
+    return tl.expand_dims(tl.expand_dims(tl.max(tl.max(size_of(v), 3), 1), 1), 3)
 
 
 @triton.jit
-def _mxfp8(v, amax, dtype: tl.constexpr):
-    """Round v through MXFP8 by its blocks' amaxes, which broadcast to it: mxfp8_elements times its scales."""
+def mxfp8_parts(v, amax, dtype: tl.constexpr):
+    """Return mxfp8_elements of v by its blocks' amaxes, which broadcast to it: elements in float32, codes in int32."""
     INVERSE: tl.constexpr = PER_E4M3 if dtype == tl.float8e4nv else PER_E5M2
     bits = (amax * INVERSE).to(tl.int32, bitcast=True)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & ((exponent > 0) | (mantissa > 0x400000))
     code = tl.minimum(exponent + up.to(tl.int32), 254)
     inverse = tl.maximum((254 - code) << 23, 0x400000).to(tl.float32, bitcast=True)
-    scale = tl.maximum(code << 23, 0x400000).to(tl.float32, bitcast=True)
-    return _nearest(v * inverse, dtype) * scale
+    return nearest(v * inverse, dtype), code
+
+
+@triton.jit
+def _mxfp8(v, amax, dtype: tl.constexpr):
+    """Round v through MXFP8: the elements of `mxfp8_parts` times their scales."""
+    elements, code = mxfp8_parts(v, amax, dtype)
+    return elements * tl.maximum(code << 23, 0x400000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -92,22 +98,27 @@ def _per_step(size):
 
 
 @triton.jit
+def e2m1(size):
+    """Round size, 0 to 6, to the nearest of E2M1's numbers."""
+    add = _step(size) * MAGIC
+    return (size + add) - add
+
+
+@triton.jit
 def _nvfp4(v, amax, encode, random):
     """Round v through NVFP4, as `_mxfp8`: nvfp4_elements times its scales. random: None, or bytes."""
-    scale = _nearest(tl.minimum(amax * (encode * PER_E2M1), 448.0), tl.float8e4nv)
+    scale = nearest(tl.minimum(amax * (encode * PER_E2M1), 448.0), tl.float8e4nv)
     inverse = tl.minimum(tl.div_rn(1.0, scale * tl.div_rn(1.0, encode)), LARGEST)
     y = v * inverse
     size = tl.where(y == y, tl.abs(y), 8.0)
     if random is None:
-        size = tl.minimum(size, 6.0)
-        add = _step(size) * MAGIC
-        size = (size + add) - add
+        size = e2m1(tl.minimum(size, 6.0))
     else:
         size = tl.minimum(size, 8.0)
         size += random * (_step(size) * 0.00390625)
         step = _step(size)
         size = tl.minimum(tl.floor(size * _per_step(size)) * step, 6.0)
-    return tl.where(y == y, _signed(size, y), size) * scale
+    return tl.where(y == y, signed(size, y), size) * scale
 
 
 @triton.jit
@@ -198,10 +209,10 @@ def nvfp4_amax_kernel(
     """Compute amaxes (2,) int32, initially 0: the bits of x's amax, and of its Hadamard-transformed columns'."""
     v, _, _ = load_tile(x, tl.program_id(0), stride, M, N, ROWS, COLUMNS)
     if PLAIN:
-        largest = tl.max(_size(v.to(tl.float32)).to(tl.int32, bitcast=True))
+        largest = tl.max(size_of(v.to(tl.float32)).to(tl.int32, bitcast=True))
         tl.atomic_max(amaxes, largest, sem="relaxed")
     if TRANSFORM:
-        y = _size(_transformed(_lines(v, ROWS, COLUMNS, WIDTH)))
+        y = size_of(_transformed(_lines(v, ROWS, COLUMNS, WIDTH)))
         tl.atomic_max(amaxes + 1, tl.max(y.to(tl.int32, bitcast=True)), sem="relaxed")
 
 

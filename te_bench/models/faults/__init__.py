@@ -31,9 +31,9 @@ class Fault:
         Raises ValueError for a recipe without the property that the fault changes.
         """
         kind, name = type(recipe), self.wrong.__module__.rpartition(".")[2]
-        if self.of_fp8 and recipe.by_half_gemms:
+        if self.of_fp8 and recipe.block_formats:
             raise ValueError(
-                f"{name}: {kind.__name__} multiplies in half precision, without scales or FP8; take flushed_gradients"
+                f"{name}: {kind.__name__} casts in half precision, without scales or FP8; take flushed_gradients"
             )
         if self.of_fp8 and recipe.bf16_wgrad:
             raise ValueError(f"{name}: wgrad of {kind.__name__}(bf16_wgrad=True) has no scales; leave bf16_wgrad out")

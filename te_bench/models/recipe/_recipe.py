@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.gemm import policy
+from te_bench.kernels.gemm import block_scaled, policy
 from te_bench.kernels.gemm.backends import reference as gemm_reference
 from te_bench.kernels.quantize import TENSOR, Block, Layout, Operand, Quantized
 from te_bench.kernels.quantize.backends import reference as quantize_reference
@@ -150,7 +150,7 @@ class Recipe:
     bf16_first: float = field(default=0.0, kw_only=True)
 
     granularity: ClassVar[str] = "tensor"  # what shares a scale: "tensor", "row", "block"; "mxfp8", "nvfp4"
-    by_half_gemms: ClassVar[bool] = False  # its GEMMs are half precision on every device: it emulates a format
+    block_formats: ClassVar[bool] = False  # it casts to MXFP8 or NVFP4, in bf16: kernels/quantize/block_formats.py
     # Not annotated: a dataclass would treat known ClassVars as coming before subclasses' fields.
     fp8_format = Format.HYBRID
     power_of_two = False  # scales are powers of two
@@ -297,10 +297,14 @@ class Recipe:
 
     def unsupported(self, device: str, capability: tuple[int, int] | None) -> str | None:
         """Return why this device cannot run the recipe, or None."""
-        lack = (architecture.lacks_bf16 if self.by_half_gemms else architecture.lacks_fp8)(capability)
+        lack = (architecture.lacks_bf16 if self.block_formats else architecture.lacks_fp8)(capability)
         if device != "cuda" or self.emulate or lack is None:
             return None
         return f"{lack}; {type(self).__name__}(emulate=True) computes the same numbers without it, slowly"
+
+    def by_half_gemms(self, device: str, capability: tuple[int, int] | None) -> bool:
+        """Return whether its GEMMs are half precision there, because they emulate MXFP8's or NVFP4's."""
+        return self.block_formats and (self.emulate or block_scaled.unsupported(device, capability) is not None)
 
     @staticmethod
     def _with_itself(q: Quantized, x: Tensor) -> Quantized:

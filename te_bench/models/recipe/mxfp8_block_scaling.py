@@ -1,4 +1,4 @@
-"""MXFP8, Blackwell's: blocks of 32 with scales that are powers of two, emulated exactly by bf16 GEMMs on any device."""
+"""MXFP8, Blackwell's: blocks of 32 with scales that are powers of two; on other devices emulated exactly, by bf16 GEMMs."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -17,8 +17,9 @@ class MXFP8BlockScaling(Recipe):
     """scale of 32 elements along the GEMM's contracted dimension = amax / FP8_MAX rounded up to a power of two.
 
     E4M3 by default; Format.HYBRID has E5M2 gradients. enable_2d_quantization: a weight's blocks are 32 x 32, shared by
-    both orientations. Emulated: GEMMs are bf16's on the same numbers, and save two bytes an element for backward.
-    emulate=True casts in plain PyTorch. Raises ValueError for impossible settings.
+    both orientations. Casts are in bf16, and save two bytes an element for backward. Blackwell's tensor cores multiply
+    them (kernels/gemm/block_scaled.py, never run), elsewhere bf16 GEMMs. emulate=True casts in plain PyTorch, and
+    multiplies in bf16 anywhere. Raises ValueError for impossible settings.
     Source: Transformer Engine, MXFP8BlockScaling; arXiv:2506.08027.
     """
 
@@ -29,7 +30,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = field(default=False, kw_only=True)
 
     granularity: ClassVar[str] = "mxfp8"
-    by_half_gemms: ClassVar[bool] = True
+    block_formats: ClassVar[bool] = True
     power_of_two = True
 
     def __post_init__(self) -> None:
@@ -59,7 +60,8 @@ class MXFP8BlockScaling(Recipe):
         )
 
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias)
+        of_a = self.dtype("input" if gemm == "fprop" else "grad_output")
+        return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias, a_dtype=of_a, emulate=self.emulate)
 
 
 ON_REQUEST = True

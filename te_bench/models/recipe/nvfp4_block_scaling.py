@@ -1,4 +1,4 @@
-"""NVFP4, Blackwell's: 4-bit elements in blocks of 16 with E4M3 scales, emulated exactly by bf16 GEMMs on any device."""
+"""NVFP4, Blackwell's: 4-bit elements in blocks of 16 with E4M3 scales; on other devices emulated exactly, by bf16 GEMMs."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -20,8 +20,9 @@ class NVFP4BlockScaling(Recipe):
 
     Gradients are rounded stochastically, with bytes of torch's device generator; x and dy are Hadamard-transformed by
     16 tokens for wgrad; a weight's blocks are 16 x 16, shared by both orientations. disable_stochastic_rounding,
-    disable_rht and disable_2d_quantization switch these off. Emulated: GEMMs are bf16's on the same numbers, and save
-    two bytes an element for the backward pass. emulate=True casts in plain PyTorch. Raises ValueError for impossible
+    disable_rht and disable_2d_quantization switch these off. Casts are in bf16, and save two bytes an element for the
+    backward pass. Blackwell's tensor cores multiply them (kernels/gemm/block_scaled.py, never run), elsewhere bf16
+    GEMMs. emulate=True casts in plain PyTorch, and multiplies in bf16 anywhere. Raises ValueError for impossible
     settings. Source: Transformer Engine, NVFP4BlockScaling; arXiv:2509.25149.
     """
 
@@ -35,7 +36,7 @@ class NVFP4BlockScaling(Recipe):
     fp8_mha: bool = field(default=False, kw_only=True)
 
     granularity: ClassVar[str] = "nvfp4"
-    by_half_gemms: ClassVar[bool] = True
+    block_formats: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._check_format(legal=(Format.E4M3,))
@@ -70,7 +71,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
     def gemm(self, a: Operand, b: Operand, gemm: str, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias)
+        return block_formats.forward(a, b, out_dtype=out_dtype, bias=bias, emulate=self.emulate)
 
 
 ON_REQUEST = True

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from te_bench.experiments import peaks
+from te_bench.kernels.gemm import BLOCK_SCALED_KERNEL
 from te_bench.reports.analysis.measures import (
     Ratio,
     finite,
@@ -52,7 +53,10 @@ def measured_steps(
 
 def emulates_blocks(configuration: Configuration) -> bool:
     """Return whether Linears were cast to MXFP8 or NVFP4 and multiplied in bf16; no GPU's MXFP8 time can be read off."""
-    return any(record.work.get("ran", {}).get("block_format_casts") for record in configuration.ok)
+    return any(
+        record.work.get("ran", {}).get("block_format_casts") and BLOCK_SCALED_KERNEL not in record.kernels
+        for record in configuration.ok
+    )
 
 
 def _measured(configuration: Configuration, baseline: Configuration | None, gpu: str | None) -> MeasuredStep:

@@ -29,6 +29,7 @@ ROWS: dict[str, tuple[tuple[str, str], ...]] = {
     "GEMM in FP8: scaled_mm, cuBLASLt's": (("gemm, FP8 by tensor", "scaled_mm"), ("gemm, FP8 by row", "scaled_mm")),
     "GEMM in FP8 by blocks: triton": (("gemm, FP8 by block", "triton"),),
     "GEMM in FP8 by blocks: scaled_mm, cuBLASLt's": (("gemm, FP8 by block", "scaled_mm"),),
+    "GEMM in MXFP8, NVFP4: block_scaled": tuple((f"gemm, {name}", "block_scaled") for name in ("MXFP8", "NVFP4")),
     "recipes: delayed_scaling, float8_current_scaling": tuple(
         ("FP8 recipe", name) for name in ("delayed_scaling", "float8_current_scaling")
     ),

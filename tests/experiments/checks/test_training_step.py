@@ -35,7 +35,7 @@ from te_bench.training.step import Optim, TrainStep
 
 PRECISIONS = ["fp32", "bf16", "fp8"]
 RECIPES = [*WHOLE, "float8_current_scaling_bf16_wgrad"]
-IN_FP8 = [name for name in RECIPES if not recipes.load(name).by_half_gemms]
+IN_FP8 = [name for name in RECIPES if not recipes.load(name).block_formats]
 CURRENT = "float8_current_scaling"
 V, VP = 250, 256
 EVERY = [("fp32", CURRENT), ("bf16", CURRENT), *(("fp8", recipe) for recipe in RECIPES)]

@@ -49,7 +49,7 @@ def a_trial(recipe: str | None = None, mode: str = "eager", device: str = "cpu",
 
 def passes_in_fp8(recipe: str | None) -> int:
     """Of a Linear's three GEMMs. Block formats of Blackwell are emulated: their products are a half-precision GEMM's."""
-    if recipe is None or recipes.load(recipe).by_half_gemms:
+    if recipe is None or recipes.load(recipe).block_formats:
         return 0
     return 2 if recipes.load(recipe).bf16_wgrad else 3
 
@@ -90,7 +90,7 @@ def gemms(ran: dict[str, int]) -> tuple[int, ...]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> None:
     ran = observed(a_trial(recipe))
-    emulated = 24 if recipes.load(recipe).by_half_gemms else 0
+    emulated = 24 if recipes.load(recipe).block_formats else 0
     half = emulated + 8 * recipes.load(recipe).bf16_wgrad
     assert gemms(ran) == (24 - half, 3 + half, 0)  # 8 Linears, a head
     assert ran["block_format_casts"] == emulated
@@ -100,7 +100,7 @@ def test_an_honest_fp8_step_passes_and_its_record_says_what_ran(recipe: str) -> 
 
 @pytest.mark.parametrize(("recipe", "count"), [*zip(RECIPES, itertools.cycle([1, 2, 4, 8]), strict=False)])
 def test_an_fp8_step_with_linears_in_bf16_fails(recipe: str, count: int) -> None:
-    emulated, each = recipes.load(recipe).by_half_gemms, 2 if recipes.load(recipe).bf16_wgrad else 3
+    emulated, each = recipes.load(recipe).block_formats, 2 if recipes.load(recipe).bf16_wgrad else 3
     what = "casts to MXFP8 or NVFP4" if emulated else "GEMMs in FP8"
     with pytest.raises(CheckFailed, match=f"{what}: {8 * each} expected, {(8 - count) * each} ran") as caught:
         observed(a_trial(recipe), lambda step: in_bf16(step.model, count))
@@ -539,6 +539,7 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::float_e4m3_t>>", "gemm_fp8"),
         ("scaled_kernel", "gemm_fp8"),
         ("gluon_gemm_fp8_kernel", "gemm_fp8"),
+        ("block_scaled_gemm_kernel", "gemm_fp8"),
         ("gluon_gemm_half_kernel", "gemm_half"),
         ("nvjet_sm90_tss_128x256_64x4_2x1_v_bz_coopA_TNN", "gemm_half"),
         ("nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_TNN", "gemm_half"),
@@ -555,7 +556,7 @@ def test_a_graph_that_was_not_replayed_fails() -> None:
         ("gluon_attention_forward_kernel", None),
         ("_cast_kernel", None),
         ("te_bench::policy_gemm", None),  # the host's
-        *((name, None) for name in ("mxfp8_cast_kernel", "nvfp4_cast_kernel", "block_formats_finish_kernel")),
+        *((name, None) for name in ("mxfp8_cast_kernel", "block_formats_finish_kernel", "block_pack_kernel")),
     ],
 )
 def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> None:
@@ -565,6 +566,19 @@ def test_a_kernel_s_name_tells_its_precision(kernel: str, kind: str | None) -> N
 def test_a_gpu_s_casts_to_block_formats_are_told_by_their_kernels() -> None:
     seen = {"mxfp8_cast_kernel": 2, "nvfp4_cast_kernel": 3, "nvfp4_amax_kernel": 3, "te_bench::nvfp4_cast": 3}
     assert kernel_parts.parts(seen, "cuda")["block_format_casts"] == 5
+
+
+@pytest.mark.parametrize("name", ["mxfp8_block_scaling", "nvfp4_block_scaling"])
+def test_where_a_gpu_multiplies_a_block_format_no_half_precision_passes_for_it(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, fp8, half in (((9, 0), 0, 24), ((10, 0), 24, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        expected = what_ran.expected_of_step(a_trial(name, device="cuda"), 64)
+        assert expected["gemm_fp8"] == (fp8, fp8)
+        assert expected["gemm_half"][0] >= half
+        assert expected["block_format_casts"] == (24, 24)
+        ran = {"gemm_fp8": 24 - fp8, "gemm_half": 3 + 24 - half}
+        assert "GEMMs in FP8" in str(what_ran.disagreement({k: expected[k] for k in ran}, ran))
 
 
 def test_a_product_whose_dtype_no_profiler_tells_is_of_the_trial_s_precision() -> None:

@@ -31,7 +31,7 @@ KEPT = ("frozen_scale", "nan_at_depth", "short_history")  # those that recipes k
 PLANTED = [(fault, name) for fault in faults.names() for name in WHOLE]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in KEPT or name == "delayed_scaling"]
 OF_SCALES = ("doubled_scale", "e5m2_forward")
-IN_FP8 = [name for name in WHOLE if not recipes.load(name).by_half_gemms]
+IN_FP8 = [name for name in WHOLE if not recipes.load(name).block_formats]
 PLANTED = [(fault, name) for fault, name in PLANTED if fault not in OF_SCALES or name in IN_FP8]
 
 
@@ -100,7 +100,7 @@ def test_a_doubled_scale_is_exactly_twice_the_right_one(name: str, role: str) ->
 
 @pytest.mark.parametrize("fault", OF_SCALES)
 def test_a_fault_of_scales_is_refused_where_operands_have_none(fault: str) -> None:
-    with pytest.raises(ValueError, match="multiplies in half precision, without scales or FP8"):
+    with pytest.raises(ValueError, match="casts in half precision, without scales or FP8"):
         faults.load(fault)(recipes.NVFP4BlockScaling())
     with pytest.raises(ValueError, match=r"wgrad of RowwiseScaling.* has no scales; leave bf16_wgrad out"):
         faults.load(fault)(recipes.RowwiseScaling(bf16_wgrad=True))

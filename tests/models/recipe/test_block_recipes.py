@@ -1,5 +1,6 @@
 """MXFP8 and NVFP4 as recipes: the noise of every GEMM by theory, and what must not pass for it; seeds, settings, layers."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -172,13 +173,27 @@ def test_impossible_settings(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-def test_transformer_engine_s_questions_say_that_it_is_emulated() -> None:
+def test_transformer_engine_s_questions_say_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("MXFP8", "NVFP4"):
-        available, reason = getattr(te, f"is_{name.lower()}_available")(return_reason=True)
-        assert not available
-        assert reason.startswith(
-            f"te_bench multiplies no {name}; te.recipe.{name}BlockScaling() has its numbers on any device"
+        available = getattr(te, f"is_{name.lower()}_available")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        assert available(return_reason=True) == (
+            False,
+            "a tensor core with block scales needs compute capability 10.0, this GPU has 9.0; "
+            f"te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs",
         )
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+        assert available(return_reason=True) == (True, "")
+
+
+@pytest.mark.parametrize("asked", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=["mxfp8", "nvfp4"])
+def test_a_recipe_multiplies_in_half_precision_where_no_tensor_core_has_its_format(asked: Recipe) -> None:
+    where = [("cpu", None), ("cuda", (9, 0)), ("cuda", (10, 0)), ("cuda", (12, 0))]
+    assert [asked.by_half_gemms(*one) for one in where] == [True, True, False, False]
+    always = dataclasses.replace(asked, emulate=True)
+    assert all(always.by_half_gemms(*one) for one in where)
+    assert not any(recipe.DelayedScaling().by_half_gemms(*one) for one in where)
 
 
 BLOCKS = [f"transformer.h.{block}.{name}" for block in range(12) for name in ("attn.proj", "mlp.fc")] + [

@@ -23,7 +23,7 @@ def slot(x: Tensor, asked: Recipe, role: str) -> Slot:
     return Slot(scale=torch.finfo(asked.dtype(role)).max / x.abs().amax(), amax=torch.zeros(()))
 
 
-IN_FP8 = [name for name in recipe.names() if not recipe.load(name).by_half_gemms]
+IN_FP8 = [name for name in recipe.names() if not recipe.load(name).block_formats]
 
 
 def test_each_runs_on_a_cpu_and_has_fp8_attention_where_its_name_says_so() -> None:

@@ -21,8 +21,8 @@ def test_the_page_is_doctors_own_words() -> None:
 
 def test_every_gpu_kernel_and_recipe_is_in_the_table() -> None:
     shown = {question for questions in gpus.ROWS.values() for question in questions}
-    hopper = {(operator, name): answer for operator, name, answer in gpu_support.rows("", (9, 0))}
-    able = {question for question, answer in hopper.items() if not answer.startswith(gpu_support.NO)}
+    said = [row for capability in ((9, 0), (10, 0)) for row in gpu_support.rows("", capability)]
+    able = {(operator, name) for operator, name, answer in said if not answer.startswith(gpu_support.NO)}
     assert {question for question in able if question[1] in gpu_support.OWN} <= shown <= able
     assert {name for operator, name in shown if operator == "FP8 recipe"} == set(recipe.names())
     titles = [column.title for column in gpus.table().columns[1:]]

@@ -57,6 +57,8 @@ def test_a_gpus_times_of_emulated_block_formats_are_said_to_be_that(tmp_path):
     assert "emulated" not in sentences(tmp_path / "fp8", records)[-1]
     records[1] = dataclasses.replace(records[1], work={**records[1].work, "ran": {"block_format_casts": 24}})
     assert sentences(tmp_path / "nvfp4", records)[-1].startswith("MXFP8 and NVFP4 are emulated by bf16 GEMMs")
+    records[1] = dataclasses.replace(records[1], kernels=["block_scaled_gemm_kernel", "nvfp4_cast_kernel"])
+    assert "emulated" not in sentences(tmp_path / "blackwell", records)[-1]
 
 
 def test_a_step_that_emulates_a_format_is_on_no_leaderboard(tmp_path):
