@@ -17,7 +17,10 @@ from te_bench.experiments.spec import Trial
 from te_bench.experiments.store import load
 from te_bench.reports.convergence.planning import duration
 
-SUITES = "attention, convergence, curves, demo, fp8, gemms, heads, layer, memory, nanogpt, pieces, quick, scaling, speed, stress"
+SUITES = (
+    "attention, convergence, curves, demo, fp8, gemms, heads, layer, memory, nanogpt, pieces, quick, scaling, "
+    "speed, stress"
+)
 TOGETHER = "--gpus-per-trial N goes with --parallel ddp, fsdp2, fsdp2+tp, hsdp, tp or zero1: give both"
 OF_SCALING = "the suite scaling has ddp, fsdp2, tp on each number of GPUs; leave it out and choose trials by --only"
 PREDICTED = "or predict a step by te-bench plan scaling --world N"
