@@ -13,18 +13,39 @@ import numpy as np
 from te_bench.experiments.problems import TrainingProblem
 from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.convergence import BROKEN, TRUNKS
+from te_bench.reports.analysis.rows import Group
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict, copies, judge
 from te_bench.reports.convergence.speedup import Speedup, capability_matched
 from te_bench.reports.convergence.stability import overfitting
-from te_bench.reports.convergence.study import Study, StudyArm
+from te_bench.reports.convergence.study import LEFT, Study, StudyArm, studies
 from te_bench.reports.convergence.study_verdict import CAUGHT, ArmVerdict, StudyVerdict
 
-MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (modded-nanogpt, 0.0019)
+MARGIN, ALPHA = (
+    0.003,
+    0.05,
+)  # nat: 1.25 of the least standard deviation over seeds that is known (`loss_verdict.RUNS_SD`)
 DECAYED = 0.1  # the learning rate must have decayed to this share of its peak
 EVALUATED_FULLY = 0.75  # of the steps; earlier evaluations of a preset with early_eval_tokens are shorter
 FEWEST_POINTS = 3
+#: The note on a study whose planned runs are not done.
+HIDDEN = (
+    "Until the planned runs of a configuration are done its gap and its losses are hidden, so that nobody stops or changes "
+    "the study by an interim answer; how far they vary (±) is shown"
+)
+
+
+def judge_group(group: Group) -> tuple[tuple[StudyVerdict, ...], frozenset[str]]:
+    """Return the verdicts on a group's studies, and the ids of configurations whose losses no page shows.
+
+    These are all of a pilot, and those of a study whose planned runs are not done.
+    """
+    found = studies(group)
+    verdicts = tuple(judge_study(study) for study in found if study.whole)
+    arms = [arm for study in found if study.pilot for arm in study.arms]
+    arms += [finding.arm for verdict in verdicts for finding in verdict.findings if finding.hidden]
+    return verdicts, frozenset(arm.configuration.id for arm in arms)
 
 
 def judge_study(study: Study, *, margin: float | None = None, alpha: float | None = None) -> StudyVerdict:
@@ -47,9 +68,13 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
     )
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name]) for arm in study.recipes)
     void = _why_void(control, aa, broken, bar)
-    unfinished = study.to_go > 0 and _is_open(control, recipes, aa, broken)
+    runs = sum(len(arm.runs) for arm in study.arms)
+    unfinished = study.to_go > 0 and not study.broken_off and _is_open(control, recipes, aa, broken)
     if unfinished:
-        void = f"{study.to_go} of {sum(len(arm.runs) for arm in study.arms)} trials"
+        void = f"{study.to_go} of {runs} trials"
+    elif study.broken_off:
+        void = f"exploration, broken off after {runs - study.to_go} of {runs} runs: {study.broken_off}"
+    hidden = [HIDDEN] if any(found is not None and found.hidden for found in (*recipes, aa, broken)) else []
     return StudyVerdict(
         study=study,
         margin=bar,
@@ -60,7 +85,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         void=void,
         unfinished=unfinished,
         exploration=bool(notes),
-        notes=(*study.notes, *notes, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
+        notes=(*study.notes, *notes, *hidden, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
     )
 
 
@@ -251,8 +276,16 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
-    """Return a sentence about rounds of a pool's plan without a result, or None once a look has decided the arm."""
-    if arm.kind == "broken" or pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
+    """Return a sentence about rounds of a pool's plan without a result, or None once a look has decided the arm.
+
+    The planted fault has no looks: its runs that are to go.
+    """
+    if arm.kind == "broken":
+        left = {seed: run.row.outcome for seed, run in arm.runs.items() if run.row.outcome in LEFT}
+        return (
+            f"{arm.name} has no result for {_seeds(left)} ({', '.join(sorted(set(left.values())))})" if left else None
+        )
+    if pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
     lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
     if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
@@ -330,6 +363,10 @@ def _is_open(
 
 def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
+    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement)
+    if missing and study.judgement and not study.broken_off:
+        untold = judgement if judgement.verdict is Verdict.DIVERGED else _inconclusive(missing, judgement.family)
+        return ArmVerdict(arm=arm, seeds=seeds, judgement=untold, missing=missing, hidden=True)
     native_gap, trained_gap = (
         None if c is None else _gap_beside(ours, theirs, seeds, paired=c.paired)
         for ours, theirs in ((arm.natives, study.base(arm)), (arm.trained, study.base(arm, lambda side: side.trained)))
@@ -347,7 +384,7 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), tuple(np.mean(np.subtract(ours, theirs), axis=0).tolist()) if at else ()),
-        missing=_missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement),
+        missing=missing,
     )
 
 

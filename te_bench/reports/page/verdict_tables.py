@@ -38,8 +38,9 @@ def gaps(found: StudyVerdict) -> Table | None:
 
 
 def losses(found: StudyVerdict) -> Table | None:
-    """Return the table of final validation losses, a row for each configuration, a column for each seed; not of a pilot."""
-    arms = [arm for arm in found.study.arms if arm.finals and not found.study.pilot]
+    """Return the table of final validation losses, a row a configuration, a column a seed; not what is hidden."""
+    hidden = {finding.arm.name for finding in found.findings if finding.hidden}
+    arms = [arm for arm in found.study.arms if arm.finals and arm.name not in hidden and not found.study.pilot]
     seeds = sorted({seed for arm in arms for seed in arm.finals})
     shown = [
         {"Configuration": word(arm.name)} | {f"Seed {seed}": number(arm.finals.get(seed), text.loss) for seed in seeds}
