@@ -120,6 +120,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
         (print if one.unfinished else say)(one.sentence)  # do not wrap a command
+        say(f"{verdict_tables.effort(one)}.")
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None

@@ -20,6 +20,7 @@ from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks, measu
 from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import template, text
 from te_bench.reports.page.environments import shown_environment
+from te_bench.reports.page.published_verdicts import asked
 from te_bench.reports.page.table import Table, label, number, repetitions, speedup, table_of, word
 
 _ROW = re.compile(r"^\| `(?P<folder>[^`]+)` \| (?P<command>.+) \| (?P<measured>.+) \|$", re.MULTILINE)
@@ -92,12 +93,14 @@ def gallery(results: Path, base: str, made: Path | None = None) -> str:
 def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
     details = run.results.environments[group.environment].get("details") or {}
     clean = details.get("git_commit") and details.get("git_dirty") is False
-    figures = _figures(group, judge_group(group)[1])
+    verdicts, hidden = judge_group(group)
+    figures = _figures(group, hidden)
     rows = [row for configuration in group.configurations for row in configuration.rows]
     return {
         "id": text.slug(f"{run.folder}-{group.environment[:8]}"),
         "folder": run.folder,
-        "title": group.title.split(": ", 1)[-1],  # without its suite, which is beside it
+        # without its suite, which is beside it
+        "title": "; ".join(asked(one.study) for one in verdicts) or group.title.split(": ", 1)[-1],
         "gpu": group.gpu or "CPU",
         "suite": "gate" if "answer" in run.files else group.suite,
         "day": max((row.record.started_at[:10] for row in rows if row.record), default=text.MISSING),
