@@ -80,8 +80,8 @@ class TrainingComparison:
         if self.reference is None or training is self.reference:
             return None
         both = [seed for seed in training.lowest if seed in self.reference.lowest]
-        gaps = [training.lowest[seed] - self.reference.lowest[seed] for seed in both]
-        return statistics.fmean(gaps) if gaps else None
+        ours, theirs = ([side.lowest[seed] for seed in both] for side in (training, self.reference))
+        return statistics.fmean(ours) - statistics.fmean(theirs) if both else None
 
 
 def comparisons(group: Group, hidden: Collection[str]) -> tuple[TrainingComparison, ...]:

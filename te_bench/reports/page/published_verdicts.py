@@ -1,5 +1,6 @@
 """Show the published verdicts on convergence, with margin, pairs, power and cost, as a table and as a sentence."""
 
+import functools
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -84,14 +85,14 @@ def table(results: Path) -> Table:
             "Cost": word(hours(row.cost)),
             "Records": word(row.folder),
         }
-        for row in _rows(results)
+        for row in _rows(results.resolve())
     ]
     return filled("verdicts", "Published verdicts", shown, text_columns=3)
 
 
 def sentence(results: Path) -> str:
     """Return the verdicts that are not void, and what is not finished, study by study."""
-    rows = [row for row in _rows(results) if not row.void]
+    rows = [row for row in _rows(results.resolve()) if not row.void]
     return f"{'. '.join(map(_said, grouped(rows, lambda row: row.folder).values()))}.\n"
 
 
@@ -104,8 +105,9 @@ def _said(rows: Sequence[_Row]) -> str:
     return f"{what}, {hours(of.cost)}: {', '.join(verdicts)}"
 
 
+@functools.cache  # two pages show them, and reading takes seconds
 def _rows(results: Path) -> list[_Row]:
-    """Return the verdicts, then the studies that are not finished, then those that are void."""
+    """Return the verdicts, then the studies that are not finished, then those that are void; results: an absolute path."""
     words = [str(verdict) for verdict in Verdict]
 
     def place(row: _Row) -> tuple[bool, bool, int]:
