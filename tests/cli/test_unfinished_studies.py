@@ -194,7 +194,7 @@ def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, re
 
 def test_the_gallery_names_a_study_by_what_it_asks(results: Path) -> None:
     begun(results / "h200" / "study", TRUTH)
-    assert "<b>char, 400 steps: delayed scaling; rowwise scaling</b>" in published.gallery(results, ".")
+    assert "<b>char, 400 steps: delayed scaling; 1 more</b>" in published.gallery(results, ".")
 
 
 def test_bf16_is_spelt_in_one_way_whatever_a_plan_s_title_says(command: Command, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from te_bench.experiments.problems import TrainingProblem
+from te_bench.reports.analysis.naming import recipe_name
 from te_bench.reports.analysis.rows import grouped, load_results, printable
 from te_bench.reports.convergence.effort import Effort, effort_of
 from te_bench.reports.convergence.equivalence import Verdict
@@ -53,9 +54,10 @@ class _Row:
 
 
 def asked(study: Study) -> str:
-    """Return a study's training and its recipes, or those that ran before it was broken off."""
-    ran = [arm.name for arm in study.recipes if arm.ended or not study.broken_off]
-    return f"{training(study)}: {named(ran)}"
+    """Return a study's training, its first recipe and the number of the others, of those that ran if it was given up."""
+    ran = [arm for arm in study.recipes if arm.ended or not study.broken_off]
+    recipes = dict.fromkeys(recipe_name(arm.trial.recipe) or arm.name for arm in ran)
+    return f"{training(study)}: {named(recipes, most=1)}"
 
 
 def training(study: Study) -> str:
@@ -65,10 +67,10 @@ def training(study: Study) -> str:
     return printable(f"{p.model}, {p.steps:,} steps{branch}")
 
 
-def named(names: Iterable[str]) -> str:
-    """Return the first NAMED names and the number of the others; names have commas."""
+def named(names: Iterable[str], most: int = NAMED) -> str:
+    """Return the first names and the number of the others; names have commas."""
     every = list(names)
-    return "; ".join([*every[:NAMED], *([f"{len(every) - NAMED} more"] if len(every) > NAMED else [])])
+    return "; ".join([*every[:most], *([f"{len(every) - most} more"] if len(every) > most else [])])
 
 
 def table(results: Path) -> Table:
