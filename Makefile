@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 JOBS ?= 2
 SECONDS_EACH ?= 0.1
 # Pages with tables that are made from the records and the code.
-PAGES := README.md $(addprefix docs/,advise.md advice-how.md fp8-details.md many-gpus.md results.md performance.md attention.md gate-statistics.md convergence-records.md gpus.md leaderboard.md plan-scaling.md)
+PAGES := README.md $(addprefix docs/,advise.md advice-how.md fp8-details.md many-gpus.md results.md performance.md attention.md gate-statistics.md convergence.md convergence-records.md gpus.md leaderboard.md plan-scaling.md)
 
 .PHONY: demo test test-slow docs bench simulations lint check-tables check-docs compile-tests compile-other-gpus compile-oldest-triton tables reports clean
 

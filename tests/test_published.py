@@ -5,7 +5,7 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import geometric_mean, median, quantiles, stdev
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
+from te_bench.reports.convergence import loss_verdict
+from te_bench.reports.convergence.study import studies
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
 
@@ -125,3 +127,23 @@ def test_a_trial_of_another_plan_is_seen() -> None:
     same = of.to_json() | {"seed": 99, "problem": {**of.problem, "corpus": "other", "data_sha256": "other"}}
     assert settled(of) == settled(Trial.from_json(same))
     assert settled(of) != settled(Trial.from_json(of.to_json() | {"problem": {**of.problem, "learning_rate": 1.0}}))
+
+
+def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> None:
+    """Of runs and of gaps; the least spread of runs is of another project."""
+
+    def arms(name: str) -> dict[str, dict[int, float]]:
+        [group] = load_results([RESULTS / "h200" / name]).groups
+        [study] = studies(group)
+        return {arm.name: arm.finals for arm in study.arms}
+
+    short, e4m3 = arms("convergence-short"), arms("convergence-e4m3")
+    gaps = [
+        stdev(loss - arm[bf16][seed] for seed, loss in arm[recipe].items() if seed in arm[bf16])
+        for arm, recipe, bf16 in (
+            (e4m3, "current scaling e4m3, fused", "bf16, fused"),
+            (short, "delayed scaling, fused, FP8 head", "bf16"),
+        )
+    ]
+    assert gaps == pytest.approx([sd for sd, _ in loss_verdict.GAPS_SD], rel=0.05)
+    assert stdev(short["bf16"].values()) == pytest.approx(loss_verdict.RUNS_SD[1][0], rel=0.05)

@@ -14,7 +14,7 @@ BLOCK = "█"
 def show(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="--out directory of a run.")],
     question: Annotated[
-        str | None, typer.Argument(help="fastest, memory, error, unsupported or energy. Default: an overview.")
+        str | None, typer.Argument(help="verdict, fastest, memory, error, unsupported or energy. Default: an overview.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also list the settings of each configuration.")] = False,
 ) -> None:
@@ -68,6 +68,7 @@ def embed(
     from te_bench.gate import self_test
     from te_bench.reports.page import embed as tables
     from te_bench.reports.page import published as records
+    from te_bench.reports.page import published_verdicts as verdicts
     from te_bench.reports.page import scaling_tables
 
     more: tables.More = {
@@ -76,6 +77,8 @@ def embed(
         "advice_errors": lambda directory: [advice.errors(directory)],
         "advice_headline": headline.headline,
         "leaderboard": records.leaderboard,
+        "verdicts": verdicts.table,
+        "verdict_sentence": verdicts.sentence,
         "plan_scaling": lambda _: scaling_tables.published(published.validate()),
     }
     stale = [page for page in pages if not tables.embed(page, check=check, more=more)]

@@ -179,7 +179,7 @@ def carry_out(
 
     slots: GPUs, None for the CPU, or the places of the cluster; each runs one trial at a time. warned: the command has
     already said that the machine is busy. limit: keeps back, and then holds, trials that would not end in time. If a part of
-    a study is run first, the whole plan is written before it. For a pilot no loss is printed, because its means stay hidden.
+    a study is run first, the whole plan is written before it. No loss of a study is printed, for its gaps are hidden.
 
     Ctrl-C ends te-bench with the command to continue, and with what is `unchanged`.
     """
@@ -212,7 +212,7 @@ def carry_out(
             executor = runner.Supervisor(directory, here, slots, **how)
         try:
             called = _called(trials, [record.trial for record in store.journal.records.values()])
-            found = (lambda record: "") if experiment.judgement.get("pilot") else _found
+            found = (lambda record: "") if experiment.judgement else _found
             with Progress(len(trials), done, len(slots), called, found, warned=warned) as progress:
                 late = runner.run(
                     trials,

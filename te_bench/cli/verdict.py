@@ -45,6 +45,13 @@ def verdict(
     margin: Margin = None,
     alpha: Alpha = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the answer as a single page.")] = None,
+    break_off: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHY",
+            help="Give up DIR's unfinished study: its gaps are shown from then on, and it never has a verdict.",
+        ),
+    ] = None,
 ) -> None:
     """Say whether FP8 trains like bf16, by exit code: 0 it does, 1 it does not, 3 undecided, 4 void or incomplete."""
     if directories and (baseline or candidate):
@@ -53,6 +60,8 @@ def verdict(
         raise ValueError(
             "--metric, --html and --paired go with --baseline and --candidate; for a run use te-bench report"
         )
+    if break_off is not None:
+        _break_off(directories or [], break_off)
     if directories:
         code = _of_runs(directories, margin, alpha)
     elif baseline and candidate:
@@ -65,6 +74,20 @@ def verdict(
         raise ValueError("give the --out directory of te-bench run convergence, or --baseline LOGS --candidate LOGS")
     sys.stdout.flush()
     raise typer.Exit(code)
+
+
+def _break_off(directories: list[Path], why: str) -> None:
+    """Write into the journal of the one directory that its study is given up. Raises ValueError if nothing is hidden."""
+    from te_bench.experiments.store import Store
+    from te_bench.reports.analysis.rows import load_results
+    from te_bench.reports.convergence.verdict import judge_group
+
+    if len(directories) != 1 or not why.strip():
+        raise ValueError("--break-off takes one --out directory of a convergence run, and a reason")
+    if not any(judge_group(group)[1] for group in load_results(directories).groups):
+        raise ValueError(f"--break-off: {directories[0]} holds no study whose planned runs are not done")
+    with Store(directories[0]) as store:
+        store.break_off(why.strip())
 
 
 def _of_runs(directories: list[Path], margin: float | None, alpha: float | None) -> int:
@@ -97,6 +120,7 @@ def _of_runs(directories: list[Path], margin: float | None, alpha: float | None)
         if len(whole) > 1:
             print(f"== {study.title}, {group.where}")
         (print if one.unfinished else say)(one.sentence)  # do not wrap a command
+        say(f"{verdict_tables.effort(one)}.")
         print()
         brief = verdict_tables.brief(one)
         assert brief is not None

@@ -1,8 +1,9 @@
 """The journal: an append-only JSONL file, one checksummed and fsynced line per event, safe against a kill at any byte.
 
-There are three kinds of line: "environment" (machine and code), "plan" (the trials of a suite) and "record" (how one trial
-ended). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with a checksum of everything after it. A
-record's line has its done-key and schema before its body, so that a journal can be indexed without parsing every sample.
+There are four kinds of line: "environment" (machine and code), "plan" (the trials of a suite), "record" (how one trial
+ended) and "broken_off" (why a study was given up). A line is `{"crc32":"0123abcd","kind":...,"body":...}`: valid JSON, with
+a checksum of everything after it. A record's line has its done-key and schema before its body, so that a journal can be
+indexed without parsing every sample.
 """
 
 import codecs
@@ -105,6 +106,7 @@ class Journal:
     records: Records = field(default_factory=Records)
     size: int = 0  # bytes of whole, intact lines
     torn: int = 0  # bytes after them, of a line that a kill or a full disk cut short
+    broken_off: str | None = None  # why its study was given up: it has no verdict, and its losses may be seen
 
     def done(self, key: Key) -> bool:
         """Return whether this trial has ended in this environment; an interrupted trial has not."""
@@ -244,6 +246,8 @@ def _add(journal: Journal, raw: bytes) -> None:
         journal.environments[body["id"]] = body
     elif line.kind == "plan":
         journal.plans.append(Plan.from_json(body))
+    elif line.kind == "broken_off":
+        journal.broken_off = body["why"]
 
 
 def encode(kind: str, body: Mapping[str, Any]) -> bytes:
@@ -310,6 +314,9 @@ class Store:
 
     def add(self, record: Record) -> None:
         self._append("record", record.to_json())
+
+    def break_off(self, why: str) -> None:
+        self._append("broken_off", {"why": why, "at": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def copy(self, copied: Iterable[Line]) -> None:
         """Append lines of other journals unchanged, all of them or none."""

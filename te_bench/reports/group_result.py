@@ -16,9 +16,8 @@ from te_bench.reports.analysis.rows import Group, Results, load_results
 from te_bench.reports.analysis.scaled import ScaledStep, scaled_steps
 from te_bench.reports.analysis.steps import measured_steps
 from te_bench.reports.convergence.stress import StressLadder, stress_ladders
-from te_bench.reports.convergence.study import studies
 from te_bench.reports.convergence.study_verdict import StudyVerdict
-from te_bench.reports.convergence.verdict import judge_study
+from te_bench.reports.convergence.verdict import judge_group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +31,7 @@ class GroupResult:
     layers: tuple[LayerVariant, ...]
     trainings: tuple[TrainingComparison, ...]
     studies: tuple[StudyVerdict, ...]
+    hidden: frozenset[str]  # ids of configurations whose losses no page shows
     stress: tuple[StressLadder, ...]
     largest_batches: tuple[LargestBatch, ...]
     scaled: tuple[ScaledStep, ...]
@@ -67,14 +67,16 @@ def group_result(group: Group) -> GroupResult:
     configurations = group.of("train_step")
     baseline = next((configuration for configuration in configurations if configuration.id == group.baseline), None)
     steps = measured_steps(configurations, baseline, group.gpu)
+    judged, hidden = judge_group(group)
     return GroupResult(
         group=group,
         steps=rank_steps(steps),
         fastest=fastest_of_each_kind(steps),
         floor=floor_of(group, steps),
         layers=layer_variants(group),
-        trainings=() if any(study.pilot for study in studies(group)) else comparisons(group),  # curves show means
-        studies=tuple(judge_study(study) for study in studies(group) if study.whole),
+        trainings=comparisons(group, hidden),
+        studies=judged,
+        hidden=hidden,
         stress=stress_ladders(group),
         largest_batches=largest_batches(group),
         scaled=scaled_steps(group),

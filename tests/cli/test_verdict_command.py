@@ -181,9 +181,9 @@ def test_what_certainty_costs_is_said_without_contradiction(judged) -> None:
     assert "A verdict stands with 6 pairs. A study planned anew would take 8 to reach one in 80 % of cases." in said
     assert "takes 8" not in said
     few = flat(judged("3.28\n3.281\n", "3.29\n3.292\n", margin=0.03).out)
-    assert "the margin 0.03 takes 3 a side" in few
+    assert "The margin 0.03 takes 3 to 11 runs a side" in few
     tiny = flat(judged("3.28\n3.281\n", "3.29\n3.292\n", margin=1e-9).out)
-    assert "the margin 1e-09 takes more than" in tiny
+    assert "The margin 1e-09 takes more than" in tiny
 
 
 def test_a_candidate_that_ends_below_by_more_than_the_margin_is_said_to(judged) -> None:

@@ -121,9 +121,10 @@ def test_too_few_seeds_for_any_verdict_are_told_how_many_it_takes(seeds, two, co
     assert said.startswith("INCONCLUSIVE: one run says" if seeds == 1 else "INCONCLUSIVE: 2 seeds do not show")
     assert "nat (0.03" in said
     assert "these runs do not show how sure that is" in said
-    assert "3 seeds a side are needed at least, and 8 to be worth much" in said
-    assert "the margin 0.003 takes 15 a side" in said
-    assert "the margin 0.003 takes 15 a side" in page.read_text()
+    assert "A verdict takes 3 seeds a side, and is worth much with 8" in said
+    assert "The margin 0.003 takes 15 to 794 runs a side, as runs vary by 0.0024 (sd, " in said
+    assert "or 9 to 195 pairs of one seed and the same batches, as gaps vary by 0.002 (" in said
+    assert "The margin 0.003 takes 15 to 794 runs a side" in page.read_text()
 
 
 def test_the_page_and_the_metric_are_of_logs_alone(command: Command, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Compute loss curves: what each training of a comparison reached, and how far seeds alone move the bf16 one."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
@@ -32,13 +32,21 @@ class Training:
 
     configuration: Configuration
     drawn: tuple[Record, ...]  # records of the curves `train` and `validation`
-    best: float | None  # lowest validation loss of each seed, mean over the seeds that ended ok
+    lowest: Mapping[tuple[str, int], float]  # validation loss of each seed that ended ok
     deviation: float | None  # sample standard deviation of these lowest losses over seeds
-    n: int  # number of seeds in best
     steps_done: float | None
     tokens: float | None  # of all its steps
     tokens_per_s: float | None
     batch: float | None  # the batch used, even if the plan said "max"
+    hidden: bool = False  # no loss may be seen yet, so that drawn and lowest are empty; deviation is known
+
+    @property
+    def best(self) -> float | None:
+        return statistics.fmean(self.lowest.values()) if self.lowest else None
+
+    @property
+    def n(self) -> int:
+        return len(self.lowest)
 
     @cached_property  # takes seconds for long runs, and tables do not need it
     def train(self) -> tuple[LossPoint, ...]:
@@ -68,20 +76,27 @@ class TrainingComparison:
         return not any("share" in training.configuration.trial.problem for training in self.trainings)
 
     def behind(self, training: Training) -> float | None:
-        """Return the best validation loss minus the bf16 one's: above 0 is worse."""
-        if self.reference is None or training.best is None or self.reference.best is None or training is self.reference:
+        """Return the best validation loss minus the bf16 one's, over the seeds of both: above 0 is worse."""
+        if self.reference is None or training is self.reference:
             return None
-        return training.best - self.reference.best
+        both = [seed for seed in training.lowest if seed in self.reference.lowest]
+        ours, theirs = ([side.lowest[seed] for seed in both] for side in (training, self.reference))
+        return statistics.fmean(ours) - statistics.fmean(theirs) if both else None
 
 
-def comparisons(group: Group) -> tuple[TrainingComparison, ...]:
-    """Return a group's trainings, grouped where their curves may be compared, in the plan's order."""
+def comparisons(group: Group, hidden: Collection[str]) -> tuple[TrainingComparison, ...]:
+    """Return a group's trainings, grouped where their curves may be compared, in the plan's order.
+
+    hidden: ids of configurations whose losses may not be seen yet.
+    """
     together = grouped(group.of("training"), lambda configuration: configuration.course)
-    return tuple(_comparison(configurations, group.baseline) for configurations in together.values())
+    return tuple(_comparison(configurations, group.baseline, hidden) for configurations in together.values())
 
 
-def _comparison(configurations: Sequence[Configuration], baseline: str | None) -> TrainingComparison:
-    trainings = tuple(_training(configuration) for configuration in configurations)
+def _comparison(
+    configurations: Sequence[Configuration], baseline: str | None, hidden: Collection[str]
+) -> TrainingComparison:
+    trainings = tuple(_training(configuration, configuration.id in hidden) for configuration in configurations)
     bf16 = [one for one in trainings if one.configuration.trial.precision == "bf16" and one.validation]
     # The reference has the most seeds; among equals it is the suite's baseline, else the first planned.
     reference = max(bf16, key=lambda training: (training.n, training.configuration.id == baseline), default=None)
@@ -97,10 +112,10 @@ def _comparison(configurations: Sequence[Configuration], baseline: str | None) -
     )
 
 
-def _training(configuration: Configuration) -> Training:
+def _training(configuration: Configuration, hidden: bool) -> Training:
     diverged = [row.record for row in configuration.rows if row.record and row.outcome == "diverged"]
     drawn = configuration.ok or diverged  # a diverged seed would shorten the others' curves; tables count it
-    best = list(lowest_losses(configuration).values())
+    lowest = lowest_losses(configuration)
     work = drawn[0].work if drawn else {}
     steps = [max(found) + 1 for record in drawn if (found := numbers(record.samples.get("step")))]  # steps begin at 0
     times = [max(found) for record in drawn if (found := numbers(record.samples.get("time_s")))]
@@ -112,14 +127,14 @@ def _training(configuration: Configuration) -> Training:
     timed = time if "share" not in configuration.trial.problem else None
     return Training(
         configuration=configuration,
-        drawn=tuple(drawn),
-        best=statistics.fmean(best) if best else None,
-        deviation=statistics.stdev(best) if len(best) > 1 else None,
-        n=len(best),
+        drawn=() if hidden else tuple(drawn),
+        lowest={} if hidden else lowest,
+        deviation=statistics.stdev(lowest.values()) if len(lowest) > 1 else None,
         steps_done=last,
         tokens=tokens,
         tokens_per_s=clocked / timed if clocked and timed else None,
         batch=finite(work.get("batch")),
+        hidden=hidden,
     )
 
 

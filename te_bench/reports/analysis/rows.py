@@ -97,6 +97,7 @@ class Group:
     #: The command-line options of its plans, oldest first.
     asked: tuple[tuple[str, ...], ...] = ((),)
     directory: Path | None = None  # of the first of its runs
+    broken_off: str | None = None  # why its study was given up
 
     def of(self, workload: str) -> tuple[Configuration, ...]:
         return tuple(configuration for configuration in self.configurations if configuration.trial.workload == workload)
@@ -143,6 +144,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
     plans: dict[tuple[str, str], list[Plan]] = {}
     bodies: dict[str, Mapping[str, Any]] = {}
     directories: dict[tuple[str, str], Path | None] = {}
+    broken_off: dict[tuple[str, str], str | None] = {}
     for run, journal in journals.items():
         for key, planned in _planned(journal).items():
             found = _rows(run, planned, journal)
@@ -150,12 +152,13 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             known = {_measurement(row) for row in rows.setdefault(key, []) if row.record}
             rows[key].extend(row for row in found if _measurement(row) not in known)
             directories.setdefault(key, journal.directory)
+            broken_off[key] = broken_off.get(key) or journal.broken_off
             bodies[key[1]] = journal.environments.get(key[1], {})
     where = environment_labels(bodies)
     groups = tuple(
         Group(
             suite=suite,
-            title=plans[suite, environment][0].title,
+            title=plans[suite, environment][0].title.replace("BF16", "bf16"),  # older plans have both
             environment=environment,
             where=where[environment],
             gpu=identity(bodies[environment]).get("gpu"),
@@ -166,6 +169,7 @@ def from_journals(journals: Mapping[str, Journal]) -> Results:
             ),
             asked=tuple(dict.fromkeys(p.asked for p in reversed(plans[suite, environment]))),
             directory=directories[suite, environment],
+            broken_off=broken_off[suite, environment],
         )
         for suite, environment in rows
     )

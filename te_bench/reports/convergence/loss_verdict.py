@@ -27,8 +27,10 @@ PLAIN = {
 TENTH = 0.1  # of the loss: what trains worse by so much is another model
 SMALL = 0.01  # nat: a margin that is one, however low the loss
 SEEDS = (3, 5, 8, 12, 20, 40)  # that the price of certainty is told for
-#: Where the runs themselves do not tell: 40 runs of a 124M GPT (modded-nanogpt, 2024-12-10_MFUTweaks).
-TYPICAL_SD = 0.0024
+#: Where the runs themselves do not tell: the least and the largest known standard deviations, in nat, with their source, of
+#: runs over seeds and of the gaps of pairs. The first is of 40 runs (modded-nanogpt, 2024-12-10_MFUTweaks).
+RUNS_SD = ((0.0024, "modded-nanogpt's 124M GPT"), (0.02, "results/h200/convergence-short"))
+GAPS_SD = ((0.002, "convergence-e4m3"), (0.014, "convergence-short"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,12 +176,20 @@ def answers(found: LossVerdict) -> list[str]:
 
 
 def _typical(found: LossVerdict) -> str:
-    sd = power.gap_sd(TYPICAL_SD)
-    needed = power.seeds_needed(sd, found.margin, alpha=found.alpha, paired=False)
-    takes = max(FEWEST, needed) if needed else f"more than {power.MOST_SEEDS}"
+    def takes(gap_sd: float, *, paired: bool) -> str:
+        needed = power.seeds_needed(gap_sd, found.margin, alpha=found.alpha, paired=paired)
+        return f"{max(FEWEST, needed):,}" if needed else f"more than {power.MOST_SEEDS:,}"
+
+    (least, few), (largest, many) = RUNS_SD
+    (near, alike), (far, unlike) = GAPS_SD
+    runs, pairs = (
+        " to ".join(takes(sd, paired=paired) for sd in ends)
+        for ends, paired in (((power.gap_sd(least), power.gap_sd(largest)), False), ((near, far), True))
+    )
     return (
-        f"{FEWEST} seeds a side are needed at least, and 8 to be worth much. If seeds move this loss as they move that of a "
-        f"124M GPT (sd {TYPICAL_SD} nat, 40 runs of modded-nanogpt), the margin {found.margin:g} takes {takes} a side."
+        f"A verdict takes {FEWEST} seeds a side, and is worth much with 8. The margin {found.margin:g} takes {runs} runs a "
+        f"side, as runs vary by {least} (sd, {few}) to {largest} nat ({many}); or {pairs} pairs of one seed and the same "
+        f"batches, as gaps vary by {near} ({alike}) to {far} ({unlike})."
     )
 
 

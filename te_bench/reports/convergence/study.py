@@ -172,6 +172,7 @@ class Study:
     unjudged: int = 0  # trials of seeds that were added after the first plan
     fewer_bits: bool = False  # judges fewer bits of weights and states against float32, not FP8 against bf16
     again: str = ""  # the command that runs the remaining trials
+    broken_off: str | None = None  # why it was given up: it has no verdict
 
     @property
     def to_go(self) -> int:
@@ -253,7 +254,7 @@ class Study:
     @property
     def pilot(self) -> bool:
         """Whether only a pilot is planned yet, whose spread alone is shown."""
-        return bool(self.judgement.get("pilot"))
+        return bool(self.judgement.get("pilot")) and not self.broken_off
 
     def number(self, setting: str) -> float | None:
         """Return a number of the plan's judgement, or None."""
@@ -347,6 +348,7 @@ def _study(group: Group, title: str, configurations: Sequence[Configuration]) ->
         judgement=judgement,
         fewer_bits=fewer_bits,
         again=_again(group, configurations, plans),
+        broken_off=None if group.broken_off is None else printable(group.broken_off).rstrip("."),
         notes=tuple(dict.fromkeys(notes)),
         unjudged=sum(judged is not None and row.trial.seed not in judged for c in configurations for row in c.rows),
     )

@@ -29,6 +29,7 @@ class ArmVerdict:
     # Steps at which every pair was evaluated, and the mean gaps there.
     gap_curve: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     missing: str | None = None  # planned seeds without a result
+    hidden: bool = False  # its gap and its losses, until its planned runs are done
 
     @property
     def verdict(self) -> Verdict:
@@ -63,13 +64,14 @@ class StudyVerdict:
 
     def label(self, finding: ArmVerdict) -> str:
         """Return the verdict as shown in tables."""
-        if self.unfinished and finding.missing:
+        if finding.missing and (self.unfinished or self.study.broken_off):
             return "not finished"
         return f"{finding.verdict}{' (void)' if self.void and finding in self.recipes else ''}"
 
     def reason(self, finding: ArmVerdict) -> str | None:
         """Return the reason for an arm's verdict; None if only trials that have not run yet are missing."""
-        if self.unfinished and (finding.missing or "").endswith(f"({NOT_RUN})"):
+        open_ended = self.unfinished or self.study.broken_off
+        if open_ended and (finding.missing or "").endswith(f"({NOT_RUN})"):
             return None
         return finding.missing or finding.judgement.reason
 

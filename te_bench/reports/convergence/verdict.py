@@ -10,21 +10,36 @@ from dataclasses import replace
 
 import numpy as np
 
-from te_bench.experiments.problems import TrainingProblem
-from te_bench.experiments.spec import Trial
 from te_bench.experiments.suites.convergence import BROKEN, TRUNKS
+from te_bench.reports.analysis.rows import Group
 from te_bench.reports.convergence import pool_study
 from te_bench.reports.convergence.band import band
 from te_bench.reports.convergence.equivalence import CandidateVerdict, Verdict, copies, judge
 from te_bench.reports.convergence.speedup import Speedup, capability_matched
-from te_bench.reports.convergence.stability import overfitting
-from te_bench.reports.convergence.study import Study, StudyArm
-from te_bench.reports.convergence.study_verdict import CAUGHT, ArmVerdict, StudyVerdict
+from te_bench.reports.convergence.study import LEFT, Study, StudyArm, studies
+from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
+from te_bench.reports.convergence.void import common_steps, losses_at, named_seeds, why_void
 
-MARGIN, ALPHA = 0.003, 0.05  # nat: 1.6 seed standard deviations of a 124M model (modded-nanogpt, 0.0019)
+#: In nat: 1.25 of the least standard deviation over seeds that is known (`loss_verdict.RUNS_SD`).
+MARGIN, ALPHA = 0.003, 0.05
 DECAYED = 0.1  # the learning rate must have decayed to this share of its peak
-EVALUATED_FULLY = 0.75  # of the steps; earlier evaluations of a preset with early_eval_tokens are shorter
-FEWEST_POINTS = 3
+#: The note on a study whose planned runs are not done.
+HIDDEN = (
+    "Until the planned runs of a configuration are done its gap and its losses are hidden, so that nobody stops or changes "
+    "the study by an interim answer; how far they vary (±) is shown"
+)
+
+
+def judge_group(group: Group) -> tuple[tuple[StudyVerdict, ...], frozenset[str]]:
+    """Return the verdicts on a group's studies, and the ids of configurations whose losses no page shows.
+
+    These are all of a pilot, and those of a study whose planned runs are not done.
+    """
+    found = studies(group)
+    verdicts = tuple(judge_study(study) for study in found if study.whole)
+    arms = [arm for study in found if study.pilot for arm in study.arms]
+    arms += [finding.arm for verdict in verdicts for finding in verdict.findings if finding.hidden]
+    return verdicts, frozenset(arm.configuration.id for arm in arms)
 
 
 def judge_study(study: Study, *, margin: float | None = None, alpha: float | None = None) -> StudyVerdict:
@@ -46,10 +61,14 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         for arm in (study.aa, study.broken)
     )
     recipes = tuple(_arm_verdict(study, control, arm, judged[arm.name]) for arm in study.recipes)
-    void = _why_void(control, aa, broken, bar)
-    unfinished = study.to_go > 0 and _is_open(control, recipes, aa, broken)
+    void = why_void(control, aa, broken, bar)
+    runs = sum(len(arm.runs) for arm in study.arms)
+    unfinished = study.to_go > 0 and not study.broken_off and _is_open(control, recipes, aa, broken)
     if unfinished:
-        void = f"{study.to_go} of {sum(len(arm.runs) for arm in study.arms)} trials"
+        void = f"{study.to_go} of {runs} trials"
+    elif study.broken_off:
+        void = f"exploration, broken off after {runs - study.to_go} of {runs} runs: {study.broken_off}"
+    hidden = [HIDDEN] if any(found is not None and found.hidden for found in (*recipes, aa, broken)) else []
     return StudyVerdict(
         study=study,
         margin=bar,
@@ -60,7 +79,7 @@ def judge_study(study: Study, *, margin: float | None = None, alpha: float | Non
         void=void,
         unfinished=unfinished,
         exploration=bool(notes),
-        notes=(*study.notes, *notes, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
+        notes=(*study.notes, *notes, *hidden, *_note_trunks(study), *_note_outliers(study, (*recipes, aa))),
     )
 
 
@@ -89,7 +108,7 @@ def _note_trunks(study: Study) -> list[str]:
         for arm in study.arms
     }
     return [
-        f"{name}, {_seeds(seeds)}: left out: a trunk was trained again, so it does not start from bf16's trunk"
+        f"{name}, {named_seeds(seeds)}: left out: a trunk was trained again, so it does not start from bf16's trunk"
         for name, seeds in apart.items()
         if seeds
     ]
@@ -153,7 +172,7 @@ def why_diverged(arm: StudyArm) -> str | None:
     """Return why the arm counts as diverged, or None."""
     if not arm.diverged:
         return None
-    return f"{len(arm.diverged)} of {len(arm.ended)} runs, {_seeds(arm.diverged)}: {next(iter(arm.diverged.values()))}"
+    return f"{len(arm.diverged)} of {len(arm.ended)} runs, {named_seeds(arm.diverged)}: {next(iter(arm.diverged.values()))}"
 
 
 def _judge_recipes(study: Study, control: StudyArm, margin: float, alpha: float) -> dict[str, CandidateVerdict]:
@@ -219,7 +238,7 @@ def _why_untestable(study: Study, arm: StudyArm, control: StudyArm) -> str | Non
         seeds = list(side.finals)
         if found := copies(list(side.finals.values())):
             return (
-                f"{side.name}, {_seeds([seeds[i] for i in found])} ended on the very same loss, "
+                f"{side.name}, {named_seeds([seeds[i] for i in found])} ended on the very same loss, "
                 f"{side.finals[seeds[found[0]]]:.10g}: they are one run, which says nothing of how far seeds move it"
             )
     if study.pool is not None:
@@ -238,7 +257,7 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
         lost = {seed: run.row.outcome for seed, run in side.runs.items() if run.final is None and not run.diverged}
         if lost:
             said = {"the last evaluation is missing" if outcome == "ok" else outcome for outcome in lost.values()}
-            return f"{side.name} has no result for {_seeds(lost)} ({', '.join(sorted(said))})"
+            return f"{side.name} has no result for {named_seeds(lost)} ({', '.join(sorted(said))})"
         faults = study.number("fault_runs") or BROKEN
         wanted = planned if planned is None or side.kind != "broken" else min(planned, faults)
         if wanted is not None and len(side.runs) < wanted:
@@ -246,76 +265,33 @@ def _missing_seeds(study: Study, arm: StudyArm) -> str | None:
     for side in study.beside(arm):
         only = set(arm.runs) - set(side.runs) if arm.kind == "broken" else set(arm.runs) ^ set(side.runs)
         if only:
-            return f"{_seeds(sorted(only))} was run in one of {arm.name} and {side.name} only: pairs need both"
+            return f"{named_seeds(sorted(only))} was run in one of {arm.name} and {side.name} only: pairs need both"
     return None
 
 
 def _unfinished(study: Study, arm: StudyArm, judgement: CandidateVerdict) -> str | None:
-    """Return a sentence about rounds of a pool's plan without a result, or None once a look has decided the arm."""
-    if arm.kind == "broken" or pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
+    """Return a sentence about rounds of a pool's plan without a result, or None once a look has decided the arm.
+
+    The planted fault has no looks: its runs that are to go.
+    """
+    if arm.kind == "broken":
+        left = {seed: run.row.outcome for seed, run in arm.runs.items() if run.row.outcome in LEFT}
+        return (
+            f"{arm.name} has no result for {named_seeds(left)} ({', '.join(sorted(set(left.values())))})"
+            if left
+            else None
+        )
+    if pool_study.why_decided(study, judgement, recipe=arm.kind == "recipe"):
         return None
     lost = {seed: run.row.outcome for seed, run in arm.runs.items() if run.final is None and not run.diverged}
     if set(lost.values()) == {"stopped"} and len(arm.runs) >= study.rounds:
         return None  # a look decided the plan's margin, and this verdict is by a tighter one
     why = f"{arm.name} has {len(arm.finals)} of the {study.rounds} rounds of the plan"
-    return f"{why} ({_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
+    return f"{why} ({named_seeds(lost)}: {', '.join(sorted(set(lost.values())))})" if lost else why
 
 
 def _inconclusive(reason: str, family: int) -> CandidateVerdict:
     return CandidateVerdict(verdict=Verdict.INCONCLUSIVE, reason=reason, family=family)
-
-
-def why_overfitted(control: StudyArm, margin: float) -> str | None:
-    """Return why final losses prove nothing if the control's loss ends above its minimum by more than the margin.
-
-    The loss is the mean curve over seeds, at evaluations with as many tokens as the last: early ones may be shorter.
-    """
-    seeds = list(control.finals)
-    at = common_steps((control,), seeds)
-    if "early_eval_tokens" in control.trial.problem:
-        at = [step for step in at if step > EVALUATED_FULLY * float(control.trial.problem["steps"] or 0)]
-    if len(at) < FEWEST_POINTS:
-        return None
-    rise = overfitting(at, np.mean([losses_at(control, seed, at) for seed in seeds], axis=0))
-    if rise <= margin:
-        return None
-    return (
-        f"bf16 overfits: its validation loss ends {rise:.2g} above its least, more than the margin {margin:g}. A lower "
-        "final loss may then only mean less overfitting. Train for fewer steps, or on text that is seen once"
-    )
-
-
-def _why_void(control: StudyArm, aa: ArmVerdict | None, broken: ArmVerdict | None, margin: float) -> str | None:
-    """Return why the experiment proves nothing: bf16 diverges or overfits, is too noisy, or a fault is not caught."""
-    if control.diverged:
-        why = next(iter(control.diverged.values()))
-        return f"bf16 itself diverged on {_seeds(control.diverged)} ({why}), and the seeds that are left are a biased choice"
-    if too_long := why_overfitted(control, margin):
-        return too_long
-    for finding, name in ((aa, "A/A"), (broken, "broken")):
-        if finding is None:
-            return f"the {name} configuration is missing, without which nothing shows that a difference would be seen"
-    assert aa is not None
-    assert broken is not None
-    if aa.seeds and all(aa.arm.finals[seed] == control.finals[seed] for seed in aa.seeds):
-        return (
-            "the A/A configuration ended on the control's very losses: its perturbation was lost, and it shows no noise"
-        )
-    if aa.verdict is not Verdict.EQUIVALENT:
-        return f"the A/A configuration, bf16 against itself, is not EQUIVALENT: {aa.judgement.reason}"
-    if broken.verdict not in CAUGHT:
-        longer = _more_steps(control.trial) if broken.judgement.comparison else ""
-        why = "the fault planted on purpose was not caught, and a bad recipe might not be either"
-        return f"{why}. Of the fault: {broken.judgement.reason}{longer}"
-    return None
-
-
-def _more_steps(control: Trial) -> str:
-    """Return a sentence that says how to make the fault's gap larger."""
-    p = TrainingProblem.of(control)
-    if p.branch_at is None or p.steps is None:
-        return ". More steps make its gap larger"
-    return f". It had the last {p.steps - p.branch_at:,} steps to show: give a smaller --branch-at, or more --steps"
 
 
 def _is_open(
@@ -330,6 +306,10 @@ def _is_open(
 
 def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: CandidateVerdict) -> ArmVerdict:
     seeds, c, sides = paired_seeds(study, arm), judgement.comparison, study.beside(arm)
+    missing = _missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement)
+    if missing and study.judgement and not study.broken_off:
+        untold = judgement if judgement.verdict is Verdict.DIVERGED else _inconclusive(missing, judgement.family)
+        return ArmVerdict(arm=arm, seeds=seeds, judgement=untold, missing=missing, hidden=True)
     native_gap, trained_gap = (
         None if c is None else _gap_beside(ours, theirs, seeds, paired=c.paired)
         for ours, theirs in ((arm.natives, study.base(arm)), (arm.trained, study.base(arm, lambda side: side.trained)))
@@ -347,7 +327,7 @@ def _arm_verdict(study: Study, control: StudyArm, arm: StudyArm, judgement: Cand
         speedup=None if c is None or not at or study.branch_at else _speedup(control, theirs, arm, seeds, at),
         band=band(at, ours, theirs) if at else None,
         gap_curve=(tuple(at), tuple(np.mean(np.subtract(ours, theirs), axis=0).tolist()) if at else ()),
-        missing=_missing_seeds(study, arm) if study.pool is None else _unfinished(study, arm, judgement),
+        missing=missing,
     )
 
 
@@ -378,19 +358,3 @@ def _speedup(
         candidate_step_s=[arm.runs[s].step_s or 0.0 for s in within],
         across_hosts=len(timed) - len(within),
     )
-
-
-def common_steps(arms: Sequence[StudyArm], seeds: Sequence[int]) -> list[float]:
-    """Return the steps at which every run was evaluated, in order. The first is before training."""
-    steps = [set(arm.runs[seed].curve[0]) for arm in arms for seed in seeds]
-    return sorted(set.intersection(*steps)) if steps else []
-
-
-def losses_at(arm: StudyArm, seed: int, at: Sequence[float]) -> list[float]:
-    by_step = dict(zip(*arm.runs[seed].curve, strict=True))
-    return [by_step[step] for step in at]
-
-
-def _seeds(which: Sequence[int] | dict[int, str]) -> str:
-    listed = [str(seed) for seed in which]
-    return f"seed {listed[0]}" if len(listed) == 1 else f"seeds {', '.join(listed)}"

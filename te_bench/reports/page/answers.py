@@ -14,9 +14,11 @@ from te_bench.reports.analysis.naming import kernel_name, printable
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.analysis.steps import MeasuredStep
+from te_bench.reports.convergence.verdict import HIDDEN
 from te_bench.reports.group_result import GroupResult, ReportResult
-from te_bench.reports.page import text
+from te_bench.reports.page import tables, text, verdict_tables
 from te_bench.reports.page.headlines import headlines
+from te_bench.reports.page.table import Table
 
 WIDTH, HEIGHT = 80, 24  # characters of a terminal
 LEAST_BAR = 8  # characters of the longest bar, if names are long
@@ -40,6 +42,9 @@ class Chart:
 
     heading: str
     bars: tuple[TextBar, ...]
+
+
+Part = Chart | Table | str
 
 
 def answer(report: ReportResult, question: str | None, *, run: str = "RUN", ascii_only: bool = False) -> list[str]:
@@ -66,11 +71,15 @@ def specifications(report: ReportResult) -> list[str]:
 
 def _whole(report: ReportResult, run: str) -> list[str]:
     results = report.results
-    lines = [line for sentence in headlines(report) for line in _wrapped(sentence)]
+    judged = [found.sentence for result in report.groups for found in result.studies]
+    lines = _answered(report, "verdict", ascii_only=False) if judged else []
+    said = [sentence for sentence in headlines(report) if not sentence.startswith(tuple(judged))]
+    lines += [line for sentence in said for line in _wrapped(sentence)]
     ended = _wrapped(
         f"{results.outcomes.get('ok', 0)} of {len(results.rows)} planned trials ended ok{report.unjudged}."
     )
-    ask = _wrapped(f"Ask on: te-bench show {run} {'|'.join(QUESTIONS)}")
+    known = [name for name, (asked, _) in QUESTIONS.items() if any(asked(result) for result in report.groups)]
+    ask = _wrapped(f"Ask on: te-bench show {run} {'|'.join(known)}") if known else []
     return [*lines[: HEIGHT - len(ended) - len(ask)], *ended, *ask]
 
 
@@ -82,8 +91,11 @@ def _answered(report: ReportResult, question: str, ascii_only: bool) -> list[str
         if found and len(report.groups) > 1:
             lines += _wrapped(f"{result.group.title or result.group.suite} on {result.group.where}")
         for part in found:
-            lines += drawn(part, ascii_only) if isinstance(part, Chart) else _wrapped(part)
-    if question == "fastest" and lines:
+            if isinstance(part, Table):
+                lines += tables.terminal(part, WIDTH)
+            else:
+                lines += drawn(part, ascii_only) if isinstance(part, Chart) else _wrapped(part)
+    if question == "fastest" and lines and not any(result.trainings for result in report.groups):
         lines = [*_wrapped(headlines(report)[0]), "", *lines]
     return lines or _wrapped(nothing)
 
@@ -123,8 +135,19 @@ def _interval(ratio: Ratio | None) -> str:
     return f"  {text.speedup(ratio)}" if ratio else ""
 
 
-def _fastest(result: GroupResult) -> list[Chart | str]:
-    charts: list[Chart | str] = []
+def _verdict(result: GroupResult) -> list[Part]:
+    """Return each study's verdict in words, its cost, and its table without the columns that find no room."""
+    said: list[Part] = []
+    for found in result.studies:
+        said += [found.sentence, f"{verdict_tables.effort(found)}."]
+        if brief := verdict_tables.brief(found):
+            said.append(brief.only([column.title for column in brief.columns if column.title != "To equal loss"]))
+        said += [f"{HIDDEN}."] if HIDDEN in found.notes else []
+    return said
+
+
+def _fastest(result: GroupResult) -> list[Part]:
+    charts: list[Part] = []
     ranked = [("a step", result.steps.steps)]
     ranked += [(f"forward and backward of a layer, {one.name}", one.ranking.steps) for one in _by_variant(result)]
     for what, steps in ranked:
@@ -133,7 +156,13 @@ def _fastest(result: GroupResult) -> list[Chart | str]:
     scaled = sorted((step for step in result.scaled if step.tokens_per_s), key=lambda step: -(step.tokens_per_s or 0.0))
     speeds = ((step.configuration.label, step.tokens_per_s or 0.0) for step in scaled)
     bars = (TextBar(name=name, value=speed, shown=text.count(speed)) for name, speed in speeds)
-    return [*charts, *_chart("tokens a second of each GPU", bars), *_attention(result), *_alone(result)]
+    charts += _chart("tokens a second of each GPU", bars)
+    trained = [one for comparison in result.trainings if comparison.timed for one in comparison.trainings]
+    paced = sorted((-(one.tokens_per_s or 0.0), one.configuration.label) for one in trained if one.tokens_per_s)
+    charts += _chart(
+        "tokens a second of a training", (TextBar(name=n, value=-v, shown=text.count(-v)) for v, n in paced)
+    )
+    return [*charts, *_attention(result), *_alone(result)]
 
 
 def _chart(heading: str, bars: Iterable[TextBar]) -> list[Chart]:
@@ -195,8 +224,8 @@ def _alone(result: GroupResult) -> list[Chart]:
     return charts
 
 
-def _memory(result: GroupResult) -> list[Chart | str]:
-    steps, charts = result.steps.steps, list[Chart | str]()
+def _memory(result: GroupResult) -> list[Part]:
+    steps, charts = result.steps.steps, list[Part]()
     peaks: tuple[tuple[str, Callable[[MeasuredStep], float | None]], ...] = (
         ("GiB allocated at the peak of a step", lambda step: step.peak_allocated),
         (
@@ -225,7 +254,7 @@ def _least_first(
     counted: Sequence[tuple[float | None, str]],
     show: Callable[[float | None], str],
     of_baseline: float | None = None,
-) -> list[Chart | str]:
+) -> list[Part]:
     """Return a sentence about the least, compared with the baseline, and bars of all; zeros are left out."""
     held = sorted((value, name) for value, name in counted if value)
     if not held:
@@ -237,7 +266,7 @@ def _least_first(
     return [said if len(held) > 1 else f"One was measured: {first}.", Chart(heading=heading, bars=bars)]
 
 
-def _errors(result: GroupResult) -> list[Chart | str]:
+def _errors(result: GroupResult) -> list[Part]:
     """Return the errors over their limits, worst first; above its limit, a check has failed."""
     if not result.errors:
         return []
@@ -250,13 +279,13 @@ def _errors(result: GroupResult) -> list[Chart | str]:
         plain = _named(configuration)  # a step and a training may have the same name
         return plain if named[plain] == 1 else f"{plain}, {configuration.trial.workload.replace('_', ' ')}"
 
-    said: list[Chart | str] = [f"{where} its limit: {name(worst.configuration)}, {worst.quantity}: {how}."]
+    said: list[Part] = [f"{where} its limit: {name(worst.configuration)}, {worst.quantity}: {how}."]
     found = ((name(one.configuration), one.ratio) for one in result.errors if one.ratio is not None)
     bars = (TextBar(name=of, value=min(ratio, 1.0), shown=text.plain(ratio)) for of, ratio in found)
     return [*said, *_chart("Worst error / limit, above 1 a check fails", bars)]
 
 
-def _unsupported(result: GroupResult) -> list[Chart | str]:
+def _unsupported(result: GroupResult) -> list[Part]:
     """Return the configurations that did not end ok, by outcome and reason."""
     ended: dict[tuple[str, str], dict[str, None]] = {}
     for configuration in result.group.configurations:
@@ -267,7 +296,7 @@ def _unsupported(result: GroupResult) -> list[Chart | str]:
     return [f"{outcome}: {text.listed(list(names), 4)}: {reason}" for (outcome, reason), names in ended.items()]
 
 
-def _energy(result: GroupResult) -> list[Chart | str]:
+def _energy(result: GroupResult) -> list[Part]:
     steps: list[ScaledStep | MeasuredStep] = [*result.scaled, *result.steps.steps]
     of_tokens = [(1e3 * (s.energy_per_token or 0.0), s.configuration.label) for s in steps]
     baseline = next((1e3 * (s.energy_per_token or 0.0) for s in result.steps.steps if s.is_baseline), None)
@@ -285,7 +314,8 @@ def _energy(result: GroupResult) -> list[Chart | str]:
 
 
 #: {question: (the function that answers it for a group, the answer if nothing was recorded)}.
-QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Chart | str]], str]] = {
+QUESTIONS: Mapping[str, tuple[Callable[[GroupResult], Sequence[Part]], str]] = {
+    "verdict": (_verdict, "No study of convergence is in this run."),
     "fastest": (_fastest, "Nothing was timed."),
     "memory": (_memory, "No peak of memory was recorded: the suites speed, nanogpt, quick and memory do."),
     "error": (_errors, "No check has an error on record."),

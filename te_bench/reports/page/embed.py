@@ -33,8 +33,8 @@ class Headline:
     picture: "Drawing"
 
 
-#: {name: function that makes a table or headline of a folder}.
-More = Mapping[str, Callable[[Path], Table | Sequence[Table] | Headline]]
+#: {name: function that makes a table, headline or sentence of a folder}.
+More = Mapping[str, Callable[[Path], Table | Sequence[Table] | Headline | str]]
 CAPABILITIES, GPUS, HEADLINE, SENTENCE = "capabilities", "gpus", "headline", "sentence"
 _END = "<!-- /te-bench:table -->"
 
@@ -93,7 +93,7 @@ def _made(load: Callable[[Path], Sequence[GroupResult]], directory: Path, name: 
         return Headline(sentence=readme_headline.sentence(result), picture=readme_headline.figure(result))
     if name in more:
         made = more[name](directory)
-        if isinstance(made, Headline):
+        if isinstance(made, (Headline, str)):
             return made
         return tables.markdown(made) if isinstance(made, Table) else "\n".join(map(_captioned, made))
     if name in (CAPABILITIES, GPUS):  # from backends, not from a run

@@ -3,7 +3,7 @@
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from te_bench.reports.analysis.naming import SHAPED, precision_name, whose
 from te_bench.reports.analysis.ranking import fastest_of_each_kind
 from te_bench.reports.analysis.rows import Configuration, Group, Results, environment_labels, load_results
 from te_bench.reports.analysis.steps import MeasuredStep, emulates_blocks, measured_steps
+from te_bench.reports.convergence.verdict import judge_group
 from te_bench.reports.page import template, text
 from te_bench.reports.page.environments import shown_environment
+from te_bench.reports.page.published_verdicts import asked
 from te_bench.reports.page.table import Table, label, number, repetitions, speedup, table_of, word
 
 _ROW = re.compile(r"^\| `(?P<folder>[^`]+)` \| (?P<command>.+) \| (?P<measured>.+) \|$", re.MULTILINE)
@@ -91,12 +93,14 @@ def gallery(results: Path, base: str, made: Path | None = None) -> str:
 def _entry(run: Run, group: Group, names: Mapping[str, str]) -> dict[str, Any]:
     details = run.results.environments[group.environment].get("details") or {}
     clean = details.get("git_commit") and details.get("git_dirty") is False
-    figures = _figures(group)
+    verdicts, hidden = judge_group(group)
+    figures = _figures(group, hidden)
     rows = [row for configuration in group.configurations for row in configuration.rows]
     return {
         "id": text.slug(f"{run.folder}-{group.environment[:8]}"),
         "folder": run.folder,
-        "title": group.title.split(": ", 1)[-1],  # without its suite, which is beside it
+        # without its suite, which is beside it
+        "title": "; ".join(asked(one.study) for one in verdicts) or group.title.split(": ", 1)[-1],
         "gpu": group.gpu or "CPU",
         "suite": "gate" if "answer" in run.files else group.suite,
         "day": max((row.record.started_at[:10] for row in rows if row.record), default=text.MISSING),
@@ -129,15 +133,15 @@ def _model(configuration: Configuration) -> str:
     return str(trial.problem.get("model") or _ALONE.get(trial.workload, trial.workload))
 
 
-def _figures(group: Group) -> dict[str, str]:
-    """Return {configuration: its main figure}: time, loss or batch."""
+def _figures(group: Group, hidden: Collection[str]) -> dict[str, str]:
+    """Return {configuration: its main figure}: time, batch, or loss unless that is hidden."""
     found = {step.configuration.id: step for step in _steps(group)}
     found |= {layer.step.configuration.id: layer.step for one in layer_variants(group) for layer in one.layers}
     figures = {key: f"{text.milliseconds(step.latency_s)} ms" for key, step in found.items() if step.latency_s}
     for time in attention_times(group).times:
         passes = [text.milliseconds(seconds) for seconds in (time.forward_s, time.backward_s) if seconds]
         figures |= {time.configuration.id: f"{' + '.join(passes)} ms"} if passes else {}
-    for training in (training for comparison in comparisons(group) for training in comparison.trainings):
+    for training in (training for comparison in comparisons(group, hidden) for training in comparison.trainings):
         figures |= {training.configuration.id: f"loss {text.loss(training.best)}"} if training.best else {}
     for largest in largest_batches(group):
         figures |= {largest.configuration.id: f"batch {text.count(largest.max_batch)}"} if largest.max_batch else {}

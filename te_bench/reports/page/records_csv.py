@@ -7,7 +7,8 @@ from typing import Any
 
 from te_bench.reports.analysis.checks import worst_quantity
 from te_bench.reports.analysis.measures import finite, median, numbers
-from te_bench.reports.analysis.rows import Configuration, Group, Results, Row
+from te_bench.reports.analysis.rows import Configuration, Row
+from te_bench.reports.group_result import GroupResult, ReportResult
 
 _MEDIANS = (
     "latency_s",
@@ -23,11 +24,14 @@ _MEDIANS = (
 )
 
 
-def records_csv(results: Results) -> str:
-    """Return a line for each planned trial: settings, outcome, medians in SI units; empty where nothing was measured."""
-    rows = [(group, one, row) for group in results.groups for one in group.configurations for row in one.rows]
+def records_csv(report: ReportResult) -> str:
+    """Return a line for each planned trial: settings, outcome, medians in SI units.
+
+    Empty is what was not measured, and the loss of a study's runs until its planned runs are done.
+    """
+    rows = [(result, one, row) for result in report.groups for one in result.group.configurations for row in one.rows]
     problem = sorted({key for _, _, row in rows for key in row.trial.problem})
-    lines = [_line(group, configuration, row, problem) for group, configuration, row in rows]
+    lines = [_line(result, configuration, row, problem) for result, configuration, row in rows]
     stream = io.StringIO()
     names = list(lines[0]) if lines else ["run", "suite", "environment", "trial", "outcome", "reason"]
     writer = csv.DictWriter(stream, names, lineterminator="\n")
@@ -36,11 +40,12 @@ def records_csv(results: Results) -> str:
     return stream.getvalue()
 
 
-def _line(group: Group, configuration: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
-    trial, record = row.trial, row.record
+def _line(result: GroupResult, configuration: Configuration, row: Row, problem: Sequence[str]) -> dict[str, Any]:
+    group, trial, record = result.group, row.trial, row.record
     samples: Mapping[str, Any] = record.samples if record else {}
     work: Mapping[str, Any] = record.work if record else {}
     medians = {name: median(numbers(samples.get(name))) for name in _MEDIANS}
+    losses = [] if configuration.id in result.hidden else numbers(samples.get("val_loss"))
     worst = worst_quantity(configuration, record.check) if record else None
     return {
         "run": row.run,
@@ -62,7 +67,7 @@ def _line(group: Group, configuration: Configuration, row: Row, problem: Sequenc
         "work_s": record.work_s if record else None,
         **{f"{name}_median": value for name, value in medians.items()},
         "n_steps": len(numbers(samples.get("latency_s"))) or None,
-        "best_val_loss": min(numbers(samples.get("val_loss")), default=None),
+        "best_val_loss": min(losses, default=None),
         **{key: finite(work.get(key)) for key in ("tokens", "flop", "forward_flop", "backward_flop", "batch")},
         "worst_quantity": worst.quantity if worst else None,
         "worst_error": worst.error if worst else None,

@@ -52,7 +52,7 @@ def write_report(directories: Sequence[Path], out: Path) -> Path:
     content = page(report, drawn)
     files = {
         "report.md": rendered("report.md.j2", content),
-        "records.csv": records_csv(report.results).encode(),
+        "records.csv": records_csv(report).encode(),
         **figure_files([drawing for found in drawn for drawing in found]),
         "index.html": rendered("report.html.j2", content),
     }

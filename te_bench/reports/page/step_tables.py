@@ -57,7 +57,7 @@ def _ladder_notes(result: GroupResult) -> list[str]:
         )
     notes += how
     if peaks := sorted({step.mfu_peak for step in steps if step.mfu_peak}):
-        named = " and ".join(peak.upper() for peak in peaks)
+        named = " and ".join(peak if peak == "bf16" else peak.upper() for peak in peaks)
         notes.append(f"MFU is nanoGPT's FLOP count over the GPU's dense {named} peak.")
     if any(step.mfu and step.configuration.trial.precision == "fp8" for step in steps):
         notes.append("The MFU of an FP8 configuration is quoted against the bf16 peak.")

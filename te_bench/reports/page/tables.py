@@ -117,7 +117,7 @@ def summary(directories: Sequence[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def terminal(table: Table) -> list[str]:
+def terminal(table: Table, across: int = TERMINAL_WIDTH) -> list[str]:
     """Return the table's lines, with columns padded to their widest value; GIVING_WAY's columns make room for names.
 
     A name that still has no room continues below, because its end may be all that distinguishes it.
@@ -126,9 +126,9 @@ def terminal(table: Table) -> list[str]:
     widths = [max(map(len, column)) for column in columns]
     kept = [i for i, column in enumerate(table.columns) if column.title not in UNSHOWN]
     for i in [i for title in GIVING_WAY for i in kept if table.columns[i].title == title]:
-        if _room(widths, kept) < min(widths[0], LEAST_NAME):
+        if _room(widths, kept, across) < min(widths[0], LEAST_NAME):
             kept.remove(i)
-    width = max(12, min(widths[0], _room(widths, kept)))
+    width = max(12, min(widths[0], _room(widths, kept, across)))
     lines = []
     for line in zip(*(columns[i] for i in kept), strict=True):
         first, *more = textwrap.wrap(line[0], width, subsequent_indent="  ", break_on_hyphens=False)
@@ -137,6 +137,6 @@ def terminal(table: Table) -> list[str]:
     return lines
 
 
-def _room(widths: Sequence[int], kept: Sequence[int]) -> int:
-    """Return the number of characters that the other columns leave for names."""
-    return TERMINAL_WIDTH - sum(widths[i] + 2 for i in kept[1:])
+def _room(widths: Sequence[int], kept: Sequence[int], across: int) -> int:
+    """Return the number of characters of a line that the other columns leave for names."""
+    return across - sum(widths[i] + 2 for i in kept[1:])

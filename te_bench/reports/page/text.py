@@ -97,6 +97,11 @@ def milliseconds(seconds: float | None) -> str:
     return plain(None if seconds is None else seconds * 1e3)
 
 
+def hours(seconds: float) -> str:
+    """Return hours with two digits: 0.15, 5.7, 59, 120."""
+    return f"{seconds / 3600:.2g}" if seconds < 359_000 else f"{seconds / 3600:,.0f}"
+
+
 def span(low: str, high: str) -> str:
     """Return a range: 5 to 9; only 5 if both ends are 5."""
     return low if low == high else f"{low} to {high}"

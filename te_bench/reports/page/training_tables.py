@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from te_bench.reports.analysis.curves import TrainingComparison
+from te_bench.reports.analysis.curves import Training, TrainingComparison
 from te_bench.reports.convergence.stability import SPIKE, rate_bound, rate_p_value
 from te_bench.reports.convergence.stress import LOST, StressLadder, StressResult
 from te_bench.reports.convergence.study import StudyArm
@@ -18,7 +18,7 @@ def curves(comparison: TrainingComparison) -> Table | None:
     shown = [
         {
             "Configuration": label(training.configuration),
-            "Best validation loss": Value(text=text.loss(training.best, training.deviation), sort=training.best),
+            "Best validation loss": _best(training),
             "Less bf16's": number(comparison.behind(training), _signed),
             "Steps": number(training.steps_done, text.count),
             "Batch": number(training.batch, text.count),
@@ -29,10 +29,19 @@ def curves(comparison: TrainingComparison) -> Table | None:
         for training in comparison.trainings
     ]
     against = comparison.reference.configuration.label if comparison.reference else None
-    note = f"bf16's is that of {against}." if against else "No bf16 configuration to compare with."
+    hidden = any(training.hidden for training in comparison.trainings)
+    note = f"bf16's is that of {against}." if against else "" if hidden else "No bf16 configuration to compare with."
     if any(training.deviation is not None for training in comparison.trainings):
         note += " ± is the standard deviation over seeds."
+    if hidden:
+        note += " Hidden: until the planned runs of a configuration are done, so that no interim answer is seen."
     return table_of("curves", f"Training: {comparison.title}", shown, note)
+
+
+def _best(training: Training) -> Value:
+    if training.hidden and training.deviation is not None:
+        return word(f"hidden ± {training.deviation:.4f}")
+    return Value(text=text.loss(training.best, training.deviation), sort=training.best)
 
 
 def _signed(value: float | None) -> str:

@@ -1,8 +1,10 @@
 """Make the tables of a convergence verdict: gaps against the margin, and reasons."""
 
+from collections.abc import Iterable
 from statistics import fmean
 
 from te_bench.reports.analysis.measures import Ratio
+from te_bench.reports.convergence.effort import Effort, effort_of
 from te_bench.reports.convergence.equivalence import level
 from te_bench.reports.convergence.speedup import Speedup
 from te_bench.reports.convergence.study_verdict import ArmVerdict, StudyVerdict
@@ -19,7 +21,7 @@ def gaps(found: StudyVerdict) -> Table | None:
         against = f"the mean of {whose} two runs on the same seed"
     note = (
         f"Gap: final validation loss less {against}, both evaluated in bf16; above 0 is worse; in per cent of {whose} loss. "
-        f"Margin {found.margin:g} nat. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
+        f"{effort(found)}. Power: to show equivalence at a true gap of 0. Detectable: the smallest margin with "
         "80 % power. By t: Student's interval, too narrow where gaps are skewed. Natively: evaluated as it trains. Training "
         "loss: over the last tenth of the steps, and its gap. "
     )
@@ -37,9 +39,36 @@ def gaps(found: StudyVerdict) -> Table | None:
     )
 
 
+def effort(found: StudyVerdict) -> str:
+    """Return the margin, the pairs, their power, and what the study cost: a sentence without its full stop."""
+    judged, cost = [c for finding in found.recipes if (c := finding.judgement.comparison)], effort_of(found.study)
+    said = f"Margin {found.margin:g} nat"
+    if judged:
+        runs = [f"{c.n}" for c in sorted(judged, key=lambda c: c.n)]
+        said += f", {text.span(runs[0], runs[-1])} {'rounds' if found.study.pool else 'pairs'}"
+    said += f", power {shown} at a true gap of 0" if (shown := powers(found.recipes)) else ""
+    every = "" if cost.done == cost.planned else f" of {cost.planned}"
+    return f"{said}; {cost.done}{every} runs, {hours(cost)}"
+
+
+def powers(findings: Iterable[ArmVerdict]) -> str | None:
+    """Return the least and the largest power at a true gap of 0: 64 to 82 %; None if none is known."""
+    known = sorted(c.power for finding in findings if (c := finding.judgement.comparison) and c.power is not None)
+    return f"{text.span(f'{100 * known[0]:.0f}', f'{100 * known[-1]:.0f}')} %" if known else None
+
+
+def hours(cost: Effort) -> str:
+    """Return what a study took, of what its plan takes: 1.1 of about 5.7 GPU hours."""
+    spent, unit = text.hours(cost.spent_s), "GPU hours" if cost.on_gpu else "CPU hours"
+    if cost.done == cost.planned or cost.planned_s is None:
+        return f"{spent} {unit}"
+    return f"{spent} of about {text.hours(cost.planned_s)} {unit}"
+
+
 def losses(found: StudyVerdict) -> Table | None:
-    """Return the table of final validation losses, a row for each configuration, a column for each seed; not of a pilot."""
-    arms = [arm for arm in found.study.arms if arm.finals and not found.study.pilot]
+    """Return the table of final validation losses, a row a configuration, a column a seed; not what is hidden."""
+    hidden = {finding.arm.name for finding in found.findings if finding.hidden}
+    arms = [arm for arm in found.study.arms if arm.finals and arm.name not in hidden and not found.study.pilot]
     seeds = sorted({seed for arm in arms for seed in arm.finals})
     shown = [
         {"Configuration": word(arm.name)} | {f"Seed {seed}": number(arm.finals.get(seed), text.loss) for seed in seeds}

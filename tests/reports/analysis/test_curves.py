@@ -9,7 +9,7 @@ from te_bench.reports.analysis.rows import load_results
 
 def compared(tmp_path, records, **settings):
     [group] = load_results([write(tmp_path / "run", records, **settings)]).groups
-    return comparisons(group)
+    return comparisons(group, ())
 
 
 def curve(seed, at, losses, times=None, **changes):

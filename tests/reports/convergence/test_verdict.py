@@ -529,7 +529,7 @@ def test_trials_that_shared_a_gpu_say_nothing_of_time(tmp_path: Path) -> None:
     found = judged(tmp_path, truth=GAPS, sd=0.0001, share=4)
     assert found.recipes[0].judgement.comparison is not None
     assert found.recipes[0].speedup is None
-    [comparison] = curves.comparisons(load_results([tmp_path / "run"]).groups[0])
+    [comparison] = curves.comparisons(load_results([tmp_path / "run"]).groups[0], ())
     assert not comparison.timed
     assert not any(arm.tokens_per_s for arm in comparison.trainings)
     written = render.write_report([tmp_path / "run"], tmp_path / "report").parent

@@ -1,0 +1,217 @@
+"""A study's interim answer: no page, table, figure or answer has it until the plan is done, or the study is given up."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from convergence_runs import JUDGEMENT, TRUTH, pool_records, study_records, write_study
+from in_process import Command
+from journals import write
+
+from te_bench.reports.page import published
+
+APART = {**TRUTH, "aa": 0.011, "delayed_scaling": 0.007, "rowwise_scaling": -0.013, "broken": 0.09}
+PLANNED = range(8)
+
+
+def begun(directory: Path, truth: Mapping[str, float], seeds: int = 5, **changes: Any) -> Path:
+    """A study of eight seeds, of which so many have ended."""
+    every, judgement = study_records(truth, PLANNED, sd=0.0004), {**JUDGEMENT, "seeds": len(PLANNED), **changes}
+    done = [one for one in every if one.trial.seed < seeds]
+    planned = [one.trial for one in every]
+    return write(directory, done, planned=planned, suite="convergence", title="Convergence", judgement=judgement)
+
+
+def told(command: Command, run: Path, results: Path) -> dict[str, bytes]:
+    """All that te-bench says of a run: its report's files, its verdict, its answers, and its entry in the gallery."""
+    assert command("report", run).code == 0
+    found = {str(path.relative_to(run)): path.read_bytes() for path in (run / "report").rglob("*") if path.is_file()}
+    asked = {"verdict": ("verdict", run), "margin": ("verdict", run, "--margin", "0.02"), "show": ("show", run)}
+    asked |= {f"show {question}": ("show", run, question) for question in ("verdict", "fastest", "error")}
+    found |= {name: command(*words).out.encode() for name, words in asked.items()}
+    found["gallery"] = published.gallery(results, ".").encode()
+    return found
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of published results whose one run is h200/study, and the place to call te-bench from."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "README.md").write_text("| `h200/study` | `te-bench run convergence` | an H200 |\n")
+    (folder / "published.toml").write_text('["h200/study"]\nsuite = "convergence"\n')
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("pool", [None, 3])
+def test_nothing_that_is_said_of_an_unfinished_study_depends_on_its_gaps(command, results, tmp_path, pool) -> None:
+    """Whatever a recipe, A/A and the fault end above bf16, every byte is the same."""
+    said = []
+    for number, truth in enumerate((TRUTH, APART)):
+        run = results / "h200" / "study"
+        if pool is None:
+            begun(run, truth)
+        else:  # before the first look, which comes after three of eight rounds
+            every = pool_records(truth, 8, pool, sd=0.0004)
+            done = [one for one in every if one.trial.seed < 2 * pool]
+            plan = {**JUDGEMENT, "seeds": 8, "pool": pool}
+            write(run, done, planned=[r.trial for r in every], suite="convergence", title="Study", judgement=plan)
+        said.append(told(command, run, results))
+        run.rename(tmp_path / f"kept{number}")
+    assert said[0].keys() == said[1].keys()
+    assert [name for name, what in said[0].items() if what != said[1][name]] == []
+    report = said[0]["report/report.md"].decode()
+    assert "hidden ± 0.00" in report
+    assert "hidden, so that nobody stops or changes the study by an interim answer" in report
+    assert not any("verdict_gap" in name or "verdict_forest" in name for name in said[0])
+
+
+def test_what_is_done_is_shown(command: Command, results: Path) -> None:
+    said = told(command, begun(results / "h200" / "study", APART, seeds=8), results)
+    assert b"hidden" not in said["report/report.md"]
+    assert {"report/figures/verdict_gap.svg", "report/figures/verdict_forest.svg"} <= said.keys()
+    assert b"3.28" in said["gallery"]
+    assert b"+0.00" in said["show"]
+
+
+def test_a_look_that_decides_shows_what_it_decided_and_nothing_else(command: Command, tmp_path: Path) -> None:
+    truth = {
+        **TRUTH,
+        "delayed_scaling": 0.02,
+        "rowwise_scaling": 0.0028,
+    }  # one INFERIOR at once, one for long not known
+    every = pool_records(truth, 8, 3, sd=0.001)
+    done, plan = [one for one in every if one.trial.seed < 9], {**JUDGEMENT, "seeds": 8, "pool": 3}
+    run = write(tmp_path / "run", done, planned=[r.trial for r in every], suite="convergence", judgement=plan)
+    assert command("report", run).code == 0
+    curves = (run / "report" / "report.md").read_text().partition("## Loss curves")[2].partition("## Conf")[0]
+    rows = {line.split(" | ")[0]: line for line in curves.splitlines()}
+    lines = command("verdict", run).out.splitlines()
+    [inferior], [hidden] = (
+        [line for line in lines if line.startswith(f"{name} scaling  ")] for name in ("delayed", "rowwise")
+    )
+    assert "INFERIOR" in inferior
+    assert "+0.0" in inferior
+    assert "+0.0" not in hidden
+    assert "| 3.3003 ± 0.0004 | +0.0201 |" in rows["| delayed scaling"]
+    assert "hidden ±" in rows["| rowwise scaling"]
+
+
+def test_a_study_that_is_given_up_shows_its_gaps_and_never_has_a_verdict(command: Command, results: Path) -> None:
+    run = begun(results / "h200" / "study", APART)
+    assert command("verdict", run, "--break-off", " ").code == 2
+    done = command("verdict", run, "--break-off", "the text was wrong.")
+    assert done.code == 4, done.err
+    begin = "No verdict: exploration, broken off after 25 of 40 runs: the text was wrong."
+    assert " ".join(done.out.split()).startswith(begin)
+    assert "Go on" not in done.out
+    said = told(command, run, results)
+    assert b"hidden" not in said["report/report.md"]
+    assert "report/figures/verdict_gap.svg" in said
+    rest = begun(results.parent / "rest", APART, seeds=8)  # of the same plan, all of it
+    assert command("merge", run, rest, "--out", "all").code == 0
+    whole = command("verdict", "all")
+    assert (whole.code, "broken off after 40 of 40 runs" in whole.out) == (4, True), whole.out
+
+
+def test_a_study_that_is_done_is_not_given_up(command: Command, tmp_path: Path) -> None:
+    run = write_study(tmp_path / "run", study_records(sd=0.0003))
+    done = command("verdict", run, "--break-off", "a gap that I do not like")
+    assert (done.code, "holds no study whose planned runs are not done" in done.err) == (2, True)
+    assert command("verdict", run).code == 0
+    assert command("verdict", "--baseline", run, "--candidate", run, "--margin", 0.1, "--break-off", "why").code == 2
+
+
+def test_a_verdict_says_its_margin_pairs_power_and_cost(command: Command, tmp_path: Path) -> None:
+    """A synthetic run takes 1.5 s: 25 of them 0.0104 hours."""
+    run = write_study(tmp_path / "run", study_records(sd=0.0003))
+    said = "Margin 0.003 nat, 5 pairs, power 100 % at a true gap of 0; 25 runs, 0.01 GPU hours"
+    assert said in command("verdict", run).out
+    assert said in " ".join(command("show", run).out.split())
+    assert command("report", run).code == 0
+    assert said in (run / "report" / "report.md").read_text()
+    said = "Margin 0.003 nat; 25 of 40 runs, 0.01 of about 0.0"
+    assert said in command("verdict", begun(tmp_path / "begun", TRUTH)).out
+
+
+def test_runs_that_share_a_gpu_cost_their_share_of_it(command: Command, tmp_path: Path) -> None:
+    run = write_study(tmp_path / "run", study_records(sd=0.0003, share=5))
+    assert "25 runs, 0.0021 GPU hours" in command("verdict", run).out
+
+
+def test_show_offers_a_study_s_verdict_and_begins_with_it(command: Command, tmp_path: Path) -> None:
+    run = write_study(tmp_path / "run", study_records(sd=0.0003))
+    lines = command("show", run).out.splitlines()
+    assert lines[0].startswith("EQUIVALENT: delayed scaling and rowwise scaling train like bf16")
+    assert lines[-1].endswith("verdict|fastest")
+    verdict = command("show", run, "verdict").out.splitlines()
+    assert verdict == lines[: len(verdict)]
+    assert max(map(len, verdict)) <= 80
+    assert [line.split()[0] for line in verdict if "EQUIVALENT  " in line] == ["delayed", "rowwise", "bf16,"]
+    fastest = command("show", run, "fastest").out
+    assert fastest.startswith("tokens a second of a training")
+    assert "Nothing was timed" not in fastest
+
+
+def test_published_verdicts_say_margin_pairs_power_and_cost(command: Command, results: Path, tmp_path: Path) -> None:
+    """Of what is done, what is not finished, and not of exploration; a verdict that is void stands in the table alone."""
+    listed = ""
+    for name, make in {
+        "a": lambda where: write_study(where, study_records(sd=0.0003)),
+        "b": lambda where: begun(where, TRUTH),
+        "c": lambda where: write_study(where, study_records({**TRUTH, "aa": 0.05}, sd=0.0003)),
+        "d": lambda where: begun(where, TRUTH),
+    }.items():
+        make(results / "h200" / name)
+        listed += f'["h200/{name}"]\nsuite = "convergence"\n'
+    command("verdict", results / "h200" / "d", "--break-off", "why")
+    (results / "published.toml").write_text(listed)
+    page = tmp_path / "page.md"
+    marks = [
+        f"<!-- te-bench:table results {name} -->\n<!-- /te-bench:table -->\n"
+        for name in ("verdicts", "verdict_sentence")
+    ]
+    page.write_text("".join(marks))
+    assert command("embed", page).code == 0
+    table, sentence = page.read_text().split("<!-- /te-bench:table -->")[:2]
+    rows = [line for line in table.splitlines() if line.startswith("| char")]
+    names = "| char, 400 steps | delayed scaling; rowwise scaling"
+    assert rows == [
+        f"{names} | EQUIVALENT | 0.003 | 5 | 100 % | 25 | 0.01 GPU hours | h200/a |",
+        f"{names} | not finished | 0.003 | — | — | 25 of 40 | 0.01 of about 0.026 GPU hours | h200/b |",
+        f"{names} | EQUIVALENT (void) | 0.003 | 5 | 100 % | 25 | 0.01 GPU hours | h200/c |",
+    ]
+    done, begins = (f"char, 400 steps, margin 0.003 nat{more}" for more in (", 0.01 GPU hours", ""))
+    assert (
+        f"{done}: EQUIVALENT delayed scaling; rowwise scaling (5 pairs, power 100 %). {begins}: not finished, "
+        in sentence
+    )
+    assert sentence.endswith("25 of 40 runs, 0.01 of about 0.026 GPU hours.\n\n")
+
+
+def test_the_gallery_names_a_study_by_what_it_asks(results: Path) -> None:
+    begun(results / "h200" / "study", TRUTH)
+    assert "<b>char, 400 steps: delayed scaling; 1 more</b>" in published.gallery(results, ".")
+
+
+def test_bf16_is_spelt_in_one_way_whatever_a_plan_s_title_says(command: Command, tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "run", study_records(), suite="convergence", title="Does FP8 train like BF16?", judgement=JUDGEMENT
+    )
+    assert command("report", run).code == 0
+    page = (run / "report" / "report.md").read_text()
+    assert "# Does FP8 train like bf16?" in page
+    assert "BF16" not in page
+
+
+def test_a_training_is_compared_with_bf16_over_the_seeds_of_both(command: Command, tmp_path: Path) -> None:
+    """bf16's seeds lie apart by far more than the recipe's gap, 0.02, to bf16 on its own seed."""
+    records = study_records({"control": 0.0, "rowwise_scaling": 0.02}, sd=0.0)
+    kept = [one for one in records if one.trial.recipe is None or one.trial.seed == 3]
+    run = write(tmp_path / "run", kept, suite="curves")
+    assert command("report", run).code == 0
+    curves = (run / "report" / "report.md").read_text().partition("## Loss curves")[2]
+    assert re.search(r"^\| rowwise scaling \| 3\.\d+ \| \+0\.0200 \|", curves, re.MULTILINE)
