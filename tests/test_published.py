@@ -5,7 +5,7 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean, median, quantiles, stdev
+from statistics import geometric_mean, median, stdev
 from typing import Any
 
 import pytest
