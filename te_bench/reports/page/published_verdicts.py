@@ -100,11 +100,11 @@ def sentence(results: Path) -> str:
 
 def _said(rows: Sequence[_Row]) -> str:
     of = rows[0]
-    what = f"**{training(of.found.study)}, margin {of.found.margin:g} nat.**"
+    what = f"**{training(of.found.study)}, margin {of.found.margin:g} nat, {hours(of.cost)}.**"
     if of.found.unfinished:
-        return f"{what} not finished, {of.runs} runs, {hours(of.cost)}"
-    verdicts = [f"{row.names}: {row.label} ({row.pairs} pairs, power {powers(row.findings)})" for row in rows]
-    return f"{what} {'; '.join(verdicts)}; {hours(of.cost)}"
+        return f"{what} Not finished: {of.runs} runs"
+    verdicts = [f"{row.label} with {row.pairs} pairs, power {powers(row.findings)}: {row.names}" for row in rows]
+    return f"{what} {'. '.join(verdicts)}"
 
 
 @functools.cache  # two pages show them, and reading takes seconds
