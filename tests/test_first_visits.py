@@ -139,7 +139,7 @@ def test_an_h200_with_a_llama_decides_by_the_published_records(visit: Visit) -> 
     assert f"Memory: {memory} instead of {memory_now} GiB. Predicted: " in said
     assert f"Measured: {step} ms a step." in said
     assert (
-        "Convergence: none is published for this step. Plain FP8 modules: EQUIVALENT for GPT-2 124M, within 0.02"
+        "Convergence: none is published for this step. GPT-2 124M, 300 steps, within 0.02 nat: plain FP8 modules EQUIVALENT"
         in said
     )
     assert "For your model, 57 GPU minutes: te-bench run convergence" in said

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean, median, stdev
 from typing import Any
 
+import numpy as np
 import pytest
 
 from te_bench.experiments import estimate, plan
@@ -15,7 +16,7 @@ from te_bench.experiments.spec import Options, Trial
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
 from te_bench.reports.analysis.rows import TIMED, load_results, trial_of
-from te_bench.reports.convergence import loss_verdict
+from te_bench.reports.convergence import loss_verdict, published
 from te_bench.reports.convergence.study import studies
 from te_bench.reports.exchange.submission import against_the_suite, is_clean, settled
 from te_bench.reports.page import text
@@ -147,3 +148,26 @@ def test_the_spreads_that_one_run_a_side_is_told_are_those_of_the_records() -> N
     ]
     assert gaps == pytest.approx([sd for sd, _ in loss_verdict.GAPS_SD], rel=0.05)
     assert stdev(short["bf16"].values()) == pytest.approx(loss_verdict.RUNS_SD[1][0], rel=0.05)
+
+
+def test_exploration_s_gaps_are_a_fit_to_the_losses_of_its_records() -> None:
+    """By seed and by the gradients' format; of the folder that asks which part costs, the FP8 head's whole run counts."""
+    formats = {
+        None: None,
+        "float8_current_scaling_e4m3": "E4M3",
+        "float8_current_scaling": "E5M2",
+        "delayed_scaling": "E5M2",
+    }
+    folders = [f"h200/convergence-{name}" for name in ("first", "e4m3", "pilot", "parts")]
+    found = [
+        (record.trial.seed, formats[record.trial.recipe], record.samples["val_loss"][-1])
+        for folder in folders
+        for record in journal(folder).records.values()
+        if record.outcome == "ok" and (not folder.endswith("parts") or record.trial.problem["head"] == "fp8")
+        if "bf16_from" not in record.trial.problem
+    ]
+    assert len(found) == 22
+    terms = [*range(4), *published.EXPLORED]
+    design = [[float(term in (seed, form)) for term in terms] for seed, form, _ in found]
+    fitted = np.linalg.lstsq(np.array(design), np.array([loss for *_, loss in found]), rcond=None)[0]
+    assert {form: round(gap, 4) for form, gap in zip(published.EXPLORED, fitted[4:], strict=True)} == published.EXPLORED

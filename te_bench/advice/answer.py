@@ -35,7 +35,7 @@ from te_bench.reports.analysis.measures import Ratio
 from te_bench.reports.page import text
 from te_bench.reports.page.tables import TERMINAL_WIDTH
 
-LINES = 22
+LINES = 23
 MEASURES = "A larger --budget would also measure"
 
 

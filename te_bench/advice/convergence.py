@@ -1,5 +1,6 @@
 """Say whether the advised step trains like bf16: the nearest published verdict, and a command that tests the model."""
 
+from te_bench import plugins
 from te_bench.advice.candidates import FP8_HEAD, Choice, Question
 from te_bench.models import rivals
 from te_bench.reports.analysis.naming import recipe_name
@@ -31,18 +32,30 @@ def in_words(question: Question, choice: Choice, seconds: float) -> str:
         what = rivals.called(choice.rival) if choice.rival else recipe_name(choice.recipe)
         said = f"no verdict is published for {what} {'in fused blocks' if choice.fused else 'so'}"
     elif choice.parts:
-        said = f"none is published for this step. Plain FP8 modules: {found.in_words()}"
-        if fused := published.nearest(choice.recipe, fused=True, fp8_head=True):
-            said += f". Fused FP8 blocks: {fused.verdict}, {published.IN_WORDS[fused.verdict]}"
+        fused = published.nearest(choice.recipe, fused=True, fp8_head=True)
+        also = f", fused blocks {fused.verdict}" if fused else ""
+        said = f"none is published for this step. {published.ASKED}: plain FP8 modules {found.verdict}{also} ({found.where})"
     else:
         said = found.in_words()
     if not question.text:
         return (
             f"Convergence: {said}; te-bench trains models of text alone: judge two runs of yours by te-bench verdict."
         )
+    said += _explored(choice)
     if choice.rival:
         said += f"; te-bench's {recipe_name(choice.recipe)} has the same arithmetic"
     return f"Convergence: {said}. For your model, {_hours(question, choice, seconds)}: {command(question, choice)}."
+
+
+def _explored(choice: Choice) -> str:
+    """Return what exploration tells of a fused step whose gradients are in E5M2 but could be in E4M3; else empty."""
+    if not _has_fused_kernels(choice) or f"{choice.recipe}_e4m3" not in plugins.names("te_bench.models.recipe"):
+        return ""
+    e5m2, e4m3 = (f"{gap:g}" for gap in published.EXPLORED.values())
+    return (
+        f". Explored: after 100 M tokens {e5m2} nat above bf16 with E5M2 gradients, as here, {e4m3} with E4M3's "
+        "(fp8_format=recipe.Format.E4M3)"
+    )
 
 
 def command(question: Question, choice: Choice) -> str:
