@@ -61,7 +61,9 @@ _SHOWN = {
     "n": "n",
     "k": "k",
     "d": "d",
-    **dict.fromkeys(("scales", "epilogue", "backend"), ""),
+    "scales": "",
+    "fast_accum": "fast",
+    **dict.fromkeys(("epilogue", "backend"), ""),
 }
 _TYPES = {int: "a whole number", float: "a number", str: "a name", bool: "true or false", NoneType: "null"}
 
@@ -460,7 +462,11 @@ def ranks_of(trial: "Trial") -> dict[str, Any]:
 
 def label(settings: Mapping[str, Any]) -> str:
     """Return the settings that tell problems apart, as a trial's name shows them."""
-    said = {name: "" if settings[name] is True else settings[name] for name in _SHOWN if name in settings}
+    said = {
+        name: "" if settings[name] is True else settings[name]
+        for name in _SHOWN
+        if settings.get(name, False) is not False
+    }
     words = [f"{_SHOWN[name]}{value}" for name, value in said.items()]
     if "causal" in settings:  # only of attention
         words.append("causal" if settings["causal"] else "full")

@@ -64,9 +64,9 @@ RESIDENT = 0.9
 #: move across a rounding. A batch of which half is lost differs by 0.6 or more, copies of weights from before an update by
 #: 0.2 or more.
 AGAIN = 0.125
-#: Where they differ by more, so many times what two passes that train nothing differ by: in FP8 a sum in another order may
-#: move a deep model's gradients by as much as FP8 rounds. Llama 3.2 1B's first ones differed by 0.18.
-REPEATED = 1.5
+#: Where they differ by more, and two passes that train nothing do as well, at most by so much: in FP8 a sum in another
+#: order may move a deep model's gradients by as much as FP8 rounds. Llama 3.2 1B's first ones differed by 0.18.
+LOOSEST = 0.4
 #: Of the way that two updates move a parameter, by the dtype of its moments: AdamW's float32 strays by 1e-6 of it, and the
 #: second update reads moments that are rounded. A weight decay of 0.1 that is lost is 2e-3 at GPT-2's first weights.
 MOVED = {

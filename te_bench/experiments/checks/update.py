@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from te_bench.experiments.checks import tolerances
 from te_bench.experiments.checks.quantity import Quantity, judge
-from te_bench.experiments.checks.tolerances import AGAIN, MOVED, REPEATED
+from te_bench.experiments.checks.tolerances import AGAIN, LOOSEST, MOVED
 from te_bench.experiments.measurement import CheckFailed
 from te_bench.training.parallel import SINGLE
 from te_bench.training.step import Optim, TrainStep
@@ -90,7 +91,8 @@ def _quantities(step: TrainStep, inputs: Tensor, targets: Tensor) -> list[Quanti
             if (looked := looks()) is not None:
                 error, limit = _apart(found, looked), AGAIN
                 if error > limit and (again := looks()) is not None:
-                    limit = max(limit, REPEATED * _apart(again, looked))
+                    # Independent errors add up in squares; more than LOOSEST is no gradient.
+                    limit = min(math.hypot(limit, _apart(again, looked)), LOOSEST)
                 quantities.append(Quantity(f"grad of update {number + 1}", error, limit))
     return quantities
 

@@ -139,31 +139,44 @@ def test_a_step_that_trains_wrongly_fails(fault: str, monkeypatch: pytest.Monkey
         begun(a_trial(**problem))
 
 
-def restless(patch: pytest.MonkeyPatch, share: float = 0.2) -> None:
+def restless(patch: pytest.MonkeyPatch, share: float) -> None:
     """Gradients that each pass rounds otherwise, by numbers that torch's generator does not draw."""
     right, draws = TrainStep._backward, torch.Generator().manual_seed(1)
 
     def backward(self: TrainStep, *batch: Tensor) -> Tensor:
         loss = right(self, *batch)
-        for p in self.model.parameters():
-            noise = torch.randn(p.shape, generator=draws)
-            p.grad += share * noise * torch.linalg.vector_norm(p.grad) / p.numel() ** 0.5
+        owned = self.table and self.table.gradients().values()
+        for g in owned or [p.grad for p in self.model.parameters()]:
+            g += share * torch.randn(g.shape, generator=draws) * torch.linalg.vector_norm(g) / g.numel() ** 0.5
         return loss
 
     patch.setattr(TrainStep, "_backward", backward)
 
 
-def test_a_step_is_held_to_what_its_passes_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = a_trial()
+@pytest.mark.parametrize(
+    ("fault", "problem"), [(None, {}), (half_of_the_batch, {}), (stale_copies, TABLE)], ids=["honest", "half", "stale"]
+)
+def test_a_step_is_held_to_what_its_passes_differ_by(fault: Any, problem: dict[str, Any], monkeypatch) -> None:
+    trial = a_trial(**problem)
     step, _ = begun(trial)
     batch = train_step.random_batches(trial)[0]
-    restless(monkeypatch)
-    check = training_step.update.checked({"quantities": []}, step, *batch)
-    found = {q["name"]: q for q in check["quantities"]}["grad of update 1"]
-    assert 0.25 < found["error"] < found["limit"] < 0.5
-    half_of_the_batch(monkeypatch)
+    restless(monkeypatch, 0.14)
+    if fault is None:
+        check = training_step.update.checked({"quantities": []}, step, *batch)
+        found = {q["name"]: q for q in check["quantities"]}["grad of update 1"]
+        assert 0.18 < found["error"] < found["limit"] < 0.25
+        return
+    fault(monkeypatch)
     with pytest.raises(CheckFailed, match=r"^grad of update"):
         training_step.update.checked({"quantities": []}, step, *batch)
+
+
+def test_passes_that_hardly_agree_are_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = a_trial()
+    step, _ = begun(trial)
+    restless(monkeypatch, 0.5)
+    with pytest.raises(CheckFailed, match=r"^grad of update"):
+        training_step.update.checked({"quantities": []}, step, *train_step.random_batches(trial)[0])
 
 
 # What the references must not share with the step.
