@@ -41,6 +41,22 @@ def test_export_says_what_it_leaves_out(command: Command, run: Path, tmp_path: P
     assert names == ["train_step/gpt2-b12-t1024-V50304/cudnn/bf16/cudagraph/s0"]
 
 
+def test_what_another_tool_timed_is_shown(command: Command, tmp_path: Path) -> None:
+    timed = {"data": [0.14, 0.15, 0.16]}
+    benchmarks = [{"fullname": f"tests/test_a.py::test_{name}", "name": name, "stats": timed} for name in ("a", "b")]
+    (tmp_path / "x.json").write_text(
+        json.dumps({"benchmarks": benchmarks, "machine_info": {}, "datetime": "2026-01-01"})
+    )
+    assert command("import", tmp_path / "x.json", "--out", tmp_path / "r").code == 0
+    said = command("show", tmp_path / "r", "fastest").out
+    assert "tests/test_a.py::test_a" in said
+    assert "150.0 ms" in said or "150 ms" in said
+    assert command("report", tmp_path / "r").code == 0
+    page = (tmp_path / "r" / "report" / "report.md").read_text()
+    assert "| tests/test_a.py::test_b | 150.0 | 3 | 1/1 |" in page
+    assert "pytest --benchmark-json FILE && te-bench import FILE --out my-run" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

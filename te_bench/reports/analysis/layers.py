@@ -19,7 +19,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (
         "norms, casts",
         r"norm|gamma|gelu|quant|cast|amax|transpose|triton_|^_(forward|backward|line|block|pair|update|add|joined|sum|tile)_"
-        r"|block_formats|^(step|numbers|squares|rows|add_rows|embed|statistics|fp8|count|mean|scale|rotary|turn)_kernel",
+        r"|block_formats|block_pack|^(step|numbers|squares|rows|add_rows|embed|statistics|fp8|count|mean|scale|rotary|turn)_kernel",
     ),
 )
 OTHER = "other"

@@ -9,6 +9,7 @@ from te_bench.experiments.suites.speed import OWN
 from te_bench.models import rivals
 
 TE_BENCH, EAGER, COMPILED = "te-bench", "PyTorch eager", "torch.compile"
+FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
 PER_BLOCK = "per block"  # each transformer block by itself
 COMPILED_BLOCKS = f"{COMPILED} {PER_BLOCK}"
 WHOLE = "float32 weights and states"  # those of the control, when fewer bits are judged
@@ -91,7 +92,10 @@ def plain_names(trials: Mapping[str, Trial]) -> dict[str, str]:
             names[key] = ", ".join(word for word in (begin, *words) if word)
     several = Counter((name, _shape_of(trials[key])) for key, name in names.items())
     again = {key for key, name in names.items() if several[name, _shape_of(trials[key])] > 1}
-    return {key: f"{name} ({trials[key].cell[:6]})" if key in again else name for key, name in names.items()}
+    told = {key: f"{name} ({trials[key].cell[:6]})" if key in again else name for key, name in names.items()}
+    return told | {
+        key: printable(str(one.problem["variant"])) for key, one in trials.items() if one.workload == FOREIGN
+    }
 
 
 def whose(trial: Trial) -> str:

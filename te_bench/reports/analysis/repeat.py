@@ -5,11 +5,14 @@ import shlex
 from pathlib import Path
 
 from te_bench.experiments.spec import ADVICE
+from te_bench.reports.analysis.naming import FOREIGN
 from te_bench.reports.analysis.rows import Group, printable
 
 
 def commands_of(group: Group, out: Path | None = None) -> list[str]:
     """Return a command for each set of options that was used, the oldest first; out: the folder for new results."""
+    if group.suite == FOREIGN:
+        return ["pytest --benchmark-json FILE && te-bench import FILE"]
     trials = [row.trial for configuration in group.configurations for row in configuration.rows]
     devices = [f"--device {device}" for device in sorted({trial.device for trial in trials})]
     seeds = {len({row.trial.seed for row in configuration.rows}) for configuration in group.configurations}

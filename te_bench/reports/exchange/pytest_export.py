@@ -17,13 +17,13 @@ from typing import Any
 from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, Plan, load
 from te_bench.reports.analysis import measures
+from te_bench.reports.analysis.naming import FOREIGN
 from te_bench.reports.analysis.rows import TIMED, identity, trial_of
 from te_bench.reports.exchange.pytest_stats import summary
 from te_bench.reports.files import write_file
 
 FORMAT = "5.3.1"  # the version of pytest-benchmark that writes such JSON
 SCHEMA = 1  # of the value under "te_bench"
-FOREIGN = "pytest_benchmark"  # the workload of a benchmark that pytest-benchmark timed
 _LONGEST = 1024  # characters of a benchmark's name: Bencher's limit
 
 

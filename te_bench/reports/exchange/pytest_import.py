@@ -9,8 +9,9 @@ from typing import Any
 
 from te_bench.experiments.spec import Record, Scalar, Trial, digest
 from te_bench.experiments.store import Plan, Store
+from te_bench.reports.analysis.naming import FOREIGN
 from te_bench.reports.analysis.rows import environment_labels, printable
-from te_bench.reports.exchange.pytest_export import FOREIGN, SCHEMA
+from te_bench.reports.exchange.pytest_export import SCHEMA
 
 
 def read(file: Path) -> dict[str, Any]:

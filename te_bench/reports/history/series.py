@@ -14,8 +14,8 @@ from typing import Any
 from te_bench.experiments.spec import Record, Trial, matches
 from te_bench.experiments.store import Journal, load
 from te_bench.reports.analysis import measures
+from te_bench.reports.analysis.naming import FOREIGN
 from te_bench.reports.analysis.rows import TIMED, grouped, identity, printable
-from te_bench.reports.exchange.pytest_export import FOREIGN
 from te_bench.reports.history.change_points import ALPHA, ChangePoint, Segmentation, segment
 
 #: The fields of an environment that identify a machine; each machine has its own series.

@@ -9,8 +9,8 @@ from te_bench.kernels.attention import in_fp8
 from te_bench.reports.analysis.alone import TimeAlone
 from te_bench.reports.analysis.attention import PASSES
 from te_bench.reports.analysis.layers import LayerVariant
-from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed
-from te_bench.reports.analysis.naming import kernel_name, printable
+from te_bench.reports.analysis.measures import Ratio, geometric_mean, seconds_by_seed, typical
+from te_bench.reports.analysis.naming import FOREIGN, kernel_name, printable
 from te_bench.reports.analysis.rows import Configuration
 from te_bench.reports.analysis.scaled import ScaledStep
 from te_bench.reports.analysis.steps import MeasuredStep
@@ -162,6 +162,11 @@ def _fastest(result: GroupResult) -> list[Part]:
     charts += _chart(
         "tokens a second of a training", (TextBar(name=n, value=-v, shown=text.count(-v)) for v, n in paced)
     )
+    called = ((typical(one.ok, "latency_s"), one.label) for one in result.group.of(FOREIGN))
+    bars = (
+        TextBar(name=n, value=s, shown=f"{text.milliseconds(s)} ms") for s, n in sorted((s, n) for s, n in called if s)
+    )
+    charts += _chart("ms a call of each benchmark", bars)
     return [*charts, *_attention(result), *_alone(result)]
 
 

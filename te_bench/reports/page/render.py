@@ -34,6 +34,7 @@ SECTIONS = (
     ("heads", "Heads alone", (), ("heads",)),
     ("pieces", "Norms and activations alone", (), ("pieces",)),
     ("gemms", "GEMMs alone", (), ("gemms",)),
+    ("benchmarks", "Benchmarks", (), ("benchmarks",)),
     ("numerics", "Where to scale q", ("numerics",), ("numerics",)),
     ("errors", "Errors", (), ("errors",)),
     ("failures", "Failed and unsupported trials", (), ("failures",)),

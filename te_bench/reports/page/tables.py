@@ -69,6 +69,7 @@ TABLES: dict[str, Callable[[GroupResult], Sequence[Table | None] | Table | None]
     "heads": alone_tables.heads,
     "pieces": alone_tables.pieces,
     "gemms": alone_tables.gemms,
+    "benchmarks": trial_tables.benchmarks,
     "numerics": alone_tables.scaling_errors,
     "errors": trial_tables.errors,
     "failures": trial_tables.failures,

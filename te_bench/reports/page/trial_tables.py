@@ -1,9 +1,11 @@
 """Make the tables of trials: errors against the reference, failures, and the kernels that ran."""
 
+from te_bench.reports.analysis.measures import typical
+from te_bench.reports.analysis.naming import FOREIGN
 from te_bench.reports.analysis.rows import printable
 from te_bench.reports.group_result import GroupResult
 from te_bench.reports.page import text
-from te_bench.reports.page.table import Table, number, table_of, word
+from te_bench.reports.page.table import Table, number, repetitions, table_of, word
 
 
 def errors(result: GroupResult) -> Table | None:
@@ -50,6 +52,20 @@ def specifications(result: GroupResult) -> Table | None:
         for configuration in result.group.configurations
     ]
     return table_of("specifications", "Configurations in full", shown, text_columns=2)
+
+
+def benchmarks(result: GroupResult) -> Table | None:
+    """Return the table of benchmarks that another tool timed."""
+    shown = [
+        {
+            "Benchmark": word(one.label),
+            "ms": number(typical(one.ok, "latency_s"), text.milliseconds),
+            "Calls": number(sum(len(record.samples.get("latency_s", ())) for record in one.ok), text.count),
+            "ok/planned": repetitions(one),
+        }
+        for one in result.group.of(FOREIGN)
+    ]
+    return table_of("benchmarks", "Benchmarks", shown, "ms: the median call.", text_columns=1)
 
 
 def kernels(result: GroupResult) -> Table | None:
