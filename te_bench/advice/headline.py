@@ -17,7 +17,7 @@ from te_bench.reports.page.embed import Headline
 
 PALE, MIDDLE = "#d5d9de", "#8fbfe0"  # of the step in eager mode, and of te-bench's in bf16, behind the other bars
 ALONE = "*"  # marks a model without a rival's time
-FASTER, SAVED = 8, 7  # characters of the last two columns: the speed-up, and the energy if it was counted
+FASTER, SAVED = 9, 7  # characters of the last two columns: the speed-up, and the energy if it was counted
 ROW, LEGEND = 0.2, 0.75  # inches
 GAP, BAR = 0.3, 0.72  # rows between two models; a bar's height, in rows
 
