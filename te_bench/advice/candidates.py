@@ -233,6 +233,11 @@ class Question:
         return trial.with_(batch=batch)
 
     @property
+    def of_transformers(self) -> bool:
+        """Whether transformers made the user's model, of a config."""
+        return "config" in self.problem
+
+    @property
     def batch(self) -> int:
         """Sequences of one step."""
         return int(self.problem["batch"])
