@@ -3,7 +3,8 @@
 import json
 import textwrap
 
-from te_bench.advice.candidates import COMPILED, PER_BLOCK, Choice, Question
+from te_bench.advice.candidates import COMPILED, Choice, Question
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.models import rivals
 from te_bench.models.sources import HUB
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from te_bench.advice.advise import Evidence
-from te_bench.advice.candidates import PER_BLOCK, Choice
+from te_bench.advice.candidates import Choice
 from te_bench.advice.code import per_block
 from te_bench.advice.decision import LinearGain, linear_gains
 from te_bench.advice.steps import extent, frame_of, typical
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import naming
 from te_bench.reports.page import text
