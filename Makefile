@@ -30,6 +30,7 @@ compile-other-gpus: .venv/test.done
 OLDEST := triton==$(shell sed -n 's/^ *"triton>=\([0-9.]*\).*/\1/p' pyproject.toml)
 compile-oldest-triton: .venv/test.done
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target build/oldest '$(OLDEST)'
+	PYTHONPATH=build/oldest $(BIN)/python -c 'import triton; assert f"triton=={triton.__version__}.".startswith("$(OLDEST)."), f"$(OLDEST) was to run, not {triton.__version__} of {triton.__file__}"'
 	PYTHONPATH=build/oldest $(BIN)/python -m pytest -n $(JOBS) -o cache_dir=build/oldest/cache tests/kernels/test_compiled.py tests/kernels/attention/test_*_compiled.py
 	PYTHONPATH=build/oldest $(BIN)/python -m pytest -n $(JOBS) -o cache_dir=build/oldest/cache -m other_gpus tests/kernels/test_other_gpus.py
 

@@ -2,11 +2,15 @@
 
 import ast
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import te_bench
@@ -47,3 +51,20 @@ def test_te_bench_needs_what_it_imports_and_no_more() -> None:
 def test_one_version_is_everywhere() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
     assert PROJECT["version"] == te_bench.__version__ == str(cited)
+
+
+@pytest.mark.parametrize(("version", "right"), [("3.6.0", True), ("3.6.1", True), ("3.7.1", False), ("3.60.0", False)])
+def test_the_oldest_triton_is_seen_to_be_the_one_that_compiles(version: str, right: bool, tmp_path: Path) -> None:
+    """Lost from PYTHONPATH, it would leave the pinned one to compile."""
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    dry = ["make", "--dry-run", "compile-oldest-triton", "OLDEST=triton==3.6"]
+    planned = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    sees = next(place for place, line in enumerate(planned) if "triton.__version__" in line)
+    assert all(sees < place for place, line in enumerate(planned) if " pytest " in line)
+    path, _, *asks = shlex.split(planned[sees])
+    assert path == "PYTHONPATH=build/oldest"
+    (tmp_path / "triton.py").write_text(f"__version__ = {version!r}\n")
+    done = subprocess.run([sys.executable, *asks], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is right
+    assert right or "triton==3.6 was to run" in done.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 from te_bench import plugins
 from te_bench.experiments import run_options, suite_trials
-from te_bench.experiments.adoption import ALL, Adoptee, adoptee, without_rivals
+from te_bench.experiments.adoption import ALL, PER_BLOCK, Adoptee, adoptee, without_rivals
 from te_bench.experiments.problems import Settings
 from te_bench.experiments.spec import NO_ATTENTION, OWN_ATTENTION, Options, Trial
 from te_bench.models import rivals
@@ -16,7 +16,6 @@ from te_bench.reports.analysis import naming
 
 CHUNKED, FP8_HEAD = "chunked", "fp8"
 OPTIMIZER = "triton"  # of te-bench's own steps
-PER_BLOCK = "compile-blocks"
 WHOLE = ("compile", "compile-reduce-overhead")  # modes that compile a whole model
 COMPILED = (PER_BLOCK, *WHOLE)
 LENGTH = 1024  # tokens of a sequence of a user's model, if neither the model nor --tokens gives them
@@ -231,6 +230,11 @@ class Question:
         """Return the trial of a training step by the choice on `batch` sequences."""
         trial = self.trial(choice)
         return trial.with_(batch=batch)
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers made the user's model, of a config."""
+        return "config" in self.problem
 
     @property
     def batch(self) -> int:

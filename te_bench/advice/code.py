@@ -3,7 +3,8 @@
 import json
 import textwrap
 
-from te_bench.advice.candidates import COMPILED, PER_BLOCK, Choice, Question
+from te_bench.advice.candidates import COMPILED, Choice, Question
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.models import rivals
 from te_bench.models.sources import HUB
 
@@ -105,7 +106,7 @@ def _of_users(question: Question, choice: Choice) -> list[str]:
 def per_block(question: Question) -> list[str]:
     """Return the lines that compile each block of a user's model, the last of which does."""
     lines = [f"for block in {question.blocks}: block.compile(dynamic=False)"]
-    if "config" in question.problem and not question.cls.endswith(WITHOUT_CACHE):
+    if question.of_transformers and not question.cls.endswith(WITHOUT_CACHE):
         lines.insert(0, "model.config.use_cache = False  # its state would have each block compiled anew")
     return lines
 

@@ -40,7 +40,8 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
     if plain:
         without = _between([have / bf16 for have, bf16, _ in plain])
         adds = _between([bf16 / use for _, bf16, use in plain])
-        lines.append(f"**Without FP8** te-bench is {without} times as fast; FP8 multiplies that by {adds}.")
+        of = f" ({_models(len(plain))})" if len(plain) < len(ours) else ""
+        lines.append(f"**Without FP8** te-bench is {without} times as fast{of}; FP8 multiplies that by {adds}.")
     if saved := [100 * (share - 1) for one in ours if (share := energy(one))]:
         between = text.span(f"{-max(saved):.0f}", f"{-min(saved):.0f}")
         lines.append(f"**Energy**: {between} % less a step ({_models(len(saved))}).")
@@ -55,8 +56,8 @@ def _sentence(ours: Sequence[Answer], models: int) -> str:
         behind = [f"{rival} for {_models(number)}" for rival, number in slower.items() if number]
         than = f" Slower than eager mode: {text.listed(behind, len(behind))}." if behind else ""
         lines.append(f"**Against rivals** it is {text.listed(timed, len(timed))}.{than}{_untimed(ours)}")
-    elif untimed := _untimed(ours):
-        lines.append(untimed.strip())
+    else:
+        lines.append(f"No rival was timed for {_models(len(ours))}.")
     said = f"**{len(ours)} of {models} models train {faster} times as fast as in {_have(ours)}, {by}.**"
     return "\n".join([said, "", *(f"- {line}" for line in lines)]) if lines else said
 
@@ -66,7 +67,7 @@ def _timed(rival: str, ratios: Sequence[float]) -> str:
 
 
 def _untimed(ours: Sequence[Answer]) -> str:
-    """Say what was timed of no rival; empty if nothing is missing."""
+    """Say what was not timed of rivals, of which some were; empty if nothing is missing."""
     graphs = any(of.of_others and of.mode == "compile-reduce-overhead" for one in ours for of in one.seconds)
     alone = sum(not one.over_rivals for one in ours)
     missing = [] if graphs else ["No rival was timed in CUDA graphs."]

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from te_bench.advice.advise import Evidence
-from te_bench.advice.candidates import PER_BLOCK, Choice
+from te_bench.advice.candidates import Choice
 from te_bench.advice.code import per_block
 from te_bench.advice.decision import LinearGain, linear_gains
 from te_bench.advice.steps import extent, frame_of, typical
+from te_bench.experiments.adoption import PER_BLOCK
 from te_bench.experiments.spec import Record
 from te_bench.reports.analysis import naming
 from te_bench.reports.page import text
@@ -74,11 +75,15 @@ def of_evidence(evidence: Evidence) -> list[Finding]:
 
 
 def _per_block(evidence: Evidence) -> PerBlock | None:
-    """Return how the user's step compiles each block; None if that is no choice, or does not run."""
+    """Return how the user's step compiles each block; None if that is no choice, or does not run.
+
+    Untimed, it is for transformers' models alone: they make a mask under torch.compile of the whole.
+    """
     question, choice = evidence.question, dataclasses.replace(evidence.question.have, mode=PER_BLOCK)
     if choice not in question.choices or choice in evidence.wrong:
         return None
-    return PerBlock(per_block(question), evidence.steps.get(choice, ()))
+    runs = evidence.steps.get(choice, ())
+    return PerBlock(per_block(question), runs) if runs or question.of_transformers else None
 
 
 class _Cost(NamedTuple):
@@ -235,10 +240,17 @@ def _of_launches(eager: Sequence[Record]) -> Iterator[Finding]:
 
 
 def _of_compile(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> Iterator[Finding]:
-    if not compiled:
+    if not (eager and compiled):
         return
+    masked = list(_of_masks(eager, compiled, blocks))
+    yield from masked
+    reason = masked or (blocks and blocks.runs)  # untimed blocks are tried for attention's sake alone
+    yield from _slower_compile(eager, compiled, blocks if reason else None)
+
+
+def _of_masks(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> Iterator[Finding]:
     first = compiled[0]
-    if eager and _fast_kernel(eager[0]) and not _fast_kernel(first):
+    if _fast_kernel(eager[0]) and not _fast_kernel(first):
         slow = any(MEM_EFFICIENT.search(name) for name in first.kernels)
         yield Finding(
             name="compiled_attention",
@@ -249,7 +261,7 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record], blocks: Per
             or "Leave torch.compile out, or pin the kernel and leave the mask out where it is the causal one.",
             records=(eager[0].trial.id, first.trial.id),
         )
-    elif eager and (took := _attention_s(eager[0])) and (takes := _attention_s(first)) > MASKED * took:
+    elif (took := _attention_s(eager[0])) and (takes := _attention_s(first)) > MASKED * took:
         yield Finding(
             name="compiled_attention",
             what=f"Under torch.compile attention takes {text.milliseconds(takes)} ms of a step, in eager mode "
@@ -260,8 +272,6 @@ def _of_compile(eager: Sequence[Record], compiled: Sequence[Record], blocks: Per
             records=(eager[0].trial.id, first.trial.id),
             seconds=takes - took,
         )
-    if eager:
-        yield from _slower_compile(eager, compiled, blocks)
 
 
 def _of_breaks(runs: Sequence[Record], name: str) -> Iterator[Finding]:
@@ -277,15 +287,20 @@ def _of_breaks(runs: Sequence[Record], name: str) -> Iterator[Finding]:
 
 
 def _by_block(eager: Sequence[Record], compiled: Sequence[Record], blocks: PerBlock | None) -> str:
-    """Return whether to compile each block in place of the model; "" if that is not possible, or slower."""
-    if blocks is None or (blocks.runs and typical(blocks.runs) >= typical(compiled)):
+    """Return whether to compile each block in place of the model, or to try; "" if that is not possible, or slower."""
+    if blocks is None:
         return ""
-    took = f"{text.milliseconds(typical(blocks.runs))} ms a step"
-    if blocks.runs and typical(blocks.runs) >= typical(eager):
-        return f"Leave torch.compile out: {naming.PER_BLOCK} it takes {took}."
     *before, line = blocks.lines
-    given = "".join(f", with {setting.partition('  #')[0]}" for setting in before)
-    return f"Compile each block{f' ({took})' if blocks.runs else ''}{given}: {line}."
+    how = "".join(f", with {setting.partition('  #')[0]}" for setting in before) + f": {line}."
+    if not blocks.runs:
+        return f"Try torch.compile of each block (not timed here), where attention should keep its kernel{how}"
+    seconds = typical(blocks.runs)
+    took = f"{text.milliseconds(seconds)} ms a step"
+    if seconds >= typical(compiled):
+        return ""
+    if seconds >= typical(eager):
+        return f"Leave torch.compile out: {naming.PER_BLOCK} it takes {took}."
+    return f"Compile each block ({took}){how}"
 
 
 def _attention_s(record: Record) -> float:

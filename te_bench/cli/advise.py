@@ -161,7 +161,7 @@ def _as_recorded(question: "Question", journal: "Journal") -> "Question":
 
     Records whose survey counts no blocks are older than mode compile-blocks, and did not leave it out for lack of time.
     """
-    from te_bench.advice.candidates import PER_BLOCK
+    from te_bench.experiments.adoption import PER_BLOCK
 
     trials = [trial for plan in reversed(_asked(journal)) for trial in plan.trials]
     packages = next((t["problem"]["packages"] for t in trials if "packages" in t["problem"]), None)

@@ -2,7 +2,8 @@
 
 The model runs a suite's trials of PyTorch's attention kernels, precisions, execution modes and optimizers. Heads, fused
 blocks and padded vocabularies belong to te-bench's own decoders. In the suites of LADDERS the model's steps are compared
-with the same steps with te.convert's parts and, on a GPU, with the rivals that can train the model.
+with the same steps with te.convert's parts and, on a GPU, with torch.compile of each block and the rivals that can train
+the model.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ MANUAL = "manual"
 OURS = {"head": "heads", "blocks": "fused blocks"}
 LADDERS = ("speed", "nanogpt")  # suites that ask for the fastest step
 ALL = "all"  # parts of te.convert
+PER_BLOCK = "compile-blocks"  # torch.compile's users compile a model so, and torchao's
 CONVERTED = ("bf16", "fp8")  # precisions that the parts support
 
 
@@ -70,7 +72,11 @@ def adapt(experiment: Experiment, options: Options) -> Experiment:
     baseline = next((t.cell for t in adapted if is_step(t)), adapted[0].cell)
     left_out = (*experiment.left_out, *_left_out(experiment.trials), *_without(own, experiment.trials))
     if experiment.suite in LADDERS:
-        adapted += [*_with_parts(adapted), *_of_rivals(adapted)]
+        others = [*_per_block(adapted), *_of_rivals(adapted)]
+        if any(trial.mode == PER_BLOCK for trial in others) and not own.facts.blocks:
+            others = [trial for trial in others if trial.mode != PER_BLOCK]
+            left_out += ("torch.compile of each block: the model has no nn.ModuleList of blocks",)
+        adapted += [*_with_parts(adapted), *others]
         left_out += tuple(f"{what}: {why}" for what, why in without_rivals(options.device).items())
     trials = list({trial.id: trial for trial in adapted}.values())
     cells = {trial.cell: one.cell for trial in experiment.trials for one in _adapted(trial, own)[:1]}
@@ -107,6 +113,16 @@ def _with_parts(trials: Iterable[Trial]) -> list[Trial]:
         trial.with_(parts=ALL)
         for trial in trials
         if is_step(trial) and trial.attention == OWN_ATTENTION and trial.precision in CONVERTED
+    ]
+
+
+def _per_block(trials: Iterable[Trial]) -> list[Trial]:
+    """Return torch.compile's bf16 steps of the model's own attention with each block compiled by itself; on a GPU."""
+    return [
+        dataclasses.replace(trial, mode=PER_BLOCK)
+        for trial in trials
+        if is_step(trial) and trial.device == "cuda" and trial.attention == OWN_ATTENTION
+        if trial.precision == "bf16" and trial.mode in ("compile", "compile-reduce-overhead")
     ]
 
 

@@ -4,6 +4,7 @@ checkpoint_blocks(model)    before the step is made; a third more arithmetic for
 """
 
 import functools
+import keyword
 from collections.abc import Callable
 from typing import Any
 
@@ -32,13 +33,32 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def expression(model: nn.Module) -> str:
     """Return `blocks_of` as an expression of Python on a `model`: model.layers; "" without blocks."""
-    blocks = blocks_of(model)
+    blocks = {id(block) for block in blocks_of(model)}
     lists = [
-        "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in filter(None, name.split(".")))
+        (_path(model, name), module)
         for name, module in model.named_modules()
-        if any(child is block for child in module.children() for block in blocks)
+        if any(id(child) in blocks for child in module.children())
     ]
-    return lists[0] if len(lists) == 1 else f"({', '.join(f'*{name}' for name in lists)})" if lists else ""
+    if not lists:
+        return ""
+    found = lists[0][0] if len(lists) == 1 else f"({', '.join(f'*{path}' for path, _ in lists)})"
+    if all(id(child) in blocks for _, module in lists for child in module.children()):
+        return found
+    return f"[block for block in {found} if any(block.children())]"
+
+
+def _path(model: nn.Module, name: str) -> str:
+    """Return how Python reaches the submodule of that name from `model`."""
+    path, module = "model", model
+    for part in filter(None, name.split(".")):
+        if part.isidentifier() and not keyword.iskeyword(part):
+            path += f".{part}"
+        elif part.isdigit() and isinstance(module, nn.ModuleList | nn.Sequential):
+            path += f"[{part}]"
+        else:
+            path += f"[{part!r}]" if isinstance(module, nn.ModuleDict) else f".get_submodule({part!r})"
+        module = module.get_submodule(part)
+    return path
 
 
 def checkpoint_blocks(model: nn.Module) -> int:

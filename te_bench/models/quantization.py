@@ -42,7 +42,10 @@ def _unsupported(recipe: Recipe) -> str | None:
 def _emulated(name: str) -> str | None:
     """Return why te_bench emulates a block format here, or None."""
     cuda = torch.cuda.is_available()
-    lack = block_scaled.unsupported("cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None)
+    asked = "cuda" if cuda else "cpu", torch.cuda.get_device_capability() if cuda else None
+    lack = block_scaled.unsupported(*asked)
+    if lack is None and not block_scaled.supported(torch.device("cuda", torch.cuda.current_device())):
+        lack = block_scaled.unsupported(*asked)
     return lack and f"{lack}; te.recipe.{name}BlockScaling() has its numbers on any device, by bf16 GEMMs"
 
 

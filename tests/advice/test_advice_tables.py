@@ -128,11 +128,22 @@ def test_a_headline_names_what_no_rival_was_timed_for_and_is_of_te_benchs_steps(
         advice["steps"] = [s for s in advice["steps"] if s["mode"] in ("eager", "cudagraph")]
         path.write_text(json.dumps(advice))
     made = headline.headline(alone)
-    assert made.sentence.endswith("\n- No rival was timed in CUDA graphs. No rival was timed for 2 models.")
+    assert made.sentence.endswith("\n- No rival was timed for 2 models.")
+    assert "CUDA graphs." not in made.sentence
     assert b">quick*</text>" in made.picture.svg
     undecided = {"undecided": "nothing is distinguished"}
     with pytest.raises(ValueError, match="no model is advised a step"):
         headline.headline(changed(published, tmp_path / "none", quick=undecided, slow=undecided))
+
+
+def test_a_headline_counts_the_models_whose_bf16_step_it_is_of(published: Path, tmp_path: Path) -> None:
+    assert "**Without FP8** te-bench is" in (both := headline.headline(published).sentence)
+    assert "(2 models); FP8" not in both
+    of = changed(published, tmp_path / "of")
+    advice = json.loads((path := of / "slow" / "advice.json").read_text())
+    advice["steps"] = [s for s in advice["steps"] if s["recipe"] or s["mode"] != "cudagraph"]
+    path.write_text(json.dumps(advice))
+    assert " times as fast (one model); FP8 multiplies that by " in headline.headline(of).sentence
 
 
 def test_a_headline_has_the_energy_of_the_models_that_count_it(published: Path, tmp_path: Path) -> None:

@@ -128,14 +128,15 @@ def step(milliseconds: float, mode: str, seed: int = 0, breaks: int = 0) -> Reco
 
 SURVEY = record(trial("survey"), work=survey_work(question(), vocab=50304))
 CACHE = "model.config.use_cache = False"
+TRY = "Try torch.compile of each block (not timed here), where attention should keep its kernel"
 
 
 @pytest.mark.parametrize(
     ("blocks", "mend"),
     [
         (None, "Leave torch.compile out"),
-        (PerBlock([LINE]), f"Compile each block: {LINE}."),
-        (PerBlock([f"{CACHE}  # why", LINE]), f"Compile each block, with {CACHE}: {LINE}."),
+        (PerBlock([LINE]), f"{TRY}: {LINE}."),
+        (PerBlock([f"{CACHE}  # why", LINE]), f"{TRY}, with {CACHE}: {LINE}."),
         (PerBlock([LINE], [step(15, MODE)]), f"Compile each block (15.0 ms a step): {LINE}."),
         (PerBlock([LINE], [step(22, MODE)]), "Leave torch.compile out: per block it takes 22.0 ms a step."),
         (PerBlock([LINE], [step(35, MODE)]), "Leave torch.compile out"),
@@ -148,6 +149,28 @@ def test_the_mend_of_a_slow_compile_is_to_compile_each_block(blocks: PerBlock | 
     assert all(finding.mend.startswith(mend) for finding in found), [finding.mend for finding in found]
     measured = blocks is not None and bool(blocks.runs)
     assert measured or not any("ms" in finding.mend for finding in found)
+
+
+def test_untimed_blocks_are_no_mend_of_a_compile_that_keeps_attentions_kernel() -> None:
+    eager = [step(20, "eager", seed) for seed in range(2)]
+    compiled = [dataclasses.replace(step(30, "compile"), kernels=eager[0].kernels)]
+    for runs, mend in (
+        ([], "Leave torch.compile out."),
+        ([step(15, MODE)], f"Compile each block (15.0 ms a step): {LINE}."),
+    ):
+        (found,) = traps.findings(SURVEY, eager, compiled, blocks=PerBlock([LINE], runs))
+        assert (found.name, found.mend) == ("compile", mend)
+
+
+@pytest.mark.parametrize("transformers", [True, False])
+def test_only_a_transformers_model_is_told_to_try_what_was_not_timed(transformers: bool, asked: Question) -> None:
+    """It makes a mask under torch.compile of the whole. Another model's reason is not known."""
+    if not transformers:
+        asked = dataclasses.replace(asked, problem={k: v for k, v in asked.problem.items() if k != "config"})
+    ran = {BLOCKS: (), asked.have: (step(20, "eager"),), WHOLE: (step(30, "compile"),)}
+    evidence = dataclasses.replace(gathered(Machine(asked)), steps=ran)
+    mends = {finding.mend for finding in traps.of_evidence(evidence) if finding.name == "compiled_attention"}
+    assert {mend.startswith(TRY) for mend in mends} == {"each block" in mend for mend in mends} == {transformers}
 
 
 def test_graph_breaks_between_the_pieces_of_a_block_are_told() -> None:

@@ -13,7 +13,16 @@ from te_bench.experiments.spec import Experiment, Options, Trial
 from te_bench.models import sources
 
 FACTS = sources.Facts(
-    vocab=50257, block=None, sequence=None, parameters=10**6, sdpa=2, scores=4096, tried=32, text=True, manual=False
+    vocab=50257,
+    block=None,
+    sequence=None,
+    parameters=10**6,
+    sdpa=2,
+    scores=4096,
+    tried=32,
+    text=True,
+    manual=False,
+    blocks="model.h",
 )
 
 
@@ -95,7 +104,8 @@ def test_the_plan_says_what_is_left_out(model: str) -> None:
 @pytest.mark.parametrize("suite", ["speed", "nanogpt"])
 def test_te_benchs_parts_stand_beside_the_model_as_it_is(suite: str, model: str) -> None:
     found = steps(planned(suite, model))
-    plain = [t for t in found if t.attention == "own" and t.precision != "fp16" and "rival" not in t.problem]
+    of_torch = [t for t in found if t.precision != "fp16" and t.mode != "compile-blocks"]
+    plain = [t for t in of_torch if t.attention == "own" and "rival" not in t.problem]
     sides = ([t for t in plain if ("parts" in t.problem) == parts] for parts in (True, False))
     ways = [{(t.precision, t.recipe, t.mode, t.problem.get("optimizer")) for t in side} for side in sides]
     assert ways[0] == ways[1]
@@ -115,6 +125,22 @@ def test_rivals_that_train_any_model_stand_beside_it_on_a_gpu(suite: str, model:
     ]
     assert not any("optimizer" in t.problem or "parts" in t.problem for t in found)
     assert not any("rival" in t.problem for t in steps(planned(suite, model, "cpu")))
+
+
+@pytest.mark.parametrize("suite", ["speed", "nanogpt"])
+def test_torch_compile_of_each_block_stands_beside_torchaos_on_a_gpu(suite: str, model: str) -> None:
+    found = [t for t in planned(suite, model).trials if t.mode == "compile-blocks" and "rival" not in t.problem]
+    assert [(t.attention, t.precision, t.recipe) for t in found] == [("own", "bf16", None)]
+    assert not {"optimizer", "parts"} & found[0].problem.keys()
+    assert not any(t.mode == "compile-blocks" for t in planned(suite, model, "cpu").trials)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_model_without_blocks_has_no_step_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = planned("speed", facts(monkeypatch, blocks=""))
+    assert not any(trial.mode == "compile-blocks" for trial in found.trials)
+    assert {t.problem.get("rival") for t in found.trials} >= {"torchao_tensorwise", "torchao_rowwise", "liger"}
+    assert "torch.compile of each block: the model has no nn.ModuleList of blocks" in found.left_out
 
 
 def test_several_gpus_are_without_rivals_and_the_plan_says_so(model: str) -> None:

@@ -1,6 +1,7 @@
 """Gradient checkpointing of any model's blocks: the same gradients, fewer kept tensors."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -153,14 +154,25 @@ def test_in_fp8_an_amax_counts_once(chosen: recipe.Recipe) -> None:
         (Hidden(), "model.blocks", 3),
         (Staged(), "(*model.stages[0], *model.stages[1], *model.stages[2])", 3),
         (nn.ModuleDict({"h": nn.ModuleList([Hidden.Block()])}), "model.h", 1),
-        (nn.Sequential(nn.Embedding(96, 64), Hidden.Block()), "model", 1),
+        (
+            nn.ModuleDict({key: nn.ModuleList([Hidden.Block()]) for key in ("0", "a-b")}),
+            "(*model['0'], *model['a-b'])",
+            2,
+        ),
+        (nn.Sequential(OrderedDict({"a-b": nn.ModuleList([Hidden.Block()])})), "model.get_submodule('a-b')", 1),
+        (nn.ModuleList([nn.ModuleList([Hidden.Block()])]), "model[0]", 1),
+        (
+            nn.ModuleDict({"net": nn.Sequential(nn.Embedding(96, 64), Hidden.Block(), nn.LayerNorm(64))}),
+            "[block for block in model.net if any(block.children())]",
+            1,
+        ),
         (nn.Linear(2, 2), "", 0),
     ],
 )
 def test_blocks_are_said_as_python_finds_them(model: nn.Module, said: str, number: int) -> None:
     assert expression(model) == said
     found = eval(said, {"model": model}) if said else ()
-    assert [block for block in found if any(block.children())] == blocks_of(model)
+    assert list(found) == blocks_of(model)
     assert len(blocks_of(model)) == number
 
 

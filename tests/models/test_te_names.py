@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import te_bench.models as te
+from te_bench.kernels.gemm import block_scaled
 from te_bench.models import fp8, recipe
 from te_bench.models.quantization import FP8GlobalStateManager
 
@@ -17,6 +18,9 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: request.param)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(block_scaled, "LACKS", {})
+    monkeypatch.setattr(block_scaled, "disproof", lambda device: None)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,23 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """GEMMs of `quantize.block_formats`' operands by Blackwell's tensor cores, which scale each block of K themselves.
 
-Compiled for compute capabilities 10.0 and 12.0, and never run. Each product packs its operands first. Older GPUs have
-no such tensor cores, and Triton's interpreter no tl.dot_scaled: there `block_formats` multiplies in half precision.
+Compiled for compute capabilities 10.0 and 12.0, and never run: so each process compares its products on a GPU before
+their first use. Each product packs its operands first. Older GPUs have no such tensor cores, Triton's interpreter has no
+tl.dot_scaled, and a GPU may refute it: there `block_formats` multiplies in half precision.
 """
 
-import functools
+import warnings
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from te_bench.kernels import architecture
-from te_bench.kernels.quantize import packing
-from te_bench.kernels.quantize.block_formats import NVFP4_LARGEST
+from te_bench.kernels.quantize import Operand, block_casts, packing
+from te_bench.kernels.quantize.block_formats import NVFP4_BLOCK, NVFP4_LARGEST, alpha
 from te_bench.kernels.tile import FLOATS, rounded
 
 NAME = "block_scaled"  # in doctor's answers
@@ -23,20 +25,88 @@ NAME = "block_scaled"  # in doctor's answers
 SIDE, STAGES = 128, 3
 PER_AMAXES = tl.constexpr(torch.tensor(1 / NVFP4_LARGEST**2).item())  # float32, like every constant of alpha
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+SAID = {"e4m3": "MXFP8", "e5m2": "MXFP8 with E5M2", "e2m1": "NVFP4"}
+PROVES = (200, 136, 576)  # M, N, K: several tiles and steps of K, none of them full
+#: The error that a sum may have, over that of its products' sizes: another order, and tensor cores that keep 14 bits.
+SUMS = 5e-4
+#: {device: why it does not run there}, of the devices that this process has multiplied on; None: it runs.
+LACKS: dict[torch.device, str | None] = {}
 
 
 def unsupported(device: str, capability: architecture.Capability) -> str | None:
-    """Return why a device cannot run it, or None. Everyone who asks whether MXFP8 and NVFP4 are emulated asks this."""
+    """Return why a device cannot run it, or None. Everyone who asks whether MXFP8 and NVFP4 are emulated asks this.
+
+    A GPU that got a wrong product in this process cannot; nor can another of its compute capability.
+    """
     if device != "cuda" or capability is None:
         return "needs an NVIDIA GPU"
-    return architecture.lacks_block_scales(capability)
+    wrong = (why for known, why in LACKS.items() if why and capability_of(known) == capability)
+    return architecture.lacks_block_scales(capability) or next(wrong, None)
 
 
-@functools.cache
+def capability_of(device: torch.device) -> architecture.Capability:
+    """Return a device's compute capability; None of a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def supported(device: torch.device) -> bool:
-    """Return whether this device runs it."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return unsupported(device.type, capability) is None
+    """Return whether this device runs it; the first call multiplies there, compares, waits for the GPU, and may warn.
+
+    Nothing can be compared while a CUDA graph is captured: a first call then warns and returns False.
+    """
+    if device not in LACKS:
+        lack = unsupported("cuda", capability_of(device))
+        if lack is None:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                _warn("was not compared yet, and a CUDA graph is being captured; run a step before the capture")
+                return False
+            lack = disproof(device)
+            if lack is not None:
+                _warn(f"{lack} on {device}")
+        LACKS[device] = lack
+    return LACKS[device] is None
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"{NAME}: {what}. MXFP8 and NVFP4 are emulated by bf16 GEMMs: right, and slower.", stacklevel=3)
+
+
+def disproof(device: torch.device) -> str | None:
+    """Return which format's product is wrong or fails on the device; None if all agree with the operands' in float64."""
+    with _disable_current_modes(), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for name in packing.FORMATS:
+            try:
+                if not _agrees(name, device):
+                    return f"its product of {SAID[name]} is wrong"
+            except Exception as error:  # whatever a compiler, driver or GPU that never ran it raises
+                return f"its product of {SAID[name]} fails: {type(error).__name__}: {error}"
+    return None
+
+
+def _agrees(name: str, device: torch.device) -> bool:
+    """Compare a product of an operand that was stored along K and one that was not, with blocks of many sizes."""
+    m, n, k = PROVES
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(rows: int) -> Tensor:
+        sizes = torch.exp2(8 * torch.rand(rows, k // NVFP4_BLOCK, 1, generator=generator, device="cpu") - 4)
+        x = torch.randn(rows, k // NVFP4_BLOCK, NVFP4_BLOCK, generator=generator, device="cpu")
+        return (x * sizes).flatten(1).bfloat16().to(device)
+
+    def cast(x: Tensor, dtype: torch.dtype, by_rows: bool) -> Operand:
+        by_columns = not by_rows
+        if name == "e2m1":
+            q = block_casts.nvfp4(x, rowwise=by_rows, columnwise=by_columns)
+        else:
+            q = block_casts.mxfp8(x, dtype, rowwise=by_rows, columnwise=by_columns)
+        return q.by_rows() if by_rows else q.by_columns()
+
+    a_dtype = next((dtype for dtype, called in NAMES.items() if called == name), torch.float8_e4m3fn)
+    a, b = cast(drawn(m), a_dtype, True), cast(drawn(n).t().contiguous(), torch.float8_e4m3fn, False)
+    found = multiply(a.data, b.data, a.scale_inv, b.scale_inv, torch.float32, None, a_dtype).cpu().double()
+    x, y = a.data.cpu().double(), b.data.cpu().double().t()
+    factor = 1.0 if a.scale_inv is None else alpha(a.scale_inv.cpu(), b.scale_inv.cpu()).item()
+    return bool(((found - factor * (x @ y)).abs() <= SUMS * factor * (x.abs() @ y.abs())).all())
 
 
 @triton.jit

@@ -5,6 +5,7 @@ Triton's interpreter has no tl.dot_scaled: on a CPU the tests compute that instr
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from gemm_checks import floor
 from kernel_checks import DEVICES
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import te_bench.models as te
 from te_bench.kernels.gemm import block_formats as gemms
@@ -220,6 +222,115 @@ def test_a_linear_takes_it_where_it_runs_and_not_to_emulate(asked: Recipe, monke
     assert all(map(torch.equal, native, compiled))
     for found, right in zip(native, emulated, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5 * right.abs().max().item())
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch, scaled_dots: None) -> None:
+    """The CPU is a GPU with such tensor cores, on which nothing has been multiplied yet."""
+    monkeypatch.setattr(block_scaled, "capability_of", lambda device: (10, 0))
+    monkeypatch.setattr(block_scaled, "LACKS", {})
+
+
+def rows_in_order(data: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A tile's scales by rows, as they would be without the tensor core's own order."""
+    return data, scales.view(*scales.shape[:3], 32, 4, 4).transpose(3, 4).reshape(scales.shape).contiguous()
+
+
+def tiles_exchanged(data: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return data, scales.view(torch.uint8).flip(2).view(scales.dtype)
+
+
+def of_e5m2(data: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return data, scales + 1 if name == "e5m2" else scales
+
+
+def of_nvfp4(data: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return rows_in_order(data, scales, name) if name == "e2m1" else (data, scales)
+
+
+def refused(data: Tensor, scales: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("an instruction that ptxas refuses")
+
+
+FAULTS = [
+    (rows_in_order, "its product of MXFP8 is wrong"),
+    (tiles_exchanged, "its product of MXFP8 is wrong"),
+    (of_nvfp4, "its product of NVFP4 is wrong"),
+    (of_e5m2, "its product of MXFP8 with E5M2 is wrong"),
+    (refused, "its product of MXFP8 fails: RuntimeError: an instruction that ptxas refuses"),
+]
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize(("fault", "said"), FAULTS)
+def test_a_gpu_that_multiplies_wrongly_emulates_and_warns_once(
+    fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packing.packed
+    monkeypatch.setattr(packing, "packed", lambda x, name: fault(*packed(x, name), name))
+    a, b, a_dtype = operands((33, 40, 50), "e4m3", "cpu")
+    emulated = gemms.forward(a, b, out_dtype=torch.float32, a_dtype=a_dtype, emulate=True)
+    with pytest.warns(UserWarning, match=f"block_scaled: {said} on cpu. MXFP8 and NVFP4 are emulated") as warned:
+        found = gemms.forward(a, b, out_dtype=torch.float32, a_dtype=a_dtype)
+    assert len(warned) == 1
+    assert torch.equal(found, emulated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(gemms.forward(a, b, out_dtype=torch.float32, a_dtype=a_dtype), emulated)
+    assert block_scaled.unsupported("cuda", (10, 0)) == said
+    assert MXFP8BlockScaling().by_half_gemms("cuda", (10, 0))
+    assert block_scaled.unsupported("cuda", (12, 0)) is None
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("lack", [None, "its product of NVFP4 is wrong"])
+def test_who_asks_for_mxfp8_first_has_it_compared(lack: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_scaled, "disproof", lambda device: lack)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        available, reason = te.is_mxfp8_available(return_reason=True)
+    assert available is (lack is None)
+    assert len(warned) == (lack is not None)
+    assert reason.startswith(f"{lack}; te.recipe.MXFP8BlockScaling()" if lack else "")
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_a_gpu_that_multiplies_rightly_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast, in other modes and with another default device, too; a user's random numbers stay."""
+    calls, multiply = [], block_scaled.multiply
+    monkeypatch.setattr(block_scaled, "multiply", lambda *given: calls.append(1) or multiply(*given))
+    state = torch.get_rng_state()
+    with (
+        warnings.catch_warnings(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+        FlopCounterMode(display=False) as flop,
+    ):
+        warnings.simplefilter("error")
+        assert all(block_scaled.supported(torch.device("cpu")) for _ in range(3))
+    assert len(calls) == len(WIDTHS)
+    assert flop.get_total_flops() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert block_scaled.unsupported("cuda", (10, 0)) is None
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_nothing_is_compared_in_a_capture_but_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        capture.setattr(block_scaled, "multiply", lambda *given: pytest.fail("multiplied in a capture"))
+        with pytest.warns(UserWarning, match="run a step before the capture"):
+            assert not block_scaled.supported(device)
+    assert block_scaled.supported(device)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert block_scaled.supported(device)
 
 
 @pytest.mark.parametrize(
