@@ -35,33 +35,30 @@ def choices(result: GroupResult) -> list[Table | None]:
 
 def _choices(result: GroupResult, caption: str, take: str, *, fp8: bool) -> Table | None:
     found = [one for one in result.attention.choices if one.fp8 == fp8]
-    peer = kernel_name(result.attention.peer or "")
+    over_peer = [one.times[0].speedups.get("both") for one in found]
     shown = [
         {
             "Shape": word(one.times[0].configuration.shape),
             take: word(" or ".join(label(time.configuration).text for time in one.times[: max(1, one.best)])),
             "How sure": word(_how_sure(one)),
             "ms": number(one.times[0].both_s, text.milliseconds),
-            "Over the next": speedup(
-                one.over_next, "".join(f", {time.configuration.label}" for time in one.times[1:2])
-            ),
-            f"Over {peer}": speedup(one.times[0].speedups.get("both")),
+            "Over the next": speedup(one.over_next, f", {one.times[1].configuration.label}" if one.over_next else ""),
+            f"Over {kernel_name(result.attention.peer or '')}": speedup(ratio),
         }
-        for one in found
+        for one, ratio in zip(found, over_peer, strict=True)
     ]
-    pairs = [ratio.n for one in found for ratio in (one.over_next, one.times[0].speedups.get("both")) if ratio]
+    pairs = [ratio.n for ratio in (*over_peer, *(one.over_next for one in found)) if ratio]
     notes = ["Over: how many times as fast as another.", interval_note(pairs)] if pairs else []
-    tied = any(one.best > 1 for one in found)
-    notes += ["Not distinguished: by paired t-tests at 5 % over all comparisons of a shape."] if tied else []
+    if any(one.best > 1 for one in found):
+        notes.append("Not distinguished: by paired t-tests at 5 % over all comparisons of a shape.")
     return table_of("attention_choice", caption, shown, " ".join(notes), text_columns=3)
 
 
 def _how_sure(choice: AttentionChoice) -> str:
     if len(choice.times) == 1:
         return "the only one timed"
-    if choice.over_next is None or not choice.best:
-        return ranking.ALONE
-    return f"{ranking.FASTEST if choice.best == 1 else ranking.TIED} in {choice.over_next.n} runs"
+    said = ranking.FASTEST if choice.best == 1 else ranking.TIED
+    return f"{said} in {choice.over_next.n} runs" if choice.best and choice.over_next else ranking.ALONE
 
 
 def times(result: GroupResult) -> Table | None:
